@@ -1,0 +1,15 @@
+"""The only place that knows where shipped files are: in an installed wheel or in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+_INSTALLED = _PACKAGE / "_assets"
+_TOP = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
+
+RECIPES = _PACKAGE / "recipes"
+CLUSTERS = _PACKAGE / "clusters"
+ARCHITECTURES = _PACKAGE / "architectures"
+CONTAINERS = _TOP / "containers"
+JOB_TEMPLATES = _TOP / "sbatch"

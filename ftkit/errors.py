@@ -1,0 +1,111 @@
+"""The error tree: one class and one exit code per kind of failure.
+
+Every message has three parts: what failed, what it usually means, what to do next.
+`ftkit.cli` is the only place that catches these and prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class FtkitError(Exception):
+    """A failure that a user can understand and act on.
+
+    Args:
+        what: what failed, with the value that made it fail.
+        meaning: what it usually means; empty when `what` says it all.
+        fix: what to do next.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, meaning: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.meaning = meaning
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.what, self.meaning, self.fix) if part)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong in what the user gave: where it stands, what it is, what to do."""
+
+    where: str
+    key: str
+    message: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        key = f"{self.key}: " if self.key else ""
+        return f"{place}{key}{self.message}" + (f" {self.fix}" if self.fix else "")
+
+
+class ConfigError(FtkitError):
+    """Files, options or their combination are wrong. Holds every problem found, not only the first."""
+
+    exit_code = 3
+
+    def __init__(self, problems: list[Problem]) -> None:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{count} in the configuration; nothing was submitted")
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join([self.what, *(f"  {problem}" for problem in self.problems)])
+
+
+class NotFoundError(FtkitError):
+    """A run, recipe, cluster, image or file that was named does not exist."""
+
+    exit_code = 4
+
+
+class PrerequisiteError(FtkitError):
+    """A program, a Python package or a right that the command needs is missing on this machine."""
+
+    exit_code = 5
+
+
+class SubmitError(FtkitError):
+    """The scheduler refused the job or could not be asked."""
+
+    exit_code = 6
+
+
+class RunFailedError(FtkitError):
+    """A run that was waited for ended in failure."""
+
+    exit_code = 7
+
+
+class DataError(FtkitError):
+    """The data can't be read, formatted, tokenised or packed as the recipe asks."""
+
+    exit_code = 8
+
+
+class TrainingError(FtkitError):
+    """The trainer refused to start or to go on: a proof failed, or a checkpoint does not fit."""
+
+    exit_code = 9
+
+
+EXIT_CODES: dict[int, str] = {
+    0: "success",
+    1: "a defect in ftkit: please report it",
+    2: "wrong usage of the command line",
+    ConfigError.exit_code: "a recipe, profile, option or their combination is wrong",
+    NotFoundError.exit_code: "a run, recipe, cluster, image or file was not found",
+    PrerequisiteError.exit_code: "a program, package or right is missing on this machine",
+    SubmitError.exit_code: "the scheduler refused the job or could not be asked",
+    RunFailedError.exit_code: "the run that was followed failed or was cancelled",
+    DataError.exit_code: "the data can't be used as the recipe asks",
+    TrainingError.exit_code: "the trainer refused to start or to go on",
+    130: "interrupted from the keyboard",
+}

@@ -1,0 +1,106 @@
+"""Every path of a run. Everything about a run lies in its folder, and nothing about it elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The folder on the shared file system that holds all runs, prepared data and imported images."""
+
+    root: Path
+
+    @property
+    def runs(self) -> Path:
+        """One folder for each run."""
+        return self.root / "runs"
+
+    @property
+    def data(self) -> Path:
+        """Tokenised and packed data, one folder for each fingerprint."""
+        return self.root / "data"
+
+    def image_file(self, reference: str) -> Path:
+        """Return where the imported squashfs image of `NAME:TAG` lies."""
+        return self.root / "images" / (reference.replace(":", "+") + ".sqsh")
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """The folder of one run."""
+
+    root: Path
+
+    @property
+    def plan(self) -> Path:
+        """The plan: the only contract between submitting and training."""
+        return self.root / "plan.json"
+
+    @property
+    def script(self) -> Path:
+        """The job script as it was submitted."""
+        return self.root / "job.sbatch"
+
+    @property
+    def submission(self) -> Path:
+        """Which scheduler has the job, under which id."""
+        return self.root / "submission.json"
+
+    @property
+    def manifest(self) -> Path:
+        """What the run was made from, to repeat it elsewhere."""
+        return self.root / "manifest.json"
+
+    @property
+    def logs(self) -> Path:
+        """The job's log and one log for each rank."""
+        return self.root / "logs"
+
+    @property
+    def job_log(self) -> Path:
+        """What the job script and everything under it printed."""
+        return self.logs / "job.log"
+
+    def rank_log(self, rank: int) -> Path:
+        """Return the log of one rank."""
+        return self.logs / f"rank-{rank:05d}.log"
+
+    def rank_error(self, rank: int) -> Path:
+        """Return where a rank that fails leaves its exception and traceback."""
+        return self.logs / f"error-{rank:05d}.json"
+
+    @property
+    def metrics(self) -> Path:
+        """The records of the run, one JSON object a line."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder for each complete checkpoint."""
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of the checkpoint that was written after `step` steps."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    @property
+    def export(self) -> Path:
+        """The trained model in Hugging Face's layout."""
+        return self.root / "export"
+
+    @property
+    def stop_request(self) -> Path:
+        """A file whose existence asks the trainer to write a checkpoint and stop."""
+        return self.root / "stop-requested"
+
+    @property
+    def exit_code(self) -> Path:
+        """The exit code of the job script, written when it ends."""
+        return self.root / "exit-code"
+
+    @property
+    def cancelled(self) -> Path:
+        """A file that says that the user cancelled the run."""
+        return self.root / "cancelled"

@@ -1,0 +1,105 @@
+"""How many parameters a model has and how much memory a process needs, from the architecture alone.
+
+Formulas count the tensors of the Hugging Face implementations of the four families; the tests
+compare the parameter counts with the real classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ftkit.specs.model import ArchitectureSpec
+    from ftkit.specs.training import TrainingSpec
+
+GIB = 2**30
+
+GPU_MEMORY_GIB: dict[str, float] = {
+    # What nvidia-smi shows as total, in GiB; l4, a100, h100 and b200 by the vendor's data sheets.
+    "a100-40gb": 40.0,
+    "a100-80gb": 80.0,
+    "b200": 178.0,
+    "h100-80gb": 79.6,
+    "h200": 140.4,
+    "l4": 22.5,
+}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted peak memory of one process, in GiB, by part."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
+
+
+def layer_parameters(shape: ArchitectureSpec) -> int:
+    """Count the parameters of one decoder layer."""
+    hidden, heads = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    attention = hidden * heads + 2 * hidden * keys + heads * hidden
+    feed_forward = 3 * hidden * shape.intermediate_size
+    norms = {
+        "llama": 2 * hidden,
+        "qwen3": 2 * hidden + 2 * shape.head_dim,
+        "olmo3": 2 * hidden + heads + keys,
+        "gemma3_text": 4 * hidden + 2 * shape.head_dim,
+    }[shape.family]
+    return attention + feed_forward + norms
+
+
+def embedding_parameters(shape: ArchitectureSpec) -> int:
+    """Count the parameters outside the decoder layers: embedding, last norm, output projection."""
+    tables = 1 if shape.tie_word_embeddings else 2
+    return tables * shape.vocab_size * shape.hidden_size + shape.hidden_size
+
+
+def count_parameters(shape: ArchitectureSpec) -> int:
+    """Count all parameters."""
+    return shape.num_hidden_layers * layer_parameters(shape) + embedding_parameters(shape)
+
+
+def predict_memory(shape: ArchitectureSpec, training: TrainingSpec, num_shards: int) -> MemoryPlan:
+    """Predict the peak memory of one of `num_shards` processes.
+
+    Master weights, gradients and AdamW's two states are fp32 and sharded (16 bytes a parameter in all).
+    While a layer runs, its whole weights are there in the compute precision, those of the next one are
+    on their way, and so are those outside the layers.
+    """
+    width = 2 if training.precision == "bf16" else 4
+    tokens = training.micro_batch_size * training.sequence_length
+    total = count_parameters(shape)
+    sharded = num_shards > 1
+    gathered = width * (embedding_parameters(shape) + 2 * layer_parameters(shape)) if sharded else 0
+    if training.precision == "bf16" and not sharded:
+        gathered = width * total
+    return MemoryPlan(
+        parameters=4 * total / num_shards / GIB,
+        gradients=4 * total / num_shards / GIB,
+        optimizer=8 * total / num_shards / GIB,
+        gathered=gathered / GIB,
+        activations=_activation_bytes(shape, training, tokens, width) / GIB,
+        # Logits in the compute precision, their fp32 copy, and the gradient of each.
+        logits=tokens * shape.vocab_size * (2 * width + 8) / GIB,
+    )
+
+
+def _activation_bytes(shape: ArchitectureSpec, training: TrainingSpec, tokens: int, width: int) -> float:
+    heads = shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    # Kept for the backward pass: inputs of two norms and of their outputs, queries, keys, values twice (before
+    # and after the rotation), the attention's output, and the feed-forward's four wide tensors.
+    one_layer = width * tokens * (6 * shape.hidden_size + 3 * heads + 4 * keys + 4 * shape.intermediate_size)
+    if not training.activation_checkpointing:
+        return float(shape.num_hidden_layers * one_layer)
+    return float(one_layer + shape.num_hidden_layers * width * tokens * shape.hidden_size)

@@ -1,0 +1,242 @@
+"""From specs to a plan: every derived number of a run.
+
+`plan_run` is pure. Its result is what plan.json holds: the only contract between submitting and training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime  # noqa: TC003 - pydantic reads it when a plan is loaded
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from ftkit.errors import ConfigError, FtkitError
+from ftkit.layout import RunLayout, Workspace
+from ftkit.memory import GPU_MEMORY_GIB, MemoryPlan, count_parameters, predict_memory
+from ftkit.plan_checks import find_problems
+from ftkit.specs.cluster import ClusterProfile
+from ftkit.specs.recipe import RecipeSpec
+
+if TYPE_CHECKING:
+    from ftkit.specs.image import ImageSpec
+    from ftkit.specs.request import RunRequest
+    from ftkit.specs.training import TrainingSpec
+
+PLAN_VERSION = 1
+PREPARATION_VERSION = 1
+"""Part of the data's fingerprint: raise it when the same spec would be prepared into other packs."""
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """Where the processes are: `num_nodes` x `processes_per_node`, one process for each GPU."""
+
+    num_nodes: int
+    processes_per_node: int
+    device: Literal["cpu", "cuda"]
+    threads_per_process: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.num_nodes * self.processes_per_node
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """How the model is spread over the processes, and why so."""
+
+    name: Literal["fsdp2", "single"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch arithmetic: micro x processes x accumulation = global, in packs."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    global_batch_size: int
+    tokens_per_step: int
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that a run is. Frozen, and written to plan.json as it stands."""
+
+    version: int
+    ftkit_version: str
+    id: str
+    name: str
+    created: datetime
+    workspace: Path
+    fingerprint: str
+    recipe: RecipeSpec
+    cluster: ClusterProfile
+    placement: PlacementPlan
+    engine: EnginePlan
+    batch: BatchPlan
+    memory: MemoryPlan
+    num_parameters: int
+    num_steps: int | None
+    image: str | None
+    container_image: str | None
+    python: str
+    notes: tuple[str, ...]
+
+    @property
+    def layout(self) -> RunLayout:
+        """The run's folder."""
+        return RunLayout(Workspace(self.workspace).runs / self.id)
+
+    @property
+    def data_directory(self) -> Path:
+        """Folder of the tokenised and packed data."""
+        return Workspace(self.workspace).data / self.fingerprint
+
+
+def plan_run(
+    recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest, *, ftkit_version: str
+) -> RunPlan:
+    """Resolve what the user said into a plan.
+
+    Raises:
+        ConfigError: with every reason why the combination is impossible.
+    """
+    num_nodes = request.num_nodes or recipe.resources.num_nodes
+    per_node = request.gpus_per_node or recipe.resources.gpus_per_node or cluster.gpus_per_node
+    problems = find_problems(recipe, cluster, image, request, num_nodes, per_node)
+    if problems:
+        raise ConfigError(problems)
+    placement = _placement(cluster, num_nodes, per_node)
+    memory = predict_memory(recipe.model.architecture, recipe.training, placement.world_size)
+    name = request.name or recipe.name
+    return RunPlan(
+        version=PLAN_VERSION,
+        ftkit_version=ftkit_version,
+        id=f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
+        name=name,
+        created=request.created,
+        workspace=request.workspace,
+        fingerprint=fingerprint(recipe, request.data_stamp),
+        recipe=recipe,
+        cluster=cluster,
+        placement=placement,
+        engine=_engine(recipe, placement.world_size),
+        batch=_batch(recipe.training, placement.world_size),
+        memory=memory,
+        num_parameters=count_parameters(recipe.model.architecture),
+        num_steps=count_steps(recipe.training, request.num_packs),
+        image=request.image if cluster.runtime != "none" else None,
+        container_image=_container_image(cluster, image, request),
+        python=request.python if cluster.runtime == "none" else "python3",
+        notes=_notes(cluster, memory),
+    )
+
+
+def fingerprint(recipe: RecipeSpec, data_stamp: str) -> str:
+    """Return the name of the prepared data: the same for whatever leads to the same packs."""
+    parts = (
+        str(PREPARATION_VERSION),
+        recipe.data.model_dump_json(),
+        recipe.model.tokenizer.model_dump_json(),
+        f"{recipe.model.weights}@{recipe.model.revision}" if recipe.model.tokenizer.source == "model" else "",
+        str(recipe.training.sequence_length),
+        data_stamp,
+    )
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def count_steps(training: TrainingSpec, num_packs: int | None) -> int | None:
+    """Return the number of optimizer steps; None as long as it depends on data not yet packed."""
+    if training.max_steps is not None:
+        return training.max_steps
+    if num_packs is None or training.num_epochs is None:
+        return None
+    return -(-num_packs * training.num_epochs // training.global_batch_size)
+
+
+def _placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> PlacementPlan:
+    if cluster.device == "auto":
+        raise AssertionError("device 'auto' is resolved before a run is planned")
+    threads = max(1, (cluster.cpus_per_node or per_node) // per_node)
+    return PlacementPlan(num_nodes, per_node, cluster.device, threads)
+
+
+def _engine(recipe: RecipeSpec, world_size: int) -> EnginePlan:
+    wanted = recipe.training.engine
+    if wanted != "auto":
+        return EnginePlan(wanted, "the recipe asks for it")
+    if world_size == 1:
+        return EnginePlan("single", "one process: nothing to shard")
+    return EnginePlan(
+        "fsdp2", f"{world_size} processes: weights, gradients and optimizer states in {world_size} shards"
+    )
+
+
+def _batch(training: TrainingSpec, world_size: int) -> BatchPlan:
+    return BatchPlan(
+        micro_batch_size=training.micro_batch_size,
+        accumulation_steps=training.global_batch_size // (training.micro_batch_size * world_size),
+        global_batch_size=training.global_batch_size,
+        tokens_per_step=training.global_batch_size * training.sequence_length,
+    )
+
+
+def _container_image(cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest) -> str | None:
+    """Return what pyxis is given: an absolute path, or an address as the user typed it."""
+    if cluster.runtime == "none" or request.image is None:
+        return None
+    if image is not None:
+        return str(Workspace(request.workspace).image_file(image.reference))
+    return request.image
+
+
+def _notes(cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:
+    capacity = GPU_MEMORY_GIB.get(cluster.gpu or "")
+    if capacity is None or memory.total <= capacity:
+        return ()
+    return (
+        f"predicted peak of {memory.total:.0f} GiB is more than a {cluster.gpu} has ({capacity:g} GiB): "
+        "expect an out-of-memory error; use more nodes, activation checkpointing or shorter sequences",
+    )
+
+
+_PLAN = TypeAdapter(RunPlan)
+
+
+def plan_to_json(plan: RunPlan) -> str:
+    """Return what plan.json holds."""
+    return _PLAN.dump_json(plan, indent=2).decode() + "\n"
+
+
+def plan_from_json(text: str, where: str) -> RunPlan:
+    """Read a plan back; `where` names the text in messages.
+
+    Raises:
+        FtkitError: it is no plan, or one of another version of ftkit.
+    """
+    try:
+        return _PLAN.validate_json(text)
+    except ValidationError as error:
+        raise FtkitError(
+            f"can't read the plan in {where}: {error.error_count()} of its fields are not as expected",
+            meaning="the file was changed by hand, or another version of ftkit wrote it",
+            fix="use the ftkit that submitted the run, or submit the run anew",
+        ) from error
+
+
+def read_plan(layout: RunLayout) -> RunPlan:
+    """Read the plan of a run.
+
+    Raises:
+        FtkitError: it can't be read.
+    """
+    try:
+        text = layout.plan.read_text(encoding="utf-8")
+    except OSError as error:
+        raise FtkitError(f"can't read {layout.plan}: {error}", fix="check that the run's folder is whole") from error
+    return plan_from_json(text, str(layout.plan))

@@ -1,0 +1,161 @@
+"""Every check that needs more than one spec. Each returns the problems it finds; none stops at the first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.errors import Problem
+from ftkit.specs.data import GeneratedSource
+from ftkit.specs.layers import COMMAND_LINE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.specs.cluster import ClusterProfile
+    from ftkit.specs.image import ImageSpec
+    from ftkit.specs.recipe import RecipeSpec
+    from ftkit.specs.request import RunRequest
+
+
+def find_problems(
+    recipe: RecipeSpec,
+    cluster: ClusterProfile,
+    image: ImageSpec | None,
+    request: RunRequest,
+    num_nodes: int,
+    processes_per_node: int,
+) -> list[Problem]:
+    """Return everything that makes this combination impossible."""
+    return [
+        *_placement(recipe, cluster, num_nodes, processes_per_node),
+        *_batch(recipe, num_nodes * processes_per_node),
+        *_engine(recipe, num_nodes * processes_per_node),
+        *_lengths(recipe),
+        *_evaluation(recipe),
+        *_image(recipe, cluster, image, request),
+        *_paths(cluster, request),
+    ]
+
+
+def _placement(
+    recipe: RecipeSpec, cluster: ClusterProfile, num_nodes: int, processes_per_node: int
+) -> Iterator[Problem]:
+    where = f"recipe {recipe.name} on cluster {cluster.name}"
+    if num_nodes < 1 or processes_per_node < 1:
+        yield Problem(COMMAND_LINE, "--nodes, --gpus-per-node", "must be at least 1.")
+    if cluster.scheduler == "local" and num_nodes > 1:
+        yield Problem(
+            COMMAND_LINE, "--nodes", f"cluster '{cluster.name}' is this one machine, got {num_nodes} nodes.",
+            "Take --nodes 1, or a Slurm cluster with --cluster.",
+        )  # fmt: skip
+    elif cluster.max_nodes is not None and num_nodes > cluster.max_nodes:
+        yield Problem(where, "--nodes", f"{num_nodes} nodes asked for, the cluster has {cluster.max_nodes}.")
+    if cluster.device == "cuda" and processes_per_node > cluster.gpus_per_node:
+        yield Problem(
+            where, "--gpus-per-node",
+            f"{processes_per_node} GPUs asked for, a node has {cluster.gpus_per_node}.",
+            f"Take at most {cluster.gpus_per_node}, and more --nodes.",
+        )  # fmt: skip
+
+
+def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
+    training = recipe.training
+    at_once = training.micro_batch_size * world_size
+    if world_size < 1 or training.global_batch_size % at_once == 0:
+        return
+    up = -(-training.global_batch_size // at_once) * at_once
+    down = up - at_once
+    yield Problem(
+        f"recipe {recipe.name}",
+        "training.global_batch_size",
+        f"{training.global_batch_size} is not divisible by {at_once} "
+        f"(micro_batch_size {training.micro_batch_size} x {world_size} processes).",
+        f"Take {down} or {up}." if down else f"Take {up}, fewer GPUs, or a smaller micro_batch_size.",
+    )
+
+
+def _engine(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
+    if recipe.training.engine == "single" and world_size > 1:
+        yield Problem(
+            f"recipe {recipe.name}", "training.engine", f"'single' is for one process, this run has {world_size}.",
+            "Take 'fsdp2' or 'auto'.",
+        )  # fmt: skip
+
+
+def _lengths(recipe: RecipeSpec) -> Iterator[Problem]:
+    shape, where = recipe.model.architecture, f"recipe {recipe.name}"
+    if recipe.training.sequence_length > shape.max_position_embeddings:
+        yield Problem(
+            where, "training.sequence_length",
+            f"{recipe.training.sequence_length} is longer than the model's {shape.max_position_embeddings} positions.",
+            "Take a shorter one, or a model made for longer contexts.",
+        )  # fmt: skip
+    vocabulary = recipe.model.tokenizer.vocab_size
+    if vocabulary is not None and vocabulary > shape.vocab_size:
+        yield Problem(
+            where, "model.tokenizer.vocab_size",
+            f"{vocabulary} tokens don't fit the model's embedding of {shape.vocab_size} rows.",
+            "Make model.architecture.vocab_size at least as large.",
+        )  # fmt: skip
+    if recipe.model.tokenizer.source == "trained" and recipe.data.chat_template == "model":
+        yield Problem(
+            where, "data.chat_template", "a trained tokeniser brings no chat template.", "Take 'gemma' or 'chatml'."
+        )
+
+
+def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
+    source, evaluation, where = recipe.data.source, recipe.evaluation, f"recipe {recipe.name}"
+    has_heldout = source.num_heldout > 0 or getattr(source, "heldout", None) is not None
+    if evaluation.every_steps is not None and not has_heldout:
+        yield Problem(where, "evaluation.every_steps", "there is nothing held out.", "Set data.source.num_heldout.")
+    asked = evaluation.sql_execution
+    if asked is None:
+        return
+    if recipe.data.format.kind != "prompt-completion":
+        yield Problem(where, "evaluation.sql_execution", "needs data.format.kind 'prompt-completion'.")
+    if not has_heldout:
+        yield Problem(where, "evaluation.sql_execution", "there is nothing held out.", "Set data.source.num_heldout.")
+    elif isinstance(source, GeneratedSource) and asked.num_questions > source.num_heldout:
+        yield Problem(
+            where, "evaluation.sql_execution.num_questions",
+            f"{asked.num_questions} questions asked for, {source.num_heldout} are held out.",
+        )  # fmt: skip
+
+
+def _image(
+    recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest
+) -> Iterator[Problem]:
+    if cluster.runtime == "none" and request.image_is_explicit:
+        yield Problem(
+            COMMAND_LINE, "--image", f"cluster '{cluster.name}' has runtime 'none': the image would have no effect.",
+            "Leave --image out, or take a cluster whose profile has runtime 'pyxis'.",
+        )  # fmt: skip
+    if cluster.runtime != "none" and request.image is None:
+        yield Problem(
+            f"cluster {cluster.name}", "image", f"runtime '{cluster.runtime}' needs an image, and none is named.",
+            "Give --image NAME:TAG, or set 'image:' in ftkit.yaml.",
+        )  # fmt: skip
+    family = recipe.model.architecture.family
+    if image is not None and cluster.runtime != "none" and family not in image.families:
+        yield Problem(
+            COMMAND_LINE, "--image", f"'{image.reference}' serves {', '.join(image.families)}, not {family}.",
+            "Take an image made for this family: ftkit images.",
+        )  # fmt: skip
+
+
+def _paths(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
+    workspace = str(request.workspace)
+    if any(ord(character) < ord(" ") for character in workspace):
+        yield Problem("settings", "workspace", f"control characters can't stand in a path: {workspace!r}.")
+    if cluster.runtime != "pyxis":
+        return
+    if "," in workspace or ":" in workspace:
+        yield Problem(
+            "settings", "workspace", f"pyxis can't mount a path with a comma or a colon: {workspace}.",
+            "Put the workspace elsewhere.",
+        )  # fmt: skip
+    for mount in cluster.mounts:
+        if "," in mount or not all(part.startswith("/") for part in mount.split(":")[:2]):
+            yield Problem(
+                f"cluster {cluster.name}", "mounts", f"not an absolute PATH or FROM:TO without commas: {mount!r}."
+            )

@@ -1,0 +1,94 @@
+"""The only place that starts other programs. Never through a shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftkit.errors import FtkitError, PrerequisiteError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProgramOutput:
+    """What a program that ended left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class ProgramTimeoutError(FtkitError):
+    """A program did not answer in time."""
+
+    exit_code = PrerequisiteError.exit_code
+
+
+def run(args: Sequence[str], *, timeout_seconds: float = 60, cwd: Path | None = None) -> ProgramOutput:
+    """Run a program to its end and return what it printed, whatever its exit status.
+
+    Raises:
+        PrerequisiteError: the program is not on PATH.
+        ProgramTimeoutError: it did not end within `timeout_seconds`.
+    """
+    try:
+        done = subprocess.run(
+            list(args), capture_output=True, text=True, errors="replace", check=False, timeout=timeout_seconds, cwd=cwd
+        )
+    except FileNotFoundError as error:
+        raise PrerequisiteError(
+            f"the program '{args[0]}' was not found on PATH",
+            meaning="it is not installed on this machine, or this is not the machine you meant to be on",
+            fix=f"install it, or log in where '{args[0]}' works",
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ProgramTimeoutError(
+            f"'{args[0]}' did not answer within {timeout_seconds:g} seconds",
+            meaning="the service behind it is overloaded or down",
+            fix="try again in a minute",
+        ) from error
+    return ProgramOutput(done.returncode, done.stdout, done.stderr)
+
+
+def start_detached(args: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> int:
+    """Start a program that outlives this one and its terminal; return its process id.
+
+    Its output goes to the end of `log`. It leads a process group of its own, so that the whole
+    group can be signalled.
+    """
+    with log.open("ab") as output:
+        started = subprocess.Popen(
+            list(args),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=dict(environment),
+        )
+    return started.pid
+
+
+def start_time(pid: int) -> str | None:
+    """Return a value that tells this process from a later one with the same id; None if it is gone.
+
+    It is the start time in clock ticks, field 22 of /proc/PID/stat (proc(5)). A zombie counts as gone.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - hot path
+            fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def signal_group(pid: int, signal_number: int) -> None:
+    """Send a signal to the process group that `pid` leads; a group already gone is no error."""
+    try:
+        os.killpg(pid, signal_number)
+    except ProcessLookupError:
+        return

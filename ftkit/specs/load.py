@@ -1,0 +1,206 @@
+"""Find and read recipes, cluster profiles, images and settings.
+
+Names are looked for in the project, then in the user's configuration, then among those that ftkit ships.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit import assets
+from ftkit.errors import ConfigError, NotFoundError, Problem
+from ftkit.specs.cluster import ClusterProfile
+from ftkit.specs.data import FilesSource
+from ftkit.specs.image import ImageSpec
+from ftkit.specs.layers import COMMAND_LINE, Layers, parse_override, read_yaml
+from ftkit.specs.problems import validate
+from ftkit.specs.recipe import RecipeSpec
+from ftkit.specs.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+PROJECT_FILE = "ftkit.yaml"
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where this call of ftkit happens: the project's folder, the user's configuration, the environment."""
+
+    project: Path
+    user: Path
+    environment: Mapping[str, str]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Look at the current folder and the process's environment."""
+        current = Path.cwd()
+        inside = [folder for folder in (current, *current.parents) if (folder / PROJECT_FILE).is_file()]
+        xdg = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+        user = Path(xdg).expanduser() / "ftkit"
+        return cls(inside[0] if inside else current, user, os.environ)
+
+
+@dataclass(frozen=True)
+class LoadedSettings:
+    """Settings, with the place of each and the files that were looked for."""
+
+    settings: Settings
+    layers: Layers
+    files: dict[Path, bool]
+
+
+def load_settings(around: Surroundings, options: Layers | None = None) -> LoadedSettings:
+    """Read the user's file, the project's file, `FTKIT_*` variables and options; later wins."""
+    files = [around.user / "config.yaml", around.project / PROJECT_FILE]
+    layers = Layers()
+    for path in files:
+        if path.is_file():
+            layers = read_yaml(path).over(layers)
+    known = Settings.model_fields
+    variables = {key: around.environment.get(f"FTKIT_{key.upper()}") for key in known}
+    given = {key: value for key, value in variables.items() if value}
+    layers = Layers(given, {(key,): f"FTKIT_{key.upper()}" for key in given}).over(layers)
+    if options:
+        layers = options.over(layers)
+    return LoadedSettings(validate(Settings, layers), layers, {path: path.is_file() for path in files})
+
+
+def load_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) -> RecipeSpec:
+    """Read a recipe by name or path, lay `key.path=value` overrides over it, and check the whole.
+
+    Raises:
+        NotFoundError: there is no such recipe.
+        ConfigError: with every problem found.
+    """
+    path = _find("recipe", name, around)
+    layers = _with_architecture(_read_extended("recipe", path, around))
+    for override in overrides:
+        layers = _with_architecture(parse_override(override)).over(layers)
+    recipe = validate(RecipeSpec, layers)
+    return _with_absolute_paths(recipe, layers, path.parent)
+
+
+def load_cluster(name: str, around: Surroundings) -> ClusterProfile:
+    """Read a cluster profile by name or path. Raises as `load_recipe` does."""
+    path = _find("cluster", name, around)
+    return validate(ClusterProfile, _read_extended("cluster", path, around))
+
+
+def load_image(reference: str, around: Surroundings) -> ImageSpec:
+    """Read the definition of `NAME:TAG`. Raises as `load_recipe` does."""
+    name, _, tag = reference.partition(":")
+    for folder in _folders("image", around):
+        path = folder / name / tag / "image.yaml"
+        if tag and path.is_file():
+            return validate(ImageSpec, read_yaml(path))
+    known = list_images(around)
+    raise NotFoundError(
+        f"no image is defined as '{reference}'",
+        meaning=f"defined are: {', '.join(known)}",
+        fix=_closest(reference, known, "give NAME:TAG, the path of a .sqsh file, or a docker:// address"),
+    )
+
+
+def list_names(kind: str, around: Surroundings) -> list[str]:
+    """Return the names of all recipes or clusters (`kind`), those of the project first."""
+    names = [path.stem for folder in _folders(kind, around) for path in sorted(folder.glob("*.yaml"))]
+    return list(dict.fromkeys(names))
+
+
+def list_images(around: Surroundings) -> list[str]:
+    """Return `NAME:TAG` of every image that is defined."""
+    paths = [path for folder in _folders("image", around) for path in sorted(folder.glob("*/*/image.yaml"))]
+    return list(dict.fromkeys(f"{path.parts[-3]}:{path.parts[-2]}" for path in paths))
+
+
+def _folders(kind: str, around: Surroundings) -> list[Path]:
+    shipped = {"recipe": assets.RECIPES, "cluster": assets.CLUSTERS, "image": assets.CONTAINERS}[kind]
+    folder = {"recipe": "recipes", "cluster": "clusters", "image": "containers"}[kind]
+    return list(dict.fromkeys([around.project / folder, around.user / folder, shipped]))
+
+
+def _find(kind: str, name: str, around: Surroundings) -> Path:
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        path = Path(name).expanduser().absolute()
+        if path.is_file():
+            return path
+        raise NotFoundError(f"there is no file {path}", fix=f"give the path of a {kind} file, or a {kind}'s name")
+    for folder in _folders(kind, around):
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    known = list_names(kind, around)
+    raise NotFoundError(
+        f"there is no {kind} '{name}'",
+        meaning=f"known are: {', '.join(known)}",
+        fix=_closest(name, known, f"give a name from this list, or the path of a {kind} file"),
+    )
+
+
+def _closest(word: str, known: list[str], otherwise: str) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean '{close[0]}'?" if close else otherwise
+
+
+def _read_extended(kind: str, path: Path, around: Surroundings, seen: tuple[Path, ...] = ()) -> Layers:
+    """Read a file and, under it, the one that its `extends` names."""
+    layers = read_yaml(path)
+    parent = layers.values.get("extends")
+    if parent is None:
+        return layers
+    if not isinstance(parent, str):
+        raise ConfigError(
+            [Problem(layers.origin(("extends",)), "extends", f"must be a {kind}'s name, got {parent!r}.")]
+        )
+    parent_path = _find(kind, parent, around)
+    if parent_path in (*seen, path):
+        raise ConfigError([Problem(layers.origin(("extends",)), "extends", f"'{parent}' extends itself in a circle.")])
+    return layers.without("extends").over(_read_extended(kind, parent_path, around, (*seen, path)))
+
+
+def _with_architecture(layers: Layers) -> Layers:
+    """Replace the name of a shipped architecture by its fields."""
+    model = layers.values.get("model")
+    name = model.get("architecture") if isinstance(model, dict) else None
+    if not isinstance(name, str):
+        return layers
+    where = layers.origin(("model", "architecture"))
+    path = assets.ARCHITECTURES / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(file.stem for file in assets.ARCHITECTURES.glob("*.yaml"))
+        fix = _closest(name, known, f"Known: {', '.join(known)}; or give the fields themselves.")
+        raise ConfigError([Problem(where, "model.architecture", f"there is no architecture '{name}'.", fix)])
+    shape = read_yaml(path)
+    origins = {("model", "architecture", *key): origin for key, origin in shape.origins.items()}
+    named = {**layers.values, "model": {**layers.values["model"], "architecture": shape.values}}
+    return Layers(named, layers.origins | origins)
+
+
+def _with_absolute_paths(recipe: RecipeSpec, layers: Layers, own: Path) -> RecipeSpec:
+    """Make paths absolute: relative ones belong to the file (or the current folder) that names them."""
+
+    def absolute(value: str, *key: str) -> str:
+        origin = layers.origin(key)
+        base = Path.cwd() if origin == COMMAND_LINE else Path(origin.rpartition(":")[0] or own / "_").parent
+        return str((base / Path(value).expanduser()).absolute())
+
+    model, source = recipe.model, recipe.data.source
+    if is_path(model.weights):
+        model = model.model_copy(update={"weights": absolute(model.weights, "model", "weights")})
+    if is_path(model.tokenizer.source):
+        tokenizer = {"source": absolute(model.tokenizer.source, "model", "tokenizer", "source")}
+        model = model.model_copy(update={"tokenizer": model.tokenizer.model_copy(update=tokenizer)})
+    if isinstance(source, FilesSource):
+        files = {key: getattr(source, key) for key in ("train", "heldout") if getattr(source, key)}
+        source = source.model_copy(update={key: absolute(value, "data", "source", key) for key, value in files.items()})
+    data = recipe.data.model_copy(update={"source": source})
+    return recipe.model_copy(update={"model": model, "data": data})
+
+
+def is_path(text: str) -> bool:
+    """Tell a folder (`/data/model`, `./model`, `~/model`) from a hub id (`org/model`) or a keyword."""
+    return text.startswith(("/", "./", "../", "~"))

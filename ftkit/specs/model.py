@@ -1,0 +1,90 @@
+"""The model: its weights, its architecture and its tokeniser."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from ftkit.specs.strict import Spec
+
+Family = Literal["gemma3_text", "llama", "olmo3", "qwen3"]
+
+
+class ArchitectureSpec(Spec):
+    """The shape of a decoder, under the names that Hugging Face configurations use."""
+
+    family: Family
+    """The model family: Hugging Face's `model_type`."""
+    vocab_size: PositiveInt
+    """Rows of the embedding table."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    intermediate_size: PositiveInt
+    """Width of the feed-forward layer."""
+    num_hidden_layers: PositiveInt
+    """Number of decoder layers."""
+    num_attention_heads: PositiveInt
+    """Query heads."""
+    num_key_value_heads: PositiveInt
+    """Key and value heads; fewer than query heads means grouped-query attention."""
+    head_dim: PositiveInt
+    """Width of one attention head."""
+    max_position_embeddings: PositiveInt
+    """Longest sequence that the model was made for."""
+    sliding_window: PositiveInt | None = None
+    """Tokens that a windowed layer looks back; none: every layer sees all."""
+    full_attention_every: PositiveInt = 1
+    """With a window: every so many layers, one has full attention (OLMo-3: 4, Gemma 3: 6)."""
+    tie_word_embeddings: bool = False
+    """Whether the output projection is the embedding table."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary position embedding."""
+    rms_norm_eps: PositiveFloat = 1e-6
+    """Epsilon of the RMS normalisation."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        return self
+
+
+class TokenizerSpec(Spec):
+    """Where the tokeniser comes from."""
+
+    source: str = "model"
+    """`model`: the one beside the weights. `trained`: a byte-level BPE learned from the training part.
+    Otherwise a folder or a hub id."""
+    vocab_size: PositiveInt | None = Field(default=None, ge=300)
+    """Size of a trained tokeniser's vocabulary, special tokens included."""
+
+    @model_validator(mode="after")
+    def _size_goes_with_training(self) -> Self:
+        if (self.source == "trained") != (self.vocab_size is not None):
+            raise ValueError("vocab_size is needed with source 'trained', and has no effect with any other")
+        return self
+
+
+class ModelSpec(Spec):
+    """The model to fine-tune."""
+
+    weights: str
+    """A hub id such as `allenai/Olmo-3-1025-7B`, an absolute folder, or `random` for an untrained model."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    architecture: ArchitectureSpec
+    """The shape: the name of a shipped one (`olmo3-7b`), or the fields themselves."""
+    tokenizer: TokenizerSpec = TokenizerSpec()
+    """Where the tokeniser comes from."""
+
+    @model_validator(mode="after")
+    def _random_has_no_revision(self) -> Self:
+        if self.weights == "random" and self.revision is not None:
+            raise ValueError("revision has no effect with weights 'random'")
+        if self.weights == "random" and self.tokenizer.source == "model":
+            raise ValueError("weights 'random' bring no tokeniser: set tokenizer.source")
+        return self

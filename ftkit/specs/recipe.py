@@ -1,0 +1,29 @@
+"""A recipe: everything that a training run is, apart from where it runs."""
+
+from __future__ import annotations
+
+from ftkit.specs.data import DataSpec
+from ftkit.specs.model import ModelSpec
+from ftkit.specs.strict import Name, Spec
+from ftkit.specs.training import EvaluationSpec, ResourcesSpec, TrainingSpec
+
+
+class RecipeSpec(Spec):
+    """A recipe: everything that a training run is, apart from where it runs."""
+
+    name: Name
+    """Name of the recipe, and of its runs unless `--name` says otherwise."""
+    description: str
+    """One line for `ftkit recipes`."""
+    image: str | None = None
+    """Image to run in when neither the command line nor the configuration names one."""
+    model: ModelSpec
+    """The model to fine-tune."""
+    data: DataSpec
+    """The data to train and evaluate on."""
+    training: TrainingSpec
+    """The optimisation."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """What is measured on the held-out part."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """How much of a cluster the recipe was made for."""
