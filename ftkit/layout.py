@@ -101,6 +101,11 @@ class RunLayout:
         return self.root / "exit-code"
 
     @property
+    def state(self) -> Path:
+        """How the run ended, written down by whoever first saw it."""
+        return self.root / "state.json"
+
+    @property
     def cancelled(self) -> Path:
         """A file that says that the user cancelled the run."""
         return self.root / "cancelled"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from datetime import datetime  # noqa: TC003 - pydantic reads it when a plan is loaded
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -199,10 +199,11 @@ def _notes(cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:
     capacity = GPU_MEMORY_GIB.get(cluster.gpu or "")
     if capacity is None or memory.total <= capacity:
         return ()
-    return (
+    note = (
         f"predicted peak of {memory.total:.0f} GiB is more than a {cluster.gpu} has ({capacity:g} GiB): "
-        "expect an out-of-memory error; use more nodes, activation checkpointing or shorter sequences",
+        "expect an out-of-memory error; use more nodes, activation checkpointing or shorter sequences"
     )
+    return (note,)
 
 
 _PLAN = TypeAdapter(RunPlan)

@@ -29,8 +29,16 @@ class ProgramTimeoutError(FtkitError):
     exit_code = PrerequisiteError.exit_code
 
 
-def run(args: Sequence[str], *, timeout_seconds: float = 60, cwd: Path | None = None) -> ProgramOutput:
+def run(
+    args: Sequence[str],
+    *,
+    timeout_seconds: float = 60,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ProgramOutput:
     """Run a program to its end and return what it printed, whatever its exit status.
+
+    `environment` replaces that of this process; none: the program inherits it.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
@@ -38,7 +46,15 @@ def run(args: Sequence[str], *, timeout_seconds: float = 60, cwd: Path | None = 
     """
     try:
         done = subprocess.run(
-            list(args), capture_output=True, text=True, errors="replace", check=False, timeout=timeout_seconds, cwd=cwd
+            list(args),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=timeout_seconds,
+            cwd=cwd,
+            env=environment,
         )
     except FileNotFoundError as error:
         raise PrerequisiteError(
@@ -55,7 +71,7 @@ def run(args: Sequence[str], *, timeout_seconds: float = 60, cwd: Path | None = 
     return ProgramOutput(done.returncode, done.stdout, done.stderr)
 
 
-def start_detached(args: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> int:
+def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]) -> int:
     """Start a program that outlives this one and its terminal; return its process id.
 
     Its output goes to the end of `log`. It leads a process group of its own, so that the whole
@@ -68,9 +84,12 @@ def start_detached(args: Sequence[str], *, log: Path, environment: Mapping[str, 
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            cwd=cwd,
             env=dict(environment),
         )
-    return started.pid
+    pid = started.pid
+    started.returncode = 0  # nobody will wait for it; without this its destructor would warn of that
+    return pid
 
 
 def start_time(pid: int) -> str | None:
@@ -84,6 +103,20 @@ def start_time(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] == "Z" else fields[19]
+
+
+def group_members(pid: int) -> list[int]:
+    """Return the processes of the group that `pid` leads or led; zombies don't count."""
+    members = []
+    for name in os.listdir("/proc"):  # noqa: PTH208 - names are all that is needed
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - hot path
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[2] == str(pid) and fields[0] != "Z":
+            members.append(int(name))
+    return members
 
 
 def signal_group(pid: int, signal_number: int) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
+import traceback
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ftkit.errors import FtkitError
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -151,20 +157,82 @@ def read_records(path: Path) -> list[Record]:
     return [record for line in text.splitlines() if (record := from_line(line)) is not None]
 
 
-def read_last_step(path: Path, *, tail_bytes: int = 16_384) -> StepRecord | None:
-    """Read the newest step's record from the end of the file, without reading the whole."""
+def append_record(path: Path, record: Record) -> None:
+    """Add a record to the end of a file; one write, so that a reader never sees half a line of it."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(to_line(record) + "\n")
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What ended a rank. `exit_code` is that of the error's class if a user can act on it, else 1."""
+
+    time: float
+    rank: int
+    host: str
+    type: str
+    message: str
+    traceback: str
+    exit_code: int
+
+    @classmethod
+    def from_exception(cls, error: BaseException, *, rank: int) -> RankError:
+        """Describe an exception that is being handled."""
+        return cls(
+            time=time.time(),
+            rank=rank,
+            host=socket.gethostname(),
+            type=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            exit_code=error.exit_code if isinstance(error, FtkitError) else 1,
+        )
+
+
+def write_rank_error(path: Path, error: RankError) -> None:
+    """Write a rank's error beside its log."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
+
+
+def read_rank_error(path: Path) -> RankError | None:
+    """Read an error back; None for a file that is no such thing."""
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - tail_bytes))
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return RankError(**{field.name: values[field.name] for field in fields(RankError)})
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    for line in reversed(lines):
+
+
+def read_last_step(path: Path, *, tail_bytes: int = 16_384) -> StepRecord | None:
+    """Read the newest step's record from the end of the file, without reading the whole if it can be helped."""
+    for line in _lines_backwards(path, tail_bytes):
         record = from_line(line) if '"event": "step"' in line else None
         if isinstance(record, StepRecord):
             return record
     return None
+
+
+def read_last_record(path: Path, *, tail_bytes: int = 2_048) -> Record | None:
+    """Read the newest record from the end of the file."""
+    return next((record for line in _lines_backwards(path, tail_bytes) if (record := from_line(line))), None)
+
+
+def _lines_backwards(path: Path, tail_bytes: int) -> Iterator[str]:
+    """Yield the lines of a file from its last to its first, reading ever longer tails of it."""
+    try:
+        with path.open("rb") as file:
+            start = size = file.seek(0, 2)
+            unfinished = b""
+            while start > 0:
+                start = max(0, size - tail_bytes)
+                file.seek(start)
+                chunk = file.read(size - start) + unfinished
+                unfinished, *complete = chunk.split(b"\n") if start else [b"", *chunk.split(b"\n")]
+                yield from (line.decode("utf-8", errors="replace") for line in reversed(complete))
+                size, tail_bytes = start, tail_bytes * 8
+    except FileNotFoundError:
+        return
 
 
 class RecordTail:

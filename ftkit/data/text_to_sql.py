@@ -14,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from ftkit.data import text_to_sql_vocabulary as words
-from ftkit.data.text_to_sql_query import Cell, Column, Condition, Query, Row, Table
+from ftkit.data.text_to_sql_query import Column, Condition, Query, Row, Table
 
 NUM_ROWS = 8
 LIMITS = (2, 3, 4)
@@ -181,9 +181,7 @@ def _ask_top(rng: random.Random, table: Table, rows: list[Row]) -> tuple[str, Qu
         order=rng.choice(words.ORDER_PHRASES[direction]),
         order_column=_phrase(rng, order_by),
     )
-    query = Query(
-        table, column, conditions=conditions, order_by=order_by, direction=direction, limit=limit
-    )
+    query = Query(table, column, conditions=conditions, order_by=order_by, direction=direction, limit=limit)
     return prompt, query
 
 

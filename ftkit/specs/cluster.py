@@ -19,10 +19,10 @@ class NcclSpec(Spec):
     """Script of the site that sets NCCL's variables; sourced in the job when it is there, with a warning when not."""
     library_dir: str | None = None
     """Folder of the plug-in: mounted into the container and put first in LD_LIBRARY_PATH."""
-    multi_node_only: bool = True
-    """Whether a job on one node does without both."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
     """Variables for NCCL, set before the profile script runs."""
+    multi_node_only: bool = True
+    """Whether a job on one node does without all of this."""
 
 
 class ClusterProfile(Spec):

@@ -94,3 +94,5 @@ class DataSpec(Spec):
     """How a conversation becomes text; `model`: the template that comes with the tokeniser."""
     train_on: Literal["assistant", "all"] = "assistant"
     """Which tokens count in the loss: the assistant's turns with their end-of-turn token, or all."""
+    too_long: Literal["error", "drop"] = "error"
+    """What to do with a document that is longer than a pack: refuse, or leave it out and say how many."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime  # noqa: TC003 - pydantic reads it when a plan is loaded
-from pathlib import Path  # noqa: TC003 - the same
+from datetime import datetime
+from pathlib import Path
 
 
 @dataclass(frozen=True)

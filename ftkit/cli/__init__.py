@@ -1,0 +1,1 @@
+"""The command line. click and rich live here and nowhere else."""

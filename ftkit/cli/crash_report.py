@@ -1,0 +1,29 @@
+"""Keep the traceback of a defect where the user can find it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+from ftkit import __version__
+from ftkit.launch.manifest import without_secrets
+
+
+def write_crash_report(traceback: str, words: list[str]) -> Path | None:
+    """Write a report below the XDG state folder; None where that is not possible."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    path = state / "ftkit" / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.txt"
+    head = (
+        f"ftkit {__version__}, Python {platform.python_version()}, {platform.platform()}",
+        f"command: ftkit {' '.join(without_secrets(words))}",
+        f"interpreter: {sys.executable}",
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([*head, "", traceback]), encoding="utf-8")
+    except OSError:
+        return None
+    return path

@@ -1,0 +1,78 @@
+"""A group whose commands are imported when they are called, so that `ftkit --help` stays quick."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """A command that was not imported yet: `module` has it as `command`."""
+
+    name: str
+    module: str
+    help: str
+
+
+class LazyGroup(click.Group):
+    """Lists its commands in sections without importing them."""
+
+    def __init__(self, *args: Any, sections: dict[str, Sequence[LazyCommand]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sections = sections
+        self._by_name = {command.name: command for section in sections.values() for command in section}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names, in the order of the sections."""
+        del ctx
+        return list(self._by_name)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        del ctx
+        lazy = self._by_name.get(cmd_name)
+        if lazy is None:
+            return None
+        command: click.Command = importlib.import_module(lazy.module).command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; suggest the closest one for a name that does not exist."""
+        name = args[0]
+        if name not in self._by_name and not name.startswith("-") and not ctx.resilient_parsing:
+            close = difflib.get_close_matches(name, self._by_name, n=1, cutoff=0.5)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            raise click.UsageError(f"No such command '{name}'.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections."""
+        del ctx
+        for title, commands in self.sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(command.name, command.help) for command in commands])
+
+
+class ExamplesCommand(click.Command):
+    """A command whose help ends with examples, printed as they stand."""
+
+    def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        del ctx
+        with formatter.section("Examples"):
+            for example in self.examples:
+                formatter.write(f"{'':>{formatter.current_indent}}{example}\n")

@@ -1,0 +1,156 @@
+"""The entry point, and the only place that catches errors and prints them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ftkit import __version__
+from ftkit.cli.lazy_group import LazyCommand, LazyGroup
+from ftkit.errors import EXIT_CODES, ConfigError, FtkitError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROGRAM = "ftkit"
+COMPLETE_VARIABLE = "_FTKIT_COMPLETE"
+INTERRUPTED = 130
+
+_SECTIONS = {
+    "Train": (
+        LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and watch it learn."),
+        LazyCommand("plan", "ftkit.cli.plan", "Show what a run would be, and check that it fits."),
+        LazyCommand("resume", "ftkit.cli.resume", "Submit a run again, from its newest checkpoint."),
+        LazyCommand("cancel", "ftkit.cli.cancel", "End a run."),
+    ),
+    "Look": (
+        LazyCommand("runs", "ftkit.cli.runs", "List all runs, newest first."),
+        LazyCommand("status", "ftkit.cli.status", "Show everything about one run."),
+        LazyCommand("logs", "ftkit.cli.logs", "Print a run's log."),
+        LazyCommand("recipes", "ftkit.cli.recipes", "List what can be trained."),
+        LazyCommand("clusters", "ftkit.cli.clusters", "List where it can be trained."),
+        LazyCommand("images", "ftkit.cli.images", "List the training images that are defined."),
+    ),
+    "Set up": (
+        LazyCommand("config", "ftkit.cli.config", "Show the settings and where each comes from."),
+        LazyCommand("schema", "ftkit.cli.schema", "Print a JSON schema, for editors."),
+        LazyCommand("completion", "ftkit.cli.completion", "Print the shell's completion script."),
+    ),
+}
+
+
+def _format_exit_codes(ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    del ctx
+    with formatter.section("Exit codes"):
+        formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
+
+
+class _TopGroup(LazyGroup):
+    """The group with the exit codes below its commands."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        _format_exit_codes(ctx, formatter)
+
+
+@click.group(cls=_TopGroup, sections=_SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Fine-tune language models on Slurm GPU clusters, from versioned containers.
+
+    Start with: ftkit run demo
+    """
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    words = list(sys.argv[1:] if args is None else args)
+    if COMPLETE_VARIABLE in os.environ:
+        cli.main(words, prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE)
+    try:
+        code = _invoke(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except FtkitError as error:
+        if _is_debugging():
+            raise
+        _print_error(error)
+        return error.exit_code
+    except Exception as error:
+        if _is_debugging():
+            raise
+        _print_defect(error, words)
+        return 1
+    return code
+
+
+def _invoke(words: list[str]) -> int:
+    """Run the command; unlike click's own `main`, let every exception through."""
+    try:
+        with cli.make_context(PROGRAM, words, obj=words) as context:
+            cli.invoke(context)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    return 0
+
+
+def _is_debugging() -> bool:
+    return os.environ.get("FTKIT_DEBUG", "") not in ("", "0")
+
+
+def _print_error(error: FtkitError) -> None:
+    _write(f"{_red('error:')} {error.what}")
+    problems = error.problems if isinstance(error, ConfigError) else []
+    for problem in problems:
+        _write(str(problem), indent="  - ")
+    for part in (error.meaning, error.fix):
+        if part:
+            _write(part, indent="  ")
+
+
+def _print_defect(error: Exception, words: list[str]) -> None:
+    """Say that this is ftkit's fault, and keep the traceback for the report."""
+    from ftkit.cli.crash_report import write_crash_report  # noqa: PLC0415 - needed this once only
+
+    _write(f"{_red('error:')} a defect in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    report = write_crash_report("".join(traceback.format_exception(error)), words)
+    if report:
+        _write(f"the traceback is in {report}: please report it", indent="  ")
+    _write("FTKIT_DEBUG=1 shows it here", indent="  ")
+
+
+def _red(text: str) -> str:
+    is_plain = not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if is_plain else f"\x1b[1;31m{text}\x1b[0m"
+
+
+def _write(text: str, indent: str = "") -> None:
+    """Write to stderr, wrapped at words on a terminal; a log or a pipe gets whole lines."""
+    for number, line in enumerate(text.splitlines() or [""]):
+        lead = indent if number == 0 else " " * len(indent)
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            line = textwrap.fill(  # noqa: PLW2901
+                line,
+                width,
+                initial_indent=lead,
+                subsequent_indent=" " * len(indent),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        else:
+            line = lead + line  # noqa: PLW2901
+        click.echo(line, err=True)

@@ -1,0 +1,34 @@
+"""`python -m ftkit.data PLAN`: the first stage of a job, which prepares the data of a plan."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from ftkit.data.prepare import prepare
+from ftkit.errors import FtkitError
+from ftkit.layout import RunLayout
+from ftkit.plan import read_plan
+from ftkit.records import RankError, StageRecord, append_record, write_rank_error
+
+
+def main(plan_path: Path) -> int:
+    """Prepare the data; say why not, as a rank of the trainer would."""
+    layout = RunLayout(plan_path.parent)
+
+    def report(text: str) -> None:
+        sys.stderr.write(f"prepare: {text}\n")
+        append_record(layout.metrics, StageRecord(time.time(), text))
+
+    try:
+        prepare(read_plan(layout), report)
+    except FtkitError as error:
+        sys.stderr.write(f"prepare: error: {error}\n")
+        write_rank_error(layout.rank_error(0), RankError.from_exception(error, rank=0))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

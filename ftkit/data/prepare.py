@@ -1,0 +1,112 @@
+"""From a plan to prepared data: read, format, tokenise, pack, write. Does nothing if it was done before."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ftkit.data.conversations import to_messages
+from ftkit.data.encoding import encode
+from ftkit.data.packing import assign_packs, build_pack
+from ftkit.data.sources import read_examples
+from ftkit.data.store import DataManifest, PackStore, PreparedData, building
+from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
+from ftkit.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ftkit.data.encoding import Document
+    from ftkit.data.sources import Example
+    from ftkit.plan import RunPlan
+    from ftkit.specs.recipe import RecipeSpec
+
+
+def prepare(plan: RunPlan, report: Callable[[str], None]) -> PreparedData:
+    """Prepare the data of a plan, or find it prepared.
+
+    Raises:
+        DataError: the data can't be used as the recipe asks.
+    """
+    prepared = PreparedData(plan.data_directory)
+    if prepared.is_complete:
+        report(f"data {plan.fingerprint}: prepared before")
+        return prepared
+    with building(prepared.root) as folder:
+        manifest = _build(folder, plan, report)
+        folder.write_manifest(manifest)
+    report(
+        f"data {plan.fingerprint}: {manifest.num_train_documents:,} documents in {manifest.num_train_packs:,} packs of "
+        f"{manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} full, {manifest.num_train_targets:,} targets"
+    )
+    return prepared
+
+
+def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None]) -> DataManifest:
+    recipe, length = plan.recipe, plan.recipe.training.sequence_length
+    report("reading examples")
+    examples = read_examples(recipe.data.source)
+    tokenizer = _tokenizer(recipe, examples.train, report)
+    tokenizer.save_pretrained(folder.tokenizer)
+    report(f"tokenising {len(examples.train) + len(examples.heldout):,} examples")
+    train = _encode_all(tokenizer, recipe, examples.train)
+    heldout = _encode_all(tokenizer, recipe, examples.heldout)
+    longest = max(len(document.tokens) for document in [*train, *heldout])
+    fitting = _fitting(train, recipe, longest), _fitting(heldout, recipe, longest)
+    report("packing")
+    packs = [_pack(documents, length, tokenizer.pad_token_id) for documents in fitting]
+    PackStore.write(folder.train, packs[0])
+    PackStore.write(folder.heldout, packs[1])
+    lines = (json.dumps(example, ensure_ascii=False) + "\n" for example in examples.heldout)
+    folder.heldout_examples.write_text("".join(lines), encoding="utf-8")
+    return DataManifest(
+        fingerprint=plan.fingerprint,
+        sequence_length=length,
+        num_train_documents=len(fitting[0]),
+        num_train_packs=len(packs[0]),
+        num_train_tokens=sum(len(document.tokens) for document in fitting[0]),
+        num_train_targets=sum(document.num_targets for document in fitting[0]),
+        num_heldout_documents=len(fitting[1]),
+        num_heldout_packs=len(packs[1]),
+        num_too_long=len(train) + len(heldout) - len(fitting[0]) - len(fitting[1]),
+        longest_document=longest,
+    )
+
+
+def _tokenizer(recipe: RecipeSpec, train: Sequence[Example], report: Callable[[str], None]) -> Any:
+    vocab_size = recipe.model.tokenizer.vocab_size
+    if vocab_size is None:
+        return load_tokenizer(recipe.model, recipe.data.chat_template)
+    report(f"learning a tokeniser of {vocab_size} tokens")
+    texts = (message.content for example in train for message in to_messages(example, recipe.data.format))
+    return learn_tokenizer(texts, vocab_size, recipe.data.chat_template)
+
+
+def _encode_all(tokenizer: Any, recipe: RecipeSpec, examples: Sequence[Example]) -> list[Document]:
+    every = recipe.data.train_on == "all"
+    return [encode(tokenizer, to_messages(example, recipe.data.format), all_tokens=every) for example in examples]
+
+
+def _fitting(documents: Sequence[Document], recipe: RecipeSpec, longest: int) -> list[Document]:
+    """Leave out what is longer than a pack, if the recipe says so; otherwise refuse."""
+    length = recipe.training.sequence_length
+    fitting = [document for document in documents if len(document.tokens) <= length]
+    left_out = len(documents) - len(fitting)
+    if left_out and recipe.data.too_long == "error":
+        raise DataError(
+            f"{left_out:,} of {len(documents):,} documents are longer than a pack of {length} tokens "
+            f"(the longest has {longest:,})",
+            meaning="cutting them would train the model on answers without an end",
+            fix="raise training.sequence_length, or set data.too_long=drop to leave them out",
+        )
+    return fitting
+
+
+def _pack(documents: Sequence[Document], length: int, pad: int) -> NDArray[np.int32]:
+    assignment = assign_packs([len(document.tokens) for document in documents], length)
+    packs = [build_pack([documents[index] for index in pack], length, pad) for pack in assignment]
+    return np.stack(packs) if packs else np.empty((0, 3, length), dtype=np.int32)

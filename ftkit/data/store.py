@@ -1,0 +1,137 @@
+"""Prepared data on disk: packs as one array that is mapped, not read; written once, then never changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ftkit.data.encoding import IGNORED
+from ftkit.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class DataManifest:
+    """What a folder of prepared data holds; its existence says that the folder is complete."""
+
+    fingerprint: str
+    sequence_length: int
+    num_train_documents: int
+    num_train_packs: int
+    num_train_tokens: int
+    num_train_targets: int
+    num_heldout_documents: int
+    num_heldout_packs: int
+    num_too_long: int
+    longest_document: int
+
+    @property
+    def fill_ratio(self) -> float:
+        """Part of the training packs that is not padding."""
+        return self.num_train_tokens / max(1, self.num_train_packs * self.sequence_length)
+
+
+class PackStore:
+    """The packs of one part, as an int32 array of shape [packs, 3, length]: tokens, labels, positions."""
+
+    def __init__(self, path: Path) -> None:
+        self.packs: NDArray[np.int32] = np.load(path, mmap_mode="r")
+        self.num_targets: NDArray[np.int64] = np.load(path.with_suffix(".targets.npy"))
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    @staticmethod
+    def write(path: Path, packs: NDArray[np.int32]) -> None:
+        """Write packs of shape [packs, 3, length] and the number of targets of each."""
+        np.save(path, packs)
+        np.save(path.with_suffix(".targets.npy"), (packs[:, 1] != IGNORED).sum(axis=1, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A folder of prepared data."""
+
+    root: Path
+
+    @property
+    def manifest_path(self) -> Path:
+        """Written last."""
+        return self.root / "manifest.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokeniser, in Hugging Face's layout."""
+        return self.root / "tokenizer"
+
+    @property
+    def train(self) -> Path:
+        """Packs to train on."""
+        return self.root / "train.npy"
+
+    @property
+    def heldout(self) -> Path:
+        """Packs held out."""
+        return self.root / "heldout.npy"
+
+    @property
+    def heldout_examples(self) -> Path:
+        """The held-out examples as they were read, one JSON object a line."""
+        return self.root / "heldout.jsonl"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether preparation came to its end."""
+        return self.manifest_path.is_file()
+
+    def read_manifest(self) -> DataManifest:
+        """Read the manifest.
+
+        Raises:
+            DataError: the data is not prepared.
+        """
+        try:
+            return DataManifest(**json.loads(self.manifest_path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(
+                f"the prepared data in {self.root} can't be read: {error}",
+                meaning="preparation did not run or was interrupted",
+                fix=f"delete {self.root} and run again",
+            ) from error
+
+    def write_manifest(self, manifest: DataManifest) -> None:
+        """Write the manifest."""
+        self.manifest_path.write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
+
+    def read_heldout_examples(self) -> list[dict[str, Any]]:
+        """Read the held-out examples."""
+        return [json.loads(line) for line in self.heldout_examples.read_text(encoding="utf-8").splitlines()]
+
+
+@contextmanager
+def building(final: Path) -> Iterator[PreparedData]:
+    """Give a folder to write into that takes its final name only when all went well.
+
+    Whoever comes second while another writes the same finds the name taken, and leaves its own copy out.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    try:
+        yield PreparedData(temporary)
+        temporary.chmod(0o755)
+        if not PreparedData(final).is_complete:
+            os.replace(temporary, final)  # noqa: PTH105 - atomic, and fails on a non-empty folder
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

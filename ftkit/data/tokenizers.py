@@ -1,0 +1,100 @@
+"""The tokeniser: learned from the training part, or loaded from where the recipe says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from ftkit.data.chat_templates import TEMPLATES
+from ftkit.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from ftkit.specs.model import ModelSpec
+
+PAD = "<pad>"
+
+
+def learn_tokenizer(texts: Iterable[str], vocab_size: int, template_name: str) -> PreTrainedTokenizerBase:
+    """Learn a byte-level BPE: digits stand alone, so that numbers are copied digit by digit."""
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - seconds of imports
+
+    template = TEMPLATES[template_name]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, *template.special_tokens],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    learned = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=template.begin,
+        eos_token=template.end_of_turn,
+        clean_up_tokenization_spaces=False,
+    )
+    learned.chat_template = template.template
+    return learned
+
+
+def load_tokenizer(model: ModelSpec, template_name: str) -> PreTrainedTokenizerBase:
+    """Load the tokeniser that the recipe names, from a folder or the hub.
+
+    Raises:
+        DataError: it can't be had, or has no chat template and the recipe names none.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds of imports
+
+    source = model.weights if model.tokenizer.source == "model" else model.tokenizer.source
+    revision = model.revision if model.tokenizer.source == "model" else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"can't load the tokeniser of '{source}': {str(error).splitlines()[0]}",
+            meaning="the name is wrong, the model is gated, or this machine can't reach the hub",
+            fix="check model.weights; for a gated model accept its licence and set HF_TOKEN",
+        ) from error
+    return _with_template(tokenizer, source, template_name)
+
+
+def _with_template(tokenizer: Any, source: str, template_name: str) -> PreTrainedTokenizerBase:
+    if template_name != "model":
+        template = TEMPLATES[template_name]
+        known = tokenizer.get_vocab()
+        missing = [token for token in template.special_tokens if token not in known]
+        if missing:
+            raise DataError(
+                f"the tokeniser of '{source}' lacks {', '.join(missing)} of the '{template_name}' chat template",
+                fix="set data.chat_template to 'model', or to the template that this model was trained with",
+            )
+        tokenizer.chat_template = template.template
+    elif tokenizer.chat_template is None:
+        raise DataError(
+            f"the tokeniser of '{source}' brings no chat template",
+            meaning="base models often have none",
+            fix="set data.chat_template to one of: " + ", ".join(TEMPLATES),
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    result: PreTrainedTokenizerBase = tokenizer
+    return result
+
+
+def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokeniser that was kept beside prepared data."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds of imports
+
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    return loaded

@@ -1,0 +1,1 @@
+"""From a plan to a job: run folders, schedulers, states, and finding runs again."""

@@ -1,0 +1,99 @@
+"""Submit a planned run, submit one again, and end one."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ftkit.errors import FtkitError, PrerequisiteError, SubmitError
+from ftkit.launch.observe import observe
+from ftkit.launch.run_folder import create_run_folder
+from ftkit.launch.scheduler import scheduler_for
+from ftkit.launch.slurm_refusals import UncertainSubmitError
+from ftkit.launch.states import RunState
+from ftkit.launch.submission import Submission, SubmittedRun, read_submission, write_submission
+from ftkit.process import ProgramTimeoutError
+
+if TYPE_CHECKING:
+    from ftkit.launch.states import Observation
+    from ftkit.plan import RunPlan
+
+
+def start(plan: RunPlan, script: str, manifest: dict[str, Any]) -> SubmittedRun:
+    """Make the run's folder and submit its script.
+
+    Raises:
+        SubmitError: the scheduler refused it, and nothing is left of the run; or it gave no clear answer.
+        PrerequisiteError: the workspace or the scheduler can't be used.
+    """
+    create_run_folder(plan, script, manifest)
+    try:
+        return _submit(plan)
+    except (SubmitError, PrerequisiteError) as error:
+        if not isinstance(error, UncertainSubmitError):
+            shutil.rmtree(plan.layout.root, ignore_errors=True)
+        raise
+
+
+def resume(plan: RunPlan) -> SubmittedRun:
+    """Submit a run's script again; training goes on from the newest checkpoint.
+
+    Raises:
+        SubmitError: the run goes on already, or there is nothing left to do; or as `start`.
+    """
+    layout = plan.layout
+    submission = read_submission(layout)
+    if submission:
+        _check_it_ended(SubmittedRun(layout, submission))
+    for path in (layout.exit_code, layout.cancelled, layout.stop_request, layout.state):
+        path.unlink(missing_ok=True)
+    return _submit(plan, earlier=submission)
+
+
+def _submit(plan: RunPlan, earlier: Submission | None = None) -> SubmittedRun:
+    try:
+        submission = scheduler_for(plan.cluster.scheduler).submit(plan.layout)
+    except (UncertainSubmitError, ProgramTimeoutError) as error:
+        raise UncertainSubmitError(
+            error.what,
+            meaning=f"{error.meaning}; there may be a job all the same",
+            fix=f"look with 'squeue --me'; if the job is not there: ftkit resume {plan.id}",
+        ) from error
+    if earlier:
+        submission = replace(submission, earlier_job_ids=(*earlier.earlier_job_ids, earlier.job_id))
+    write_submission(plan.layout, submission)
+    return SubmittedRun(plan.layout, submission)
+
+
+def _check_it_ended(run: SubmittedRun) -> None:
+    seen = observe(run)
+    if seen.state is RunState.COMPLETED:
+        raise SubmitError(f"{run.id} is completed: there is nothing left to do", fix="start a new run")
+    is_lost = seen.state is RunState.UNKNOWN and run.submission.scheduler == "slurm"
+    if not seen.is_final and not is_lost:
+        reason = f" ({seen.reason})" if seen.reason else ""
+        raise SubmitError(
+            f"{run.id} is {seen.state}{reason}: two jobs must not train in one folder",
+            fix=f"watch it with 'ftkit status {run.id} --follow', or end it first with 'ftkit cancel {run.id}'",
+        )
+
+
+def cancel(run: SubmittedRun) -> Observation | None:
+    """End a run; return how it had ended if it had already, else None.
+
+    The file that says so is written first: the job's script must not ask to be requeued.
+
+    Raises:
+        FtkitError: the scheduler could not end it.
+    """
+    seen = observe(run)
+    if seen.is_final:
+        return seen
+    run.layout.cancelled.touch()
+    try:
+        scheduler_for(run.submission.scheduler).cancel(run)
+    except FtkitError:
+        run.layout.cancelled.unlink(missing_ok=True)
+        raise
+    return None

@@ -1,0 +1,92 @@
+"""Jobs on this machine: a detached process group that outlives the terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from ftkit import process
+from ftkit.launch.states import Observation, RunState
+from ftkit.launch.submission import Submission, SubmittedRun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.layout import RunLayout
+
+
+class LocalScheduler:
+    """Starts the script at once, as a process group of its own."""
+
+    poll_seconds: ClassVar[float] = 1.0
+    grace_seconds: ClassVar[float] = 10.0
+
+    def submit(self, layout: RunLayout) -> Submission:
+        """Start the script."""
+        pid = process.start_detached(
+            ["bash", str(layout.script)], log=layout.job_log, cwd=layout.root, environment=os.environ
+        )
+        return Submission(
+            scheduler="local",
+            job_id=str(pid),
+            submitted=time.time(),
+            host=socket.gethostname(),
+            process_start=process.start_time(pid) or "",
+        )
+
+    def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+        """Look which of the processes are there; what became of the others their files tell."""
+        here = socket.gethostname()
+        states = {}
+        for run in runs:
+            if run.submission.host != here:
+                elsewhere = f"it was started on {run.submission.host}: look there"
+                states[run.id] = Observation(RunState.UNKNOWN, is_final=False, reason=elsewhere)
+            elif _is_alive(run.submission):
+                states[run.id] = Observation(
+                    RunState.RUNNING, is_final=False, nodes=here, started=run.submission.submitted
+                )
+        return states
+
+    def cancel(self, run: SubmittedRun) -> None:
+        """Ask the script to end, then the whole group, then end it."""
+        pid = int(run.submission.job_id)
+        for ask in (_terminate_script, _terminate_group):
+            ask(pid)
+            if _wait_until_gone(run.submission, self.grace_seconds):
+                return
+        process.signal_group(pid, signal.SIGKILL)
+        _wait_until_gone(run.submission, self.grace_seconds)
+
+
+def _is_alive(submission: Submission) -> bool:
+    """Whether the job goes on: its script, or what is left of its group after the script was killed."""
+    pid = int(submission.job_id)
+    started = process.start_time(pid)
+    if started is not None:
+        return started == submission.process_start
+    return bool(process.group_members(pid))
+
+
+def _terminate_script(pid: int) -> None:
+    """Signal the script alone: the group's members would die before the script could ask them for a checkpoint."""
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        _terminate_group(pid)
+
+
+def _terminate_group(pid: int) -> None:
+    process.signal_group(pid, signal.SIGTERM)
+
+
+def _wait_until_gone(submission: Submission, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while _is_alive(submission):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

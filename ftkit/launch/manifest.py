@@ -1,0 +1,79 @@
+"""What a run was made from, so that it can be repeated elsewhere: what manifest.json holds."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ftkit
+from ftkit import process
+from ftkit.errors import FtkitError
+from ftkit.plan import plan_to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.plan import RunPlan
+
+_SECRET_KEY = re.compile(r"(token|secret|password|passwd|api_?key|access_?key|credentials?)$", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|glpat-|nvapi-)[\w-]{8,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
+
+
+def describe(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, Any]:
+    """Return what manifest.json holds of a run that is about to be submitted."""
+    recipe = plan.recipe
+    return {
+        "run": plan.id,
+        "created": plan.created.isoformat(),
+        "command": without_secrets(command),
+        "ftkit": {"version": plan.ftkit_version, "git": _own_commit()},
+        "project": {"folder": str(project), "git": git_commit(project)},
+        "python": platform.python_version(),
+        "host": socket.gethostname(),
+        "plan_sha256": hashlib.sha256(plan_to_json(plan).encode()).hexdigest(),
+        "recipe": recipe.name,
+        "model": {"weights": recipe.model.weights, "revision": recipe.model.revision},
+        "cluster": plan.cluster.name,
+        "image": plan.image,
+        "container_image": plan.container_image,
+        "data_fingerprint": plan.fingerprint,
+        "seeds": {"training": recipe.training.seed, "data": recipe.data.source.seed},
+    }
+
+
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """Replace values that look like secrets by `***`."""
+    shown = []
+    hide_next = False
+    for word in command:
+        key, separator, _ = word.partition("=")
+        if hide_next:
+            shown.append("***")
+        elif separator and _SECRET_KEY.search(key):
+            shown.append(f"{key}=***")
+        else:
+            shown.append(_SECRET_VALUE.sub("***", word))
+        hide_next = not separator and word.startswith("--") and bool(_SECRET_KEY.search(word))
+    return shown
+
+
+def git_commit(folder: Path) -> dict[str, Any] | None:
+    """Return commit and cleanness of the git checkout around `folder`; None if there is none."""
+    try:
+        head = process.run(["git", "-C", str(folder), "rev-parse", "HEAD"], timeout_seconds=10)
+        changes = process.run(["git", "-C", str(folder), "status", "--porcelain"], timeout_seconds=20)
+    except FtkitError:
+        return None
+    if head.returncode != 0 or changes.returncode != 0:
+        return None
+    return {"commit": head.stdout.strip(), "has_uncommitted_changes": bool(changes.stdout.strip())}
+
+
+def _own_commit() -> dict[str, Any] | None:
+    """Return the commit of the checkout that ftkit runs from; an installed wheel has none of its own."""
+    checkout = Path(ftkit.__file__).resolve().parents[1]
+    return git_commit(checkout) if (checkout / ".git").exists() else None

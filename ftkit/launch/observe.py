@@ -1,0 +1,158 @@
+"""The state of runs: what their scheduler says together with what their own files say.
+
+A final state is written down in the run's folder (state.json): a finished run needs no scheduler to be
+looked at again, and outlives the scheduler's memory of it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from ftkit.errors import FtkitError
+from ftkit.launch.json_files import read_json, write_json
+from ftkit.launch.scheduler import scheduler_for
+from ftkit.launch.states import Observation, RunState
+from ftkit.records import EndRecord, read_last_record
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.launch.submission import SchedulerName, SubmittedRun
+    from ftkit.layout import RunLayout
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The states of several runs, by id, and why some could not be asked for."""
+
+    states: dict[str, Observation]
+    warnings: tuple[str, ...]
+
+
+def observe(run: SubmittedRun) -> Observation:
+    """Return the state of one run."""
+    return observe_all([run]).states[run.id]
+
+
+def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
+    """Return the states of many runs, with one question to each scheduler for all that may still change."""
+    states: dict[str, Observation] = {}
+    warnings = []
+    for run in runs:
+        known = _read_final(run) or _completed_by_its_files(run)
+        if known:
+            states[run.id] = known
+    for name in ("local", "slurm"):
+        open_runs = [run for run in runs if run.submission.scheduler == name and run.id not in states]
+        warnings += _ask(name, open_runs, states) if open_runs else []
+    return Overview(states, tuple(warnings))
+
+
+def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Observation]) -> list[str]:
+    """Add the states of `runs`; return what went wrong."""
+    try:
+        seen = scheduler_for(name).observe(runs)
+    except FtkitError as error:
+        for run in runs:
+            states[run.id] = _read_final(run, even_if_old=True) or Observation(
+                RunState.UNKNOWN, is_final=False, reason=error.what
+            )
+        return [error.what]
+    for run in runs:
+        states[run.id] = _conclude(run, seen.get(run.id))
+        if states[run.id].is_final:
+            _write_final(run, states[run.id])
+    return []
+
+
+def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
+    """Judge by all that is known; `seen` is the scheduler's word, None if it does not know the job."""
+    end = _end(run.layout)
+    stopped_at = f"checkpoint of step {end.step} written" if end and end.outcome == "stopped" else ""
+    if seen and not seen.is_final:
+        if seen.state is RunState.PENDING and stopped_at:
+            waits = f"{stopped_at}; waits to go on" + (f" ({seen.reason})" if seen.reason else "")
+            return replace(seen, state=RunState.STOPPED, reason=waits)
+        return seen
+    last = seen or _by_its_files(run, stopped_at)
+    if last.is_final and run.layout.cancelled.exists():
+        return replace(last, state=RunState.CANCELLED, reason="")
+    if last.is_final and stopped_at:
+        state = RunState.STOPPED if last.state is RunState.COMPLETED else last.state
+        last = replace(last, state=state, reason=stopped_at)
+    return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run.layout))
+
+
+def _by_its_files(run: SubmittedRun, stopped_at: str) -> Observation:
+    """Judge a job that its scheduler does not know."""
+    exit_code = _exit_code(run.layout)
+    if exit_code is not None or stopped_at:
+        state = RunState.FAILED if exit_code else RunState.COMPLETED
+        return Observation(state, is_final=True, exit_code=exit_code)
+    if run.submission.scheduler == "local":
+        killed = "its process is gone without an exit code: killed, or the machine was restarted"
+        return Observation(RunState.FAILED, is_final=True, reason=killed)
+    lost = Observation(
+        RunState.UNKNOWN, is_final=False, reason="Slurm no longer knows the job, and it left no exit code"
+    )
+    return _read_final(run, even_if_old=True) or lost
+
+
+def _completed_by_its_files(run: SubmittedRun) -> Observation | None:
+    """Recognise a run that did all it should without asking anyone, and write that down."""
+    if _exit_code(run.layout) != 0:
+        return None
+    end = _end(run.layout)
+    if end is None or end.outcome != "completed":
+        return None
+    seen = Observation(RunState.COMPLETED, is_final=True, exit_code=0, started=run.submission.submitted, ended=end.time)
+    _write_final(run, seen)
+    return seen
+
+
+def _end(layout: RunLayout) -> EndRecord | None:
+    """Return the record that the trainer ended with; None if it goes on, or ended in another way."""
+    last = read_last_record(layout.metrics)
+    return last if isinstance(last, EndRecord) else None
+
+
+def _exit_code(layout: RunLayout) -> int | None:
+    try:
+        return int(layout.exit_code.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Observation | None:
+    """Read the final state back, unless the run was submitted again since, or Slurm was told to requeue it."""
+    values = read_json(run.layout.state)
+    if values is None or values.pop("job_id", None) != run.submission.job_id:
+        return None
+    observed = values.pop("observed", 0.0)
+    if not even_if_old and _last_change(run.layout) > observed:
+        return None
+    known = {field.name for field in fields(Observation)}
+    try:
+        return Observation(
+            **{key: value for key, value in values.items() if key in known} | {"state": RunState(values["state"])}
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _write_final(run: SubmittedRun, seen: Observation) -> None:
+    """Write a final state down; in somebody else's folder, where that is not allowed, go without."""
+    values = {"job_id": run.submission.job_id, "observed": max(time.time(), _last_change(run.layout)), **asdict(seen)}
+    try:
+        write_json(run.layout.state, values)
+    except OSError:
+        return
+
+
+def _last_change(layout: RunLayout) -> float:
+    try:
+        return layout.metrics.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,150 @@
+"""From the words of a command line to a plan: read specs, look around, plan."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ftkit import __version__
+from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
+from ftkit.launch.data_files import data_stamp
+from ftkit.launch.json_files import read_json
+from ftkit.launch.local_machine import with_this_machine
+from ftkit.layout import Workspace
+from ftkit.plan import fingerprint, plan_run
+from ftkit.specs.layers import COMMAND_LINE, Layers
+from ftkit.specs.load import LoadedSettings, Surroundings, load_cluster, load_image, load_recipe, load_settings
+from ftkit.specs.request import RunRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.plan import RunPlan
+    from ftkit.specs.image import ImageSpec
+    from ftkit.specs.recipe import RecipeSpec
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class RunWords:
+    """What was typed after `ftkit run`."""
+
+    recipe: str | None = None
+    overrides: tuple[str, ...] = ()
+    image: str | None = None
+    cluster: str | None = None
+    name: str | None = None
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
+
+
+class _Problems:
+    """Collects what is wrong with one spec after the other, so that all of it is shown at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[FtkitError] = []
+
+    def collect(self, load: Callable[[], ResultT]) -> ResultT | None:
+        try:
+            return load()
+        except (ConfigError, NotFoundError) as error:
+            self._errors.append(error)
+            return None
+
+    def raise_if_any(self) -> None:
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise ConfigError([problem for error in self._errors for problem in _as_problems(error)])
+
+
+def _as_problems(error: FtkitError) -> list[Problem]:
+    if isinstance(error, ConfigError):
+        return error.problems
+    return [Problem("", "", ". ".join(part for part in (error.what, error.meaning) if part) + ".", f"{error.fix}.")]
+
+
+def settings_of(words: RunWords, around: Surroundings) -> LoadedSettings:
+    """Read the settings, with `--cluster` and `--image` as the last layer."""
+    typed = {key: value for key, value in (("cluster", words.cluster), ("image", words.image)) if value}
+    return load_settings(around, Layers(dict(typed), {(key,): COMMAND_LINE for key in typed}))
+
+
+def workspace_of(loaded: LoadedSettings, around: Surroundings) -> Workspace:
+    """Return the workspace; a relative path belongs to the project's folder."""
+    return Workspace((around.project / Path(loaded.settings.workspace).expanduser()).absolute())
+
+
+def resolve(words: RunWords, around: Surroundings) -> RunPlan:
+    """Make a plan of what was typed.
+
+    Raises:
+        NotFoundError: something named does not exist.
+        ConfigError: with every problem of recipe, cluster and image, or every reason why they don't fit together.
+    """
+    loaded = settings_of(words, around)
+    problems = _Problems()
+    cluster = problems.collect(lambda: load_cluster(loaded.settings.cluster, around))
+    reference = words.image or (loaded.settings.image if cluster is None or cluster.runtime != "none" else None)
+    image = problems.collect(lambda: _load_defined(reference, around))
+    name = words.recipe or (image.default_recipe if image else None)
+    if name is None:
+        problems.raise_if_any()
+        raise _no_recipe(reference)
+    recipe = problems.collect(lambda: load_recipe(name, around, words.overrides))
+    if recipe and cluster and not reference and cluster.runtime != "none" and recipe.image:
+        reference = recipe.image
+        image = problems.collect(lambda: _load_defined(reference, around))
+    problems.raise_if_any()
+    if recipe is None or cluster is None:
+        raise AssertionError("what could not be loaded was raised above")
+    cluster = with_this_machine(cluster, around.environment)
+    request = _request(words, recipe, reference, workspace_of(loaded, around))
+    return plan_run(recipe, cluster, image, request, ftkit_version=__version__)
+
+
+def _load_defined(reference: str | None, around: Surroundings) -> ImageSpec | None:
+    """Read the definition of a `NAME:TAG`; a file or an address has none."""
+    return None if reference is None or _is_file_or_address(reference) else load_image(reference, around)
+
+
+def _is_file_or_address(reference: str) -> bool:
+    return "/" in reference or reference.endswith(".sqsh")
+
+
+def _request(words: RunWords, recipe: RecipeSpec, reference: str | None, workspace: Workspace) -> RunRequest:
+    stamp = data_stamp(recipe)
+    prepared = read_json(workspace.data / fingerprint(recipe, stamp) / "manifest.json") or {}
+    num_packs = prepared.get("num_train_packs")
+    if reference and reference.endswith(".sqsh"):
+        reference = str(Path(reference).expanduser().absolute())
+    return RunRequest(
+        name=words.name,
+        num_nodes=words.num_nodes,
+        gpus_per_node=words.gpus_per_node,
+        image=reference,
+        image_is_explicit=words.image is not None,
+        workspace=workspace.root,
+        python=sys.executable,
+        created=datetime.now(UTC),
+        suffix=secrets.token_hex(2),
+        data_stamp=stamp,
+        num_packs=num_packs if isinstance(num_packs, int) else None,
+    )
+
+
+def _no_recipe(reference: str | None) -> FtkitError:
+    if reference:
+        return ConfigError(
+            [Problem(COMMAND_LINE, "RECIPE", f"'{reference}' is a file or an address and brings no default recipe.",
+                     "Name one; 'ftkit recipes' lists them.")]
+        )  # fmt: skip
+    return ConfigError(
+        [Problem(COMMAND_LINE, "RECIPE", "nothing says what to train.",
+                 "Try 'ftkit run demo'; 'ftkit recipes' lists all, and --image NAME:TAG stands for its default one.")]
+    )  # fmt: skip

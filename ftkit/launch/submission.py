@@ -1,0 +1,65 @@
+"""Which scheduler has a run's job, and under which id: what submission.json holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, cast
+
+from ftkit.launch.json_files import read_json, write_json
+from ftkit.layout import RunLayout
+
+SchedulerName = Literal["local", "slurm"]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One submission of a run's script.
+
+    Args:
+        scheduler: who has the job.
+        job_id: Slurm's job id, or a process id.
+        submitted: when, in seconds since the epoch.
+        host: the machine that it was submitted on; for `local`, the one that it runs on.
+        process_start: tells the process from a later one with the same id (`ftkit.process.start_time`).
+        messages: what the scheduler said when it took the job.
+        earlier_job_ids: jobs of this run that came before.
+    """
+
+    scheduler: SchedulerName
+    job_id: str
+    submitted: float
+    host: str
+    process_start: str = ""
+    messages: str = ""
+    earlier_job_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SubmittedRun:
+    """A run's folder and its newest submission."""
+
+    layout: RunLayout
+    submission: Submission
+
+    @property
+    def id(self) -> str:
+        """The run's id, which is the name of its folder."""
+        return self.layout.root.name
+
+
+def write_submission(layout: RunLayout, submission: Submission) -> None:
+    """Note that a run was submitted."""
+    write_json(layout.submission, asdict(submission))
+
+
+def read_submission(layout: RunLayout) -> Submission | None:
+    """Read a run's newest submission; None if it never was submitted."""
+    values = read_json(layout.submission)
+    known = {field.name for field in fields(Submission)}
+    try:
+        read = Submission(**{key: value for key, value in (values or {}).items() if key in known})
+    except TypeError:
+        return None
+    if read.scheduler not in ("local", "slurm"):
+        return None
+    return Submission(**{**asdict(read), "earlier_job_ids": tuple(cast("list[str]", read.earlier_job_ids))})

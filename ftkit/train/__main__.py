@@ -1,0 +1,65 @@
+"""`python -m ftkit.train PLAN`: one rank of a run, started by torchrun."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from ftkit.errors import FtkitError
+from ftkit.layout import RunLayout
+from ftkit.plan import read_plan
+from ftkit.records import RankError, write_rank_error
+
+
+def main(plan_path: Path) -> int:
+    """Run this rank; leave its error beside its log, for `ftkit status` to show."""
+    layout = RunLayout(plan_path.parent)
+    rank = int(os.environ["RANK"])
+    _start_logs(layout, rank)
+    layout.rank_error(rank).unlink(missing_ok=True)
+    try:
+        from ftkit.train.session import run_session  # noqa: PLC0415 - its imports can fail too
+        from ftkit.train.world import joined_world  # noqa: PLC0415
+
+        plan = read_plan(layout)
+        with joined_world(plan.placement) as world:
+            run_session(plan, world)
+    except FtkitError as error:
+        logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - the message says all
+        write_rank_error(layout.rank_error(rank), RankError.from_exception(error, rank=rank))
+        return error.exit_code
+    except Exception as error:
+        logging.getLogger(__name__).exception("rank %d failed", rank)
+        write_rank_error(layout.rank_error(rank), RankError.from_exception(error, rank=rank))
+        return 1
+    return 0
+
+
+def _start_logs(layout: RunLayout, rank: int) -> None:
+    """Send what this rank prints to its own log; rank 0 also speaks in the job's log."""
+    layout.logs.mkdir(parents=True, exist_ok=True)
+    path = layout.rank_log(rank)
+    handlers: list[logging.Handler] = [logging.FileHandler(path)]
+    if rank == 0:
+        handlers.append(logging.StreamHandler())
+    else:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.dup2(descriptor, sys.stderr.fileno())
+    logging.basicConfig(
+        level=logging.INFO, handlers=handlers, format=f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"
+    )
+    logging.captureWarnings(True)  # noqa: FBT003
+    warnings.simplefilter("once")
+
+
+if __name__ == "__main__":
+    code = main(Path(sys.argv[1]))
+    logging.shutdown()
+    sys.stdout.flush()
+    # Past this point only the interpreter's and libraries' exit handlers would run; gloo's threads can abort in
+    # them after all the work is done, and turn a success into a failure.
+    os._exit(code)

@@ -1,0 +1,139 @@
+"""Checkpoints: complete or not there.
+
+Every rank writes its part under a temporary name; a marker with the files, sizes and digests comes last; then
+the folder takes its final name. A loader looks at final names alone, and checks files against the marker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from ftkit.errors import TrainingError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ftkit.layout import RunLayout
+    from ftkit.train.engine import Engine
+    from ftkit.train.world import World
+
+log = logging.getLogger(__name__)
+
+MARKER = "COMPLETE.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: all that goes on from a checkpoint besides weights and optimizer."""
+
+    step: int
+    tokens: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of a checkpoint as it was written."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a checkpoint holds."""
+
+    progress: Progress
+    world_size: int
+    files: dict[str, SavedFile]
+
+
+def save_checkpoint(engine: Engine, layout: RunLayout, progress: Progress, world: World, *, keep: int) -> Path:
+    """Write a checkpoint and delete the oldest ones. Every rank must call it; all return when it is complete."""
+    final = layout.checkpoint(progress.step)
+    temporary = final.with_name(f".{final.name}.partial")
+    if world.is_first:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    world.barrier()
+    engine.save(temporary)
+    own = {path.name: _describe(path) for path in sorted(temporary.glob(f"__{world.rank}_*"))}
+    parts = world.gather_objects(own)
+    if world.is_first:
+        rest = {".metadata": _describe(temporary / ".metadata")}
+        files = {name: file for part in [*parts, rest] for name, file in part.items()}
+        _complete(temporary, final, Marker(progress, world.size, files))
+        _delete_oldest(layout, keep)
+    world.barrier()
+    return final
+
+
+def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: str) -> Progress | None:
+    """Load the newest checkpoint that is whole; None if there is none. Every rank must call it.
+
+    Raises:
+        TrainingError: the checkpoint belongs to other data.
+    """
+    for folder in reversed(list_checkpoints(layout)):
+        marker = read_marker(folder)
+        damage = sorted(set().union(*world.gather_objects(_find_damage(folder, marker, world))))
+        if damage:
+            log.warning("checkpoint %s is damaged (%s): trying the one before it", folder.name, ", ".join(damage))
+            continue
+        if marker.progress.fingerprint != fingerprint:
+            raise TrainingError(
+                f"{folder} was trained on data {marker.progress.fingerprint}, the plan is for {fingerprint}",
+                fix="start a new run for new data",
+            )
+        engine.load(folder)
+        return marker.progress
+    return None
+
+
+def list_checkpoints(layout: RunLayout) -> list[Path]:
+    """Return the complete checkpoints, oldest first."""
+    return sorted(folder for folder in layout.checkpoints.glob("step-*") if (folder / MARKER).is_file())
+
+
+def read_marker(folder: Path) -> Marker:
+    """Read what a checkpoint should hold."""
+    values = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    files = {name: SavedFile(**file) for name, file in values["files"].items()}
+    return Marker(Progress(**values["progress"]), values["world_size"], files)
+
+
+def _describe(path: Path) -> SavedFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return SavedFile(path.stat().st_size, digest)
+
+
+def _find_damage(folder: Path, marker: Marker, world: World) -> list[str]:
+    """Return what differs from the marker among this rank's share of the files."""
+    share = sorted(marker.files)[world.rank :: world.size]
+    return [name for name in share if not (folder / name).is_file() or _describe(folder / name) != marker.files[name]]
+
+
+def _complete(temporary: Path, final: Path, marker: Marker) -> None:
+    path = temporary / MARKER
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(asdict(marker), file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    if final.exists():  # the same step, written again after a resume from an older one
+        shutil.rmtree(final)
+    temporary.rename(final)
+
+
+def _delete_oldest(layout: RunLayout, keep: int) -> None:
+    for folder in list_checkpoints(layout)[:-keep]:
+        doomed = folder.with_name(f".{folder.name}.{time.time_ns()}.deleted")
+        folder.rename(doomed)  # at once out of every loader's sight
+        shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,52 @@
+"""What the loop needs of an engine. Engines differ behind this protocol and nowhere else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from ftkit.train.objective import MicroBatch
+    from ftkit.train.proofs import ShardingFacts
+
+
+class Engine(Protocol):
+    """A sharded model with its optimizer."""
+
+    model: nn.Module
+
+    def facts(self) -> ShardingFacts:
+        """Return what is true of the model on this rank, for the proofs."""
+
+    def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:
+        """Run forward and backward on a micro-batch.
+
+        Gradients are those of the mean loss over the `num_targets` targets of the whole step, over all ranks.
+        They are reduced over the ranks with the last micro-batch of the step.
+
+        Returns:
+            The loss summed over this micro-batch's targets: fp32, no gradient.
+        """
+
+    def inference(self) -> AbstractContextManager[nn.Module]:
+        """Give the model for evaluation, without gradients."""
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients down to a global norm; return the norm that they had."""
+
+    def step(self, learning_rate: float) -> None:
+        """Update the weights and clear the gradients."""
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer states; every rank writes its own part."""
+
+    def load(self, folder: Path) -> None:
+        """Read back what `save` wrote, at any world size."""
+
+    def full_weights(self) -> dict[str, Any]:
+        """Return all weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""

@@ -1,0 +1,100 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ftkit.plan import RunPlan
+from ftkit.records import CheckpointRecord
+from ftkit.train.batches import BatchSchedule, StepBatch
+from ftkit.train.checkpoint import Progress, save_checkpoint
+from ftkit.train.engine import Engine
+from ftkit.train.evaluate import Evaluator
+from ftkit.train.learning_rate import learning_rate_at
+from ftkit.train.telemetry import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
+from ftkit.train.world import World
+
+
+@dataclass
+class Training:
+    """A run from step to step. Its whole state is the engine's, and `progress`."""
+
+    plan: RunPlan
+    world: World
+    engine: Engine
+    batches: BatchSchedule
+    evaluator: Evaluator
+    recorder: Recorder
+    num_steps: int
+    progress: Progress
+
+    def train(self) -> Literal["completed", "stopped"]:
+        """Train to the last step, or until someone asks to stop. Either way the last thing is a checkpoint."""
+        reporter = StepReporter(self.recorder, self.num_steps, self.plan.batch.tokens_per_step)
+        stopwatch, reducer = Stopwatch(), StepReducer()
+        stopped = False
+        while self.progress.step < self.num_steps and not stopped:
+            batch = self.batches.step(self.progress.step, self.world.device)
+            with stopwatch.work():
+                outcome = self._optimise(batch)
+            before = reducer.pop()
+            self._advance()
+            stop = self._is_asked_to_stop()
+            reducer.push(self.progress.step, batch.num_targets, outcome, stopwatch.lap(), stop=stop)
+            if before is not None:
+                self._report(reporter, before)
+                stopped = before.stop_requested
+            with stopwatch.paused():
+                self._evaluate_if_due()
+                self._save_if_due(is_last=stopped or self.progress.step == self.num_steps)
+        if (last := reducer.pop()) is not None:
+            self._report(reporter, last)
+        return "completed" if self.progress.step == self.num_steps else "stopped"
+
+    def _optimise(self, batch: StepBatch) -> StepOutcome:
+        """Take one optimizer step."""
+        training = self.plan.recipe.training
+        last = len(batch.micro_batches) - 1
+        losses = [
+            self.engine.backward(micro_batch, batch.num_targets, is_last=index == last)
+            for index, micro_batch in enumerate(batch.micro_batches)
+        ]
+        grad_norm = self.engine.clip(training.max_grad_norm)
+        self.engine.step(learning_rate_at(self.progress.step, self.num_steps, training))
+        return StepOutcome(torch.stack(losses).sum(), grad_norm)
+
+    def _advance(self) -> None:
+        tokens = self.progress.tokens + self.plan.batch.tokens_per_step
+        self.progress = replace(self.progress, step=self.progress.step + 1, tokens=tokens)
+
+    def _is_asked_to_stop(self) -> bool:
+        """Look for the request on rank 0 alone; the step's sums tell the others."""
+        return self.world.is_first and self.plan.layout.stop_request.exists()
+
+    def _report(self, reporter: StepReporter, result: StepResult) -> None:
+        reporter.count(result)
+        every = self.plan.recipe.training.log_every_steps
+        if result.step % every == 0 or result.step in {1, self.num_steps} or result.stop_requested:
+            learning_rate = learning_rate_at(result.step - 1, self.num_steps, self.plan.recipe.training)
+            reporter.report(result, self.batches.epoch_of_step(result.step), learning_rate)
+
+    def _evaluate_if_due(self) -> None:
+        every = self.plan.recipe.evaluation.every_steps
+        step = self.progress.step
+        if every is not None and step % every == 0 and step != self.num_steps:
+            self.recorder.write(self.evaluator.evaluate(self.engine, step, "during"))
+
+    def _save_if_due(self, *, is_last: bool) -> None:
+        training = self.plan.recipe.training
+        if not is_last and self.progress.step % training.checkpoint_every_steps != 0:
+            return
+        begin = time.perf_counter()
+        folder = save_checkpoint(
+            self.engine, self.plan.layout, self.progress, self.world, keep=training.keep_checkpoints
+        )
+        seconds = time.perf_counter() - begin
+        self.recorder.write(CheckpointRecord(time.time(), self.progress.step, str(folder), seconds))

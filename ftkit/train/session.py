@@ -1,0 +1,183 @@
+"""One training session: everything between joining the world and the end of the run."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import accelerate
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.tokenizers import load_saved_tokenizer
+from ftkit.errors import TrainingError
+from ftkit.plan import RunPlan, count_steps
+from ftkit.records import EndRecord, EvaluationRecord, ProofRecord, StageRecord, StartRecord
+from ftkit.train.batches import BatchSchedule
+from ftkit.train.checkpoint import Progress, load_newest
+from ftkit.train.evaluate import Evaluator
+from ftkit.train.export import export_model
+from ftkit.train.fsdp2 import Fsdp2Engine
+from ftkit.train.loop import Training
+from ftkit.train.model import build_empty, build_random, has_random_weights, make_config, read_config
+from ftkit.train.proofs import prove_isolation, prove_sharding
+from ftkit.train.telemetry import Recorder
+from ftkit.train.weights import fetch_weights, load_weights, materialise
+from ftkit.train.world import World
+
+if TYPE_CHECKING:
+    from ftkit.train.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A plan being carried out by this process."""
+
+    plan: RunPlan
+    world: World
+    data: PreparedData
+    tokenizer: PreTrainedTokenizerBase
+    recorder: Recorder
+
+    def run(self) -> None:
+        """Build, prove, resume or begin, train, evaluate, export."""
+        began = time.time()
+        store = PackStore(self.data.train)
+        num_steps = self._num_steps(len(store))
+        self._stage("building the model")
+        engine, config, class_name = self._build_engine()
+        self._prove(engine)
+        progress = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
+        progress = progress or Progress(step=0, tokens=0, fingerprint=self.plan.fingerprint)
+        self._record_start(num_steps, progress)
+        evaluator = Evaluator(self.plan, self.data, self.tokenizer, self.world)
+        if progress.step == 0:
+            self._evaluate(evaluator, engine, 0, "before")
+        training = Training(
+            self.plan, self.world, engine, self._batches(store), evaluator, self.recorder, num_steps, progress
+        )
+        training_began = time.time()
+        outcome = training.train()
+        training_seconds = time.time() - training_began
+        export = None
+        if outcome == "completed":
+            self._evaluate(evaluator, engine, num_steps, "after")
+            self._stage("exporting the model")
+            target = (self.plan.layout.export, self.plan.recipe.training.precision)
+            export_model(engine, config, class_name, self.tokenizer, target, self.world)
+            export = str(self.plan.layout.export)
+        self.recorder.write(EndRecord(time.time(), outcome, training.progress.step, training_seconds, export))
+        log.info("%s after %d steps, %.0f s in all", outcome, training.progress.step, time.time() - began)
+
+    def _num_steps(self, num_packs: int) -> int:
+        num_steps = count_steps(self.plan.recipe.training, num_packs)
+        if not num_steps:
+            raise TrainingError("there are no packs to train on", fix="check the data of the recipe")
+        return num_steps
+
+    def _batches(self, store: PackStore) -> BatchSchedule:
+        training = self.plan.recipe.training
+        return BatchSchedule(
+            store,
+            self.plan.batch,
+            seed=training.seed,
+            num_packs_in_run=None if training.num_epochs is None else training.num_epochs * len(store),
+            rank=self.world.rank,
+            size=self.world.size,
+        )
+
+    def _build_engine(self) -> tuple[Engine, PretrainedConfig, str]:
+        """Return the engine with its weights in place, the model's configuration and the name of its class."""
+        recipe = self.plan.recipe
+        shape = recipe.model.architecture
+        model: nn.Module
+        if has_random_weights(recipe.model):
+            config = make_config(shape, self.tokenizer)
+            model = build_random(config, recipe.training.seed)
+            class_name = type(model).__name__
+            return Fsdp2Engine(model.to(self.world.device), recipe.training, self.world), config, class_name
+        folder = fetch_weights(recipe.model, self.world)
+        config = read_config(folder, shape)
+        model = build_empty(config)
+        class_name = type(model).__name__
+        engine = Fsdp2Engine(model, recipe.training, self.world)
+        materialise(engine.model, self.world.device)
+        load_weights(engine.model, folder)
+        return engine, config, class_name
+
+    def _prove(self, engine: Engine) -> None:
+        self._stage("proving that the model is sharded and its documents are isolated")
+        recipe = self.plan.recipe
+        checks = prove_sharding(engine.facts(), recipe.training, self.plan.num_parameters)
+        vocabulary = recipe.model.architecture.vocab_size
+        checks |= prove_isolation(engine, self.world, recipe.training.precision, vocabulary)
+        self.recorder.write(ProofRecord(time.time(), checks))
+        log.info("proven: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
+
+    def _record_start(self, num_steps: int, progress: Progress) -> None:
+        record = StartRecord(
+            time=time.time(),
+            num_steps=num_steps,
+            resumed_from=progress.step,
+            world_size=self.world.size,
+            engine=self.plan.engine.name,
+            device=_device_name(self.world.device),
+            num_parameters=self.plan.num_parameters,
+            versions=_versions(),
+        )
+        self.recorder.write(record)
+        if progress.step:
+            log.info("resumed from the checkpoint after step %d", progress.step)
+
+    def _evaluate(
+        self, evaluator: Evaluator, engine: Engine, step: int, when: Literal["before", "after"]
+    ) -> EvaluationRecord | None:
+        if len(PackStore(self.data.heldout)) == 0:
+            return None
+        self._stage(f"evaluating on the held-out part, {when} training")
+        record = evaluator.evaluate(engine, step, when)
+        self.recorder.write(record)
+        log.info("held out: loss %.4f, perplexity %.2f", record.loss, record.perplexity)
+        return record
+
+    def _stage(self, text: str) -> None:
+        self.recorder.write(StageRecord(time.time(), text))
+        log.info("%s", text)
+
+
+def run_session(plan: RunPlan, world: World) -> None:
+    """Carry out a plan in this process.
+
+    Raises:
+        TrainingError: a proof failed, or a checkpoint does not fit.
+        DataError: the data is not prepared.
+    """
+    data = PreparedData(plan.data_directory)
+    data.read_manifest()
+    recorder = Recorder(plan.layout.metrics, world)
+    Session(plan, world, data, load_saved_tokenizer(data.tokenizer), recorder).run()
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+    }
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return versions

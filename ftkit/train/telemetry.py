@@ -1,0 +1,173 @@
+"""What the steps report: reduced over the ranks, written to metrics.jsonl, and never in the device's way."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ftkit.memory import GIB
+from ftkit.records import Record, StepRecord, append_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ftkit.train.world import World
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step leaves on this rank: its summed loss, and the norm of the whole gradient. Both on the device."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+
+
+class Recorder:
+    """Appends records to metrics.jsonl on rank 0; the other ranks write nothing."""
+
+    def __init__(self, path: Path, world: World) -> None:
+        self._path = path if world.is_first else None
+
+    def write(self, record: Record) -> None:
+        """Append a record."""
+        if self._path is not None:
+            append_record(self._path, record)
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Seconds of one step on the host's clock: in all, and of forward, backward and optimizer alone.
+
+    The host runs ahead of a GPU by a step at most, so over several steps these are the GPU's seconds too.
+    """
+
+    seconds: float
+    work_seconds: float
+
+
+class Stopwatch:
+    """Tells the time of the work proper (forward, backward, optimizer) from that of everything around it."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._work = 0.0
+        self._paused = 0.0
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Count what is inside as work."""
+        begin = time.perf_counter()
+        yield
+        self._work += time.perf_counter() - begin
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what is inside out: checkpoints and evaluations report their own time."""
+        begin = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - begin
+
+    def lap(self) -> Lap:
+        """Return the time since the last lap, and begin a new one."""
+        now = time.perf_counter()
+        lap = Lap(now - self._begin - self._paused, self._work)
+        self._begin, self._work, self._paused = now, 0.0, 0.0
+        return lap
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step, reduced over all ranks."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    stop_requested: bool
+    lap: Lap
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    num_targets: int
+    sums: torch.Tensor
+    grad_norm: torch.Tensor
+    lap: Lap
+
+
+class StepReducer:
+    """Sums losses and the request to stop over the ranks, one step behind.
+
+    A step's sums are read when the next step is on its way: by then they are there, and reading them does not
+    make the device wait. All ranks read the same numbers, so all stop after the same step.
+    """
+
+    def __init__(self) -> None:
+        self._pending: _Pending | None = None
+
+    def push(self, step: int, num_targets: int, outcome: StepOutcome, lap: Lap, *, stop: bool) -> None:
+        """Start the sums of a step."""
+        sums = torch.stack([outcome.loss, torch.full_like(outcome.loss, float(stop))])
+        dist.all_reduce(sums)
+        self._pending = _Pending(step, num_targets, sums, outcome.grad_norm, lap)
+
+    def pop(self) -> StepResult | None:
+        """Return the step that was pushed last, if it was not returned yet."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        loss, stop = pending.sums.tolist()  # host sync: on a step that ended while the next one was being queued
+        return StepResult(pending.step, loss / pending.num_targets, float(pending.grad_norm), stop > 0, pending.lap)
+
+
+class StepReporter:
+    """Writes a record every so many steps, with speeds over the steps since the last one."""
+
+    def __init__(self, recorder: Recorder, num_steps: int, tokens_per_step: int) -> None:
+        self._recorder = recorder
+        self._num_steps = num_steps
+        self._tokens_per_step = tokens_per_step
+        self._laps: list[Lap] = []
+
+    def count(self, result: StepResult) -> None:
+        """Take a step's time into the next record."""
+        self._laps.append(result.lap)
+
+    def report(self, result: StepResult, epoch: float, learning_rate: float) -> None:
+        """Write the record of the step that was counted last."""
+        seconds = sum(lap.seconds for lap in self._laps)
+        work = sum(lap.work_seconds for lap in self._laps)
+        steps = len(self._laps)
+        self._laps = []
+        record = StepRecord(
+            time=time.time(),
+            step=result.step,
+            num_steps=self._num_steps,
+            epoch=round(epoch, 4),
+            loss=result.loss,
+            learning_rate=learning_rate,
+            grad_norm=result.grad_norm,
+            tokens=result.step * self._tokens_per_step,
+            tokens_per_second=steps * self._tokens_per_step / seconds,
+            step_seconds=seconds / steps,
+            overhead_ratio=1 - work / seconds,
+            memory_gib=_peak_memory_gib(),
+        )
+        self._recorder.write(record)
+        log.info(
+            "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s",
+            record.step, record.num_steps, record.loss, learning_rate, record.grad_norm, record.tokens_per_second,
+        )  # fmt: skip
+
+
+def _peak_memory_gib() -> float | None:
+    return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None
