@@ -49,7 +49,7 @@ class PlacementPlan:
 class EnginePlan:
     """How the model is spread over the processes, and why so."""
 
-    name: Literal["fsdp2", "single"]
+    name: Literal["fsdp2"]
     reason: str
 
 
@@ -171,7 +171,7 @@ def _engine(recipe: RecipeSpec, world_size: int) -> EnginePlan:
     if wanted != "auto":
         return EnginePlan(wanted, "the recipe asks for it")
     if world_size == 1:
-        return EnginePlan("single", "one process: nothing to shard")
+        return EnginePlan("fsdp2", "one process: a single shard")
     return EnginePlan(
         "fsdp2", f"{world_size} processes: weights, gradients and optimizer states in {world_size} shards"
     )

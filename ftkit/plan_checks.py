@@ -29,7 +29,6 @@ def find_problems(
     return [
         *_placement(recipe, cluster, num_nodes, processes_per_node),
         *_batch(recipe, num_nodes * processes_per_node),
-        *_engine(recipe, num_nodes * processes_per_node),
         *_lengths(recipe),
         *_evaluation(recipe),
         *_image(recipe, cluster, image, request),
@@ -72,14 +71,6 @@ def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
         f"(micro_batch_size {training.micro_batch_size} x {world_size} processes).",
         f"Take {down} or {up}." if down else f"Take {up}, fewer GPUs, or a smaller micro_batch_size.",
     )
-
-
-def _engine(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
-    if recipe.training.engine == "single" and world_size > 1:
-        yield Problem(
-            f"recipe {recipe.name}", "training.engine", f"'single' is for one process, this run has {world_size}.",
-            "Take 'fsdp2' or 'auto'.",
-        )  # fmt: skip
 
 
 def _lengths(recipe: RecipeSpec) -> Iterator[Problem]:

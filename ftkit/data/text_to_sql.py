@@ -1,22 +1,32 @@
 """The demo task: a deterministic generator of text-to-SQL examples.
 
-Every example has its own table: its name, its columns, their names and their order are drawn, so
-no question can be answered without reading the schema. The held-out part has other schemas than
-the training part.
+Every example has its own schema: which columns its tables have, in which order, and what tables
+and columns are called are drawn, so that no question can be answered without reading the schema.
+The held-out part has other schemas than the training part.
 """
 
 import random
 import sqlite3
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
-from ftkit.data import text_to_sql_vocabulary as words
-from ftkit.data.text_to_sql_query import Column, Condition, Query, Row, Table
+from ftkit.data.text_to_sql_query import Column, Condition, Kind, Query, Row, Schema, Table
+from ftkit.data.text_to_sql_vocabulary import (
+    DOMAINS,
+    PARENT_CATEGORIES,
+    PHRASES,
+    SHAPES,
+    Concept,
+    Shape,
+)
 
 NUM_ROWS = 8
+NUM_PARENT_ROWS = 4
+NUM_SHARED_VALUES = 3
+PARENT_PROBABILITY = 0.35
 LIMITS = (2, 3, 4)
 
 
@@ -59,159 +69,136 @@ def _examples(rng: random.Random, other_than: Collection[str] = ()) -> Iterator[
 
 
 def _draw_example(rng: random.Random) -> Example:
-    table = _draw_table(rng)
-    ask = rng.choice(QUESTIONS)
+    schema, shape = _draw_schema(rng), rng.choice(SHAPES)
     while True:
-        rows = _draw_rows(rng, table)
-        prompt, query = ask(rng, table, rows)
-        fixture = table.insert_sql(rows)
+        rows = _draw_rows(rng, schema.table, NUM_ROWS)
+        parent_rows = _draw_rows(rng, schema.parent, NUM_PARENT_ROWS) if schema.parent else []
+        query = _draw_query(rng, schema, shape, _draw_joined_row(rng, rows, parent_rows))
+        fixture = schema.table.insert_sql(rows)
+        if schema.parent:
+            fixture += " " + schema.parent.insert_sql(parent_rows)
         if _tells_apart(query, fixture):
-            return Example(prompt, table.create_sql, query.sql, fixture)
+            return Example(_draw_prompt(rng, query, shape), schema.create_sql, query.sql, fixture)
 
 
 def _tells_apart(query: Query, fixture: str) -> bool:
     """Whether executing the query shows every near miss to be wrong."""
     with closing(sqlite3.connect(":memory:")) as database:
-        database.executescript(query.table.create_sql + fixture)
+        database.executescript(query.schema.create_sql + fixture)
 
-        def rows(query: Query) -> list[Row]:
+        def rows(query: Query) -> list[tuple[object, ...]]:
             return sorted(database.execute(query.sql))
 
         right = rows(query)
         return bool(right) and all(rows(wrong) != right for wrong in query.near_misses())
 
 
-def _draw_table(rng: random.Random) -> Table:
-    domain = rng.choice(words.DOMAINS)
-    label = _draw_column(rng, domain.label)
-    categories = rng.sample(domain.categories, rng.randint(1, 2))
-    quantities = rng.sample(domain.quantities, rng.randint(1, 2))
-    columns = [label, *(_draw_column(rng, concept) for concept in [*categories, *quantities])]
+def _draw_schema(rng: random.Random) -> Schema:
+    domain = rng.choice(DOMAINS)
+    name = rng.choice(domain.tables)
+    columns = [
+        _draw_column(rng, name, Kind.LABEL, domain.label),
+        *_draw_columns(rng, name, Kind.CATEGORY, domain.categories),
+        *_draw_columns(rng, name, Kind.QUANTITY, domain.quantities),
+    ]
+    parent = None
+    if rng.random() < PARENT_PROBABILITY:
+        parent_name, noun = rng.choice(domain.parents)
+        parent = _draw_parent(rng, parent_name, asked_as=rng.choice(domain.parents)[1])
+        columns.append(_key_column(name, f"{noun}_id", Kind.REFERENCE))
     rng.shuffle(columns)
-    return Table(rng.choice(domain.tables), rng.choice(domain.nouns), label, tuple(columns))
+    return Schema(Table(name, rng.choice(domain.nouns), tuple(columns)), parent)
 
 
-def _draw_column(rng: random.Random, concept: words.Concept) -> Column:
-    return Column(rng.choice(concept.names), concept.phrases, concept.values)
+def _draw_parent(rng: random.Random, name: str, asked_as: str) -> Table:
+    """Draw a parent table, whose columns questions call, for instance, "author city"."""
+    categories = (
+        replace(column, phrases=tuple(f"{asked_as} {phrase}" for phrase in column.phrases))
+        for column in _draw_columns(rng, name, Kind.CATEGORY, PARENT_CATEGORIES)
+    )
+    return Table(name, asked_as, (_key_column(name, "id", Kind.KEY), *categories))
 
 
-def _draw_rows(rng: random.Random, table: Table) -> list[Row]:
-    """Draw rows with few values in each category, and no value twice in the other columns."""
-    cells = []
+def _draw_columns(rng: random.Random, table: str, kind: Kind, concepts: tuple[Concept, ...]) -> list[Column]:
+    chosen = rng.sample(concepts, rng.randint(1, 2))
+    return [_draw_column(rng, table, kind, concept) for concept in chosen]
+
+
+def _draw_column(rng: random.Random, table: str, kind: Kind, concept: Concept) -> Column:
+    return Column(table, rng.choice(concept.names), kind, concept.phrases, concept.values)
+
+
+def _key_column(table: str, name: str, kind: Kind) -> Column:
+    return Column(table, name, kind, (), range(1, NUM_PARENT_ROWS + 1))
+
+
+def _draw_rows(rng: random.Random, table: Table, num_rows: int) -> list[Row]:
+    """Draw rows that share values in categories and references, but nowhere else."""
+    cells = {}
     for column in table.columns:
-        if column in table.categories:
-            cells.append(rng.choices(rng.sample(column.values, 3), k=NUM_ROWS))
+        if column.kind in {Kind.CATEGORY, Kind.REFERENCE}:
+            cells[column] = rng.choices(rng.sample(column.values, NUM_SHARED_VALUES), k=num_rows)
         else:
-            cells.append(rng.sample(column.values, NUM_ROWS))
-    return list(zip(*cells, strict=True))
+            cells[column] = rng.sample(column.values, num_rows)
+    return [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
 
 
-def _draw_conditions(rng: random.Random, table: Table, rows: list[Row], num: int) -> tuple[Condition, ...]:
-    """Draw conditions that at least one row meets."""
-    row = dict(zip(table.columns, rng.choice(rows), strict=True))
-    filterable = [column for column in table.columns if column != table.label]
-    return tuple(
-        Condition(c, rng.choice(list(words.OPERATOR_PHRASES)) if c.is_integer else "=", row[c])
-        for c in rng.sample(filterable, num)
+def _draw_joined_row(rng: random.Random, rows: list[Row], parent_rows: list[Row]) -> Row:
+    row = rng.choice(rows)
+    references = {row[column] for column in row if column.kind is Kind.REFERENCE}
+    parents = (parent for parent in parent_rows if references & set(parent.values()))
+    return row | next(parents, {})
+
+
+def _draw_query(rng: random.Random, schema: Schema, shape: Shape, row: Row) -> Query:
+    """Draw a query of a shape; `row` meets its conditions."""
+    table = schema.table
+    column = rng.choice(table.columns_of(*shape.columns)) if shape.columns else None
+    group_by = rng.choice(table.columns_of(Kind.CATEGORY)) if shape.is_grouped else None
+    others = [c for c in schema.columns_of(Kind.CATEGORY, Kind.QUANTITY) if c not in {column, group_by}]
+    tested = rng.sample(others, min(len(others), rng.choice(shape.num_conditions)))
+    return Query(
+        schema,
+        column,
+        rng.choice(shape.functions) if shape.functions else "",
+        shape.is_distinct,
+        tuple(_draw_condition(rng, column, row) for column in tested),
+        group_by,
+        rng.choice(table.columns_of(Kind.QUANTITY)) if shape.directions else None,
+        rng.choice(shape.directions) if shape.directions else "",
+        rng.choice(LIMITS) if shape.directions else 0,
     )
 
 
-def _things(rng: random.Random, table: Table, conditions: tuple[Condition, ...]) -> str:
-    """Name the rows that meet the conditions, as in "cars whose price is above 20"."""
-    if not conditions:
-        return table.noun
+def _draw_condition(rng: random.Random, column: Column, row: Row) -> Condition:
+    operator = rng.choice(("<", ">", "<=", ">=")) if column.kind is Kind.QUANTITY else "="
+    return Condition(column, operator, row[column])
+
+
+def _draw_prompt(rng: random.Random, query: Query, shape: Shape) -> str:
+    def phrase(column: Column | None) -> str:
+        return rng.choice(column.phrases) if column else ""
+
+    def word(keyword: str) -> str:
+        return rng.choice(PHRASES.get(keyword, ("",)))
+
+    return rng.choice(shape.templates).format(
+        things=_draw_things(rng, query),
+        column=phrase(query.column),
+        function=word(query.function),
+        group_by=phrase(query.group_by),
+        order_by=phrase(query.order_by),
+        direction=word(query.direction),
+        limit=query.limit,
+    )
+
+
+def _draw_things(rng: random.Random, query: Query) -> str:
+    """Name the rows that a query is about, as in "cars whose price is above 20"."""
+    table = query.schema.table
     start, is_ = rng.choice((("with", ""), ("whose", " is"), ("where", " is")))
     tests = []
-    for condition in conditions:
-        how = ""
-        if condition.operator in words.OPERATOR_PHRASES:
-            how = f" {rng.choice(words.OPERATOR_PHRASES[condition.operator])}"
-        tests.append(f"{_phrase(rng, condition.column)}{is_}{how} {condition.value}")
-    return f"{table.noun} {start} {' and '.join(tests)}"
-
-
-def _phrase(rng: random.Random, column: Column) -> str:
-    return rng.choice(column.phrases)
-
-
-def _ask_list(rng: random.Random, table: Table, rows: list[Row]) -> tuple[str, Query]:
-    conditions = _draw_conditions(rng, table, rows, rng.randint(1, 2))
-    column = rng.choice([c for c in table.columns if c not in {t.column for t in conditions}])
-    prompt = rng.choice(words.LIST_TEMPLATES).format(
-        column=_phrase(rng, column), things=_things(rng, table, conditions)
-    )
-    return prompt, Query(table, column, conditions=conditions)
-
-
-def _ask_distinct(rng: random.Random, table: Table, rows: list[Row]) -> tuple[str, Query]:
-    conditions = _draw_conditions(rng, table, rows, rng.randint(0, 1))
-    column = rng.choice(table.categories)
-    prompt = rng.choice(words.DISTINCT_TEMPLATES).format(
-        column=_phrase(rng, column), things=_things(rng, table, conditions)
-    )
-    return prompt, Query(table, column, is_distinct=True, conditions=conditions)
-
-
-def _ask_count(rng: random.Random, table: Table, rows: list[Row]) -> tuple[str, Query]:
-    conditions = _draw_conditions(rng, table, rows, rng.randint(0, 2))
-    prompt = rng.choice(words.COUNT_TEMPLATES).format(things=_things(rng, table, conditions))
-    return prompt, Query(table, function="COUNT", conditions=conditions)
-
-
-def _ask_aggregate(rng: random.Random, table: Table, rows: list[Row]) -> tuple[str, Query]:
-    conditions = _draw_conditions(rng, table, rows, rng.randint(0, 1))
-    column = rng.choice(table.quantities)
-    function = rng.choice(list(words.FUNCTION_PHRASES))
-    prompt = rng.choice(words.AGGREGATE_TEMPLATES).format(
-        function=rng.choice(words.FUNCTION_PHRASES[function]),
-        column=_phrase(rng, column),
-        things=_things(rng, table, conditions),
-    )
-    return prompt, Query(table, column, function, conditions=conditions)
-
-
-def _ask_top(rng: random.Random, table: Table, rows: list[Row]) -> tuple[str, Query]:
-    conditions = _draw_conditions(rng, table, rows, rng.randint(0, 1))
-    column, order_by = rng.choice((table.label, *table.categories)), rng.choice(table.quantities)
-    direction, limit = rng.choice(list(words.ORDER_PHRASES)), rng.choice(LIMITS)
-    prompt = rng.choice(words.TOP_TEMPLATES).format(
-        column=_phrase(rng, column),
-        things=_things(rng, table, conditions),
-        limit=limit,
-        order=rng.choice(words.ORDER_PHRASES[direction]),
-        order_column=_phrase(rng, order_by),
-    )
-    query = Query(table, column, conditions=conditions, order_by=order_by, direction=direction, limit=limit)
-    return prompt, query
-
-
-def _ask_group_count(rng: random.Random, table: Table, rows: list[Row]) -> tuple[str, Query]:
-    conditions = _draw_conditions(rng, table, rows, rng.randint(0, 1))
-    group_by = rng.choice(table.categories)
-    prompt = rng.choice(words.GROUP_COUNT_TEMPLATES).format(
-        group=_phrase(rng, group_by), things=_things(rng, table, conditions)
-    )
-    return prompt, Query(table, function="COUNT", conditions=conditions, group_by=group_by)
-
-
-def _ask_group_aggregate(rng: random.Random, table: Table, rows: list[Row]) -> tuple[str, Query]:
-    column, group_by = rng.choice(table.quantities), rng.choice(table.categories)
-    function = rng.choice(list(words.FUNCTION_PHRASES))
-    prompt = rng.choice(words.GROUP_AGGREGATE_TEMPLATES).format(
-        function=rng.choice(words.FUNCTION_PHRASES[function]),
-        column=_phrase(rng, column),
-        things=table.noun,
-        group=_phrase(rng, group_by),
-    )
-    return prompt, Query(table, column, function, group_by=group_by)
-
-
-QUESTIONS: tuple[Callable[[random.Random, Table, list[Row]], tuple[str, Query]], ...] = (
-    _ask_list,
-    _ask_distinct,
-    _ask_count,
-    _ask_aggregate,
-    _ask_top,
-    _ask_group_count,
-    _ask_group_aggregate,
-)
+    for condition in query.conditions:
+        how = f" {rng.choice(PHRASES[condition.operator])}" if condition.operator in PHRASES else ""
+        tests.append(f"{rng.choice(condition.column.phrases)}{is_}{how} {condition.value}")
+    return f"{table.noun} {start} {' and '.join(tests)}" if tests else table.noun

@@ -2,11 +2,25 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+AGGREGATES = ("AVG", "SUM", "MAX", "MIN")
+OPPOSITES = {">": "<", "<": ">", ">=": "<=", "<=": ">=", "DESC": "ASC", "ASC": "DESC"}
 
 Cell = str | int
 
-FUNCTIONS = ("AVG", "SUM", "MAX", "MIN")
-OPPOSITES = {">": "<", "<": ">", ">=": "<=", "<=": ">=", "DESC": "ASC", "ASC": "DESC"}
+
+class Kind(Enum):
+    """What a column is for. A reference holds a key of the parent table."""
+
+    LABEL = auto()
+    CATEGORY = auto()
+    QUANTITY = auto()
+    KEY = auto()
+    REFERENCE = auto()
+
+
+TEXTS = (Kind.LABEL, Kind.CATEGORY)
 
 
 @dataclass(frozen=True)
@@ -15,12 +29,13 @@ class Column:
 
     table: str
     name: str
+    kind: Kind
     phrases: tuple[str, ...]
-    values: Sequence[str] | range
+    values: Sequence[Cell]
 
     @property
-    def is_integer(self) -> bool:
-        return isinstance(self.values, range)
+    def sql_type(self) -> str:
+        return "TEXT" if self.kind in TEXTS else "INTEGER"
 
 
 Row = dict[Column, Cell]
@@ -28,40 +43,28 @@ Row = dict[Column, Cell]
 
 @dataclass(frozen=True)
 class Table:
-    """A table, in the order of its columns; `key`, if there, numbers rows and is never asked for."""
+    """A table, and the word that questions have for its rows."""
 
     name: str
     noun: str
     columns: tuple[Column, ...]
-    label: Column
-    key: Column | None = None
-
-    @property
-    def categories(self) -> tuple[Column, ...]:
-        return tuple(c for c in self.columns if not c.is_integer and c != self.label)
-
-    @property
-    def quantities(self) -> tuple[Column, ...]:
-        return tuple(c for c in self.columns if c.is_integer and c != self.key)
 
     @property
     def create_sql(self) -> str:
-        columns = (f"{c.name} {'INTEGER' if c.is_integer else 'TEXT'}" for c in self.columns)
-        return f"CREATE TABLE {self.name} ({', '.join(columns)});"
+        columns = ", ".join(f"{column.name} {column.sql_type}" for column in self.columns)
+        return f"CREATE TABLE {self.name} ({columns});"
 
     def insert_sql(self, rows: Sequence[Row]) -> str:
         values = (f"({', '.join(_literal(row[column]) for column in self.columns)})" for row in rows)
-        return f"INSERT INTO {self.name} VALUES {', '.join(values)};"
+        return f"INSERT INTO {self.name} VALUES {', '.join(values)};"  # noqa: S608 our own words, on purpose
 
-    def similar_columns(self, column: Column) -> tuple[Column, ...]:
-        """The other columns that could be mistaken for this one."""
-        columns = self.quantities if column.is_integer else (self.label, *self.categories)
-        return tuple(c for c in columns if c != column)
+    def columns_of(self, *kinds: Kind) -> list[Column]:
+        return [column for column in self.columns if column.kind in kinds]
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The table that questions are about and, maybe, a parent: `table.key` points to `parent.key`."""
+    """The table that questions are about and, in some schemas, the parent that its rows belong to."""
 
     table: Table
     parent: Table | None = None
@@ -73,6 +76,14 @@ class Schema:
     @property
     def create_sql(self) -> str:
         return " ".join(table.create_sql for table in self.tables)
+
+    def columns_of(self, *kinds: Kind) -> list[Column]:
+        return [column for table in self.tables for column in table.columns_of(*kinds)]
+
+    def similar_columns(self, column: Column) -> list[Column]:
+        """The columns that one could take for this one."""
+        kinds = TEXTS if column.kind in TEXTS else (Kind.QUANTITY,)
+        return [other for other in self.columns_of(*kinds) if other.table == column.table and other != column]
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Query:
-    """A SELECT on a schema's main table, joined with the parent if a condition asks for that.
+    """A SELECT from a schema's main table, joined with the parent where a condition needs it.
 
     A clause that is empty is not there.
     """
@@ -103,8 +114,7 @@ class Query:
 
     @property
     def sql(self) -> str:
-        parts = ["SELECT", *(["DISTINCT"] if self.is_distinct else []), self._selected]
-        parts += ["FROM", self.schema.table.name, *self._join]
+        parts = ["SELECT", *(["DISTINCT"] if self.is_distinct else []), self._selected, "FROM", self._source]
         if self.conditions:
             tests = (f"{self._name(c.column)} {c.operator} {_literal(c.value)}" for c in self.conditions)
             parts += ["WHERE", " AND ".join(tests)]
@@ -122,12 +132,12 @@ class Query:
         return f"{self._name(self.group_by)}, {selected}" if self.group_by else selected
 
     @property
-    def _join(self) -> list[str]:
-        keys = [table.key for table in self.schema.tables if table.key]
+    def _source(self) -> str:
+        table = self.schema.table.name
         if not self._is_joined:
-            return []
-        child, parent = map(self._name, keys)
-        return ["JOIN", keys[1].table, "ON", child, "=", parent]
+            return table
+        reference, key = self.schema.columns_of(Kind.REFERENCE, Kind.KEY)
+        return f"{table} JOIN {key.table} ON {self._name(reference)} = {self._name(key)}"
 
     @property
     def _is_joined(self) -> bool:
@@ -137,33 +147,29 @@ class Query:
         return f"{column.table}.{column.name}" if self._is_joined else column.name
 
     def near_misses(self) -> Iterator["Query"]:
-        """The queries with one mistake, each of which must give other rows than this one."""
-        yield from (replace(self, column=other) for other in self._similar(self.column))
-        yield from (replace(self, group_by=other) for other in self._similar(self.group_by))
-        yield from (replace(self, order_by=other) for other in self._similar(self.order_by))
+        """The queries with one mistake."""
+        if self.column:
+            yield from (replace(self, column=c) for c in self.schema.similar_columns(self.column))
+        if self.function in AGGREGATES:
+            yield from (replace(self, function=f) for f in AGGREGATES if f != self.function)
+        if self.is_distinct:
+            yield replace(self, is_distinct=False)
         for index, condition in enumerate(self.conditions):
             before, after = self.conditions[:index], self.conditions[index + 1 :]
             yield replace(self, conditions=before + after)
-            for wrong in self._wrong(condition):
+            for wrong in self._wrong_conditions(condition):
                 yield replace(self, conditions=(*before, wrong, *after))
-        if self.function in FUNCTIONS:
-            yield from (replace(self, function=f) for f in FUNCTIONS if f != self.function)
-        if self.is_distinct:
-            yield replace(self, is_distinct=False)
+        if self.group_by:
+            yield from (replace(self, group_by=c) for c in self.schema.similar_columns(self.group_by))
         if self.order_by:
+            yield from (replace(self, order_by=c) for c in self.schema.similar_columns(self.order_by))
             yield replace(self, direction=OPPOSITES[self.direction])
             yield replace(self, limit=self.limit + 1)
 
-    def _wrong(self, condition: Condition) -> Iterator[Condition]:
-        for other in self._similar(condition.column):
-            yield replace(condition, column=other)
+    def _wrong_conditions(self, condition: Condition) -> Iterator[Condition]:
+        yield from (replace(condition, column=c) for c in self.schema.similar_columns(condition.column))
         if condition.operator in OPPOSITES:
             yield replace(condition, operator=OPPOSITES[condition.operator])
-
-    def _similar(self, column: Column | None) -> tuple[Column, ...]:
-        if column is None:
-            return ()
-        return next(t.similar_columns(column) for t in self.schema.tables if t.name == column.table)
 
 
 def _literal(value: Cell) -> str:

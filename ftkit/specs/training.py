@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from ftkit.specs.strict import OneLine, Spec
 
-EngineChoice = Literal["auto", "fsdp2", "single"]
+EngineChoice = Literal["auto", "fsdp2"]
 Precision = Literal["bf16", "fp32"]
 
 

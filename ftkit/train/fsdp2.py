@@ -17,15 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ftkit.train.model import find_decoder_layers
+from ftkit.train.model import enable_checkpointing, find_decoder_layers
 from ftkit.train.objective import MicroBatch, add_objective, summed_loss
 from ftkit.train.proofs import ShardingFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from transformers import PreTrainedModel
 
     from ftkit.specs.training import TrainingSpec
     from ftkit.train.world import World
@@ -123,7 +121,7 @@ def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
     gathered in between.
     """
     if training.activation_checkpointing:
-        cast("PreTrainedModel", model).gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     compute = torch.bfloat16 if training.precision == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in find_decoder_layers(model):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -20,6 +20,8 @@ from ftkit.errors import NotFoundError, TrainingError
 from ftkit.specs.load import is_path
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ftkit.specs.model import ModelSpec
     from ftkit.train.world import World
 
@@ -64,6 +66,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
+    cast("PreTrainedModel", model).tie_weights()  # to_empty gives each name a tensor of its own
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

@@ -1,0 +1,132 @@
+"""Runs of the trainer as a job script starts it, on models that train in seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.data.prepare import prepare
+from ftkit.plan import RunPlan, plan_run, plan_to_json
+from ftkit.records import Record, StepRecord, read_records
+from ftkit.specs.load import Surroundings, load_cluster, load_recipe
+from ftkit.specs.request import RunRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ftkit.layout import RunLayout
+    from ftkit.train.world import World
+
+TINY = Path(__file__).with_name("tiny.yaml")
+EVERYTHING_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if EVERYTHING_HERE in item.path.parents:
+            item.add_marker(pytest.mark.train)
+
+
+@dataclass
+class Run:
+    """A run folder, and the trainer on it."""
+
+    plan: RunPlan
+
+    @property
+    def layout(self) -> RunLayout:
+        return self.plan.layout
+
+    def train(self, *, expect: int = 0) -> str:
+        """Start the ranks as a job script does; return what they printed."""
+        self.layout.root.mkdir(parents=True, exist_ok=True)
+        self.layout.plan.write_text(plan_to_json(self.plan))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={self.plan.placement.world_size}", "-m", "ftkit.train", str(self.layout.plan)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+        assert (done.returncode != 0) == (expect != 0), done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def records(self, kind: type[Record]) -> list[Record]:
+        return [record for record in read_records(self.layout.metrics) if isinstance(record, kind)]
+
+    def losses(self) -> dict[int, tuple[float, float]]:
+        steps = [record for record in read_records(self.layout.metrics) if isinstance(record, StepRecord)]
+        return {record.step: (record.loss, record.grad_norm) for record in steps}
+
+    def copy_to(self, name: str) -> Run:
+        """Return a run that is a copy of this one as it is now, under another id."""
+        copied = Run(replace(self.plan, id=name))
+        shutil.copytree(self.layout.root, copied.layout.root)
+        return copied
+
+    def forget_after(self, step: int) -> None:
+        """Make it a run that was killed some time after a checkpoint."""
+        for folder in self.layout.checkpoints.glob("step-*"):
+            if int(folder.name.removeprefix("step-")) > step:
+                shutil.rmtree(folder)
+        shutil.rmtree(self.layout.export, ignore_errors=True)
+        self.layout.metrics.unlink()
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared by all runs of a session, so that the data is prepared once."""
+    return tmp_path_factory.mktemp("workspace")
+
+
+@pytest.fixture(scope="session")
+def make_run(workspace: Path) -> Callable[..., Run]:
+    def make(name: str, *overrides: str, processes: int = 2) -> Run:
+        around = Surroundings.here()
+        recipe = load_recipe(str(TINY), around, overrides)
+        local = load_cluster("local", around)
+        cluster = local.model_copy(update={"device": "cpu", "gpus_per_node": processes, "cpus_per_node": processes})
+        request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "test")
+        plan = plan_run(recipe, cluster, None, request, ftkit_version="test")
+        run = Run(replace(plan, id=name))
+        prepare(run.plan, lambda _: None)
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def finished_run(make_run: Callable[..., Run]) -> Run:
+    """A run of 20 steps on two processes. Tests must not change it: they copy it."""
+    run = make_run("finished")
+    run.train()
+    return run
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """This process as the only one of a run."""
+    from ftkit.plan import PlacementPlan
+    from ftkit.train.world import joined_world
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in variables.items():
+            patch.setenv(key, value)
+        with joined_world(PlacementPlan(1, 1, "cpu", 1)) as world:
+            yield world
+
+
+def read_json(path: Path) -> dict[str, object]:
+    loaded: dict[str, object] = json.loads(path.read_text())
+    return loaded

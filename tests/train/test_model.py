@@ -1,0 +1,152 @@
+"""Models of every family: built from an architecture, proven, and blind to their neighbours in a pack."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from ftkit.data.encoding import Document
+from ftkit.data.packing import build_pack
+from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.errors import TrainingError
+from ftkit.memory import count_parameters
+from ftkit.specs.model import ArchitectureSpec
+from ftkit.specs.training import TrainingSpec
+from ftkit.train.batches import to_micro_batch
+from ftkit.train.fsdp2 import Fsdp2Engine
+from ftkit.train.model import build_random, find_decoder_layers, make_config
+from ftkit.train.objective import summed_loss
+from ftkit.train.proofs import ShardingFacts, prove_isolation, prove_sharding
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from transformers import PreTrainedTokenizerBase
+
+    from ftkit.train.world import World
+
+FAMILIES = ("gemma3_text", "llama", "olmo3", "qwen3")
+TRAINING = TrainingSpec(sequence_length=32, global_batch_size=4, max_steps=1, learning_rate=1e-3, precision="fp32")
+
+
+def architecture(family: str, **changes: object) -> ArchitectureSpec:
+    fields = {
+        "family": family, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "tie_word_embeddings": family == "gemma3_text",
+    }  # fmt: skip
+    if family in {"gemma3_text", "olmo3"}:
+        fields |= {"sliding_window": 6, "full_attention_every": 2}
+    return ArchitectureSpec.model_validate(fields | changes)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
+
+
+def build(family: str, tokenizer: PreTrainedTokenizerBase, **changes: object) -> Any:
+    return build_random(make_config(architecture(family, **changes), tokenizer), seed=3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parameters_of_a_plan_are_those_of_the_real_class(
+    family: str, tied: bool, tokenizer: PreTrainedTokenizerBase  # noqa: FBT001
+) -> None:
+    model = build(family, tokenizer, tie_word_embeddings=tied)
+    counted = count_parameters(architecture(family, tie_word_embeddings=tied))
+    assert counted == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(
+    family: str, tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    generator = np.random.default_rng(0)
+    documents = []
+    for length in (9, 14, 5):
+        tokens = generator.integers(0, 320, length).astype(np.int32)
+        labels = np.append(tokens[1:], -100).astype(np.int32)
+        documents.append(Document(tokens, labels))
+    model = Fsdp2Engine(build(family, tokenizer), TRAINING, world).model
+
+    def loss(*rows: list[Document]) -> float:
+        packs = np.stack([build_pack(row, 32, pad=0) for row in rows])
+        with torch.no_grad():
+            return float(summed_loss(model, to_micro_batch(packs, world.device)))
+
+    separate = sum(loss([document]) for document in documents)
+    assert loss(documents) == pytest.approx(separate, rel=1e-5)
+    assert loss([documents[0]], [documents[2], documents[1]]) == pytest.approx(separate, rel=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_the_proofs(
+    family: str, checkpointing: bool, tokenizer: PreTrainedTokenizerBase, world: World  # noqa: FBT001
+) -> None:
+    training = TRAINING.model_copy(update={"activation_checkpointing": checkpointing})
+    engine = Fsdp2Engine(build(family, tokenizer), training, world)
+    checks = prove_sharding(engine.facts(), training, count_parameters(architecture(family)))
+    assert checks["units"] == "5"
+    assert checks["checkpointed layers"] == ("4" if checkpointing else "0")
+    assert "documents isolated" in prove_isolation(engine, world, "fp32", 320)
+
+
+def test_a_model_left_in_one_unit_is_refused_with_both_numbers(
+    tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    engine = Fsdp2Engine.__new__(Fsdp2Engine)
+    engine._world = world
+    engine.model = fully_shard(build("olmo3", tokenizer), mesh=world.mesh)
+    with pytest.raises(TrainingError, match=r"units: found 1, expected 5.*sharded layers: found 0, expected 4"):
+        prove_sharding(engine.facts(), TRAINING, count_parameters(architecture("olmo3")))
+
+
+GOOD = ShardingFacts(
+    num_layers=64, num_units=65, num_sharded_layers=64, num_checkpointed_layers=0, total_elements=1000,
+    local_elements=125, largest_local_elements=130, trainable_elements=1000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_units": 1}, "units: found 1, expected 65"),
+        ({"num_checkpointed_layers": 64}, "checkpointed layers: found 64, expected 0"),
+        ({"local_elements": 1000}, "parameters on this rank: found 1,000, expected at most 130"),
+        ({"trainable_elements": 7}, "trainable parameters: found 7, expected 1,000"),
+        ({"total_elements": 999, "trainable_elements": 999}, "parameters: found 999, expected 1,000"),
+    ],
+)
+def test_each_proof_names_what_was_found_and_what_was_expected(changes: dict[str, int], message: str) -> None:
+    assert prove_sharding(GOOD, TRAINING, 1000)["units"] == "65"
+    with pytest.raises(TrainingError, match=message):
+        prove_sharding(ShardingFacts(**(vars(GOOD) | changes)), TRAINING, 1000)
+
+
+def test_documents_that_see_each_other_are_noticed(
+    tokenizer: PreTrainedTokenizerBase, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Fsdp2Engine(build("llama", tokenizer), TRAINING, world)
+    forward = type(engine.model).forward
+
+    def with_mask(self: nn.Module, input_ids: torch.Tensor, **rest: Any) -> Any:
+        return forward(self, input_ids, attention_mask=torch.ones_like(input_ids), **rest)
+
+    monkeypatch.setattr(type(engine.model), "forward", with_mask)
+    with pytest.raises(TrainingError, match="documents in one pack see each other"):
+        prove_isolation(engine, world, "fp32", 320)
+
+
+def test_a_model_without_decoder_layers_is_refused() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
+    model.config = type("Config", (), {"num_hidden_layers": 3})()  # type: ignore[assignment]
+    with pytest.raises(TrainingError, match=r"3 decoder layers were not found.*1 x Linear"):
+        find_decoder_layers(model)

@@ -1,0 +1,156 @@
+"""Whole runs of the trainer, on processes that torchrun starts."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ftkit.data.encoding import IGNORED
+from ftkit.data.store import PackStore, PreparedData
+from ftkit.records import EndRecord, EvaluationRecord, ProofRecord, StartRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+def test_a_run_learns_and_records_each_stage(finished_run: Any) -> None:
+    losses = finished_run.losses()
+    assert sorted(losses) == list(range(1, 21))
+    assert losses[20][0] < 0.75 * losses[1][0]
+    assert [record.outcome for record in finished_run.records(EndRecord)] == ["completed"]
+    assert [record.when for record in finished_run.records(EvaluationRecord)] == ["before", "after"]
+    (proof,) = finished_run.records(ProofRecord)
+    assert proof.checks["units"] == "3"
+
+
+def test_held_out_questions_are_answered_and_judged(finished_run: Any) -> None:
+    before, after = finished_run.records(EvaluationRecord)
+    assert before.execution_accuracy == 0.0
+    assert len(after.samples) == 5
+    assert len({sample.question for sample in after.samples}) == 5
+    assert after.perplexity == pytest.approx(math.exp(after.loss))
+
+
+def test_the_export_is_the_trained_model(finished_run: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished_run.layout.export)
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    store = PackStore(PreparedData(finished_run.plan.data_directory).heldout)
+    total = 0.0
+    for tokens, labels, positions in np.asarray(store.packs, dtype=np.int64):
+        with torch.no_grad():
+            logits = model(
+                torch.from_numpy(tokens)[None], position_ids=torch.from_numpy(positions)[None], use_cache=False
+            ).logits[0]
+        total += float(
+            torch.nn.functional.cross_entropy(
+                logits, torch.from_numpy(labels), ignore_index=IGNORED, reduction="sum"
+            )
+        )
+    after = finished_run.records(EvaluationRecord)[-1]
+    assert total / store.num_targets.sum() == pytest.approx(after.loss, rel=1e-5)
+
+
+def test_the_exported_tokeniser_renders_a_conversation(finished_run: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(finished_run.layout.export)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert text == "<bos><start_of_turn>user\nhi<end_of_turn>\n"
+
+
+def test_ten_steps_resume_and_ten_more_equal_twenty_bit_for_bit(finished_run: Any) -> None:
+    resumed = finished_run.copy_to("resumed")
+    resumed.forget_after(10)
+    resumed.train()
+    assert [record.resumed_from for record in resumed.records(StartRecord)] == [10]
+    straight = finished_run.losses()
+    assert resumed.losses() == {step: straight[step] for step in range(11, 21)}
+    name = "model.safetensors"
+    assert (resumed.layout.export / name).read_bytes() == (finished_run.layout.export / name).read_bytes()
+
+
+def test_one_process_computes_what_two_compute(finished_run: Any, make_run: Callable[..., Any]) -> None:
+    alone = make_run("alone", processes=1)
+    alone.train()
+    for step, (loss, norm) in alone.losses().items():
+        assert (loss, norm) == pytest.approx(finished_run.losses()[step], abs=1e-5, rel=1e-4)
+
+
+def test_a_checkpoint_of_two_processes_goes_on_in_one(finished_run: Any, make_run: Callable[..., Any]) -> None:
+    interrupted = finished_run.copy_to("interrupted")
+    interrupted.forget_after(10)
+    alone = make_run("interrupted", processes=1)
+    alone.train()
+    for step, (loss, _) in alone.losses().items():
+        assert loss == pytest.approx(finished_run.losses()[step][0], abs=1e-5)
+    assert sorted(alone.losses()) == list(range(11, 21))
+
+
+def test_pretrained_weights_stream_into_the_shards(finished_run: Any, make_run: Callable[..., Any]) -> None:
+    overrides = [f"model.weights={finished_run.layout.export}", "training.max_steps=1", "evaluation.sql_execution=null"]
+    continued = make_run("continued", *overrides)
+    continued.train()
+    before = continued.records(EvaluationRecord)[0]
+    assert before.loss == pytest.approx(finished_run.records(EvaluationRecord)[-1].loss, abs=1e-6)
+
+
+def test_weights_of_another_shape_are_refused_before_training(finished_run: Any, make_run: Callable[..., Any]) -> None:
+    wrong = make_run(
+        "wrong-shape", f"model.weights={finished_run.layout.export}", "model.architecture.num_hidden_layers=3"
+    )
+    printed = wrong.train(expect=9)
+    assert "num_hidden_layers: 3 in the recipe, 2 in the weights" in printed
+    error = json.loads(wrong.layout.rank_error(0).read_text())
+    assert error["exit_code"] == 9
+    assert not wrong.losses()
+
+
+def test_a_request_to_stop_ends_in_a_checkpoint_from_which_the_run_goes_on(
+    finished_run: Any, make_run: Callable[..., Any]
+) -> None:
+    stopped = make_run("stopped")
+    stopped.layout.root.mkdir(parents=True)
+    stopped.layout.stop_request.touch()
+    stopped.train()
+    (end,) = stopped.records(EndRecord)
+    assert (end.outcome, end.step) == ("stopped", 2)
+    assert not stopped.layout.export.exists()
+    stopped.layout.stop_request.unlink()
+    stopped.train()
+    assert stopped.losses() == finished_run.losses()
+
+
+def test_a_damaged_checkpoint_is_left_for_the_one_before_it(finished_run: Any) -> None:
+    damaged = finished_run.copy_to("damaged")
+    shard = damaged.layout.checkpoint(20) / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    damaged.layout.metrics.unlink()
+    printed = damaged.train()
+    assert "step-000020 is damaged (__1_0.distcp)" in printed
+    assert [record.resumed_from for record in damaged.records(StartRecord)] == [10]
+
+
+def test_accumulation_and_checkpointing_change_nothing_but_memory(
+    finished_run: Any, make_run: Callable[..., Any]
+) -> None:
+    frugal = make_run(
+        "frugal", "training.micro_batch_size=1", "training.activation_checkpointing=true", "evaluation.sql_execution=null"
+    )
+    frugal.train()
+    assert frugal.records(ProofRecord)[0].checks["checkpointed layers"] == "2"
+    for step, (loss, _) in frugal.losses().items():
+        assert loss == pytest.approx(finished_run.losses()[step][0], abs=2e-5)
+
+
+def test_epochs_end_with_the_last_pack(make_run: Callable[..., Any]) -> None:
+    run = make_run("epochs", "training.max_steps=null", "training.num_epochs=2", "evaluation.sql_execution=null")
+    run.train()
+    num_packs = len(PackStore(PreparedData(run.plan.data_directory).train))
+    assert len(run.losses()) == -(-2 * num_packs // 8)

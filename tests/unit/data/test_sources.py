@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.data.sources import read_examples
+from ftkit.errors import DataError
+from ftkit.specs.data import FilesSource, GeneratedSource
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write_lines(path: Path, count: int) -> str:
+    path.write_text("".join(json.dumps({"id": number}) + "\n" for number in range(count)))
+    return str(path)
+
+
+def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
+    source = FilesSource(kind="files", train=write_lines(tmp_path / "a.jsonl", 20), num_train=12, num_heldout=5)
+    examples = read_examples(source)
+    train, heldout = ({example["id"] for example in part} for part in (examples.train, examples.heldout))
+    assert (len(train), len(heldout)) == (12, 5)
+    assert not train & heldout
+
+
+def test_the_same_seed_draws_the_same_examples_and_another_seed_others(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", 50)
+
+    def draw(seed: int) -> list[dict[str, int]]:
+        return read_examples(FilesSource(kind="files", train=path, num_train=10, seed=seed)).train
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_a_file_of_its_own_is_held_out_whole(tmp_path: Path) -> None:
+    source = FilesSource(
+        kind="files", train=write_lines(tmp_path / "a.jsonl", 9), heldout=write_lines(tmp_path / "b.jsonl", 3)
+    )
+    examples = read_examples(source)
+    assert (len(examples.train), len(examples.heldout)) == (9, 3)
+
+
+def test_too_few_examples_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    source = FilesSource(kind="files", train=write_lines(tmp_path / "a.jsonl", 4), num_train=4, num_heldout=1)
+    with pytest.raises(DataError, match=r"has 4 examples, the recipe asks for 5"):
+        read_examples(source)
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '"text"'])
+def test_a_malformed_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"ok": 1}\n\n' + line + "\n")
+    with pytest.raises(DataError, match=r"bad\.jsonl:3: "):
+        read_examples(FilesSource(kind="files", train=str(path)))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="can't read"):
+        read_examples(FilesSource(kind="files", train=str(tmp_path / "none.jsonl")))
+
+
+def test_generated_examples_have_the_columns_of_the_task() -> None:
+    examples = read_examples(GeneratedSource(kind="generated", generator="text-to-sql", num_train=3, num_heldout=1))
+    assert [len(examples.train), len(examples.heldout)] == [3, 1]
+    assert {"sql_prompt", "sql_context", "sql"} <= examples.train[0].keys()

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.errors import ConfigError, FtkitError
+from ftkit.plan import RunPlan, count_steps, fingerprint, plan_from_json, plan_run, plan_to_json
+from ftkit.specs.cluster import ClusterProfile
+from ftkit.specs.image import BaseImageSpec, ImageSpec
+from ftkit.specs.load import Surroundings, load_cluster, load_recipe
+from ftkit.specs.recipe import RecipeSpec
+from ftkit.specs.request import RunRequest
+
+HERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+DEMO = load_recipe("demo", HERE)
+LOCAL = load_cluster("local", HERE).model_copy(update={"device": "cpu", "cpus_per_node": 8})
+A4 = load_cluster("a4-highgpu-8g", HERE)
+IMAGE = ImageSpec(
+    name="olmo3",
+    tag="25.02",
+    description="d",
+    base=BaseImageSpec(reference="b"),
+    families=("olmo3",),
+    default_recipe="olmo3-7b-full",
+)
+REQUEST = RunRequest(
+    None, None, None, None, False, Path("/shared/me"), "/venv/bin/python", datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), "ab12"
+)
+
+
+def plan(
+    recipe: RecipeSpec = DEMO,
+    cluster: ClusterProfile = LOCAL,
+    image: ImageSpec | None = None,
+    request: RunRequest = REQUEST,
+) -> RunPlan:
+    return plan_run(recipe, cluster, image, request, ftkit_version="1")
+
+
+def problems(
+    recipe: RecipeSpec = DEMO,
+    cluster: ClusterProfile = LOCAL,
+    image: ImageSpec | None = None,
+    request: RunRequest = REQUEST,
+) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(recipe, cluster, image, request)
+    return "\n".join(str(problem) for problem in caught.value.problems)
+
+
+def demo(*overrides: str) -> RecipeSpec:
+    return load_recipe("demo", HERE, overrides)
+
+
+def test_a_plan_survives_plan_json() -> None:
+    original = plan()
+    assert plan_from_json(plan_to_json(original), "plan.json") == original
+
+
+def test_a_plan_of_another_version_is_refused_with_advice() -> None:
+    with pytest.raises(FtkitError) as caught:
+        plan_from_json("{}", "somewhere/plan.json")
+    assert "somewhere/plan.json" in caught.value.what
+
+
+def test_the_run_folder_is_named_by_name_time_and_suffix() -> None:
+    assert str(plan().layout.root) == "/shared/me/runs/demo-20260102T030405Z-ab12"
+    assert plan(request=replace(REQUEST, name="mine")).id.startswith("mine-")
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 6))
+def test_micro_batch_times_processes_times_accumulation_is_the_global_batch(
+    processes: int, micro: int, accumulation: int
+) -> None:
+    total = processes * micro * accumulation
+    recipe = DEMO.model_copy(
+        update={
+            "training": DEMO.training.model_copy(update={"micro_batch_size": micro, "global_batch_size": total})
+        }
+    )
+    batch = plan(recipe, request=replace(REQUEST, gpus_per_node=processes)).batch
+    assert batch.accumulation_steps == accumulation
+    assert batch.tokens_per_step == total * DEMO.training.sequence_length
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> None:
+    found = problems(demo("training.global_batch_size=33", "training.micro_batch_size=8"))
+    assert "33 is not divisible by 16" in found
+    assert "Take 32 or 48." in found
+
+
+def test_more_gpus_than_a_node_has_are_refused() -> None:
+    request = replace(REQUEST, gpus_per_node=16, image="x.sqsh")
+    assert "16 GPUs asked for, a node has 8" in problems(cluster=A4, request=request)
+
+
+def test_one_machine_has_one_node() -> None:
+    assert "is this one machine, got 2 nodes" in problems(request=replace(REQUEST, num_nodes=2))
+
+
+def test_an_image_that_would_have_no_effect_is_refused() -> None:
+    request = replace(REQUEST, image="olmo3:25.02", image_is_explicit=True)
+    assert "runtime 'none': the image would have no effect" in problems(request=request)
+    assert plan(request=replace(REQUEST, image="olmo3:25.02")).image is None
+
+
+def test_pyxis_without_an_image_is_refused() -> None:
+    assert "needs an image, and none is named" in problems(cluster=A4)
+
+
+def test_an_image_of_another_family_is_refused() -> None:
+    found = problems(cluster=A4, image=IMAGE, request=replace(REQUEST, image="olmo3:25.02"))
+    assert "serves olmo3, not qwen3" in found
+
+
+def test_paths_that_pyxis_cannot_mount_are_refused() -> None:
+    request = replace(REQUEST, image="/x.sqsh", workspace=Path("/shared/a,b"))
+    cluster = A4.model_copy(update={"mounts": ("relative", "/ok:/ok:ro")})
+    found = problems(cluster=cluster, request=request)
+    assert "comma" in found
+    assert "'relative'" in found
+    assert "'/ok" not in found
+
+
+def test_sequences_longer_than_the_models_positions_are_refused() -> None:
+    assert "longer than the model's 512 positions" in problems(demo("training.sequence_length=4096"))
+
+
+def test_what_needs_held_out_data_is_refused_without_it() -> None:
+    found = problems(demo("data.source.num_heldout=0", "evaluation.every_steps=5"))
+    assert found.count("nothing held out") == 2
+
+
+def test_all_problems_come_at_once() -> None:
+    request = replace(REQUEST, num_nodes=3, image="x:1", image_is_explicit=True)
+    assert len(problems(demo("training.sequence_length=4096", "training.global_batch_size=7"), request=request).splitlines()) == 4
+
+
+def test_an_imported_image_is_given_by_its_absolute_path() -> None:
+    olmo = demo("model.architecture=olmo3-7b", "training.micro_batch_size=1", "training.global_batch_size=8")
+    with_image = plan(olmo, A4, IMAGE, replace(REQUEST, image="olmo3:25.02"))
+    assert with_image.container_image == "/shared/me/images/olmo3+25.02.sqsh"
+    by_uri = plan(olmo, A4, None, replace(REQUEST, image="docker://host#path:tag"))
+    assert by_uri.container_image == "docker://host#path:tag"
+
+
+def test_the_engine_says_why() -> None:
+    assert "2 processes" in plan().engine.reason
+    assert "one process" in plan(request=replace(REQUEST, gpus_per_node=1)).engine.reason
+
+
+def test_a_plan_beyond_the_gpus_memory_says_so() -> None:
+    llama = load_recipe("llama3.3-70b-full", HERE)
+    request = replace(REQUEST, image="/x.sqsh", num_nodes=1)
+    small = load_cluster("a3-megagpu-8g", HERE)
+    (note,) = plan(llama, small, None, request).notes
+    assert "more than a h100-80gb has" in note
+
+
+def test_steps_follow_from_epochs_once_the_packs_are_known() -> None:
+    training = demo("training.max_steps=null", "training.num_epochs=3", "training.global_batch_size=16").training
+    assert count_steps(training, None) is None
+    assert count_steps(training, 100) == 19
+    assert count_steps(DEMO.training, None) == DEMO.training.max_steps
+
+
+def test_the_fingerprint_changes_with_what_changes_the_packs_and_nothing_else() -> None:
+    same = fingerprint(demo("training.learning_rate=1", "training.global_batch_size=64"), "")
+    assert same == fingerprint(DEMO, "")
+    for other in ("training.sequence_length=128", "data.source.seed=9", "data.train_on=all"):
+        assert fingerprint(demo(other), "") != same
+    assert fingerprint(DEMO, "files changed") != same
