@@ -41,7 +41,7 @@ class Training:
             batch = self.batches.step(self.progress.step, self.world.device)
             with stopwatch.work():
                 outcome = self._optimise(batch)
-            before = reducer.pop()
+                before = reducer.pop()  # waits for the step before, on a device that runs behind
             self._advance()
             stop = self._is_asked_to_stop()
             reducer.push(self.progress.step, batch.num_targets, outcome, stopwatch.lap(), stop=stop)

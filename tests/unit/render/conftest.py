@@ -1,0 +1,166 @@
+"""Plans to render, and a machine on which a rendered script runs against recording stand-ins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.plan import plan_run
+from ftkit.render import render_job
+from ftkit.specs.load import Surroundings, load_cluster, load_image, load_recipe
+from ftkit.specs.request import RunRequest
+
+if TYPE_CHECKING:
+    from ftkit.plan import RunPlan
+
+SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
+
+RECORD = """#!/bin/bash
+call=0
+until mkdir "$RECORD/${0##*/}.$call" 2>/dev/null; do call=$((call + 1)); done
+printf '%s\\0' "$@" >"$RECORD/${0##*/}.$call/words"
+echo $$ >"$RECORD/${0##*/}.$call/pid"
+env -0 >"$RECORD/${0##*/}.$call/environment"
+"""
+
+STAND_INS = {
+    # Starts the one task of a node as srun would, leaving out its own options.
+    "srun": 'while [[ ${1-} == -* ]]; do shift; done\nSLURM_NODEID=${FAKE_NODEID:-0} exec "$@"\n',
+    "scontrol": 'if [[ $1 == show ]]; then printf "n1\\nn2\\n"; else exit "${FAKE_REQUEUE_CODE:-0}"; fi\n',
+    "python3": 'case "$*" in *ftkit.train*) eval "${FAKE_TRAINER-}" ;; *) eval "${FAKE_PREPARE-}" ;; esac\n',
+}
+
+
+class PlanMaker:
+    """Makes plans with a fixed id and date, on shipped profiles or on changed ones."""
+
+    workspace: Path | str = "/shared/ftkit"
+    python = "/opt/ftkit/bin/python3"
+    recipe = load_recipe("olmo3-7b-full", SHIPPED_ONLY)
+    image = load_image("olmo3:25.02", SHIPPED_ONLY)
+
+    def __call__(self, cluster: str, num_nodes: int = 2, **changes: object) -> RunPlan:
+        profile = load_cluster("slurm" if cluster == "dev" else cluster, SHIPPED_ONLY)
+        profile = profile.model_copy(update={**KNOWN_CHANGES.get(cluster, {}), **changes})
+        request = RunRequest(
+            name=None,
+            num_nodes=num_nodes,
+            gpus_per_node=None,
+            image="olmo3:25.02" if profile.runtime == "pyxis" else None,
+            image_is_explicit=False,
+            workspace=Path(self.workspace),
+            python=self.python,
+            created=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+            suffix="4f2a",
+        )
+        return plan_run(self.recipe, profile, self.image, request, ftkit_version="0.1.0")
+
+
+KNOWN_CHANGES: dict[str, dict[str, object]] = {
+    "local": {"device": "cpu"},
+    # What scripts/dev-cluster uses: Slurm without containers, and GPUs that are none.
+    "dev": {"name": "dev", "runtime": "none", "device": "cpu", "partition": "dev", "gpus_per_node": 2},
+}
+
+
+@pytest.fixture
+def make_plan() -> PlanMaker:
+    """Return what makes plans; set its attributes for another workspace, Python or recipe."""
+    return PlanMaker()
+
+
+@dataclass
+class Call:
+    """One call of a stand-in."""
+
+    words: list[str]
+    environment: dict[str, str]
+    pid: int
+
+
+@dataclass
+class Machine:
+    """A folder with stand-ins for srun, scontrol and Python, in which scripts run."""
+
+    root: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def local_disk(self) -> str:
+        """A node's own disk."""
+        return str(self.root / "local-disk")
+
+    def start(self, plan: RunPlan, *, with_image: bool = True) -> subprocess.Popen[str]:
+        """Start the script of a plan as a process group of its own, as schedulers do."""
+        layout = plan.layout
+        layout.logs.mkdir(parents=True, exist_ok=True)
+        if plan.container_image and with_image:
+            image = Path(plan.container_image)
+            image.parent.mkdir(exist_ok=True)
+            image.touch()
+        layout.script.write_text(render_job(plan).script, encoding="utf-8")
+        return subprocess.Popen(
+            ["bash", str(layout.script)],
+            env=self._environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, plan: RunPlan, *, with_image: bool = True) -> tuple[int, str]:
+        """Run the script of a plan; return its exit status and what it said."""
+        with self.start(plan, with_image=with_image) as job:
+            _, said = job.communicate(timeout=20)
+        return job.returncode, said
+
+    def wait_for_call(self, number: int, name: str = "python3") -> None:
+        """Wait until a stand-in is called for the `number`-th time, counted from 0."""
+        deadline = time.monotonic() + 10
+        while not (self.root / "record" / f"{name}.{number}" / "environment").exists():
+            assert time.monotonic() < deadline, f"{name} was not called"
+            time.sleep(0.01)
+
+    def calls(self, name: str) -> list[Call]:
+        """Return how a stand-in was called."""
+        folders = sorted((self.root / "record").glob(f"{name}.*"))
+        return [
+            Call(
+                _split(folder / "words"),
+                dict(pair.split("=", 1) for pair in _split(folder / "environment")),
+                int((folder / "pid").read_text(encoding="utf-8")),
+            )
+            for folder in folders
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": f"{self.root / 'bin'}:{os.defpath}",
+            "HOME": str(self.root / "home"),
+            "RECORD": str(self.root / "record"),
+            "SLURM_JOB_ID": "12345",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            **self.environment,
+        }
+
+
+def _split(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").split("\0")[:-1]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Return a machine whose programs write down how they were called."""
+    for folder in ("bin", "record", "home", "local-disk"):
+        (tmp_path / folder).mkdir()
+    for name, rest in STAND_INS.items():
+        program = tmp_path / "bin" / name
+        program.write_text(RECORD + rest, encoding="utf-8")
+        program.chmod(0o755)
+    return Machine(tmp_path)

@@ -1,0 +1,61 @@
+"""Each shipped profile's script, byte for byte.
+
+After a change on purpose: `FTKIT_UPDATE_GOLDEN=1 pytest tests/unit/render/test_golden.py`, and read the diff.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.render import render_job
+
+if TYPE_CHECKING:
+    from conftest import PlanMaker
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+CASES = [
+    ("slurm", 1),
+    ("slurm", 2),
+    ("a3-megagpu-8g", 1),
+    ("a3-megagpu-8g", 2),
+    ("a3-ultragpu-8g", 2),
+    ("a4-highgpu-8g", 2),
+    ("soperator", 2),
+    ("aws-p5", 2),
+    ("dev", 2),
+    ("local", 1),
+]
+
+
+@pytest.mark.parametrize(("cluster", "num_nodes"), CASES)
+def test_the_script_is_the_golden_one(cluster: str, num_nodes: int, make_plan: PlanMaker) -> None:
+    script = render_job(make_plan(cluster, num_nodes)).script
+    golden = GOLDEN / f"{cluster}-{num_nodes}.sbatch"
+    if os.environ.get("FTKIT_UPDATE_GOLDEN"):
+        golden.write_text(script, encoding="utf-8")
+    assert script == golden.read_text(encoding="utf-8")
+
+
+def test_every_golden_script_is_made_by_a_test() -> None:
+    assert {path.name for path in GOLDEN.iterdir()} == {f"{cluster}-{nodes}.sbatch" for cluster, nodes in CASES}
+
+
+@pytest.mark.parametrize(("cluster", "num_nodes"), CASES)
+def test_bash_can_parse_the_golden_script(cluster: str, num_nodes: int) -> None:
+    path = GOLDEN / f"{cluster}-{num_nodes}.sbatch"
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.shellcheck
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing_in_the_golden_scripts() -> None:
+    scripts = [GOLDEN / f"{cluster}-{num_nodes}.sbatch" for cluster, num_nodes in CASES]
+    done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")

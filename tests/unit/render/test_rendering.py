@@ -1,0 +1,133 @@
+"""What a plan puts into its script."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.errors import ConfigError
+from ftkit.render import RenderedJob, render_job
+from ftkit.specs.cluster import NcclSpec
+from ftkit.specs.data import FilesSource, HubSource
+from ftkit.specs.training import EvaluationSpec, ResourcesSpec
+
+if TYPE_CHECKING:
+    from conftest import PlanMaker
+
+
+def _directives(job: RenderedJob) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in job.script.splitlines() if line.startswith("#SBATCH")]
+
+
+def _mounts(job: RenderedJob) -> list[str]:
+    return job.script.partition("container_mounts=(\n")[2].partition("\n)")[0].split()
+
+
+@pytest.mark.parametrize(
+    ("request_by", "directive"),
+    [("gpus-per-node", "--gpus-per-node=8"), ("gres", "--gres=gpu:8"), ("none", None)],
+)
+def test_gpus_are_asked_for_as_the_site_wants(request_by: str, directive: str | None, make_plan: PlanMaker) -> None:
+    directives = _directives(render_job(make_plan("slurm", gpu_request=request_by)))
+    assert [line for line in directives if "gpu" in line] == ([directive] if directive else [])
+
+
+def test_processors_are_asked_for_in_the_job_and_again_in_each_task(make_plan: PlanMaker) -> None:
+    job = render_job(make_plan("slurm", cpus_per_node=96))
+    assert "--cpus-per-task=96" in _directives(job)
+    assert "\n    --cpus-per-task=96" in job.script
+
+
+def test_a_shared_node_is_not_taken_whole(make_plan: PlanMaker) -> None:
+    directives = _directives(render_job(make_plan("slurm", exclusive=False)))
+    assert not {"--exclusive", "--mem=0"} & set(directives)
+
+
+def test_the_site_s_names_are_passed_on(make_plan: PlanMaker) -> None:
+    names = {"partition": "p", "account": "a", "qos": "q", "reservation": "r"}
+    directives = _directives(render_job(make_plan("slurm", **names)))
+    assert {f"--{key}={value}" for key, value in names.items()} <= set(directives)
+
+
+def test_the_recipe_s_time_limit_comes_before_the_profile_s(make_plan: PlanMaker) -> None:
+    untimed = make_plan.recipe.model_copy(update={"resources": ResourcesSpec()})
+    assert "--time=06:00:00" in _directives(render_job(make_plan("slurm", time_limit="1:00:00")))
+    make_plan.recipe = untimed
+    assert "--time=1:00:00" in _directives(render_job(make_plan("slurm", time_limit="1:00:00")))
+
+
+def test_without_seconds_to_stop_in_slurm_sends_no_signal(make_plan: PlanMaker) -> None:
+    assert "--signal=B:USR1@120" in _directives(render_job(make_plan("slurm")))
+    directives = _directives(render_job(make_plan("slurm", stop_signal_seconds=0)))
+    assert not [line for line in directives if line.startswith("--signal")]
+
+
+def test_mpi_is_named_only_when_the_site_needs_it(make_plan: PlanMaker) -> None:
+    assert "--mpi" not in render_job(make_plan("slurm")).script
+    assert "\n    --mpi=pmix\n" in render_job(make_plan("slurm", mpi="pmix")).script
+
+
+PLUGIN = {"profile_script": "/p.sh", "library_dir": "/lib64/x", "environment": {"NCCL_NET": "x"}}
+TRACES = {"/p.sh", "/lib64/x:/lib64/x", "NCCL_NET=x", "LD_LIBRARY_PATH="}
+
+
+@pytest.mark.parametrize(("num_nodes", "multi_node_only"), [(1, False), (2, False), (2, True)])
+def test_the_site_s_network_plugin_is_set_up(num_nodes: int, multi_node_only: object, make_plan: PlanMaker) -> None:
+    nccl = NcclSpec.model_validate({**PLUGIN, "multi_node_only": multi_node_only})
+    script = render_job(make_plan("slurm", num_nodes, nccl=nccl)).script
+    assert {trace for trace in TRACES if trace in script} == TRACES
+
+
+def test_a_job_on_one_node_does_without_the_plugin_where_it_is_not_there(make_plan: PlanMaker) -> None:
+    script = render_job(make_plan("slurm", 1, nccl=NcclSpec.model_validate(PLUGIN))).script
+    assert not {trace for trace in TRACES if trace in script}
+
+
+def test_a_folder_inside_a_mounted_one_is_not_mounted_again(make_plan: PlanMaker) -> None:
+    make_plan.workspace = "/fsx/team/ftkit"
+    mounts = _mounts(render_job(make_plan("slurm", mounts=("/fsx", "/data:/fsx2:ro", "/fsx", "/fsx/a:/b"))))
+    assert mounts[:-1] == ["/fsx:/fsx", "/data:/fsx2:ro", "/fsx/a:/b"]
+
+
+SOURCES = [
+    (FilesSource(kind="files", train="/d/train/a.jsonl", heldout="/d/test/b.jsonl"), ["/d/train", "/d/test"]),
+    (HubSource(kind="hub", dataset="/d/set"), ["/d/set"]),
+    (HubSource(kind="hub", dataset="org/set"), []),
+]
+
+
+@pytest.mark.parametrize(("source", "folders"), SOURCES)
+def test_folders_that_the_recipe_names_are_mounted(source: Any, folders: list[str], make_plan: PlanMaker) -> None:
+    recipe = make_plan.recipe
+    model = recipe.model.model_copy(update={"weights": "/models/olmo"})
+    data = recipe.data.model_copy(update={"source": source})
+    evaluation = EvaluationSpec()
+    make_plan.recipe = recipe.model_copy(update={"model": model, "data": data, "evaluation": evaluation})
+    named = ["/models/olmo", *folders]
+    assert _mounts(render_job(make_plan("slurm")))[2:] == [f"{folder}:{folder}" for folder in named]
+
+
+@pytest.mark.parametrize("folder", ["/a,b", "/a:b"])
+def test_a_folder_that_pyxis_cannot_mount_is_refused(folder: str, make_plan: PlanMaker) -> None:
+    with pytest.raises(ConfigError, match="pyxis can't mount"):
+        render_job(make_plan("slurm", node_local_dir=folder))
+
+
+def test_lines_of_set_up_stand_as_they_are(make_plan: PlanMaker) -> None:
+    lines = ("module load cuda/12.8", 'source "$HOME/x y.sh" && echo $X')
+    assert "\n".join(lines) in render_job(make_plan("dev", setup=lines)).script
+
+
+def test_an_address_of_an_image_is_not_looked_for_as_a_file(make_plan: PlanMaker) -> None:
+    plan = replace(make_plan("slurm"), container_image="docker://nvcr.io#nvidia/pytorch:25.02-py3")
+    script = render_job(plan).script
+    assert "CONTAINER_IMAGE='docker://nvcr.io#nvidia/pytorch:25.02-py3'" in script
+    assert "is not there" not in script
+
+
+def test_the_job_says_what_it_is_for(make_plan: PlanMaker) -> None:
+    job = render_job(make_plan("local", 1))
+    assert (job.scheduler, job.layout.root.name) == ("local", "olmo3-7b-full-20260102T030405Z-4f2a")
+    assert job.script.startswith("#!/usr/bin/env bash\n")

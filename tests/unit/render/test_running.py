@@ -1,0 +1,263 @@
+"""What a script does when it runs, with stand-ins for srun, scontrol and Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.records import EndRecord, to_line
+from ftkit.specs.cluster import NcclSpec
+
+if TYPE_CHECKING:
+    import subprocess
+
+    from conftest import Machine, PlanMaker
+
+    from ftkit.plan import RunPlan
+
+
+@pytest.fixture(autouse=True)
+def _workspace(make_plan: PlanMaker, machine: Machine) -> None:
+    make_plan.workspace = machine.root / "workspace"
+    make_plan.python = str(machine.root / "bin" / "python3")
+
+
+@pytest.fixture(params=["slurm", "local"])
+def plan(request: pytest.FixtureRequest, make_plan: PlanMaker, machine: Machine) -> RunPlan:
+    """A plan for each template."""
+    return make_plan(request.param, 1, node_local_dir=machine.local_disk)
+
+
+@pytest.fixture
+def slurm_plan(make_plan: PlanMaker, machine: Machine) -> RunPlan:
+    """A plan for Slurm without a container."""
+    return make_plan("dev", 2, node_local_dir=machine.local_disk)
+
+
+def _end(outcome: str) -> str:
+    """Return what a trainer does that ends with a record."""
+    line = to_line(EndRecord(time=0.0, outcome=outcome, step=1, training_seconds=1.0, export=None))
+    return f"echo '{line}' >metrics.jsonl"
+
+
+WAIT_FOR_REQUEST = "until [[ -e stop-requested ]]; do sleep 0.01; done; "
+
+
+def _finish(job: subprocess.Popen[str]) -> tuple[int, str]:
+    _, said = job.communicate(timeout=20)
+    return job.returncode, said
+
+
+def _signal_while_training(machine: Machine, plan: RunPlan, number: int) -> tuple[int, str]:
+    job = machine.start(plan)
+    machine.wait_for_call(1)
+    os.kill(job.pid, number)
+    return _finish(job)
+
+
+def _requeued(machine: Machine) -> bool:
+    return ["requeue", "12345"] in [call.words for call in machine.calls("scontrol")]
+
+
+def test_data_is_prepared_once_and_then_each_node_trains(make_plan: PlanMaker, machine: Machine) -> None:
+    plan = make_plan("slurm", 2, node_local_dir=machine.local_disk)
+    machine.environment = {"FAKE_NODEID": "1"}
+
+    assert machine.run(plan)[0] == 0
+
+    stages = [call.words[:2] for call in machine.calls("srun")]
+    assert stages == [["--nodes=1", "--ntasks=1"], ["--nodes=2", "--ntasks=2"]]
+    assert machine.calls("python3")[1].words == [
+        "-m", "torch.distributed.run", "--node-rank=1", "--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=static",
+        "--master-addr=n1", "--master-port=22345", "--max-restarts=0", "-m", "ftkit.train", str(plan.layout.plan),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "code"), [("FAKE_PREPARE", 8), ("FAKE_TRAINER", 137)])
+def test_the_exit_code_of_a_stage_becomes_the_job_s(stage: str, code: int, plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {stage: f"exit {code}"}
+    assert machine.run(plan)[0] == code
+    assert plan.layout.exit_code.read_text(encoding="utf-8") == f"{code}\n"
+    assert len(machine.calls("python3")) == (1 if stage == "FAKE_PREPARE" else 2)
+
+
+def test_what_an_earlier_start_left_is_removed(plan: RunPlan, machine: Machine) -> None:
+    plan.layout.root.mkdir(parents=True)
+    plan.layout.stop_request.touch()
+    plan.layout.exit_code.write_text("1\n", encoding="utf-8")
+    machine.environment = {"FAKE_PREPARE": "[[ ! -e stop-requested && ! -e exit-code ]] || exit 99"}
+    assert machine.run(plan)[0] == 0
+
+
+def test_near_the_time_limit_the_trainer_stops_and_the_job_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped")}
+    assert _signal_while_training(machine, slurm_plan, signal.SIGUSR1)[0] == 0
+    assert _requeued(machine)
+    assert not slurm_plan.layout.stop_request.exists()
+    assert not slurm_plan.layout.exit_code.exists(), "a run that goes on has no exit code"
+
+
+@pytest.mark.parametrize("why_not", ["completed", "failed", "cancelled", "SIGTERM"])
+def test_a_job_is_not_requeued_when_there_is_no_reason_to(why_not: str, slurm_plan: RunPlan, machine: Machine) -> None:
+    outcome = _end("completed" if why_not == "completed" else "stopped")
+    cancel = "touch cancelled; " if why_not == "cancelled" else ""
+    code = 7 if why_not == "failed" else 0
+    machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}{cancel}{outcome}; exit {code}"}
+    number = signal.SIGTERM if why_not == "SIGTERM" else signal.SIGUSR1
+    assert _signal_while_training(machine, slurm_plan, number)[0] == code
+    assert not _requeued(machine)
+    assert slurm_plan.layout.exit_code.read_text(encoding="utf-8") == f"{code}\n"
+
+
+def _signal_the_task(machine: Machine, plan: RunPlan) -> tuple[int, str]:
+    """Do what Slurm does before it pre-empts a job: SIGTERM to the tasks, not to the script."""
+    job = machine.start(plan)
+    machine.wait_for_call(1)
+    os.kill(machine.calls("srun")[1].pid, signal.SIGTERM)
+    return _finish(job)
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_a_job_that_slurm_pre_empts_stops_and_is_requeued(code: int, slurm_plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}{_end('stopped')}; exit {code}"}
+    assert _signal_the_task(machine, slurm_plan)[0] == 0
+    assert _requeued(machine)
+    assert not slurm_plan.layout.exit_code.exists()
+
+
+def test_a_refused_requeue_is_a_failure(slurm_plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped"), "FAKE_REQUEUE_CODE": "1"}
+    code, said = _signal_while_training(machine, slurm_plan, signal.SIGUSR1)
+    assert code == 1
+    assert "refused to requeue" in said
+    assert slurm_plan.layout.exit_code.read_text(encoding="utf-8") == "1\n"
+
+
+def test_data_is_prepared_to_the_end_before_a_job_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {"FAKE_PREPARE": WAIT_FOR_REQUEST + "touch prepared"}
+    job = machine.start(slurm_plan)
+    machine.wait_for_call(0)
+    os.kill(job.pid, signal.SIGUSR1)
+    assert _finish(job)[0] == 0
+    assert (slurm_plan.layout.root / "prepared").exists()
+    assert len(machine.calls("python3")) == 1
+    assert _requeued(machine)
+
+
+def test_here_the_first_sigterm_asks_for_a_checkpoint(make_plan: PlanMaker, machine: Machine) -> None:
+    plan = make_plan("local", 1, node_local_dir=machine.local_disk)
+    machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped")}
+    assert _signal_while_training(machine, plan, signal.SIGTERM)[0] == 0
+    assert plan.layout.exit_code.read_text(encoding="utf-8") == "0\n"
+
+
+def test_here_a_second_sigterm_ends_all_processes(make_plan: PlanMaker, machine: Machine) -> None:
+    plan = make_plan("local", 1, node_local_dir=machine.local_disk)
+    machine.environment = {"FAKE_TRAINER": "exec sleep 20"}
+    job = machine.start(plan)
+    machine.wait_for_call(1)
+    os.kill(job.pid, signal.SIGTERM)
+    while not plan.layout.stop_request.exists():
+        time.sleep(0.01)
+    os.kill(job.pid, signal.SIGTERM)
+    assert _finish(job)[0] == 143
+    assert plan.layout.exit_code.read_text(encoding="utf-8") == "143\n"
+
+
+def test_here_sigterm_ends_the_preparation_of_data_at_once(make_plan: PlanMaker, machine: Machine) -> None:
+    plan = make_plan("local", 1, node_local_dir=machine.local_disk)
+    machine.environment = {"FAKE_PREPARE": "exec sleep 20"}
+    job = machine.start(plan)
+    machine.wait_for_call(0)
+    os.kill(job.pid, signal.SIGTERM)
+    assert _finish(job)[0] == 143
+    assert len(machine.calls("python3")) == 1
+
+
+def test_a_missing_image_is_named(make_plan: PlanMaker, machine: Machine) -> None:
+    plan = make_plan("slurm")
+    code, said = machine.run(plan, with_image=False)
+    assert code == 4
+    assert f"the container image {plan.container_image} is not there" in said
+    assert not machine.calls("srun")
+
+
+def _run_with_profile(machine: Machine, make_plan: PlanMaker, profile: str | None) -> str:
+    script = machine.root / "nccl profile.sh"
+    if profile is not None:
+        script.write_text(profile, encoding="utf-8")
+    nccl = NcclSpec(profile_script=str(script), library_dir="/plug in/lib64", environment={"NCCL_LIB_DIR": "/plug in"})
+    machine.environment = {"LD_LIBRARY_PATH": "/submit/host"}
+    code, said = machine.run(make_plan("slurm", nccl=nccl, node_local_dir=machine.local_disk))
+    assert code == 0, said
+    return said
+
+
+def test_the_site_s_script_may_use_unset_variables_and_failing_commands(make_plan: PlanMaker, machine: Machine) -> None:
+    profile = 'false; export NCCL_FROM_SITE="$NCCL_LIB_DIR$NEVER_SET"; false | true; false\n'
+    _run_with_profile(machine, make_plan, profile)
+    train = machine.calls("srun")[1]
+    assert train.environment["NCCL_FROM_SITE"] == "/plug in"
+    (names,) = [word for word in train.words if word.startswith("--container-env=")]
+    assert {"NCCL_FROM_SITE", "NCCL_LIB_DIR", "OMP_NUM_THREADS", "HF_HOME"} <= set(names.partition("=")[2].split(","))
+
+
+def test_a_missing_script_of_the_site_is_a_warning(make_plan: PlanMaker, machine: Machine) -> None:
+    assert "nccl profile.sh is not on" in _run_with_profile(machine, make_plan, None)
+
+
+def test_the_plugin_s_libraries_come_first_in_the_task_only(make_plan: PlanMaker, machine: Machine) -> None:
+    _run_with_profile(machine, make_plan, "")
+    assert "LD_LIBRARY_PATH" not in machine.calls("srun")[1].environment
+    assert machine.calls("python3")[1].environment["LD_LIBRARY_PATH"] == "/plug in/lib64"
+
+
+FROM_THE_SHELL = {"PYTHONPATH": "/host", "CONDA_PREFIX": "/conda", "VIRTUAL_ENV": "/venv", "LD_PRELOAD": ""}
+
+
+@pytest.mark.parametrize(("cluster", "kept"), [("slurm", set()), ("dev", set(FROM_THE_SHELL))])
+def test_the_submitting_shell_s_python_stays_out_of_containers(
+    cluster: str, kept: set[str], make_plan: PlanMaker, machine: Machine
+) -> None:
+    machine.environment = dict(FROM_THE_SHELL)
+    machine.run(make_plan(cluster, node_local_dir=machine.local_disk))
+    assert set(machine.calls("srun")[0].environment) & set(FROM_THE_SHELL) == kept
+
+
+def test_the_hub_s_token_is_found_although_its_folder_moves(plan: RunPlan, machine: Machine) -> None:
+    token = machine.root / "home" / ".cache" / "huggingface" / "token"
+    token.parent.mkdir(parents=True)
+    token.write_text("its text", encoding="utf-8")
+    _, said = machine.run(plan)
+    train = machine.calls("python3")[1]
+    assert train.environment["HF_TOKEN"] == token.read_text(encoding="utf-8")
+    assert train.environment["HF_HOME"] == f"{plan.workspace}/huggingface"
+    assert "its text" not in said + str([call.words for call in machine.calls("srun")])
+
+
+def test_a_folder_of_the_hub_that_the_user_chose_is_kept_and_mounted(make_plan: PlanMaker, machine: Machine) -> None:
+    chosen = f"{machine.root}/hub"
+    machine.environment = {"HF_HOME": chosen}
+    machine.run(make_plan("slurm", node_local_dir=machine.local_disk))
+    call = machine.calls("srun")[0]
+    assert call.environment["HF_HOME"] == chosen
+    assert any(word.startswith("--container-mounts=") and f",{chosen}:{chosen}" in word for word in call.words)
+
+
+def test_a_cache_folder_that_might_be_another_user_s_is_refused(plan: RunPlan, machine: Machine) -> None:
+    link = machine.root / "local-disk" / f"ftkit-{os.getuid()}"
+    link.symlink_to(machine.root / "home")
+    code, said = machine.run(plan)
+    assert code == 5
+    assert f"{link} on " in said
+
+
+def test_caches_are_private_to_the_user(plan: RunPlan, machine: Machine) -> None:
+    machine.run(plan)
+    folder = machine.root / "local-disk" / f"ftkit-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert machine.calls("python3")[1].environment["TRITON_CACHE_DIR"] == f"{folder}/triton"
