@@ -96,6 +96,12 @@ class TrainingError(FtkitError):
     exit_code = 9
 
 
+class ImageError(FtkitError):
+    """An image can't be built, pushed, imported or trusted."""
+
+    exit_code = 10
+
+
 EXIT_CODES: dict[int, str] = {
     0: "success",
     1: "a defect in ftkit: please report it",
@@ -107,5 +113,6 @@ EXIT_CODES: dict[int, str] = {
     RunFailedError.exit_code: "the run that was followed failed or was cancelled",
     DataError.exit_code: "the data can't be used as the recipe asks",
     TrainingError.exit_code: "the trainer refused to start or to go on",
+    ImageError.exit_code: "an image can't be built, pushed, imported or trusted",
     130: "interrupted from the keyboard",
 }

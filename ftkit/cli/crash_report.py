@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from ftkit import __version__
-from ftkit.launch.manifest import without_secrets
+from ftkit.launch.redact import without_secrets
 
 
 def write_crash_report(traceback: str, words: list[str]) -> Path | None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
 import textwrap
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 from ftkit import __version__
 from ftkit.cli.lazy_group import LazyCommand, LazyGroup
@@ -71,6 +72,9 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an old locale without `×` is no reason to fail
     if COMPLETE_VARIABLE in os.environ:
         cli.main(words, prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE)
     try:
@@ -82,19 +86,22 @@ def main(args: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except FtkitError as error:
-        if _is_debugging():
-            raise
-        _print_error(error)
+        _print_usage_error(error)
         return error.exit_code
     except Exception as error:
-        if _is_debugging():
+        if os.environ.get("FTKIT_DEBUG", "") not in ("", "0"):
             raise
-        _print_defect(error, words)
-        return 1
+        return _report(error, words)
     return code
+
+
+def _report(error: Exception, words: list[str]) -> int:
+    """Print an error and return the exit code that goes with it."""
+    if isinstance(error, FtkitError):
+        _print_error(error)
+        return error.exit_code
+    _print_defect(error, words)
+    return 1
 
 
 def _invoke(words: list[str]) -> int:
@@ -107,8 +114,13 @@ def _invoke(words: list[str]) -> int:
     return 0
 
 
-def _is_debugging() -> bool:
-    return os.environ.get("FTKIT_DEBUG", "") not in ("", "0")
+def _print_usage_error(error: click.ClickException) -> None:
+    if not isinstance(error, click.UsageError) or error.ctx is None or isinstance(error, NoArgsIsHelpError):
+        error.show()
+        return
+    _write(f"{_red('error:')} {error.format_message()}")
+    _write(error.ctx.get_usage().replace("Usage:", "usage:", 1), indent="  ")
+    _write(f"see '{error.ctx.command_path} --help'", indent="  ")
 
 
 def _print_error(error: FtkitError) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import re
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 import ftkit
 from ftkit import process
 from ftkit.errors import FtkitError
+from ftkit.launch.redact import without_secrets
 from ftkit.plan import plan_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.plan import RunPlan
-
-_SECRET_KEY = re.compile(r"(token|secret|password|passwd|api_?key|access_?key|credentials?)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|glpat-|nvapi-)[\w-]{8,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
 
 
 def describe(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, Any]:
@@ -43,22 +40,6 @@ def describe(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, 
         "data_fingerprint": plan.fingerprint,
         "seeds": {"training": recipe.training.seed, "data": recipe.data.source.seed},
     }
-
-
-def without_secrets(command: Sequence[str]) -> list[str]:
-    """Replace values that look like secrets by `***`."""
-    shown = []
-    hide_next = False
-    for word in command:
-        key, separator, _ = word.partition("=")
-        if hide_next:
-            shown.append("***")
-        elif separator and _SECRET_KEY.search(key):
-            shown.append(f"{key}=***")
-        else:
-            shown.append(_SECRET_VALUE.sub("***", word))
-        hide_next = not separator and word.startswith("--") and bool(_SECRET_KEY.search(word))
-    return shown
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:

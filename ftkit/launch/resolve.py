@@ -66,7 +66,8 @@ class _Problems:
 def _as_problems(error: FtkitError) -> list[Problem]:
     if isinstance(error, ConfigError):
         return error.problems
-    return [Problem("", "", ". ".join(part for part in (error.what, error.meaning) if part) + ".", f"{error.fix}.")]
+    what = "; ".join(part for part in (error.what, error.meaning) if part)
+    return [Problem("", "", f"{what};", error.fix)]
 
 
 def settings_of(words: RunWords, around: Surroundings) -> LoadedSettings:

@@ -138,6 +138,7 @@ write_home() {
   local home=$STATE/home
   mkdir -p "$home/.config/ftkit/clusters"
   cp "$PARTS/cluster-profile.yaml" "$home/.config/ftkit/clusters/dev.yaml"
+  printf 'cluster: dev\nworkspace: %s\n' "$STATE/shared" >"$home/.config/ftkit/config.yaml"
   # git refuses a checkout of another owner; and a login shell (`#!/bin/bash -l` in a job) resets PATH.
   printf '[safe]\n\tdirectory = %s\n' "$CHECKOUT" >"$home/.gitconfig"
   printf 'export PATH=%q SLURM_CONF=%q\n' "$(user_path)" "$STATE/etc/slurm.conf" >"$home/.profile"

@@ -1,0 +1,111 @@
+"""The arguments that commands share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ftkit.cli.completing import complete_cluster, complete_image, complete_recipe, complete_run
+from ftkit.errors import FtkitError, NotFoundError
+from ftkit.launch.resolve import RunWords, settings_of, workspace_of
+from ftkit.launch.runs import RunFolder, find_run
+from ftkit.specs.load import Surroundings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ftkit.cli.terminal import Terminal
+    from ftkit.launch.submission import SubmittedRun
+    from ftkit.layout import Workspace
+
+SpecT = TypeVar("SpecT")
+
+_WHAT_TO_RUN = (
+    click.argument("words", metavar="[RECIPE] [KEY.PATH=VALUE]...", nargs=-1, shell_complete=complete_recipe),
+    click.option(
+        "--image",
+        metavar="NAME:TAG",
+        shell_complete=complete_image,
+        help="Training image: one that 'ftkit images' lists, a .sqsh file, or a docker:// address.",
+    ),
+    click.option("--nodes", "num_nodes", metavar="N", type=click.IntRange(min=1), help="Nodes to train on."),
+    click.option("--gpus-per-node", metavar="N", type=click.IntRange(min=1), help="GPUs, and so processes, on each."),
+    click.option(
+        "--cluster", metavar="NAME", shell_complete=complete_cluster, help="Where to run; 'ftkit clusters' lists them."
+    ),
+    click.option("--name", metavar="NAME", help="Name of the run; the recipe's if not given."),
+)
+
+follow_option = click.option(
+    "--follow/--no-follow", default=True, help="Watch the run until it ends (default), or return at once."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+run_argument = click.argument("reference", metavar="RUN", shell_complete=complete_run)
+
+RUN_HELP = (
+    "RUN is a name (the newest run of that name), an id or the beginning or end of one, a Slurm job id, or 'last'."
+)
+
+
+def what_to_run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the arguments that say what to run and where."""
+    for decorate in reversed(_WHAT_TO_RUN):
+        function = decorate(function)
+    return function
+
+
+def run_words(words: Sequence[str], **options: Any) -> RunWords:
+    """Tell the recipe from the overrides.
+
+    Raises:
+        UsageError: there is more than one recipe.
+    """
+    overrides = tuple(word for word in words if "=" in word)
+    recipes = [word for word in words if "=" not in word]
+    if len(recipes) > 1:
+        raise click.UsageError(
+            f"one recipe, please: got {', '.join(repr(word) for word in recipes)}. "
+            "An override is written key.path=value, without spaces.",
+            click.get_current_context(),
+        )
+    return RunWords(recipe=recipes[0] if recipes else None, overrides=overrides, **options)
+
+
+def current_workspace() -> Workspace:
+    """Return the workspace that the settings name."""
+    around = Surroundings.here()
+    return workspace_of(settings_of(RunWords(), around), around)
+
+
+def run_of(reference: str) -> RunFolder:
+    """Return the run that was meant."""
+    return find_run(reference, current_workspace())
+
+
+def submitted_run_of(reference: str) -> SubmittedRun:
+    """Return the run that was meant, with its job.
+
+    Raises:
+        NotFoundError: it has none.
+    """
+    folder = run_of(reference)
+    run = folder.submitted
+    if run is None:
+        raise NotFoundError(
+            f"{folder.id} was never submitted",
+            meaning="the scheduler gave no clear answer when it was, or the folder is damaged",
+            fix=f"submit it with 'ftkit resume {folder.id}'",
+        )
+    return run
+
+
+def load_each(names: Sequence[str], load: Callable[[str], SpecT], terminal: Terminal) -> list[tuple[str, SpecT]]:
+    """Read what a listing shows; warn of what can't be read."""
+    loaded = []
+    for name in names:
+        try:
+            loaded.append((name, load(name)))
+        except FtkitError as error:
+            terminal.warn(f"passed over {name}: {error}")
+    return loaded

@@ -1,0 +1,33 @@
+"""`ftkit cancel`: end a run."""
+
+from __future__ import annotations
+
+import click
+
+from ftkit.cli.arguments import RUN_HELP, run_argument, submitted_run_of
+from ftkit.cli.follow_views import state_words
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.terminal import Terminal
+from ftkit.launch.jobs import cancel
+
+
+@click.command(
+    "cancel",
+    cls=ExamplesCommand,
+    short_help="End a run.",
+    examples=("ftkit cancel last", "ftkit cancel demo", "ftkit cancel 123456"),
+    help=f"""End a run. What it wrote stays: 'ftkit resume' goes on from its newest checkpoint.
+
+    {RUN_HELP}
+    """,
+)
+@run_argument
+def command(reference: str) -> None:
+    """End a run."""
+    terminal = Terminal()
+    run = submitted_run_of(reference)
+    ended = cancel(run)
+    if ended:
+        terminal.say(f"{run.id} had ended already: {state_words(ended)}")
+    else:
+        terminal.say(f"cancelled {run.id}; to go on from its newest checkpoint: ftkit resume {run.id}")

@@ -1,0 +1,49 @@
+"""`ftkit clusters`: where it can be trained."""
+
+from __future__ import annotations
+
+import click
+
+from ftkit.cli.arguments import json_option, load_each
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.terminal import Column, Styled, Terminal
+from ftkit.specs.load import Surroundings, list_names, load_cluster, load_settings
+
+
+@click.command(
+    "clusters",
+    cls=ExamplesCommand,
+    short_help="List where it can be trained.",
+    examples=("ftkit clusters", "ftkit clusters --json"),
+)
+@json_option
+def command(*, as_json: bool) -> None:
+    """List the cluster profiles of the project, of the user's configuration, and those that ftkit ships."""
+    terminal, around = Terminal(), Surroundings.here()
+    chosen = load_settings(around).settings.cluster
+    profiles = load_each(list_names("cluster", around), lambda name: load_cluster(name, around), terminal)
+    if as_json:
+        terminal.json(
+            [
+                {"name": name, "is_default": name == chosen, **profile.model_dump(mode="json")}
+                for name, profile in profiles
+            ]
+        )
+        return
+    terminal.table(
+        (
+            Column("NAME"),
+            Column("SCHEDULER"),
+            Column("GPUS/NODE", is_number=True),
+            Column("DESCRIPTION", takes_cut=True),
+        ),
+        [
+            (
+                Styled(f"{name} (default)", "bold") if name == chosen else name,
+                profile.scheduler,
+                "auto" if profile.device == "auto" else str(profile.gpus_per_node),
+                profile.description,
+            )
+            for name, profile in profiles
+        ],
+    )

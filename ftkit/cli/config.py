@@ -1,0 +1,51 @@
+"""`ftkit config`: the settings and where each comes from."""
+
+from __future__ import annotations
+
+import click
+
+from ftkit import assets
+from ftkit.cli.arguments import json_option
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.terminal import Cell, Column, Styled, Terminal
+from ftkit.cli.wording import short_path
+from ftkit.launch.resolve import workspace_of
+from ftkit.specs.load import LoadedSettings, Surroundings, load_settings
+
+_DEFAULT = "default"
+
+
+@click.command(
+    "config",
+    cls=ExamplesCommand,
+    short_help="Show the settings and where each comes from.",
+    examples=("ftkit config", "FTKIT_CLUSTER=mycluster ftkit config", "ftkit config --json | jq -r .workspace"),
+)
+@json_option
+def command(*, as_json: bool) -> None:
+    """Show the settings, where each comes from, and which files were read.
+
+    Later wins: the user's config.yaml, the project's ftkit.yaml, FTKIT_* variables, options.
+    """
+    terminal, around = Terminal(), Surroundings.here()
+    loaded = load_settings(around)
+    values = loaded.settings.model_dump() | {"workspace": str(workspace_of(loaded, around).root)}
+    if as_json:
+        settings = {key: {"value": value, "from": _origin(loaded, key)} for key, value in values.items()}
+        files = [{"path": str(path), "is_there": is_there} for path, is_there in loaded.files.items()]
+        terminal.json({"settings": settings, "files": files, "project": str(around.project)} | values)
+        return
+    terminal.table(
+        (Column("SETTING"), Column("VALUE"), Column("FROM")),
+        [(key, "-" if value is None else str(value), _origin(loaded, key)) for key, value in values.items()],
+    )
+    terminal.text(is_data=True)
+    found: list[tuple[str, Cell]] = [
+        (short_path(path), Styled("read", "green") if is_there else "not there")
+        for path, is_there in loaded.files.items()
+    ]
+    terminal.facts([*found, (short_path(assets.CLUSTERS.parent), "shipped with ftkit")], is_data=True)
+
+
+def _origin(loaded: LoadedSettings, key: str) -> str:
+    return loaded.layers.origin((key,)) or _DEFAULT

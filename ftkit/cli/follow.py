@@ -1,0 +1,55 @@
+"""Watch a run until it ends: its records are the truth, the scheduler says whether it goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.cli.closing import show_end
+from ftkit.cli.follow_views import view_for
+from ftkit.cli.watching import looks
+from ftkit.launch.states import Observation, RunState
+from ftkit.records import RecordTail
+
+if TYPE_CHECKING:
+    from ftkit.cli.follow_views import FollowView
+    from ftkit.cli.terminal import Terminal
+    from ftkit.launch.submission import SubmittedRun
+
+
+def follow(run: SubmittedRun, terminal: Terminal, *, skip_history: bool = False) -> None:
+    """Show a run until it ends, then what came of it.
+
+    Args:
+        run: the run.
+        terminal: where to show it.
+        skip_history: leave out what its earlier submissions wrote.
+
+    Raises:
+        RunFailedError: it failed, or was cancelled.
+        KeyboardInterrupt: the user has seen enough; the run goes on.
+    """
+    tail = RecordTail(run.layout.metrics)
+    if skip_history:
+        tail.read_new()
+    view = view_for(terminal)
+    try:
+        seen = _show_until_the_end(run, tail, view)
+    except KeyboardInterrupt:
+        view.close()
+        terminal.say(f"\n{run.id} goes on without you. To come back or end it:")
+        terminal.say(f"  ftkit status {run.id} --follow\n  ftkit cancel {run.id}")
+        raise
+    finally:
+        view.close()
+    show_end(run, seen, terminal)
+
+
+def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -> Observation:
+    last = Observation(RunState.UNKNOWN, is_final=False)
+    for seen in looks(run):
+        if seen:
+            view.state(seen)
+            last = seen
+        for record in tail.read_new():  # after the state: what was written before the end is read
+            view.record(record)
+    return last

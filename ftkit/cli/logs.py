@@ -1,0 +1,87 @@
+"""`ftkit logs`: what a run printed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import IO, TYPE_CHECKING
+
+import click
+
+from ftkit.cli.arguments import RUN_HELP, run_argument, run_of, submitted_run_of
+from ftkit.cli.closing import next_commands
+from ftkit.cli.follow_views import state_words
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.terminal import Terminal
+from ftkit.cli.watching import looks
+from ftkit.cli.wording import short_path
+from ftkit.errors import NotFoundError, RunFailedError
+from ftkit.launch.states import RunState
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ftkit.launch.submission import SubmittedRun
+    from ftkit.layout import RunLayout
+
+
+@click.command(
+    "logs",
+    cls=ExamplesCommand,
+    short_help="Print a run's log.",
+    examples=("ftkit logs last", "ftkit logs demo -f", "ftkit logs demo --rank 3 | less"),
+    help=f"""Print what a run's job printed, or one of its ranks.
+
+    {RUN_HELP}
+    """,
+)
+@run_argument
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run ends.")
+@click.option("--rank", metavar="N", type=click.IntRange(min=0), help="The log of one rank only.")
+def command(reference: str, *, follow: bool, rank: int | None) -> None:
+    """Print a log."""
+    if follow:
+        run = submitted_run_of(reference)
+        _follow(run, _path(run.layout, rank))
+        return
+    layout = run_of(reference).layout
+    path = _path(layout, rank)
+    try:
+        with path.open("rb") as log:
+            shutil.copyfileobj(log, sys.stdout.buffer)
+    except FileNotFoundError as error:
+        there = ", ".join(sorted(file.name for file in layout.logs.glob("*.log")))
+        raise NotFoundError(
+            f"there is no log {short_path(path)}",
+            meaning=f"there are: {there}" if there else "the run has not started yet",
+            fix=f"see how it is: ftkit status {layout.root.name}",
+        ) from error
+
+
+def _path(layout: RunLayout, rank: int | None) -> Path:
+    return layout.job_log if rank is None else layout.rank_log(rank)
+
+
+def _follow(run: SubmittedRun, path: Path) -> None:
+    """Copy a log to stdout until the run ends; wait for a log that is not there yet."""
+    terminal, output = Terminal(), sys.stdout.buffer
+    offset, shown = 0, ""
+    for seen in looks(run):
+        offset = _copy_new(path, offset, output)
+        if seen and not offset and state_words(seen) != shown:
+            shown = state_words(seen)
+            terminal.say(shown)
+        if seen and seen.is_final and seen.state is not RunState.COMPLETED:
+            raise RunFailedError(f"{run.id}: {state_words(seen)}", fix="; ".join(next_commands(run.id, seen)))
+
+
+def _copy_new(path: Path, offset: int, output: IO[bytes]) -> int:
+    """Copy what was added after `offset`, and return where it ends."""
+    try:
+        with path.open("rb") as log:
+            log.seek(offset)
+            shutil.copyfileobj(log, output)
+            output.flush()
+            return log.tell()
+    except FileNotFoundError:
+        return offset

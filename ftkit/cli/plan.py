@@ -1,0 +1,40 @@
+"""`ftkit plan`: what a run would be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ftkit.cli.arguments import json_option, run_words, what_to_run
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.plan_view import plan_facts
+from ftkit.cli.terminal import Terminal
+from ftkit.launch.resolve import resolve
+from ftkit.plan import plan_to_json
+from ftkit.specs.load import Surroundings
+
+
+@click.command(
+    "plan",
+    cls=ExamplesCommand,
+    short_help="Show what a run would be, and check that it fits.",
+    examples=(
+        "ftkit plan demo",
+        "ftkit plan --image olmo3:25.02 --cluster mycluster --nodes 2",
+        "ftkit plan demo training.global_batch_size=64 --json",
+    ),
+)
+@what_to_run
+@json_option
+def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
+    """Show what a run would be, and check that it fits. Nothing is written or submitted.
+
+    Takes the arguments of 'ftkit run'.
+    """
+    terminal = Terminal()
+    plan = resolve(run_words(words, **options), Surroundings.here())
+    if as_json:
+        terminal.data(plan_to_json(plan))
+    else:
+        terminal.facts(plan_facts(plan), is_data=True)

@@ -1,0 +1,94 @@
+"""A plan as a table of facts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.cli.terminal import Cell, Styled
+from ftkit.cli.wording import count, gib, plural, short_path
+
+if TYPE_CHECKING:
+    from ftkit.plan import RunPlan
+
+
+def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
+    """Return what a user wants to see before a run starts."""
+    facts: list[tuple[str, Cell]] = [
+        ("run", Styled(plan.id, "bold")),
+        ("model", _model(plan)),
+        ("method", f"{plan.recipe.training.method} fine-tuning in {plan.recipe.training.precision}"),
+        ("engine", f"{plan.engine.name}: {plan.engine.reason}"),
+        ("processes", _processes(plan)),
+        ("batch", _batch(plan)),
+        ("steps", _steps(plan)),
+        ("memory", _memory(plan)),
+        ("cluster", f"{plan.cluster.name}: {plan.cluster.scheduler}, {_runtime(plan)}"),
+        ("run folder", short_path(plan.layout.root)),
+        ("data", f"{_data(plan)} in {short_path(plan.data_directory)}"),
+    ]
+    if plan.image:
+        facts.append(("image", _image(plan)))
+    return facts + [("note", Styled(note, "yellow")) for note in plan.notes]
+
+
+def _model(plan: RunPlan) -> str:
+    model = plan.recipe.model
+    shape = model.architecture
+    weights = "untrained" if model.weights == "random" else model.weights
+    return (
+        f"{shape.family}, {weights}: {plan.num_parameters:,} parameters "
+        f"({shape.num_hidden_layers} layers, width {shape.hidden_size})"
+    )
+
+
+def _processes(plan: RunPlan) -> str:
+    place = plan.placement
+    nodes, each = plural(place.num_nodes, "node"), plural(place.processes_per_node, "process")
+    device = "on the CPU" if place.device == "cpu" else "with one GPU each"
+    threads = plural(place.threads_per_process, "thread")
+    return f"{nodes} × {each} = world size {place.world_size}, {device}, {threads} per process"
+
+
+def _batch(plan: RunPlan) -> str:
+    batch = plan.batch
+    return (
+        f"{plural(batch.micro_batch_size, 'pack')} × {plural(plan.placement.world_size, 'process')} × "
+        f"{batch.accumulation_steps} accumulation = {plural(batch.global_batch_size, 'pack')} "
+        f"({batch.tokens_per_step:,} tokens) per step"
+    )
+
+
+def _steps(plan: RunPlan) -> str:
+    training = plan.recipe.training
+    epochs = plural(training.num_epochs, "epoch") if training.num_epochs else ""
+    if plan.num_steps is None:
+        return f"{epochs}: as many as the data gives, known once it is prepared"
+    tokens = f"{count(plan.num_steps * plan.batch.tokens_per_step)} tokens"
+    return f"{plan.num_steps:,} ({f'{epochs}, ' if epochs else ''}{tokens})"
+
+
+def _memory(plan: RunPlan) -> str:
+    memory = plan.memory
+    parts = (
+        ("parameters", memory.parameters),
+        ("gradients", memory.gradients),
+        ("optimizer", memory.optimizer),
+        ("gathered", memory.gathered),
+        ("activations", memory.activations),
+        ("logits", memory.logits),
+    )
+    shown = " + ".join(f"{name} {gib(amount)}" for name, amount in parts if amount)
+    return f"about {gib(memory.total)} per process: {shown}"
+
+
+def _runtime(plan: RunPlan) -> str:
+    return "no container" if plan.cluster.runtime == "none" else f"container by {plan.cluster.runtime}"
+
+
+def _data(plan: RunPlan) -> str:
+    return "prepared," if (plan.data_directory / "manifest.json").is_file() else "to be prepared,"
+
+
+def _image(plan: RunPlan) -> str:
+    where = plan.container_image or ""
+    return plan.image or "" if where == plan.image else f"{plan.image}: {where}"

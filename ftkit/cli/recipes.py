@@ -1,0 +1,32 @@
+"""`ftkit recipes`: what can be trained."""
+
+from __future__ import annotations
+
+import click
+
+from ftkit.cli.arguments import json_option, load_each
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.terminal import Column, Terminal
+from ftkit.cli.wording import count
+from ftkit.memory import count_parameters
+from ftkit.specs.load import Surroundings, list_names, load_recipe
+
+
+@click.command(
+    "recipes",
+    cls=ExamplesCommand,
+    short_help="List what can be trained.",
+    examples=("ftkit recipes", "ftkit recipes --json"),
+)
+@json_option
+def command(*, as_json: bool) -> None:
+    """List the recipes of the project, of the user's configuration, and those that ftkit ships."""
+    terminal, around = Terminal(), Surroundings.here()
+    recipes = load_each(list_names("recipe", around), lambda name: load_recipe(name, around), terminal)
+    if as_json:
+        terminal.json([{"name": name, **recipe.model_dump(mode="json")} for name, recipe in recipes])
+        return
+    terminal.table(
+        (Column("NAME"), Column("PARAMETERS", is_number=True), Column("DESCRIPTION", takes_cut=True)),
+        [(name, count(count_parameters(recipe.model.architecture)), recipe.description) for name, recipe in recipes],
+    )

@@ -1,0 +1,31 @@
+"""`ftkit resume`: submit a run again."""
+
+from __future__ import annotations
+
+import click
+
+from ftkit.cli.arguments import RUN_HELP, follow_option, run_argument, run_of
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.run import after_submission
+from ftkit.cli.terminal import Terminal
+from ftkit.launch.jobs import resume
+from ftkit.plan import read_plan
+
+
+@click.command(
+    "resume",
+    cls=ExamplesCommand,
+    short_help="Submit a run again, from its newest checkpoint.",
+    examples=("ftkit resume last", "ftkit resume demo --no-follow"),
+    help=f"""Submit a run's own script again; it goes on from its newest checkpoint.
+
+    {RUN_HELP}
+    """,
+)
+@run_argument
+@follow_option
+def command(reference: str, *, follow: bool) -> None:
+    """Submit a run again."""
+    terminal = Terminal()
+    run = resume(read_plan(run_of(reference).layout))
+    after_submission(run, terminal, does_follow=follow, skip_history=True)

@@ -1,0 +1,73 @@
+"""`ftkit run`: plan, submit, watch."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftkit.cli.arguments import follow_option, run_words, what_to_run
+from ftkit.cli.follow import follow
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.plan_view import plan_facts
+from ftkit.cli.terminal import Styled, Terminal
+from ftkit.launch.jobs import start
+from ftkit.launch.manifest import describe
+from ftkit.launch.prerequisites import check_prerequisites
+from ftkit.launch.resolve import resolve
+from ftkit.launch.slurm import overriding_variables
+from ftkit.render import render_job
+from ftkit.specs.load import Surroundings
+
+if TYPE_CHECKING:
+    from ftkit.launch.submission import SubmittedRun
+
+
+@click.command(
+    "run",
+    cls=ExamplesCommand,
+    short_help="Plan a run, submit it, and watch it learn.",
+    examples=(
+        "ftkit run demo",
+        "ftkit run --image olmo3:25.02 --nodes 2",
+        "ftkit run demo training.learning_rate=1e-3 training.max_steps=100",
+        "ftkit run my-recipe.yaml --cluster mycluster --name first-try --no-follow",
+        "ftkit run --image olmo3:25.02 --cluster mycluster --dry-run > job.sbatch",
+    ),
+)
+@what_to_run
+@click.option("--dry-run", is_flag=True, help="Print the job script to stdout; write and submit nothing.")
+@follow_option
+@click.pass_obj
+def command(typed: list[str], /, words: tuple[str, ...], *, dry_run: bool, follow: bool, **options: Any) -> None:
+    """Plan a run, submit it, and watch it learn.
+
+    RECIPE is a name that 'ftkit recipes' lists, or the path of a file; without it, the image's default
+    recipe. KEY.PATH=VALUE changes a value of the recipe. A run goes on when you stop watching it.
+    """
+    terminal, around = Terminal(), Surroundings.here()
+    plan = resolve(run_words(words, **options), around)
+    script = render_job(plan).script
+    terminal.facts(plan_facts(plan), is_data=False)
+    if dry_run:
+        terminal.data(script)
+        return
+    check_prerequisites(plan)
+    if plan.cluster.scheduler == "slurm":
+        for variable in overriding_variables(os.environ):
+            terminal.warn(f"{variable} in your environment wins over the job script")
+    run = start(plan, script, describe(plan, ["ftkit", *typed], around.project))
+    after_submission(run, terminal, does_follow=follow)
+
+
+def after_submission(run: SubmittedRun, terminal: Terminal, *, does_follow: bool, skip_history: bool = False) -> None:
+    """Say what the scheduler has taken; then watch it, or print the run's id for a script to use."""
+    job = "process" if run.submission.scheduler == "local" else "job"
+    terminal.say(Styled(f"\nsubmitted {run.id} as {job} {run.submission.job_id}", "bold"))
+    if run.submission.messages:
+        terminal.say(run.submission.messages)
+    if does_follow:
+        follow(run, terminal, skip_history=skip_history)
+    else:
+        terminal.data(f"{run.id}\n")

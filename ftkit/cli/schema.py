@@ -1,0 +1,56 @@
+"""`ftkit schema`: JSON schemas, for editors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftkit import assets
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.terminal import Terminal
+from ftkit.specs.cluster import ClusterProfile
+from ftkit.specs.image import ImageSpec
+from ftkit.specs.recipe import RecipeSpec
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_SPECS: dict[str, type[BaseModel]] = {"recipe": RecipeSpec, "cluster": ClusterProfile, "image": ImageSpec}
+
+
+@click.command(
+    "schema",
+    cls=ExamplesCommand,
+    short_help="Print a JSON schema, for editors.",
+    examples=(
+        "ftkit schema recipe > recipe.schema.json",
+        "# and at the top of a recipe, for editors that know the YAML language server:",
+        "# yaml-language-server: $schema=recipe.schema.json",
+    ),
+)
+@click.argument("kind", type=click.Choice(list(_SPECS)))
+def command(kind: str) -> None:
+    """Print the JSON schema of recipe, cluster or image files."""
+    schema = _without_required(_SPECS[kind].model_json_schema())
+    if kind != "image":
+        schema["properties"]["extends"] = {
+            "type": "string",
+            "description": f"Name of the {kind} that this one changes.",
+        }
+    if kind == "recipe":
+        shape = schema["$defs"]["ModelSpec"]["properties"]["architecture"]
+        shipped = sorted(path.stem for path in assets.ARCHITECTURES.glob("*.yaml"))
+        shape["anyOf"] = [{"enum": shipped}, {"$ref": shape.pop("$ref")}]
+    Terminal().json({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema})
+
+
+def _without_required(schema: Any) -> Any:
+    """Leave out which keys are required: a file that extends another holds only some. ftkit itself checks the whole."""
+    if isinstance(schema, dict):
+        return {
+            ("anyOf" if key == "oneOf" else key): _without_required(value)
+            for key, value in schema.items()
+            if key not in ("required", "discriminator") or not isinstance(value, list | dict)
+        }
+    return [_without_required(part) for part in schema] if isinstance(schema, list) else schema

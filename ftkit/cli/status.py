@@ -1,0 +1,178 @@
+"""`ftkit status`: everything about one run."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+
+from ftkit.cli.arguments import RUN_HELP, json_option, run_argument, run_of, submitted_run_of
+from ftkit.cli.closing import failing_rank, next_commands, result_facts, show_samples, state_cell
+from ftkit.cli.follow import follow as follow_run
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.terminal import Cell, Styled, Terminal
+from ftkit.cli.wording import age, duration, short_path
+from ftkit.launch.observe import observe
+from ftkit.launch.runs import RunFolder
+from ftkit.launch.states import FAILURES, Observation, RunState
+from ftkit.launch.submission import SubmittedRun
+from ftkit.launch.summary import TrainingSummary, list_checkpoints, log_tail, summarise
+from ftkit.plan import RunPlan, read_plan
+from ftkit.records import RankError
+
+_NUM_CHECKPOINTS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class _Status:
+    folder: RunFolder
+    plan: RunPlan
+    run: SubmittedRun | None
+    seen: Observation
+    summary: TrainingSummary
+    error: RankError | None
+
+
+@click.command(
+    "status",
+    cls=ExamplesCommand,
+    short_help="Show everything about one run.",
+    examples=("ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json"),
+    help=f"""Show everything about one run: state, progress, results, the error that ended it, what to do next.
+
+    {RUN_HELP}
+    """,
+)
+@run_argument
+@click.option("--follow", "-f", is_flag=True, help="Watch the run until it ends.")
+@json_option
+def command(reference: str, *, follow: bool, as_json: bool) -> None:
+    """Show one run."""
+    terminal = Terminal()
+    if follow:
+        follow_run(submitted_run_of(reference), terminal)
+        return
+    status = _read(run_of(reference))
+    if as_json:
+        terminal.json(_as_json(status))
+    else:
+        _show(status, terminal)
+
+
+def _read(folder: RunFolder) -> _Status:
+    run = folder.submitted
+    never = Observation(RunState.UNKNOWN, is_final=False, reason="never submitted")
+    seen = observe(run) if run else never
+    return _Status(
+        folder=folder,
+        plan=read_plan(folder.layout),
+        run=run,
+        seen=seen,
+        summary=summarise(folder.layout),
+        error=failing_rank(run, seen) if run else None,
+    )
+
+
+def _show(status: _Status, terminal: Terminal) -> None:
+    facts: list[tuple[str, Cell]] = [
+        ("run", Styled(status.folder.id, "bold")),
+        ("state", state_cell(status.seen)),
+        *_job_facts(status),
+        *result_facts(status.summary),
+        *_place_facts(status),
+    ]
+    terminal.facts(facts, is_data=True)
+    if status.summary.after:
+        show_samples(status.summary.after, terminal, is_data=True)
+    if status.seen.state in FAILURES:
+        _show_error(status, terminal)
+    terminal.facts([("next", text) for text in next_commands(status.folder.id, status.seen)], is_data=True)
+
+
+def _job_facts(status: _Status) -> list[tuple[str, Cell]]:
+    if status.run is None:
+        return []
+    submission, seen = status.run.submission, status.seen
+    job = "process" if submission.scheduler == "local" else "job"
+    where = f" on {seen.nodes or submission.host}" if seen.nodes or job == "process" else ""
+    earlier = f", after {', '.join(submission.earlier_job_ids)}" if submission.earlier_job_ids else ""
+    facts: list[tuple[str, Cell]] = [
+        (job, f"{submission.job_id}{where}{earlier}"),
+        ("submitted", f"{age(time.time() - submission.submitted)} ago on {submission.host}"),
+    ]
+    if seen.started and (seen.ended or seen.state is RunState.RUNNING):
+        facts.append(("took" if seen.ended else "runs for", duration((seen.ended or time.time()) - seen.started)))
+    elif seen.started and seen.started > time.time():
+        facts.append(("expected", f"to start in {duration(seen.started - time.time())}"))
+    if seen.exit_code:
+        facts.append(("exit code", str(seen.exit_code)))
+    return facts
+
+
+def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
+    plan, layout = status.plan, status.folder.layout
+    place = f"{plan.placement.num_nodes} × {plan.placement.processes_per_node} processes"
+    facts: list[tuple[str, Cell]] = [
+        ("recipe", plan.recipe.name),
+        ("cluster", f"{plan.cluster.name}, {place} ({plan.placement.device}), {plan.engine.name}"),
+    ]
+    if plan.image:
+        facts.append(("image", plan.image))
+    checkpoints = [path.name for _, path in list_checkpoints(layout)][-_NUM_CHECKPOINTS_SHOWN:]
+    if checkpoints:
+        facts.append(("checkpoints", f"{', '.join(checkpoints)} in {short_path(layout.checkpoints)}"))
+    return [*facts, ("run folder", short_path(layout.root)), ("log", short_path(layout.job_log))]
+
+
+def _show_error(status: _Status, terminal: Terminal) -> None:
+    terminal.text(is_data=True)
+    error = status.error
+    if error:
+        terminal.text(Styled(f"rank {error.rank} on {error.host} failed first: {error.type}", "bold"), is_data=True)
+        terminal.text(error.traceback.rstrip() or error.message, is_data=True)
+    else:
+        terminal.text(Styled("no rank left an error; the end of the log:", "bold"), is_data=True)
+        terminal.text("\n".join(log_tail(status.folder.layout)) or "(the log is empty)", is_data=True)
+    terminal.text(is_data=True)
+
+
+def _as_json(status: _Status) -> dict[str, Any]:
+    summary, plan, layout = status.summary, status.plan, status.folder.layout
+    submission = status.run.submission if status.run else None
+    values: dict[str, Any] = _finite(
+        {
+            "id": status.folder.id,
+            "name": status.folder.name,
+            **asdict(status.seen),
+            "recipe": plan.recipe.name,
+            "cluster": plan.cluster.name,
+            "image": plan.image,
+            "scheduler": plan.cluster.scheduler,
+            "job_id": submission.job_id if submission else None,
+            "earlier_job_ids": list(submission.earlier_job_ids) if submission else [],
+            "created": plan.created.isoformat(),
+            "submitted": submission.submitted if submission else None,
+            "world_size": plan.placement.world_size,
+            "engine": plan.engine.name,
+            "num_steps": summary.last_step.num_steps if summary.last_step else plan.num_steps,
+            **{key: asdict(record) if record else None for key, record in vars(summary).items()},
+            "checkpoints": [{"step": step, "path": str(path)} for step, path in list_checkpoints(layout)],
+            "error": asdict(status.error) if status.error else None,
+            "folder": str(layout.root),
+            "log": str(layout.job_log),
+            "next": next_commands(status.folder.id, status.seen),
+        }
+    )
+    return values
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON has no word for: a loss that is not a number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value

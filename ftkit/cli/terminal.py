@@ -1,0 +1,121 @@
+"""The one class that wraps rich: data to stdout, talk to stderr, colours only on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import JustifyMethod, RenderableType
+
+_UNLIMITED = 10_000
+_ROOMY = 110
+
+
+@dataclass(frozen=True)
+class Styled:
+    """A text with a style of rich."""
+
+    text: str
+    style: str
+
+
+Cell = str | Styled
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: `takes_cut` is the one that gives way when the screen is narrow."""
+
+    title: str
+    is_number: bool = False
+    takes_cut: bool = False
+
+
+class Terminal:
+    """Prints for people and for programs."""
+
+    def __init__(self) -> None:
+        self._out = _console(sys.stdout)
+        self.talk = _console(sys.stderr)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether talk goes to a screen that can be redrawn."""
+        return self.talk.is_terminal and not self.talk.is_dumb_terminal
+
+    @property
+    def is_roomy(self) -> bool:
+        """Whether data may take long lines."""
+        return self._out.width >= _ROOMY
+
+    def data(self, text: str) -> None:
+        """Write to stdout exactly this."""
+        click.echo(text, nl=False)
+
+    def json(self, values: Any) -> None:
+        """Write JSON to stdout."""
+        self.data(json.dumps(values, indent=2) + "\n")
+
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
+        """Write a table to stdout."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for column in columns:
+            justify: JustifyMethod = "right" if column.is_number else "left"
+            table.add_column(column.title, justify=justify, no_wrap=not column.takes_cut)
+        for row in rows:
+            cells = [_text(cell) for cell in row]
+            for cell in cells:
+                cell.no_wrap, cell.overflow = True, "ellipsis"
+            table.add_row(*cells)
+        _print(self._out, table)
+
+    def facts(self, rows: Sequence[tuple[str, Cell]], *, is_data: bool) -> None:
+        """Write names with their values, to stdout if that is what was asked for, else to stderr."""
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(style="bold", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in rows:
+            grid.add_row(_text(name), _text(value))
+        _print(self._out if is_data else self.talk, grid)
+
+    def text(self, cell: Cell = "", *, is_data: bool) -> None:
+        """Write a paragraph, to stdout if that is what was asked for, else to stderr."""
+        _print(self._out if is_data else self.talk, _text(cell))
+
+    def say(self, cell: Cell = "") -> None:
+        """Write a paragraph to stderr."""
+        self.text(cell, is_data=False)
+
+    def warn(self, text: str) -> None:
+        """Write a warning to stderr."""
+        self.say(Styled(f"warning: {text}", "yellow"))
+
+
+def _console(stream: IO[str]) -> Console:
+    console = Console(file=stream, markup=False, highlight=False, emoji=False)
+    return console if console.is_terminal else Console(file=stream, width=_UNLIMITED, highlight=False, markup=False)
+
+
+def _text(cell: Cell) -> Text:
+    return Text(cell) if isinstance(cell, str) else Text(cell.text, style=cell.style)
+
+
+def _print(console: Console, renderable: RenderableType) -> None:
+    """Print; into a pipe without rich's padding at line ends, and with broken pipes passed on."""
+    if console.is_terminal:
+        console.print(renderable)
+        return
+    with console.capture() as capture:
+        console.print(renderable)
+    for line in capture.get().splitlines():
+        click.echo(line.rstrip(), file=console.file)

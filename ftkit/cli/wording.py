@@ -1,0 +1,60 @@
+"""Numbers, times and paths as people read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+def count(number: float) -> str:
+    """Write a large number short, with three digits: 934528 as `935 k`."""
+    for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"), (1, "")):
+        if number >= 0.9995 * size:
+            return f"{float(f'{number:.2e}') / size:.4g}{unit}"
+    return f"{number:.3g}"
+
+
+def gib(amount: float) -> str:
+    """Write an amount of memory, given in GiB."""
+    if amount < 0.1:  # noqa: PLR2004 - below, MiB are easier to read
+        return f"{amount * 1024:.0f} MiB"
+    return f"{amount:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Write a length of time: `45 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`."""
+    whole = max(0, round(seconds))
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE:02} s"
+    if whole < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
+
+
+def age(seconds: float) -> str:
+    """Write how long ago something was, in one unit."""
+    whole = max(0, round(seconds))
+    for size, unit in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+        if whole >= size:
+            return f"{whole // size} {unit}"
+    return f"{whole} s"
+
+
+def short_path(path: Path) -> str:
+    """Write a path as it can be typed here: relative below the current folder, with `~` below the home."""
+    here, home = Path.cwd(), Path.home()
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    if path.is_relative_to(home):
+        return str("~" / path.relative_to(home))
+    return str(path)
+
+
+def plural(number: int, noun: str) -> str:
+    """Write `1 node`, `2 nodes`, `3 processes`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"

@@ -1,0 +1,56 @@
+"""The wheel, installed in an empty environment and used from another folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.packaging
+
+
+def run(*command: str | Path, cwd: Path = Path("/"), expect: int = 0) -> str:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("FTKIT_")}
+    environment |= {"XDG_CONFIG_HOME": "/nonexistent", "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def ftkit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command, from a wheel that was installed without any extra."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, CHECKOUT)
+    (wheel,) = folder.glob("ftkit-*.whl")
+    run(sys.executable, "-m", "venv", folder / "venv")
+    constraints = CHECKOUT / "constraints-cpu.txt"
+    run(folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "-c", constraints, wheel)
+    return folder / "venv/bin/ftkit"
+
+
+def test_the_installed_command_knows_everything_that_is_shipped(ftkit: Path) -> None:
+    for listing, name in [("recipes", "demo"), ("clusters", "a3-megagpu-8g"), ("images", "olmo3:25.02")]:
+        assert name in run(ftkit, listing, "--json")
+
+
+def test_a_job_for_a_cluster_is_rendered_without_torch_or_slurm(ftkit: Path, tmp_path: Path) -> None:
+    with_torch = run(ftkit.with_name("python"), "-c", "import importlib.util as u; print(u.find_spec('torch'))")
+    assert with_torch.strip() == "None"
+    script = run(
+        ftkit, "run", "--image", "olmo3:25.02", "--nodes", "2", "--cluster", "a3-megagpu-8g", "--dry-run", cwd=tmp_path
+    )
+    assert script.startswith("#!/usr/bin/env bash\n")
+    assert "--container-image" in script
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_without_the_extra_says_what_to_install(ftkit: Path, tmp_path: Path) -> None:
+    run(ftkit, "run", "demo", "--cluster", "local", "--no-follow", cwd=tmp_path, expect=5)

@@ -1,0 +1,80 @@
+"""A real Slurm, and ftkit on its login node as an ordinary user."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CHECKOUT = Path(__file__).parents[2]
+DEV_CLUSTER = CHECKOUT / "scripts" / "dev-cluster"
+TINY = "tests/train/tiny.yaml"
+SKIPPED = 77
+EVERYTHING_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if EVERYTHING_HERE in item.path.parents:
+            item.add_marker(pytest.mark.slurm)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The login node, and the power switches of the others."""
+
+    def ftkit(self, *arguments: str, expect: int = 0, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+        done = self.execute(str(CHECKOUT / ".venv" / "bin" / "ftkit"), *arguments, timeout=timeout)
+        assert done.returncode == expect, done.stdout + done.stderr
+        assert "Traceback (most recent call last)" not in done.stdout or arguments[0] in {"run", "status", "logs"}
+        return done
+
+    def execute(self, *command: str, timeout: int = 60) -> subprocess.CompletedProcess[str]:
+        full = [str(DEV_CLUSTER), "exec", "--", *command]
+        return subprocess.run(full, cwd=CHECKOUT, capture_output=True, text=True, timeout=timeout, check=False)
+
+    def switch(self, verb: str, node: str) -> None:
+        subprocess.run([str(DEV_CLUSTER), verb, node], check=True, capture_output=True, timeout=120)
+
+    def submit(self, name: str, *arguments: str) -> str:
+        """Start a run on two nodes without following it; return its id."""
+        done = self.ftkit("run", TINY, "--cluster", "dev", "--nodes", "2", "--name", name, "--no-follow", *arguments)
+        return done.stdout.strip().splitlines()[-1].split()[-1]
+
+    def status(self, run: str) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.ftkit("status", run, "--json").stdout)
+        return status
+
+    def wait(self, run: str, condition: Callable[[dict[str, Any]], bool], seconds: int = 150) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while not condition(status := self.status(run)):
+            assert not status["is_final"], self.explain(run)
+            assert time.monotonic() < deadline, self.explain(run)
+            time.sleep(1)
+        return status
+
+    def wait_for_completion(self, run: str, seconds: int = 200) -> dict[str, Any]:
+        status = self.wait(run, lambda status: status["is_final"], seconds)
+        assert status["state"] == "completed", self.explain(run)
+        return status
+
+    def explain(self, run: str) -> str:
+        return "\n".join([self.execute("ftkit", "status", run).stdout, self.execute("ftkit", "logs", run).stdout])
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    up = subprocess.run([str(DEV_CLUSTER), "up"], capture_output=True, text=True, timeout=600, check=False)
+    if up.returncode == SKIPPED:
+        pytest.skip(up.stderr.strip())
+    assert up.returncode == 0, up.stdout + up.stderr
+    yield Cluster()
+    subprocess.run([str(DEV_CLUSTER), "down"], check=True, capture_output=True, timeout=120)

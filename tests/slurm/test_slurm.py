@@ -1,0 +1,115 @@
+"""What users do on a cluster, done on a real one."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conftest import Cluster
+
+# Four processes, and enough steps that there is time to disturb them.
+FOUR = "training.global_batch_size=16"
+LONG = (FOUR, "training.max_steps=3000", "training.checkpoint_every_steps=20", "evaluation.sql_execution=null")
+
+
+def is_training(status: dict[str, Any]) -> bool:
+    return status["last_step"] is not None and status["last_step"]["step"] > 25
+
+
+def test_a_followed_run_trains_over_two_nodes_and_ends_with_a_model(cluster: Cluster) -> None:
+    done = cluster.ftkit("run", "tests/train/tiny.yaml", "--cluster", "dev", "--nodes", "2", FOUR)
+    assert "step 20/20" in done.stderr
+    status = cluster.status("last")
+    assert (status["state"], status["world_size"], status["start"]["world_size"]) == ("completed", 4, 4)
+    log = cluster.ftkit("logs", "last").stdout
+    assert "n[1-2]" in log
+    assert "rank 0 INFO" in log
+    assert "rank 3 INFO" in cluster.ftkit("logs", "last", "--rank", "3").stdout
+    found = cluster.execute("find", status["end"]["export"], "-name", "model.safetensors")
+    assert found.stdout.strip().endswith("export/model.safetensors")
+    assert "tiny" in cluster.ftkit("runs").stdout
+
+
+def test_a_cancelled_run_ends_and_is_not_put_back_into_the_queue(cluster: Cluster) -> None:
+    run = cluster.submit("cancelled", *LONG)
+    job = cluster.wait(run, is_training)["job_id"]
+    cluster.ftkit("cancel", job)
+    status = cluster.wait(run, lambda status: status["is_final"])
+    assert status["state"] == "cancelled"
+    queue = cluster.execute("squeue", "--noheader", "--jobs", job, "--states=PENDING,RUNNING").stdout
+    assert queue == ""
+
+
+def test_the_log_is_followed_to_the_end_of_the_run(cluster: Cluster) -> None:
+    run = cluster.submit("followed", FOUR)
+    log = cluster.ftkit("logs", run, "-f", timeout=120).stdout
+    assert "step 20/20" in log
+    assert "completed after 20 steps" in log
+
+
+def test_a_failing_rank_is_shown_with_its_traceback(cluster: Cluster) -> None:
+    # The folder is there, but holds no model: every rank finds that out when it looks for the weights.
+    arguments = ("run", "tests/train/tiny.yaml", "--cluster", "dev", "--nodes", "2", "--name", "failing", FOUR)
+    done = cluster.ftkit(*arguments, "model.weights=/tmp", expect=7)
+    assert "there is no config.json in /tmp" in done.stderr
+    shown = cluster.ftkit("status", "failing").stdout
+    assert "NotFoundError" in shown
+    assert "fetch_weights" in shown
+    assert cluster.status("failing")["state"] == "failed"
+
+
+def test_a_run_survives_the_death_of_a_node(cluster: Cluster) -> None:
+    run = cluster.submit("survivor", *LONG, "training.max_steps=300")
+    cluster.wait(run, is_training)
+    nodes = cluster.status(run)["nodes"] or "n[1-2]"
+    victim = "n" + nodes.strip("n[]").replace("-", ",").split(",")[-1]
+    cluster.switch("kill-node", victim)
+    cluster.wait(run, lambda status: status["state"] in {"pending", "node-failure"})
+    start_now(cluster, run)
+    try:
+        status = cluster.wait_for_completion(run)
+    finally:
+        cluster.switch("revive-node", victim)
+    assert status["last_step"]["step"] == 300
+    assert status["start"]["resumed_from"] >= 20
+
+
+def test_a_run_asked_to_stop_writes_a_checkpoint_and_goes_on_later(cluster: Cluster) -> None:
+    run = cluster.submit("interrupted", *LONG, "training.max_steps=300", "training.checkpoint_every_steps=1000")
+    job = cluster.wait(run, is_training)["job_id"]
+    # What Slurm does when the time limit is near.
+    assert cluster.execute("scancel", "--signal=USR1", "--batch", job).returncode == 0
+    cluster.wait(run, lambda status: status["state"] in {"pending", "stopped"})
+    start_now(cluster, run)
+    status = cluster.wait_for_completion(run)
+    assert status["last_step"]["step"] == 300
+    assert status["start"]["resumed_from"] > 25
+
+
+def test_a_refusal_of_slurm_is_explained(cluster: Cluster) -> None:
+    cluster.execute("sh", "-c", "printf 'extends: dev\\nname: wrong\\npartition: nope\\n' >~/.config/ftkit/clusters/wrong.yaml")
+    done = cluster.ftkit("run", "tests/train/tiny.yaml", "--cluster", "wrong", expect=6)
+    assert "nope" in done.stderr
+    assert "partition" in done.stderr
+
+
+def test_a_workspace_with_an_unusual_name_works(cluster: Cluster) -> None:
+    script = """
+    workspace="$(ftkit config --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["settings"]["workspace"]["value"])')"
+    export FTKIT_WORKSPACE="$workspace/it's 100% \\"\\$(odd)\\" ;&"
+    mkdir -p "$FTKIT_WORKSPACE" && exec ftkit run tests/train/tiny.yaml --cluster dev training.max_steps=2
+    """
+    done = cluster.execute("bash", "-c", script, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2/2" in done.stderr
+
+
+def start_now(cluster: Cluster, run: str) -> None:
+    """Spare the test the two minutes that Slurm lets a requeued job wait."""
+    job = cluster.status(run)["job_id"]
+    for _ in range(60):
+        cluster.execute("scontrol", "update", f"jobid={job}", "StartTime=now")
+        if cluster.status(run)["state"] != "pending":
+            return
+        time.sleep(1)

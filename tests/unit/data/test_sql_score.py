@@ -1,0 +1,164 @@
+"""Scoring SQL by execution: what matches, what does not, and what may not run at all."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftkit.data.sql_score import ExecutionMatch, Outcome, execution_match
+from ftkit.data.text_to_sql import Example
+
+CONTEXT = "CREATE TABLE cars (model TEXT, price INTEGER, weight REAL);"
+FIXTURE = "INSERT INTO cars VALUES ('Nova', 30, 0.1), ('Echo', 10, 0.2), ('Delta', 20, 0.3), ('Echo', 40, NULL);"
+
+
+def score(predicted_sql: str, reference_sql: str = "SELECT model FROM cars WHERE price > 15") -> ExecutionMatch:
+    example = Example("Which cars cost more than 15?", CONTEXT, reference_sql, FIXTURE)
+    return execution_match(example, predicted_sql)
+
+
+def test_the_reference_itself_matches() -> None:
+    assert score("SELECT model FROM cars WHERE price > 15").matched
+
+
+@pytest.mark.parametrize(
+    "predicted_sql",
+    [
+        "select MODEL from CARS where 15 < price;",
+        "SELECT c.model FROM cars AS c WHERE NOT c.price <= 15",
+        "WITH dear AS (SELECT * FROM cars WHERE price > 15) SELECT model FROM dear",
+        "SELECT model FROM cars WHERE price > 15 ORDER BY price DESC -- another order",
+    ],
+)
+def test_a_prediction_written_otherwise_with_the_same_rows_matches(predicted_sql: str) -> None:
+    assert score(predicted_sql).matched
+
+
+@pytest.mark.parametrize(
+    "predicted_sql",
+    [
+        "SELECT model FROM cars",
+        "SELECT price FROM cars WHERE price > 15",
+        "SELECT model, price FROM cars WHERE price > 15",
+        "SELECT model FROM cars WHERE price > 1500",
+    ],
+)
+def test_a_prediction_with_other_rows_does_not_match(predicted_sql: str) -> None:
+    assert score(predicted_sql).outcome is Outcome.WRONG_ROWS
+
+
+def test_a_row_that_is_returned_once_does_not_match_the_same_row_twice() -> None:
+    reference = "SELECT model FROM cars WHERE model = 'Echo'"
+    assert score("SELECT DISTINCT model FROM cars WHERE model = 'Echo'", reference).outcome is Outcome.WRONG_ROWS
+
+
+def test_the_order_of_rows_counts_if_the_reference_asks_for_one() -> None:
+    reference = "SELECT model FROM cars ORDER BY price"
+    assert score("SELECT model FROM cars ORDER BY price ASC", reference).matched
+    assert not score("SELECT model FROM cars ORDER BY price DESC", reference).matched
+
+
+@pytest.mark.parametrize(
+    "reference_sql",
+    [
+        "SELECT model FROM cars WHERE model <> 'order by'",
+        "SELECT model FROM (SELECT model FROM cars ORDER BY price LIMIT 4)",
+        "SELECT model FROM cars WHERE price IN (SELECT max(price) OVER (ORDER BY (price)) FROM cars)",
+    ],
+)
+def test_an_order_by_inside_of_texts_and_parentheses_does_not_order_the_rows(reference_sql: str) -> None:
+    assert score("SELECT model FROM cars ORDER BY price DESC", reference_sql).matched
+
+
+def test_sums_that_differ_in_their_last_digits_match() -> None:
+    assert score("SELECT 0.2 + 0.1", "SELECT 0.3").matched
+    assert not score("SELECT 0.3001", "SELECT 0.3").matched
+
+
+def test_an_integer_matches_the_same_number_as_a_float_but_not_as_a_text() -> None:
+    assert score("SELECT 20", "SELECT avg(price) FROM cars WHERE price = 20").matched
+    assert not score("SELECT '20'", "SELECT 20").matched
+
+
+def test_null_matches_null_only() -> None:
+    reference = "SELECT weight FROM cars WHERE price = 40"
+    assert score("SELECT NULL", reference).matched
+    assert not score("SELECT 0", reference).matched
+
+
+@pytest.mark.parametrize(
+    "predicted_sql",
+    ["", "  ;", "-- nothing", "SELECT", "SELECT model FROM trucks", "I would select the model.", "SELECT ?", "SELECT '\0'"],
+)
+def test_malformed_sql_fails_without_an_exception(predicted_sql: str) -> None:
+    verdict = score(predicted_sql)
+    assert verdict.outcome is Outcome.PREDICTION_FAILED
+    assert verdict.message
+
+
+@pytest.mark.parametrize(
+    "predicted_sql",
+    [
+        "DELETE FROM cars",
+        "DROP TABLE cars",
+        "INSERT INTO cars SELECT * FROM cars RETURNING model",
+        "CREATE TABLE trucks AS SELECT 1",
+        "PRAGMA table_info(cars)",
+        "ATTACH ':memory:' AS other",
+        "VACUUM",
+        "BEGIN",
+        "SELECT model FROM cars WHERE price > 15; DROP TABLE cars",
+        "SELECT model FROM cars; SELECT model FROM cars WHERE price > 15",
+    ],
+)
+def test_only_one_reading_select_may_run(predicted_sql: str) -> None:
+    assert score(predicted_sql).outcome is Outcome.PREDICTION_FAILED
+
+
+@pytest.mark.parametrize(
+    "predicted_sql",
+    [
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n",
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n",
+        "SELECT hex(zeroblob(1000000000))",
+    ],
+)
+def test_a_prediction_that_never_ends_or_eats_the_memory_is_stopped(predicted_sql: str) -> None:
+    assert score(predicted_sql).outcome is Outcome.PREDICTION_FAILED
+
+
+def test_a_context_that_brings_its_own_rows_needs_no_fixture() -> None:
+    example = Example("How many cars?", f"{CONTEXT} {FIXTURE}", "SELECT COUNT(*) FROM cars")
+    assert execution_match(example, "SELECT 4").matched
+    assert not execution_match(example, "SELECT 0").matched
+
+
+@pytest.mark.parametrize("context", ["CREATE TABLE t (a SERIAL[]) ENGINE=X;", "no SQL at all", ""])
+def test_an_example_that_sqlite_cannot_run_is_told_apart_from_a_wrong_prediction(context: str) -> None:
+    verdict = execution_match(Example("How many?", context, "SELECT COUNT(*) FROM t"), "SELECT 0")
+    assert verdict.outcome is Outcome.REFERENCE_FAILED
+
+
+@pytest.mark.parametrize("statement", ["ATTACH '{}' AS other", "VACUUM INTO '{}'"])
+def test_a_context_reaches_no_file(statement: str, tmp_path: Path) -> None:
+    context = f"{CONTEXT} {statement.format(tmp_path / 'file.db')};"
+    assert execution_match(Example("?", context, "SELECT 1"), "SELECT 1").outcome is Outcome.REFERENCE_FAILED
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fixture_is_its_own_statement_even_if_the_context_lacks_a_semicolon() -> None:
+    example = Example("How many?", "CREATE TABLE t (a INTEGER)", "SELECT a FROM t", "INSERT INTO t VALUES (7)")
+    assert execution_match(example, "SELECT 7").matched
+
+
+@settings(max_examples=50)
+@given(st.text())
+def test_no_text_raises(predicted_sql: str) -> None:
+    assert isinstance(score(predicted_sql), ExecutionMatch)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from(["SELECT", "model", "price", "FROM", "cars", "WHERE", "(", ")", ",", "=", "'x'", "*", "1"])))
+def test_no_sequence_of_sql_words_raises(words: list[str]) -> None:
+    assert isinstance(score(" ".join(words)), ExecutionMatch)

@@ -1,0 +1,136 @@
+"""The demo task: deterministic, disjoint, and such that only the right query gives the right rows."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from dataclasses import asdict
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftkit.data.sql_score import Outcome, execution_match
+from ftkit.data.text_to_sql import Example, TextToSql, generate
+from ftkit.data.text_to_sql_vocabulary import DOMAINS, PARENT_CATEGORIES, SHAPES
+
+
+@cache
+def task() -> TextToSql:
+    return generate(seed=0, num_train=300, num_heldout=100)
+
+
+def examples() -> list[Example]:
+    return [*task().train, *task().heldout]
+
+
+def outcomes(change: dict[str, str]) -> Counter[Outcome]:
+    """Score every reference after a change to its text, where that changes something."""
+    pattern = re.compile("|".join(map(re.escape, change)))
+    predictions = ((e, pattern.sub(lambda match: change[match[0]], e.sql)) for e in examples())
+    return Counter(execution_match(e, sql).outcome for e, sql in predictions if sql != e.sql)
+
+
+def test_it_has_the_sizes_that_are_asked_for() -> None:
+    assert (len(task().train), len(task().heldout)) == (300, 100)
+    assert generate(seed=0, num_train=0, num_heldout=0) == TextToSql([], [])
+
+
+def test_the_same_seed_gives_the_same_examples_on_every_machine() -> None:
+    text = json.dumps([asdict(example) for example in examples()])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "DIGEST"
+
+
+def test_another_seed_gives_other_examples() -> None:
+    assert not {*generate(seed=1, num_train=20, num_heldout=20).train} & {*task().train}
+
+
+def test_the_heldout_part_does_not_depend_on_the_size_of_the_training_part() -> None:
+    assert generate(seed=0, num_train=1, num_heldout=100).heldout == task().heldout
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(), num_train=st.integers(0, 100), num_heldout=st.integers(0, 100))
+def test_no_heldout_schema_is_in_the_training_part(seed: int, num_train: int, num_heldout: int) -> None:
+    train, heldout = generate(seed, num_train, num_heldout)
+    assert not {e.sql_context for e in train} & {e.sql_context for e in heldout}
+
+
+def test_no_schema_and_question_come_twice() -> None:
+    pairs = [(e.sql_context, e.sql_prompt) for e in examples()]
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_every_reference_returns_rows_and_matches_itself() -> None:
+    for example in examples():
+        assert execution_match(example, example.sql).matched
+        assert not execution_match(example, f"SELECT * FROM ({example.sql}) WHERE FALSE").matched
+
+
+def test_no_table_is_filled_where_the_model_can_see_it() -> None:
+    assert not any("INSERT" in example.sql_context for example in examples())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {" > ": " < ", " < ": " > ", " >= ": " <= ", " <= ": " >= "},
+        {"MAX(": "MIN(", "MIN(": "MAX("},
+        {"AVG(": "SUM(", "SUM(": "AVG("},
+        {"DISTINCT ": ""},
+        {" DESC ": " ASC ", " ASC ": " DESC "},
+        {" LIMIT 2": " LIMIT 3", " LIMIT 3": " LIMIT 4", " LIMIT 4": " LIMIT 5"},
+    ],
+)
+def test_no_query_with_one_wrong_word_gives_the_same_rows(change: dict[str, str]) -> None:
+    assert {*outcomes(change)} == {Outcome.WRONG_ROWS}
+
+
+def test_no_query_without_its_where_gives_the_same_rows() -> None:
+    filtered = [e for e in examples() if " WHERE " in e.sql]
+    assert len(filtered) > len(examples()) / 2
+    for example in filtered:
+        unfiltered = re.sub(r" WHERE .*?(?= GROUP BY| ORDER BY|$)", "", example.sql)
+        assert execution_match(example, unfiltered).outcome is Outcome.WRONG_ROWS
+
+
+def test_no_query_on_another_column_gives_the_same_rows() -> None:
+    for example in examples():
+        columns = re.findall(r"(\w+) (TEXT|INTEGER)", example.sql_context.split(";")[0])
+        for asked, asked_type in columns:
+            for other, other_type in columns:
+                wrong = re.sub(rf"(SELECT (?:\w+\()?){asked}\b", rf"\g<1>{other}", example.sql)
+                if other != asked and other_type == asked_type and wrong != example.sql:
+                    assert execution_match(example, wrong).outcome is Outcome.WRONG_ROWS
+
+
+def test_every_shape_of_question_is_asked_about_as_often() -> None:
+    features = ("WHERE", " AND ", "JOIN", "COUNT(*)", "AVG(", "SUM(", "MAX(", "MIN(", "GROUP BY", "ORDER BY", "DISTINCT")
+    shares = {feature: sum(feature in e.sql for e in examples()) / len(examples()) for feature in features}
+    assert all(share > 0.03 for share in shares.values()), shares
+
+
+def test_the_same_question_has_another_query_on_another_schema() -> None:
+    queries: dict[str, set[str]] = {}
+    for example in generate(seed=0, num_train=2000, num_heldout=0).train:
+        queries.setdefault(example.sql_prompt, set()).add(example.sql)
+    assert sum(len(q) > 1 for q in queries.values()) > 20
+
+
+@pytest.mark.parametrize("domain", DOMAINS, ids=lambda domain: domain.tables[0])
+def test_no_two_columns_of_a_domain_share_a_name_or_a_phrase(domain) -> None:
+    concepts = (domain.label, *domain.categories, *domain.quantities)
+    for words in ([c.names for c in concepts], [c.phrases for c in concepts]):
+        flat = [word for group in words for word in group]
+        assert len(set(flat)) == len(flat)
+
+
+def test_every_value_is_safe_inside_of_quotes() -> None:
+    for domain in DOMAINS:
+        for concept in (domain.label, *domain.categories, *PARENT_CATEGORIES):
+            assert all(value.isalpha() for value in concept.values)
+
+
+def test_every_template_names_the_things_that_it_asks_for() -> None:
+    assert all("{things}" in template for shape in SHAPES for template in shape.templates)
