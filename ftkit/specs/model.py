@@ -42,6 +42,8 @@ class ArchitectureSpec(Spec):
     """Base of the rotary position embedding."""
     rms_norm_eps: PositiveFloat = 1e-6
     """Epsilon of the RMS normalisation."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the weights of a model that is trained from nothing."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:

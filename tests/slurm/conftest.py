@@ -67,7 +67,7 @@ class Cluster:
         return status
 
     def explain(self, run: str) -> str:
-        return "\n".join([self.execute("ftkit", "status", run).stdout, self.execute("ftkit", "logs", run).stdout])
+        return f"{self.execute('ftkit', 'status', run).stdout}\n{self.execute('ftkit', 'logs', run).stdout}"
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,9 @@ def test_a_run_asked_to_stop_writes_a_checkpoint_and_goes_on_later(cluster: Clus
 
 
 def test_a_refusal_of_slurm_is_explained(cluster: Cluster) -> None:
-    cluster.execute("sh", "-c", "printf 'extends: dev\\nname: wrong\\npartition: nope\\n' >~/.config/ftkit/clusters/wrong.yaml")
+    cluster.execute(
+        "sh", "-c", "printf 'extends: dev\\nname: wrong\\npartition: nope\\n' >~/.config/ftkit/clusters/wrong.yaml"
+    )
     done = cluster.ftkit("run", "tests/train/tiny.yaml", "--cluster", "wrong", expect=6)
     assert "nope" in done.stderr
     assert "partition" in done.stderr
@@ -96,7 +98,7 @@ def test_a_refusal_of_slurm_is_explained(cluster: Cluster) -> None:
 
 def test_a_workspace_with_an_unusual_name_works(cluster: Cluster) -> None:
     script = """
-    workspace="$(ftkit config --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["settings"]["workspace"]["value"])')"
+    workspace="$(ftkit config --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["workspace"])')"
     export FTKIT_WORKSPACE="$workspace/it's 100% \\"\\$(odd)\\" ;&"
     mkdir -p "$FTKIT_WORKSPACE" && exec ftkit run tests/train/tiny.yaml --cluster dev training.max_steps=2
     """

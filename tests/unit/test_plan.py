@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.plan import RunPlan, count_steps, fingerprint, plan_from_json, plan_run, plan_to_json
-from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.image import BaseImageSpec, ImageSpec
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
-from ftkit.specs.recipe import RecipeSpec
 from ftkit.specs.request import RunRequest
+
+if TYPE_CHECKING:
+    from ftkit.specs.cluster import ClusterProfile
+    from ftkit.specs.recipe import RecipeSpec
 
 HERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
 DEMO = load_recipe("demo", HERE)
@@ -29,7 +32,15 @@ IMAGE = ImageSpec(
     default_recipe="olmo3-7b-full",
 )
 REQUEST = RunRequest(
-    None, None, None, None, False, Path("/shared/me"), "/venv/bin/python", datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), "ab12"
+    None,
+    None,
+    None,
+    None,
+    False,
+    Path("/shared/me"),
+    "/venv/bin/python",
+    datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+    "ab12",
 )
 
 
@@ -79,9 +90,7 @@ def test_micro_batch_times_processes_times_accumulation_is_the_global_batch(
 ) -> None:
     total = processes * micro * accumulation
     recipe = DEMO.model_copy(
-        update={
-            "training": DEMO.training.model_copy(update={"micro_batch_size": micro, "global_batch_size": total})
-        }
+        update={"training": DEMO.training.model_copy(update={"micro_batch_size": micro, "global_batch_size": total})}
     )
     batch = plan(recipe, request=replace(REQUEST, gpus_per_node=processes)).batch
     assert batch.accumulation_steps == accumulation
@@ -138,7 +147,14 @@ def test_what_needs_held_out_data_is_refused_without_it() -> None:
 
 def test_all_problems_come_at_once() -> None:
     request = replace(REQUEST, num_nodes=3, image="x:1", image_is_explicit=True)
-    assert len(problems(demo("training.sequence_length=4096", "training.global_batch_size=7"), request=request).splitlines()) == 4
+    assert (
+        len(
+            problems(
+                demo("training.sequence_length=4096", "training.global_batch_size=7"), request=request
+            ).splitlines()
+        )
+        == 4
+    )
 
 
 def test_an_imported_image_is_given_by_its_absolute_path() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +16,8 @@ from ftkit.specs.load import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.specs.data import FilesSource
 
 
@@ -51,8 +52,8 @@ def test_a_problem_in_a_file_is_named_by_file_and_line(around: Surroundings) -> 
 
 def test_a_wrong_choice_suggests_the_nearest(around: Surroundings) -> None:
     assert problems(around, "training.schedule=cosin") == [
-        "command line: training.schedule: 'cosin' is none of 'constant', 'cosine' or 'linear'. "
-        "Did you mean 'cosine'?"
+        ("command line: training.schedule: 'cosin' is none of 'constant', 'cosine' or 'linear'. "
+        "Did you mean 'cosine'?")
     ]  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def test_relative_paths_belong_to_the_file_that_names_them(
 
 
 @pytest.mark.parametrize(("text", "expected"), [("/a", True), ("./a", True), ("~/a", True), ("org/model", False)])
-def test_folders_are_told_from_hub_ids(text: str, expected: bool) -> None:  # noqa: FBT001
+def test_folders_are_told_from_hub_ids(text: str, expected: bool) -> None:
     assert is_path(text) is expected
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import pytest
@@ -42,4 +43,4 @@ def test_the_rate_never_leaves_its_bounds_and_never_rises_after_the_warm_up(
     rates = [learning_rate_at(step, num_steps, spec) for step in range(num_steps)]
     assert all(0 <= rate <= 2.0 for rate in rates)
     after = rates[round(warmup * num_steps) :]
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(after, after[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
