@@ -22,9 +22,14 @@ class Workspace:
         """Tokenised and packed data, one folder for each fingerprint."""
         return self.root / "data"
 
-    def image_file(self, reference: str) -> Path:
-        """Return where the imported squashfs image of `NAME:TAG` lies."""
-        return self.root / "images" / (reference.replace(":", "+") + ".sqsh")
+    @property
+    def images(self) -> Path:
+        """Imported images, named by digest, with readable links."""
+        return self.root / "images"
+
+    def image_file(self, reference: str, suffix: str = ".sqsh") -> Path:
+        """Return where the imported image of `NAME:TAG` lies: squashfs, or SIF with the suffix `.sif`."""
+        return self.images / (reference.replace(":", "+") + suffix)
 
 
 @dataclass(frozen=True)

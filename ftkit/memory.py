@@ -9,9 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ftkit.methods import (
+    ParameterCounts,
+    count_adapter_parameters,
+    count_quantised_parameters,
+    nf4_parts,
+    projections,
+)
+
 if TYPE_CHECKING:
     from ftkit.specs.model import ArchitectureSpec
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import EngineName, TrainingSpec
 
 GIB = 2**30
 
@@ -69,29 +77,68 @@ def count_parameters(shape: ArchitectureSpec) -> int:
     return shape.num_hidden_layers * layer_parameters(shape) + embedding_parameters(shape)
 
 
-def predict_memory(shape: ArchitectureSpec, training: TrainingSpec, num_shards: int) -> MemoryPlan:
+def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterCounts:
+    """Count the parameters of a model as a method trains it."""
+    base = count_parameters(shape)
+    if training.adapters is None:
+        return ParameterCounts(total=base, trained=base)
+    adapters = count_adapter_parameters(shape, training.adapters)
+    return ParameterCounts(base + adapters, adapters, count_quantised_parameters(shape, training))
+
+
+def predict_memory(
+    shape: ArchitectureSpec, training: TrainingSpec, num_shards: int, engine: EngineName = "fsdp2"
+) -> MemoryPlan:
     """Predict the peak memory of one of `num_shards` processes.
 
-    Master weights, gradients and AdamW's two states are fp32 and sharded (16 bytes a parameter in all).
-    While a layer runs, its whole weights are there in the compute precision, those of the next one are
-    on their way, and so are those outside the layers.
+    Trained weights have fp32 masters, gradients and two states of AdamW (16 bytes a parameter in all; ZeRO-3 has
+    them in the compute precision as well); frozen ones are there once. All are sharded. While a layer runs, its
+    whole weights are there in the compute precision, those of the next one are on their way, and so are those
+    outside the layers.
     """
     width = 2 if training.precision == "bf16" else 4
     tokens = training.micro_batch_size * training.sequence_length
-    total = count_parameters(shape)
-    sharded = num_shards > 1
-    gathered = width * (embedding_parameters(shape) + 2 * layer_parameters(shape)) if sharded else 0
-    if training.precision == "bf16" and not sharded:
-        gathered = width * total
+    trained = method_counts(shape, training).trained
+    stays = {"none": 1, "optimizer": 1 if engine == "fsdp2" else 0, "all": 0}[training.offload]
+    weights = 0 if training.offload == "all" else _frozen_bytes(shape, training, width)
+    if engine == "zero3" and training.offload != "all":
+        weights += width * trained
     return MemoryPlan(
-        parameters=4 * total / num_shards / GIB,
-        gradients=4 * total / num_shards / GIB,
-        optimizer=8 * total / num_shards / GIB,
-        gathered=gathered / GIB,
+        parameters=(weights + 4 * trained * stays) / num_shards / GIB,
+        gradients=4 * trained * stays / num_shards / GIB,
+        optimizer=(8 * trained if training.offload == "none" else 0) / num_shards / GIB,
+        gathered=_gathered_bytes(shape, training, num_shards, width) / GIB,
         activations=_activation_bytes(shape, training, tokens, width) / GIB,
         # Logits in the compute precision, their fp32 copy, and the gradient of each.
         logits=tokens * shape.vocab_size * (2 * width + 8) / GIB,
     )
+
+
+def _frozen_layer_bytes(shape: ArchitectureSpec, training: TrainingSpec, width: int) -> int:
+    """Count the bytes of a decoder layer's frozen weights, 4-bit ones as they are stored."""
+    weights = layer_parameters(shape)
+    if training.method != "qlora":
+        return width * weights
+    matrices = [inputs * outputs for inputs, outputs in projections(shape).values()]
+    return width * (weights - sum(matrices)) + sum(sum(nf4_parts(matrix)) for matrix in matrices)
+
+
+def _frozen_bytes(shape: ArchitectureSpec, training: TrainingSpec, width: int) -> int:
+    if training.adapters is None:
+        return 0
+    return shape.num_hidden_layers * _frozen_layer_bytes(shape, training, width) + width * embedding_parameters(shape)
+
+
+def _gathered_bytes(shape: ArchitectureSpec, training: TrainingSpec, num_shards: int, width: int) -> int:
+    """Count the bytes of weights that are whole at a time, beside a rank's own shards."""
+    counts = method_counts(shape, training)
+    # A 4-bit matrix is there in the compute precision while it is multiplied by.
+    matrix = width * max(inputs * outputs for inputs, outputs in projections(shape).values()) if counts.quantised else 0
+    if num_shards == 1 and training.offload != "all":
+        return matrix + (width * counts.trained if training.precision == "bf16" else 0)
+    adapters = width * (counts.total - count_parameters(shape)) // shape.num_hidden_layers
+    layer = _frozen_layer_bytes(shape, training, width) + adapters
+    return width * embedding_parameters(shape) + 2 * layer + matrix
 
 
 def _activation_bytes(shape: ArchitectureSpec, training: TrainingSpec, tokens: int, width: int) -> float:

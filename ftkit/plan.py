@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,6 +19,7 @@ from ftkit.memory import GPU_MEMORY_GIB, MemoryPlan, count_parameters, predict_m
 from ftkit.plan_checks import find_problems
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.recipe import RecipeSpec
+from ftkit.specs.training import EngineName, Method
 
 if TYPE_CHECKING:
     from ftkit.specs.image import ImageSpec
@@ -49,7 +50,7 @@ class PlacementPlan:
 class EnginePlan:
     """How the model is spread over the processes, and why so."""
 
-    name: Literal["fsdp2"]
+    name: EngineName
     reason: str
 
 
@@ -112,7 +113,8 @@ def plan_run(
     if problems:
         raise ConfigError(problems)
     placement = _placement(cluster, num_nodes, per_node)
-    memory = predict_memory(recipe.model.architecture, recipe.training, placement.world_size)
+    engine = choose_engine(recipe, placement.world_size, cluster.gpu)
+    memory = predict_memory(recipe.model.architecture, recipe.training, placement.world_size, engine.name)
     name = request.name or recipe.name
     return RunPlan(
         version=PLAN_VERSION,
@@ -125,7 +127,7 @@ def plan_run(
         recipe=recipe,
         cluster=cluster,
         placement=placement,
-        engine=_engine(recipe, placement.world_size),
+        engine=engine,
         batch=_batch(recipe.training, placement.world_size),
         memory=memory,
         num_parameters=count_parameters(recipe.model.architecture),
@@ -166,15 +168,32 @@ def _placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> Placem
     return PlacementPlan(num_nodes, per_node, cluster.device, threads)
 
 
-def _engine(recipe: RecipeSpec, world_size: int) -> EnginePlan:
+def choose_engine(recipe: RecipeSpec, world_size: int, gpu: str | None) -> EnginePlan:
+    """Return the engine that the recipe asks for; with `auto`, FSDP2 unless only ZeRO-3 fits the GPU."""
     wanted = recipe.training.engine
     if wanted != "auto":
         return EnginePlan(wanted, "the recipe asks for it")
     if world_size == 1:
         return EnginePlan("fsdp2", "one process: a single shard")
-    return EnginePlan(
-        "fsdp2", f"{world_size} processes: weights, gradients and optimizer states in {world_size} shards"
-    )
+    capacity = GPU_MEMORY_GIB.get(gpu or "")
+    needed = {
+        name: predict_memory(recipe.model.architecture, recipe.training, world_size, name).total for name in _ENGINES
+    }
+    if capacity is not None and needed["zero3"] <= capacity < needed["fsdp2"]:
+        return EnginePlan(
+            "zero3",
+            f"{world_size} processes: {needed['zero3']:.0f} GiB a {gpu} with zero3, which it has "
+            f"({capacity:g} GiB); {needed['fsdp2']:.0f} GiB with fsdp2",
+        )
+    return EnginePlan("fsdp2", f"{world_size} processes: {_SHARDED[recipe.training.method]} in {world_size} shards")
+
+
+_ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+_SHARDED: dict[Method, str] = {
+    "full": "weights, gradients and optimizer states",
+    "lora": "frozen weights and adapters",
+    "qlora": "4-bit weights and adapters",
+}
 
 
 def _batch(training: TrainingSpec, world_size: int) -> BatchPlan:
@@ -187,11 +206,14 @@ def _batch(training: TrainingSpec, world_size: int) -> BatchPlan:
 
 
 def _container_image(cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest) -> str | None:
-    """Return what pyxis is given: an absolute path, or an address as the user typed it."""
+    """Return what the runtime is given: a path, the engine's name, or an address as the user typed it."""
     if cluster.runtime == "none" or request.image is None:
         return None
+    if cluster.runtime == "docker":
+        return image.engine_name if image else request.image.removeprefix("docker://").replace("#", "/", 1)
     if image is not None:
-        return str(Workspace(request.workspace).image_file(image.reference))
+        suffix = ".sif" if cluster.runtime == "apptainer" else ".sqsh"
+        return str(Workspace(request.workspace).image_file(image.reference, suffix))
     return request.image
 
 
@@ -201,7 +223,7 @@ def _notes(cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:
         return ()
     note = (
         f"predicted peak of {memory.total:.0f} GiB is more than a {cluster.gpu} has ({capacity:g} GiB): "
-        "expect an out-of-memory error; use more nodes, activation checkpointing or shorter sequences"
+        "expect an out-of-memory error; use more nodes, activation checkpointing, offload or shorter sequences"
     )
     return (note,)
 

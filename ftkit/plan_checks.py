@@ -29,6 +29,8 @@ def find_problems(
     return [
         *_placement(recipe, cluster, num_nodes, processes_per_node),
         *_batch(recipe, num_nodes * processes_per_node),
+        *_offload(recipe, cluster),
+        *_kernels(recipe, cluster),
         *_lengths(recipe),
         *_evaluation(recipe),
         *_image(recipe, cluster, image, request),
@@ -71,6 +73,23 @@ def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
         f"(micro_batch_size {training.micro_batch_size} x {world_size} processes).",
         f"Take {down} or {up}." if down else f"Take {up}, fewer GPUs, or a smaller micro_batch_size.",
     )
+
+
+def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
+    if recipe.training.offload != "none" and cluster.device == "cpu":
+        yield Problem(
+            f"recipe {recipe.name} on cluster {cluster.name}", "training.offload",
+            f"'{recipe.training.offload}' has no effect without GPUs: everything is in main memory.",
+            "Take 'none', or a cluster with GPUs.",
+        )  # fmt: skip
+
+
+def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
+    training, where = recipe.training, f"recipe {recipe.name} on cluster {cluster.name}"
+    if training.attention in {"flash4", "flex"} and cluster.device == "cpu":
+        yield Problem(where, "training.attention", f"'{training.attention}' is a kernel for GPUs.", "Take 'auto'.")
+    if training.compile == "layers" and training.engine == "zero3":
+        yield Problem(where, "training.compile", "'layers' has no effect with engine 'zero3'.", "Take 'auto'.")
 
 
 def _lengths(recipe: RecipeSpec) -> Iterator[Problem]:
@@ -119,13 +138,20 @@ def _image(
     if cluster.runtime == "none" and request.image_is_explicit:
         yield Problem(
             COMMAND_LINE, "--image", f"cluster '{cluster.name}' has runtime 'none': the image would have no effect.",
-            "Leave --image out, or take a cluster whose profile has runtime 'pyxis'.",
+            "Leave --image out, or take a cluster whose profile has another runtime.",
         )  # fmt: skip
     if cluster.runtime != "none" and request.image is None:
         yield Problem(
             f"cluster {cluster.name}", "image", f"runtime '{cluster.runtime}' needs an image, and none is named.",
             "Give --image NAME:TAG, or set 'image:' in ftkit.yaml.",
         )  # fmt: skip
+    if cluster.runtime == "docker" and request.image is not None and request.image.endswith((".sqsh", ".sif")):
+        yield Problem(
+            COMMAND_LINE,
+            "--image",
+            f"docker can't run a file: {request.image}.",
+            "Take NAME:TAG, built by ftkit build.",
+        )
     family = recipe.model.architecture.family
     if image is not None and cluster.runtime != "none" and family not in image.families:
         yield Problem(
@@ -138,11 +164,11 @@ def _paths(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
     workspace = str(request.workspace)
     if any(ord(character) < ord(" ") for character in workspace):
         yield Problem("settings", "workspace", f"control characters can't stand in a path: {workspace!r}.")
-    if cluster.runtime != "pyxis":
+    if cluster.runtime == "none":
         return
     if "," in workspace or ":" in workspace:
         yield Problem(
-            "settings", "workspace", f"pyxis can't mount a path with a comma or a colon: {workspace}.",
+            "settings", "workspace", f"{cluster.runtime} can't mount a path with a comma or a colon: {workspace}.",
             "Put the workspace elsewhere.",
         )  # fmt: skip
     for mount in cluster.mounts:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+import tempfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from ftkit.errors import FtkitError, PrerequisiteError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 
@@ -57,11 +59,7 @@ def run(
             env=environment,
         )
     except FileNotFoundError as error:
-        raise PrerequisiteError(
-            f"the program '{args[0]}' was not found on PATH",
-            meaning="it is not installed on this machine, or this is not the machine you meant to be on",
-            fix=f"install it, or log in where '{args[0]}' works",
-        ) from error
+        raise _not_found(args[0]) from error
     except subprocess.TimeoutExpired as error:
         raise ProgramTimeoutError(
             f"'{args[0]}' did not answer within {timeout_seconds:g} seconds",
@@ -69,6 +67,45 @@ def run(
             fix="try again in a minute",
         ) from error
     return ProgramOutput(done.returncode, done.stdout, done.stderr)
+
+
+def _not_found(program: str) -> PrerequisiteError:
+    return PrerequisiteError(
+        f"the program '{program}' was not found on PATH",
+        meaning="it is not installed on this machine, or this is not the machine you meant to be on",
+        fix=f"install it, or log in where '{program}' works",
+    )
+
+
+def run_fed(args: Sequence[str], feed: Callable[[IO[bytes]], None]) -> ProgramOutput:
+    """Run a program to its end while `feed` writes its standard input.
+
+    A program that ends early is no error here: its exit status and message tell more than a broken pipe.
+    It is killed if `feed` raises.
+
+    Raises:
+        PrerequisiteError: the program is not on PATH.
+    """
+    with tempfile.TemporaryFile() as said:
+        try:
+            started = subprocess.Popen(list(args), stdin=subprocess.PIPE, stdout=said, stderr=said)
+        except FileNotFoundError as error:
+            raise _not_found(args[0]) from error
+        with started:
+            entrance = started.stdin
+            if entrance is None:
+                raise AssertionError("a pipe was asked for")
+            try:
+                feed(entrance)
+                entrance.close()
+            except BrokenPipeError:
+                with contextlib.suppress(BrokenPipeError):
+                    entrance.close()
+            except BaseException:
+                started.kill()
+                raise
+        said.seek(0)
+        return ProgramOutput(started.returncode, "", said.read().decode(errors="replace"))
 
 
 def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]) -> int:

@@ -63,9 +63,10 @@ def render_job(plan: RunPlan) -> RenderedJob:
         placement=plan.placement,
         layout=plan.layout,
         time_limit=plan.recipe.resources.time_limit or plan.cluster.time_limit,
-        pyxis=plan.cluster.runtime == "pyxis",
+        runtime=plan.cluster.runtime,
+        in_container=_Safe('"${container_start[@]}" ' if plan.cluster.runtime in ("docker", "apptainer") else ""),
         nccl=_nccl(plan),
-        mounts=_mounts(plan) if plan.cluster.runtime == "pyxis" else (),
+        mounts=_mounts(plan) if plan.cluster.runtime != "none" else (),
         container_environment=_container_environment(plan),
         image_is_file=(plan.container_image or "").startswith("/"),
     )  # fmt: skip
@@ -89,7 +90,7 @@ def _container_environment(plan: RunPlan) -> list[str]:
 
 
 def _mounts(plan: RunPlan) -> list[str]:
-    """Return the mounts in pyxis's words, without what lies in a folder that is mounted as it stands anyway."""
+    """Return the mounts as FROM:TO, without what lies in a folder that is mounted as it stands anyway."""
     mounts: list[str] = []
     mounted: list[PurePosixPath] = []
     for wanted in (*plan.cluster.mounts, *map(_same_inside, _folders(plan))):
@@ -121,7 +122,7 @@ def _folders(plan: RunPlan) -> Iterator[str]:
 def _same_inside(folder: str) -> str:
     if "," in folder or ":" in folder:
         fix = "Put it elsewhere, or behind a link without them."
-        raise ConfigError([Problem("", "", f"pyxis can't mount a path with a comma or a colon: {folder}.", fix)])
+        raise ConfigError([Problem("", "", f"a path with a comma or a colon can't be mounted: {folder}.", fix)])
     return folder
 
 

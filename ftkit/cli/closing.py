@@ -40,7 +40,7 @@ def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
         terminal.facts([("state", state_cell(seen)), *result_facts(summary)], is_data=False)
         if summary.after:
             show_samples(summary.after, terminal, is_data=False)
-        terminal.facts([("next", command) for command in next_commands(run.id, seen)], is_data=False)
+        terminal.facts([("next", "\n".join(next_commands(run.id, seen)))], is_data=False)
         return
     show_failure(run, seen, terminal)
     raise RunFailedError(f"{run.id}: {state_words(seen)}", fix="; ".join(next_commands(run.id, seen)))

@@ -19,7 +19,11 @@ _DEFAULT = "default"
     "config",
     cls=ExamplesCommand,
     short_help="Show the settings and where each comes from.",
-    examples=("ftkit config", "FTKIT_CLUSTER=mycluster ftkit config", "ftkit config --json | jq -r .workspace"),
+    examples=(
+        "ftkit config",
+        "FTKIT_CLUSTER=mycluster ftkit config",
+        "ftkit config --json | jq -r .settings.workspace.value",
+    ),
 )
 @json_option
 def command(*, as_json: bool) -> None:
@@ -33,7 +37,7 @@ def command(*, as_json: bool) -> None:
     if as_json:
         settings = {key: {"value": value, "from": _origin(loaded, key)} for key, value in values.items()}
         files = [{"path": str(path), "is_there": is_there} for path, is_there in loaded.files.items()]
-        terminal.json({"settings": settings, "files": files, "project": str(around.project)} | values)
+        terminal.json({"settings": settings, "files": files, "project": str(around.project)})
         return
     terminal.table(
         (Column("SETTING"), Column("VALUE"), Column("FROM")),

@@ -16,21 +16,19 @@ if TYPE_CHECKING:
     from ftkit.launch.submission import SubmittedRun
 
 
-def follow(run: SubmittedRun, terminal: Terminal, *, skip_history: bool = False) -> None:
+def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
     """Show a run until it ends, then what came of it.
 
     Args:
         run: the run.
         terminal: where to show it.
-        skip_history: leave out what its earlier submissions wrote.
+        tail: where to begin with its records; none: at the first.
 
     Raises:
         RunFailedError: it failed, or was cancelled.
         KeyboardInterrupt: the user has seen enough; the run goes on.
     """
-    tail = RecordTail(run.layout.metrics)
-    if skip_history:
-        tail.read_new()
+    tail = tail or RecordTail(run.layout.metrics)
     view = view_for(terminal)
     try:
         seen = _show_until_the_end(run, tail, view)

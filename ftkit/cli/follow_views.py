@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from ftkit.cli.record_lines import record_line
 from ftkit.cli.wording import count, duration
 from ftkit.launch.states import RunState
-from ftkit.records import EndRecord, StageRecord, StartRecord, StepRecord
+from ftkit.records import EndRecord, StageRecord, StepRecord
 
 if TYPE_CHECKING:
     from ftkit.cli.terminal import Terminal
@@ -79,23 +79,22 @@ class LiveView:
             refresh_per_second=_REDRAWS_PER_SECOND,
         )
         self._task = self._progress.add_task("submitted", total=None, numbers="")
-        self._is_training = False
+        self._is_waiting = True
+        self._stage: StageRecord | None = None
         self._progress.start()
 
     def state(self, seen: Observation) -> None:
         """Show the state while the run waits; once it runs, its records tell more."""
         if seen.state is not RunState.RUNNING:
-            self._is_training = False
-            self._progress.reset(self._task, total=None, description=state_words(seen), numbers="")
-        elif not self._is_training:
-            waiting = str(self._progress.tasks[0].description)
-            if waiting.startswith((RunState.PENDING, RunState.STOPPED, "submitted")):
-                self._progress.update(self._task, description="running")
+            self._show_waiting(state_words(seen))
+        elif self._is_waiting:
+            self._show_waiting("running")
+        self._is_waiting = seen.state is not RunState.RUNNING
 
     def record(self, record: Record) -> None:
         """Move the bar, or print a line above it."""
+        self._finish_stage(record)
         if isinstance(record, StepRecord):
-            self._is_training = True
             self._progress.update(
                 self._task,
                 description="training",
@@ -104,13 +103,26 @@ class LiveView:
                 numbers=_numbers(record),
             )
             return
-        self._progress.console.print(record_line(record))
         if isinstance(record, StageRecord):
-            self._progress.update(self._task, description=record.stage)
-        if isinstance(record, StartRecord):
-            self._progress.update(self._task, total=record.num_steps, completed=record.resumed_from)
+            self._stage = record
+            self._show_waiting(record.stage)
+            return
+        self._progress.console.print(record_line(record))
         if isinstance(record, EndRecord):
-            self._progress.update(self._task, description=record.outcome)
+            self._show_waiting(record.outcome)
+
+    def _show_waiting(self, description: str) -> None:
+        """Let the bar pulse: there is nothing to count."""
+        self._progress.tasks[0].total = None
+        self._progress.update(self._task, description=description, completed=0, numbers="")
+
+    def _finish_stage(self, record: Record) -> None:
+        """Move a stage from the bar to a line of its own once something follows it."""
+        if self._stage:
+            seconds = record.time - self._stage.time
+            took = f" ({duration(seconds)})" if seconds >= 1 else ""
+            self._progress.console.print(f"{self._stage.stage}{took}")
+            self._stage = None
 
     def close(self) -> None:
         """Take the bar away."""

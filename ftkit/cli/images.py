@@ -1,44 +1,117 @@
-"""`ftkit images`: the training images that are defined."""
+"""`ftkit images`: the training images, and where each is."""
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from ftkit.cli.arguments import current_workspace, json_option, load_each
+from ftkit.cli.arguments import json_option, load_each
+from ftkit.cli.image_arguments import image_store
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Column, Terminal
+from ftkit.cli.terminal import Cell, Column, Styled, Terminal
+from ftkit.cli.wording import age, gib
+from ftkit.images.overview import ImageState, is_unpinned, look
 from ftkit.specs.load import Surroundings, list_images, load_image
+
+if TYPE_CHECKING:
+    from ftkit.images.overview import ImportedFile
+    from ftkit.images.store import ImageStore
+    from ftkit.specs.image import ImageSpec
+
+_NO: Cell = "-"
 
 
 @click.command(
     "images",
     cls=ExamplesCommand,
-    short_help="List the training images that are defined.",
+    short_help="List the training images and where each is.",
     examples=("ftkit images", "ftkit images --json"),
 )
 @json_option
 def command(*, as_json: bool) -> None:
-    """List the images, with the recipe that '--image NAME:TAG' runs, and whether they were imported."""
-    terminal, around, workspace = Terminal(), Surroundings.here(), current_workspace()
+    """List the images: what each is based on, whether it was built, pushed and imported, how old and how large."""
+    terminal, around, store = Terminal(), Surroundings.here(), image_store()
     images = load_each(list_images(around), lambda reference: load_image(reference, around), terminal)
-    files = {reference: workspace.image_file(reference) for reference, _ in images}
+    states, has_engine = look([reference for reference, _ in images], store)
+    both = list(zip((spec for _, spec in images), states, strict=True))
     if as_json:
-        terminal.json(
-            [
-                {
-                    "reference": reference,
-                    "file": str(files[reference]),
-                    "is_imported": files[reference].is_file(),
-                    **image.model_dump(mode="json"),
-                }
-                for reference, image in images
-            ]
-        )
+        terminal.json([_as_json(spec, state, store) for spec, state in both])
         return
     terminal.table(
-        (Column("IMAGE"), Column("DEFAULT RECIPE"), Column("IMPORTED"), Column("DESCRIPTION", takes_cut=True)),
+        (
+            Column("IMAGE"),
+            Column("BASE"),
+            Column("BUILT"),
+            Column("PUSHED"),
+            Column("IMPORTED"),
+            Column("DESCRIPTION", takes_cut=True),
+        ),
         [
-            (reference, image.default_recipe, "yes" if files[reference].is_file() else "no", image.description)
-            for reference, image in images
+            (state.reference, _base(spec, state), _built(state), _pushed(state), _imported(state), spec.description)
+            for spec, state in both
         ],
     )
+    if not has_engine:
+        terminal.say("no docker engine answers here: what was built and pushed is not known")
+
+
+def _base(spec: ImageSpec, state: ImageState) -> Cell:
+    if state.built and is_unpinned(state.built):
+        return Styled("built unpinned", "yellow")
+    return "pinned" if spec.base.digest else Styled("unpinned", "yellow")
+
+
+def _built(state: ImageState) -> Cell:
+    if state.built is None:
+        return _NO
+    return f"{gib(state.built.size / 2**30)}, {age(time.time() - state.built.created)} ago"
+
+
+def _pushed(state: ImageState) -> Cell:
+    return ", ".join(sorted({digest.partition("/")[0] for digest in state.pushed})) or _NO
+
+
+def _imported(state: ImageState) -> Cell:
+    words = [_file(file) for file in state.imported]
+    if any(word.startswith("damaged") for word in words):
+        return Styled(", ".join(words), "red")
+    return (
+        Styled(", ".join(words) + ", not what was built last", "yellow")
+        if not state.is_current
+        else (", ".join(words) or _NO)
+    )
+
+
+def _file(file: ImportedFile) -> str:
+    kind = file.link.suffix.removeprefix(".")
+    if file.manifest is None:
+        return f"damaged or not by ftkit ({kind})"
+    return f"{kind} {gib(file.size / 2**30)}, {age(time.time() - file.manifest.imported)} ago"
+
+
+def _as_json(spec: ImageSpec, state: ImageState, store: ImageStore) -> dict[str, Any]:
+    built = state.built
+    return {
+        "reference": state.reference,
+        "file": str(store.link(state.reference, "sqsh")),
+        "is_imported": any(file.manifest for file in state.imported),
+        "is_pinned": spec.base.digest is not None,
+        "built": {"id": built.id, "size": built.size, "created": built.created, "labels": built.labels}
+        if built
+        else None,
+        "pushed": list(state.pushed),
+        "imported": [
+            {
+                "file": str(file.link),
+                "size": file.size,
+                "is_whole": file.manifest is not None,
+                "image_id": file.manifest.image_id if file.manifest else None,
+                "sha256": file.manifest.sha256 if file.manifest else None,
+                "imported": file.manifest.imported if file.manifest else None,
+            }
+            for file in state.imported
+        ],
+        **spec.model_dump(mode="json"),
+    }

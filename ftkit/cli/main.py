@@ -37,7 +37,16 @@ _SECTIONS = {
         LazyCommand("logs", "ftkit.cli.logs", "Print a run's log."),
         LazyCommand("recipes", "ftkit.cli.recipes", "List what can be trained."),
         LazyCommand("clusters", "ftkit.cli.clusters", "List where it can be trained."),
-        LazyCommand("images", "ftkit.cli.images", "List the training images that are defined."),
+    ),
+    "Images": (
+        LazyCommand("images", "ftkit.cli.images", "List the training images and where each is."),
+        LazyCommand("lock", "ftkit.cli.lock", "Fix the packages of an image, with hashes."),
+        LazyCommand("build", "ftkit.cli.build", "Build a training image."),
+        LazyCommand("push", "ftkit.cli.push", "Push an image to a registry."),
+        LazyCommand("import", "ftkit.cli.import_", "Import an image as one file for a cluster."),
+        LazyCommand("verify", "ftkit.cli.verify", "Check an imported image against its manifest."),
+        LazyCommand("gc", "ftkit.cli.gc", "Remove images that nothing uses any more."),
+        LazyCommand("recipe", "ftkit.cli.recipe", "Print an image's Singularity definition."),
     ),
     "Set up": (
         LazyCommand("config", "ftkit.cli.config", "Show the settings and where each comes from."),
@@ -159,7 +168,7 @@ def _write(text: str, indent: str = "") -> None:
                 line,
                 width,
                 initial_indent=lead,
-                subsequent_indent=" " * len(indent),
+                subsequent_indent=" " * max(2, len(indent)),
                 break_long_words=False,
                 break_on_hyphens=False,
             )

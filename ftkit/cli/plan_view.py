@@ -16,7 +16,7 @@ def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
     facts: list[tuple[str, Cell]] = [
         ("run", Styled(plan.id, "bold")),
         ("model", _model(plan)),
-        ("method", f"{plan.recipe.training.method} fine-tuning in {plan.recipe.training.precision}"),
+        ("method", _method(plan)),
         ("engine", f"{plan.engine.name}: {plan.engine.reason}"),
         ("processes", _processes(plan)),
         ("batch", _batch(plan)),
@@ -41,12 +41,19 @@ def _model(plan: RunPlan) -> str:
     )
 
 
+def _method(plan: RunPlan) -> str:
+    training = plan.recipe.training
+    adapters = training.adapters
+    rank = f" of rank {adapters.rank} on {len(adapters.targets)} projections a layer" if adapters else ""
+    return f"{training.method} fine-tuning in {training.precision}{rank}"
+
+
 def _processes(plan: RunPlan) -> str:
     place = plan.placement
     nodes, each = plural(place.num_nodes, "node"), plural(place.processes_per_node, "process")
-    device = "on the CPU" if place.device == "cpu" else "with one GPU each"
     threads = plural(place.threads_per_process, "thread")
-    return f"{nodes} × {each} = world size {place.world_size}, {device}, {threads} per process"
+    device = f"on the CPU, {threads} each" if place.device == "cpu" else "one GPU each"
+    return f"{nodes} × {each} = world size {place.world_size}, {device}"
 
 
 def _batch(plan: RunPlan) -> str:
@@ -68,17 +75,8 @@ def _steps(plan: RunPlan) -> str:
 
 
 def _memory(plan: RunPlan) -> str:
-    memory = plan.memory
-    parts = (
-        ("parameters", memory.parameters),
-        ("gradients", memory.gradients),
-        ("optimizer", memory.optimizer),
-        ("gathered", memory.gathered),
-        ("activations", memory.activations),
-        ("logits", memory.logits),
-    )
-    shown = " + ".join(f"{name} {gib(amount)}" for name, amount in parts if amount)
-    return f"about {gib(memory.total)} per process: {shown}"
+    parts = " + ".join(f"{name} {gib(amount)}" for name, amount in vars(plan.memory).items() if amount)
+    return f"about {gib(plan.memory.total)} per process: {parts}"
 
 
 def _runtime(plan: RunPlan) -> str:

@@ -10,6 +10,7 @@ from ftkit.cli.run import after_submission
 from ftkit.cli.terminal import Terminal
 from ftkit.launch.jobs import resume
 from ftkit.plan import read_plan
+from ftkit.records import RecordTail
 
 
 @click.command(
@@ -27,5 +28,8 @@ from ftkit.plan import read_plan
 def command(reference: str, *, follow: bool) -> None:
     """Submit a run again."""
     terminal = Terminal()
-    run = resume(read_plan(run_of(reference).layout))
-    after_submission(run, terminal, does_follow=follow, skip_history=True)
+    layout = run_of(reference).layout
+    tail = RecordTail(layout.metrics)
+    tail.read_new()  # what earlier jobs wrote is not shown again
+    run = resume(read_plan(layout))
+    after_submission(run, terminal, does_follow=follow, tail=tail)

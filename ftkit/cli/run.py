@@ -9,6 +9,7 @@ import click
 
 from ftkit.cli.arguments import follow_option, run_words, what_to_run
 from ftkit.cli.follow import follow
+from ftkit.cli.image_ready import ensure_image
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.plan_view import plan_facts
 from ftkit.cli.terminal import Styled, Terminal
@@ -22,6 +23,7 @@ from ftkit.specs.load import Surroundings
 
 if TYPE_CHECKING:
     from ftkit.launch.submission import SubmittedRun
+    from ftkit.records import RecordTail
 
 
 @click.command(
@@ -38,9 +40,19 @@ if TYPE_CHECKING:
 )
 @what_to_run
 @click.option("--dry-run", is_flag=True, help="Print the job script to stdout; write and submit nothing.")
+@click.option("--import", "does_import", is_flag=True, help="Import the image first if it is not there.")
 @follow_option
 @click.pass_obj
-def command(typed: list[str], /, words: tuple[str, ...], *, dry_run: bool, follow: bool, **options: Any) -> None:
+def command(
+    typed: list[str],
+    /,
+    words: tuple[str, ...],
+    *,
+    dry_run: bool,
+    does_import: bool,
+    follow: bool,
+    **options: Any,
+) -> None:
     """Plan a run, submit it, and watch it learn.
 
     RECIPE is a name that 'ftkit recipes' lists, or the path of a file; without it, the image's default
@@ -53,21 +65,24 @@ def command(typed: list[str], /, words: tuple[str, ...], *, dry_run: bool, follo
     if dry_run:
         terminal.data(script)
         return
+    image_facts = ensure_image(plan, terminal, does_import=does_import)
     check_prerequisites(plan)
     if plan.cluster.scheduler == "slurm":
         for variable in overriding_variables(os.environ):
             terminal.warn(f"{variable} in your environment wins over the job script")
-    run = start(plan, script, describe(plan, ["ftkit", *typed], around.project))
+    run = start(plan, script, describe(plan, ["ftkit", *typed], around.project) | image_facts)
     after_submission(run, terminal, does_follow=follow)
 
 
-def after_submission(run: SubmittedRun, terminal: Terminal, *, does_follow: bool, skip_history: bool = False) -> None:
+def after_submission(
+    run: SubmittedRun, terminal: Terminal, *, does_follow: bool, tail: RecordTail | None = None
+) -> None:
     """Say what the scheduler has taken; then watch it, or print the run's id for a script to use."""
     job = "process" if run.submission.scheduler == "local" else "job"
     terminal.say(Styled(f"\nsubmitted {run.id} as {job} {run.submission.job_id}", "bold"))
     if run.submission.messages:
         terminal.say(run.submission.messages)
     if does_follow:
-        follow(run, terminal, skip_history=skip_history)
+        follow(run, terminal, tail)
     else:
         terminal.data(f"{run.id}\n")

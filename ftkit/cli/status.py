@@ -89,7 +89,9 @@ def _show(status: _Status, terminal: Terminal) -> None:
         show_samples(status.summary.after, terminal, is_data=True)
     if status.seen.state in FAILURES:
         _show_error(status, terminal)
-    terminal.facts([("next", text) for text in next_commands(status.folder.id, status.seen)], is_data=True)
+    this = f"ftkit status {status.folder.id}"
+    following = [text for text in next_commands(status.folder.id, status.seen) if text != this]
+    terminal.facts([("next", "\n".join(following))], is_data=True)
 
 
 def _job_facts(status: _Status) -> list[tuple[str, Cell]]:

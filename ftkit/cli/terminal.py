@@ -4,41 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
+
+from ftkit.cli.table import Cell, Column, Styled, table_segments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import JustifyMethod, RenderableType
+    from rich.console import RenderableType
+
+__all__ = ["Cell", "Column", "Styled", "Terminal"]
 
 _UNLIMITED = 10_000
 _ROOMY = 110
-
-
-@dataclass(frozen=True)
-class Styled:
-    """A text with a style of rich."""
-
-    text: str
-    style: str
-
-
-Cell = str | Styled
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table: `takes_cut` is the one that gives way when the screen is narrow."""
-
-    title: str
-    is_number: bool = False
-    takes_cut: bool = False
 
 
 class Terminal:
@@ -68,16 +52,7 @@ class Terminal:
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
         """Write a table to stdout."""
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for column in columns:
-            justify: JustifyMethod = "right" if column.is_number else "left"
-            table.add_column(column.title, justify=justify, no_wrap=not column.takes_cut)
-        for row in rows:
-            cells = [_text(cell) for cell in row]
-            for cell in cells:
-                cell.no_wrap, cell.overflow = True, "ellipsis"
-            table.add_row(*cells)
-        _print(self._out, table)
+        _print(self._out, Segments(table_segments(columns, rows, self._out.width)))
 
     def facts(self, rows: Sequence[tuple[str, Cell]], *, is_data: bool) -> None:
         """Write names with their values, to stdout if that is what was asked for, else to stderr."""

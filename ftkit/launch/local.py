@@ -73,10 +73,10 @@ def _is_alive(submission: Submission) -> bool:
 
 def _terminate_script(pid: int) -> None:
     """Signal the script alone: the group's members would die before the script could ask them for a checkpoint."""
-    try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:
+    if process.start_time(pid) is None:
         _terminate_group(pid)
+    else:
+        os.kill(pid, signal.SIGTERM)
 
 
 def _terminate_group(pid: int) -> None:

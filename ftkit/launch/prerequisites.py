@@ -33,7 +33,7 @@ def _check_image(plan: RunPlan) -> None:
     wanted = plan.container_image
     if wanted is None or not wanted.startswith("/") or Path(wanted).is_file():
         return
-    images = Workspace(plan.workspace).image_file("x:y").parent
+    images = Workspace(plan.workspace).images
     there = sorted(path.name for path in images.glob("*.sqsh"))
     raise NotFoundError(
         f"image {plan.image} is not there: looked for {wanted}",

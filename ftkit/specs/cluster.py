@@ -34,8 +34,8 @@ class ClusterProfile(Spec):
     """One line for `ftkit clusters`."""
     scheduler: Literal["local", "slurm"]
     """Who starts the job."""
-    runtime: Literal["none", "pyxis"]
-    """What runs the container: pyxis, or none (the Python that ftkit itself runs in)."""
+    runtime: Literal["none", "pyxis", "docker", "apptainer"]
+    """What runs the container: pyxis, docker, Apptainer or Singularity, or none (the Python that ftkit runs in)."""
     device: Device = "cuda"
     """What training runs on; `auto`: the GPUs of this machine if there are any, else its processors."""
     gpu: GpuModel | None = None
@@ -81,6 +81,8 @@ class ClusterProfile(Spec):
     def _parts_fit(self) -> Self:
         if self.scheduler == "local" and self.runtime == "pyxis":
             raise ValueError("runtime 'pyxis' is a plug-in of Slurm: it needs scheduler 'slurm'")
+        if self.scheduler == "slurm" and self.runtime == "docker":
+            raise ValueError("runtime 'docker' is for one machine: it needs scheduler 'local'")
         if self.scheduler == "slurm" and self.device == "auto":
             raise ValueError("device 'auto' looks at this machine: it needs scheduler 'local'")
         return self

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from pydantic import Field
 
 from ftkit.specs.model import Family
-from ftkit.specs.strict import Name, Spec, VariableName
+from ftkit.specs.strict import Name, OneLine, Spec, VariableName
+
+ENGINE_PREFIX: Final = "ftkit/"
+"""Images built here are `ftkit/NAME:TAG` in the docker engine, so that they hide no image of another origin."""
 
 
 class BaseImageSpec(Spec):
@@ -28,14 +33,27 @@ class ImageSpec(Spec):
     """One line for `ftkit images`."""
     base: BaseImageSpec
     """The image that it is built on."""
+    python: str = Field(default="3.12", pattern=r"^3\.\d+$")
+    """Python of the base, which packages are locked for."""
+    provided: dict[str, str] = Field(default_factory=dict)
+    """Packages of the base that nothing may replace, with the beginning of their version; empty: any."""
+    packages: tuple[str, ...] = ()
+    """Packages to add, as pip writes requirements; `ftkit lock NAME:TAG` fixes them and what they need."""
+    imports: tuple[str, ...] = ()
+    """Modules that the self-check after a build imports."""
     families: tuple[Family, ...]
     """Model families that it serves."""
     default_recipe: Name
     """Recipe that `ftkit run --image NAME:TAG` runs when none is named."""
-    environment: dict[VariableName, str] = Field(default_factory=dict)
+    environment: dict[VariableName, OneLine] = Field(default_factory=dict)
     """Variables set in the image."""
 
     @property
     def reference(self) -> str:
         """The image's name and tag as users write them."""
         return f"{self.name}:{self.tag}"
+
+    @property
+    def engine_name(self) -> str:
+        """What the docker engine calls the image that `ftkit build` made."""
+        return ENGINE_PREFIX + self.reference

@@ -92,13 +92,35 @@ def load_cluster(name: str, around: Surroundings) -> ClusterProfile:
     return validate(ClusterProfile, _read_extended("cluster", path, around))
 
 
+@dataclass(frozen=True)
+class ImageDefinition:
+    """An image's definition and its files.
+
+    Args:
+        spec: the definition.
+        base_file: the file that names the base.
+        lock_file: the lock of the packages, beside the file that names them.
+    """
+
+    spec: ImageSpec
+    base_file: Path
+    lock_file: Path
+
+
 def load_image(reference: str, around: Surroundings) -> ImageSpec:
     """Read the definition of `NAME:TAG`. Raises as `load_recipe` does."""
+    return find_image(reference, around).spec
+
+
+def find_image(reference: str, around: Surroundings) -> ImageDefinition:
+    """Read the definition of `NAME:TAG`, with its files. Raises as `load_recipe` does."""
     name, _, tag = reference.partition(":")
     for folder in _folders("image", around):
         path = folder / name / tag / "image.yaml"
         if tag and path.is_file():
-            return validate(ImageSpec, read_yaml(path))
+            layers = _read_extended("image", path, around)
+            files = [Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", "packages")]
+            return ImageDefinition(validate(ImageSpec, layers), files[0], files[1].with_suffix(".lock"))
     known = list_images(around)
     raise NotFoundError(
         f"no image is defined as '{reference}'",

@@ -14,3 +14,5 @@ class Settings(Spec):
     """Image to run in when `--image` is not given."""
     workspace: str = "."
     """Folder that holds `runs/`, `data/` and `images/`; on a cluster, on its shared file system."""
+    registry: str | None = None
+    """Registry that `ftkit push` pushes to and `ftkit import` imports from: `HOST` or `HOST/PATH`."""

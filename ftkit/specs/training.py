@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ftkit.specs.strict import OneLine, Spec
 
-EngineChoice = Literal["auto", "fsdp2"]
+EngineName = Literal["fsdp2", "zero3"]
+AttentionChoice = Literal["auto", "flash4", "flex", "sdpa"]
+EngineChoice = Literal["auto", "fsdp2", "zero3"]
+Method = Literal["full", "lora", "qlora"]
+Offload = Literal["none", "optimizer", "all"]
 Precision = Literal["bf16", "fp32"]
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+
+
+class LoraSpec(Spec):
+    """Low-rank adapters (Hu et al. 2021), as peft makes them."""
+
+    rank: PositiveInt = 16
+    """Width of an adapter."""
+    alpha: PositiveInt = 16
+    """The adapters' output is scaled by alpha / rank, or alpha / sqrt(rank) with use_rslora."""
+    dropout: NonNegativeFloat = Field(default=0.0, lt=1)
+    """Part of an adapter's inputs that is left out at random in training."""
+    targets: tuple[Projection, ...] = Field(default=ALL_PROJECTIONS, min_length=1)
+    """Projections of each decoder layer that get an adapter."""
+    use_rslora: bool = False
+    """Rank-stabilised scaling (Kalajdzievski 2023)."""
+    use_dora: bool = False
+    """Train the length of each output's weights apart from their direction (Liu et al. 2024)."""
+
+    @model_validator(mode="after")
+    def _each_target_once(self) -> Self:
+        if len(set(self.targets)) != len(self.targets):
+            raise ValueError(f"targets name a projection twice: {', '.join(self.targets)}")
+        return self
 
 
 class TrainingSpec(Spec):
     """The optimisation."""
 
-    method: Literal["full"] = "full"
-    """Which parameters are trained."""
+    method: Method = "full"
+    """Which parameters are trained: all, adapters alone, or adapters on weights of 4 bits (NF4)."""
+    lora: LoraSpec | None = None
+    """The adapters of methods lora and qlora; none: the defaults."""
     engine: EngineChoice = "auto"
     """How the model is spread over processes; `auto` chooses, and the plan says why."""
+    offload: Offload = "none"
+    """What waits in main memory: nothing, the optimizer's states, or parameters and gradients too."""
     precision: Precision = "bf16"
-    """Precision of forward and backward; master weights and optimizer states are fp32."""
+    """Precision of forward and backward, and of weights that are not trained; master weights of those that
+    are and optimizer states are fp32."""
     sequence_length: PositiveInt
     """Tokens in a pack."""
     micro_batch_size: PositiveInt = 1
@@ -45,6 +79,11 @@ class TrainingSpec(Spec):
     """AdamW's decoupled weight decay, on matrices only."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
+    attention: AttentionChoice = "auto"
+    """Attention kernel: `flash4` (flash-attn-4, Hopper and newer), `flex` (any CUDA device), `sdpa` (any device);
+    `auto` takes the fastest that is there."""
+    compile: Literal["auto", "layers", "none"] = "auto"
+    """`layers`: compile each decoder layer, which fuses its element-wise work; `auto`: on GPUs, with engine fsdp2."""
     activation_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
     checkpoint_every_steps: PositiveInt = 300
@@ -55,6 +94,17 @@ class TrainingSpec(Spec):
     """A record in metrics.jsonl every so many steps."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights and of the order of the data."""
+
+    @property
+    def adapters(self) -> LoraSpec | None:
+        """The adapters that are trained; none: all weights are."""
+        return None if self.method == "full" else self.lora or LoraSpec()
+
+    @model_validator(mode="after")
+    def _adapters_belong_to_a_method(self) -> Self:
+        if self.method == "full" and self.lora is not None:
+            raise ValueError("lora has no effect with method 'full': take method 'lora' or 'qlora', or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What `scripts/dev-cluster up` does before the first machine boots: checks, packages, the state folder. Sourced by it alone.
+# What `scripts/dev-cluster up` does before the first machine boots: checks, packages, the state folder.
+# Sourced by it alone.
 
 PACKAGES=(slurmctld slurmd slurm-client slurmdbd slurm-wlm-basic-plugins munge mariadb-server iproute2 procps)
 SUBNET=10.177.0 # in the cluster's own network namespaces: it cannot collide with the host's
@@ -10,11 +11,14 @@ POLICY=/usr/sbin/policy-rc.d
 require_system() {
   ((EUID == 0)) || fail $EXIT_SKIPPED "needs root: it makes namespaces, mounts and a user. Run it with sudo."
   grep -qE '^ID(_LIKE)?=.*(debian|ubuntu)' /etc/os-release 2>/dev/null && command -v apt-get >/dev/null ||
-    fail $EXIT_SKIPPED "needs Debian or Ubuntu: it takes Slurm from their packages. Use such a machine, VM or privileged container."
+    fail $EXIT_SKIPPED "needs Debian or Ubuntu: it takes Slurm from their packages." \
+      "Use such a machine, a VM or a privileged container."
   [[ $STATE =~ ^/[A-Za-z0-9._/-]{1,80}$ ]] ||
-    fail 1 "FTKIT_DEV_CLUSTER_DIR=$STATE cannot be used." "Slurm wants a short absolute path of letters, digits and . _ - / only."
+    fail 1 "FTKIT_DEV_CLUSTER_DIR=$STATE cannot be used." \
+      "Slurm wants a short absolute path of letters, digits and . _ - / only."
   [[ ! -e $STATE || -e $STATE/.dev-cluster || -z $(ls -A "$STATE") ]] ||
-    fail 1 "$STATE exists and was not made by dev-cluster." "It would be deleted by \`down\`: choose another FTKIT_DEV_CLUSTER_DIR."
+    fail 1 "$STATE exists and was not made by dev-cluster." \
+      "It would be deleted by \`down\`: choose another FTKIT_DEV_CLUSTER_DIR."
 }
 
 require_namespaces() {
@@ -25,7 +29,8 @@ require_namespaces() {
 
 require_network_devices() {
   unshare --net sh -c 'ip link add br0 type bridge && ip link add veth0 type veth peer name veth1' 2>/dev/null ||
-    fail $EXIT_SKIPPED "this kernel has no veth or bridge devices. Load them: modprobe veth bridge. Or use another machine."
+    fail $EXIT_SKIPPED "this kernel has no veth or bridge devices." \
+      "Load them (modprobe veth; modprobe bridge) or use another machine."
 }
 
 # --- packages -------------------------------------------------------------------------------------------------------
@@ -33,13 +38,18 @@ require_network_devices() {
 install_packages() {
   local missing=() package
   for package in "${PACKAGES[@]}"; do
-    [[ "$(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null)" == installed ]] || missing+=("$package")
+    is_installed "$package" || missing+=("$package")
   done
   ((${#missing[@]})) || return 0
   say "installing ${missing[*]}"
   apt_install "${missing[@]}" || { apt-get -q update >&2 && apt_install "${missing[@]}"; } ||
     fail 1 "apt-get could not install ${missing[*]} (its messages are above)." \
       "Usually there is no network or no package mirror. Install them by hand, then try again."
+}
+
+is_installed() { # PACKAGE
+  # shellcheck disable=SC2016  # dpkg expands this
+  [[ "$(dpkg-query --show --showformat='${db:Status-Status}' "$1" 2>/dev/null)" == installed ]]
 }
 
 # The packages would start their own daemons; the cluster needs only the programs. In a mount namespace, so that
@@ -68,6 +78,9 @@ make_state() { # NUM_NODES
   local i
   mkdir -p "$STATE"
   touch "$STATE/.dev-cluster"
+  [[ "$(getent passwd "$OUR_USER")" != *":${OUR_MARK% *} "* ]] ||
+    fail 1 "the user $OUR_USER belongs to another dev cluster: $(getent passwd "$OUR_USER")" \
+      "Give this one its own: FTKIT_DEV_CLUSTER_USER=NAME. Or take the other down, with its FTKIT_DEV_CLUSTER_DIR."
   id "$OUR_USER" >/dev/null 2>&1 ||
     useradd --no-create-home --home-dir "$STATE/home" --shell /bin/bash --comment "$OUR_MARK" "$OUR_USER"
   mkdir "$STATE"/{run,log,etc,gpus,machines,munge,mariadb,slurmctld,home,shared}
@@ -86,7 +99,8 @@ write_configuration() { # NUM_NODES
   for file in slurm.conf slurmdbd.conf gres.conf; do
     sed -e "s|@STATE@|$STATE|g" -e "s|@NODES@|n[1-$1]|g" "$PARTS/$file" >"$etc/$file"
   done
-  # Left to itself slurmd would ask the host's systemd for a scope; with v1 and nothing using it, it leaves cgroups alone.
+  # Left to itself slurmd would ask the host's systemd for a scope. With v1 and nothing that uses it, cgroups are left
+  # alone; newer versions say so more plainly.
   dpkg --compare-versions "$(slurmd -V | awk '{ print $NF }')" lt 24.05 || cgroups=disabled
   echo "CgroupPlugin=$cgroups" >"$etc/cgroup.conf"
   cp "$PARTS/accounts.sql" "$etc"
@@ -102,8 +116,9 @@ write_configuration() { # NUM_NODES
   chown slurm: "$etc/slurmdbd.conf"
 }
 
-# What every machine must see (etc/visible), and the folders in its way (etc/covers): often the checkout or the Python behind
-# its .venv lies in a home folder closed to others. Such a folder is covered inside the machines; the host's stays as it is.
+# What every machine must see (etc/visible), and the folders in its way (etc/covers): often the checkout or the Python
+# behind its .venv lies in a home folder closed to others. Such a folder is covered inside the machines; on the host
+# nothing changes.
 write_paths() {
   local path blocker
   {
@@ -114,7 +129,8 @@ write_paths() {
       dirname "$(dirname "$(readlink -f "$CHECKOUT/.venv/bin/python")")"
       dirname "$(sed -n 's/^home *= *//p' "$CHECKOUT/.venv/pyvenv.cfg")" # the same, unless a symbolic link leads there
     fi
-    git -C "$CHECKOUT" rev-parse --path-format=absolute --git-common-dir 2>/dev/null || true # elsewhere in a git worktree
+    # Elsewhere when the checkout is a git worktree.
+    git -C "$CHECKOUT" rev-parse --path-format=absolute --git-common-dir 2>/dev/null || true
   } >"$STATE/etc/visible"
   while read -r path; do
     blocker=$(blocking_ancestor "$path")

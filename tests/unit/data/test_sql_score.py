@@ -89,7 +89,16 @@ def test_null_matches_null_only() -> None:
 
 @pytest.mark.parametrize(
     "predicted_sql",
-    ["", "  ;", "-- nothing", "SELECT", "SELECT model FROM trucks", "I would select the model.", "SELECT ?", "SELECT '\0'"],
+    [
+        "",
+        "  ;",
+        "-- nothing",
+        "SELECT",
+        "SELECT model FROM trucks",
+        "I would select the model.",
+        "SELECT ?",
+        "SELECT '\0'",
+    ],
 )
 def test_malformed_sql_fails_without_an_exception(predicted_sql: str) -> None:
     verdict = score(predicted_sql)
@@ -159,6 +168,10 @@ def test_no_text_raises(predicted_sql: str) -> None:
 
 
 @settings(max_examples=50)
-@given(st.lists(st.sampled_from(["SELECT", "model", "price", "FROM", "cars", "WHERE", "(", ")", ",", "=", "'x'", "*", "1"])))
+@given(
+    st.lists(
+        st.sampled_from(["SELECT", "model", "price", "FROM", "cars", "WHERE", "(", ")", ",", "=", "'x'", "*", "1"])
+    )
+)
 def test_no_sequence_of_sql_words_raises(words: list[str]) -> None:
     assert isinstance(score(" ".join(words)), ExecutionMatch)

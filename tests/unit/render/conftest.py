@@ -33,7 +33,7 @@ env -0 >"$RECORD/${0##*/}.$call/environment"
 STAND_INS = {
     # Starts the one task of a node as srun would, leaving out its own options.
     "srun": 'while [[ ${1-} == -* ]]; do shift; done\nSLURM_NODEID=${FAKE_NODEID:-0} exec "$@"\n',
-    "scontrol": 'if [[ $1 == show ]]; then printf "n1\\nn2\\n"; else exit "${FAKE_REQUEUE_CODE:-0}"; fi\n',
+    "scontrol": 'if [[ "$1 $2" == "show job" ]]; then echo "${FAKE_JOB:-PreemptTime=None}"; elif [[ $1 == show ]]; then printf "n1\\nn2\\n"; else exit "${FAKE_REQUEUE_CODE:-0}"; fi\n',
     "python3": 'case "$*" in *ftkit.train*) eval "${FAKE_TRAINER-}" ;; *) eval "${FAKE_PREPARE-}" ;; esac\n',
 }
 
@@ -47,13 +47,13 @@ class PlanMaker:
     image = load_image("olmo3:25.02", SHIPPED_ONLY)
 
     def __call__(self, cluster: str, num_nodes: int = 2, **changes: object) -> RunPlan:
-        profile = load_cluster("slurm" if cluster == "dev" else cluster, SHIPPED_ONLY)
+        profile = load_cluster("slurm" if cluster in ("dev", "apptainer") else cluster, SHIPPED_ONLY)
         profile = profile.model_copy(update={**KNOWN_CHANGES.get(cluster, {}), **changes})
         request = RunRequest(
             name=None,
             num_nodes=num_nodes,
             gpus_per_node=None,
-            image="olmo3:25.02" if profile.runtime == "pyxis" else None,
+            image="olmo3:25.02" if profile.runtime != "none" else None,
             image_is_explicit=False,
             workspace=Path(self.workspace),
             python=self.python,
@@ -65,6 +65,8 @@ class PlanMaker:
 
 KNOWN_CHANGES: dict[str, dict[str, object]] = {
     "local": {"device": "cpu"},
+    "docker": {"device": "cpu"},
+    "apptainer": {"name": "apptainer", "runtime": "apptainer"},
     # What scripts/dev-cluster uses: Slurm without containers, and GPUs that are none.
     "dev": {"name": "dev", "runtime": "none", "device": "cpu", "partition": "dev", "gpus_per_node": 2},
 }

@@ -30,6 +30,8 @@ CASES = [
     ("aws-p5", 2),
     ("dev", 2),
     ("local", 1),
+    ("docker", 1),
+    ("apptainer", 2),
 ]
 
 

@@ -110,8 +110,8 @@ def test_folders_that_the_recipe_names_are_mounted(source: Any, folders: list[st
 
 
 @pytest.mark.parametrize("folder", ["/a,b", "/a:b"])
-def test_a_folder_that_pyxis_cannot_mount_is_refused(folder: str, make_plan: PlanMaker) -> None:
-    with pytest.raises(ConfigError, match="pyxis can't mount"):
+def test_a_folder_that_containers_cannot_mount_is_refused(folder: str, make_plan: PlanMaker) -> None:
+    with pytest.raises(ConfigError, match="a path with a comma or a colon"):
         render_job(make_plan("slurm", node_local_dir=folder))
 
 

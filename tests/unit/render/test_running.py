@@ -129,6 +129,17 @@ def test_a_job_that_slurm_pre_empts_stops_and_is_requeued(code: int, slurm_plan:
     assert not slurm_plan.layout.exit_code.exists()
 
 
+@pytest.mark.parametrize("job", ["PreemptTime=None", "PreemptTime=2026-01-02T03:04:05"])
+def test_tasks_that_end_by_a_signal_are_started_again_only_if_slurm_pre_empts(
+    job: str, slurm_plan: RunPlan, machine: Machine
+) -> None:
+    # srun, too, sends SIGTERM to the other tasks when one has failed: that one would only fail again.
+    machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}exit 143", "FAKE_JOB": job}
+    is_preempted = job != "PreemptTime=None"
+    assert _signal_the_task(machine, slurm_plan)[0] == (0 if is_preempted else 143)
+    assert _requeued(machine) == is_preempted
+
+
 def test_a_refused_requeue_is_a_failure(slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped"), "FAKE_REQUEUE_CODE": "1"}
     code, said = _signal_while_training(machine, slurm_plan, signal.SIGUSR1)

@@ -1,0 +1,28 @@
+# Every training image: an NVIDIA base, locked packages, ftkit. Run by `ftkit build NAME:TAG`, which adds the
+# image's own variables and labels at the end. What images of one release share comes first, so that the second
+# one costs seconds. Only words that docker's classic builder knows: it is in every engine (docs/adr/0010).
+ARG BASE_IMAGE
+FROM ${BASE_IMAGE}
+
+# What the base has, to prove afterwards that none of it that counts was replaced.
+RUN mkdir -p /opt/ftkit && python3 -m pip list --format=freeze >/opt/ftkit/base-packages.txt
+
+# --no-deps: the lock is complete, and nothing beyond it may come in. PIP_CONSTRAINT is emptied because the
+# base's own constraints have no hashes. Certificates are there only where the build's site needs its own.
+COPY requirements.lock certificates* /opt/ftkit/
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_CERT
+RUN PIP_CONSTRAINT= PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install \
+    --no-deps --require-hashes --no-build-isolation \
+    --no-cache-dir --disable-pip-version-check --root-user-action=ignore \
+    --requirement /opt/ftkit/requirements.lock
+
+COPY *.whl /opt/ftkit/
+RUN PIP_CONSTRAINT= PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install \
+    --no-deps --no-index --no-cache-dir --disable-pip-version-check --root-user-action=ignore \
+    /opt/ftkit/*.whl \
+    && python3 -m ftkit.images.inventory /opt/ftkit/sbom.cdx.json
+
+COPY image.json /opt/ftkit/
+ENV PYTHONUNBUFFERED=1

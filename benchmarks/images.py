@@ -1,0 +1,167 @@
+"""How fast an image becomes a squashfs file, side by side in one run.
+
+    python benchmarks/images.py                  on a root file system of about 1.5 GB, made of this machine's files
+    python benchmarks/images.py --image NAME     on an image of the docker engine
+
+Needs a docker engine, squashfs-tools and squashfs-tools-ng. Without enroot on the machine its way is followed with
+the options that are its defaults: export, unpack, mksquashfs with lzo and uncompressed data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftkit.images import engine
+from ftkit.images.importing import import_image
+from ftkit.images.sources import EngineSource
+from ftkit.images.store import ImageStore
+
+ROOT_BYTES = 1_500_000_000
+NAME = "ftkit-benchmark:1"
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way, measured."""
+
+    way: str
+    seconds: float
+    size: int
+
+
+def make_image() -> None:
+    """Make an image of this machine's programs and libraries."""
+    with tempfile.TemporaryFile() as file:
+        size = 0
+        with tarfile.open(fileobj=file, mode="w") as tar:
+            for folder in (Path(sys.prefix), Path("/usr/lib"), Path("/usr/share"), Path("/usr/bin")):
+                for path in sorted(folder.rglob("*")):
+                    if path.is_symlink() or not path.is_file() or size >= ROOT_BYTES:
+                        continue
+                    size += path.stat().st_size
+                    tar.add(path, recursive=False)
+        file.seek(0)
+        with engine.connected() as client:
+            name, _, tag = NAME.partition(":")
+            client.import_image_from_data(file, repository=name, tag=tag)
+
+
+def ftkit_way(image: str, folder: Path) -> Row:
+    """Import with ftkit, digests and all."""
+    with engine.connected() as client:
+        found = engine.inspect_required(client, image, "name another")
+    started = time.monotonic()
+    imported = import_image("benchmark:1", EngineSource(image, found), ImageStore(folder))
+    row = Row("ftkit import", time.monotonic() - started, imported.manifest.size)
+    started = time.monotonic()
+    import_image("benchmark:1", EngineSource(image, found), ImageStore(folder))
+    print(f"the same import again: {time.monotonic() - started:.3f} s")
+    return row
+
+
+def enroot_way(image: str, folder: Path, root: Path) -> Row:
+    """Import with enroot's defaults; leaves the unpacked files in `root`."""
+    output = folder / "enroot.sqsh"
+    started = time.monotonic()
+    if shutil.which("enroot"):
+        run("enroot", "import", "--output", str(output), f"dockerd://{image}")
+        seconds = time.monotonic() - started
+        unpack(image, root)
+        return Row("enroot import, defaults", seconds, output.stat().st_size)
+    unpack(image, root)
+    run("mksquashfs", str(root), str(output), "-all-root", "-comp", "lzo", "-noD", "-no-progress", "-quiet")
+    return Row("enroot's steps by hand, its defaults", time.monotonic() - started, output.stat().st_size)
+
+
+def unpack(image: str, root: Path) -> None:
+    """Unpack an image's export."""
+    root.mkdir()
+    with engine.connected() as client, engine.exported(client, image) as stream:
+        tar = subprocess.Popen(["tar", "-xf", "-", "-C", str(root), "--exclude=dev/*"], stdin=subprocess.PIPE)
+        with tar:
+            shutil.copyfileobj(stream, tar.stdin, MIB)
+
+
+def mksquashfs_way(way: str, root: Path, folder: Path, *options: str) -> Row:
+    """Pack unpacked files; without the time that unpacking takes."""
+    output = folder / f"{way.replace(' ', '-')}.sqsh"
+    started = time.monotonic()
+    run("mksquashfs", str(root), str(output), "-all-root", "-no-progress", "-quiet", *options)
+    return Row(way, time.monotonic() - started, output.stat().st_size)
+
+
+def run(*command: str) -> None:
+    """Run a program that must not fail."""
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+class PeakMemory:
+    """The largest sum of this process's and its children's memory."""
+
+    def __init__(self) -> None:
+        self.mib = 0.0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        page = resource.getpagesize()
+        while not self._ends.wait(0.02):
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
+            total = 0
+            for pid in ("self", *children):
+                try:
+                    total += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * page
+                except OSError:
+                    continue
+            self.mib = max(self.mib, total / MIB)
+
+    def end(self) -> float:
+        """Stop watching."""
+        self._ends.set()
+        self._thread.join()
+        return self.mib
+
+
+def main() -> int:
+    """Measure everything and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--image", help="an image of the docker engine")
+    image = parser.parse_args().image
+    if image is None:
+        make_image()
+        image = NAME
+    with tempfile.TemporaryDirectory(prefix="ftkit-benchmark-") as place:
+        folder = Path(place)
+        memory = PeakMemory()
+        ours = ftkit_way(image, folder / "images")
+        peak = memory.end()
+        root = folder / "root"
+        enroot = enroot_way(image, folder, root)
+        gzip = mksquashfs_way("mksquashfs gzip", root, folder, "-comp", "gzip")
+        dense = mksquashfs_way("mksquashfs zstd-15", root, folder, "-comp", "zstd", "-Xcompression-level", "15")
+    print(f"{'way':40} {'seconds':>8} {'MiB':>7}")
+    for row in (ours, enroot, gzip, dense):
+        print(f"{row.way:40} {row.seconds:8.1f} {row.size / MIB:7.0f}")
+    times, longer = enroot.seconds / ours.seconds, gzip.seconds / ours.seconds
+    larger = 100 * (ours.size / dense.size - 1)
+    print(f"{times:.1f} x faster than enroot's defaults (wanted: 3), {longer:.1f} x than gzip (wanted: 5)")
+    print(f"{larger:+.1f} % larger than zstd-15 (wanted: at most 5), peak memory {peak:.0f} MiB (wanted: under 1024)")
+    is_good = times >= 3 and longer >= 5 and larger <= 5 and peak < 1024  # noqa: PLR2004
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

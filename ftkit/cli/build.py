@@ -1,0 +1,70 @@
+"""`ftkit build`: from an image's definition to an image in the docker engine."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from ftkit.cli.image_arguments import image_argument, registry_option, required_registry
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.progress_view import ProgressView
+from ftkit.cli.push import push_and_say
+from ftkit.cli.terminal import Styled, Terminal
+from ftkit.cli.wording import duration, gib, short_path
+from ftkit.images.build import Built, build
+from ftkit.specs.load import Surroundings, find_image
+
+
+@click.command(
+    "build",
+    cls=ExamplesCommand,
+    short_help="Build a training image.",
+    examples=(
+        "ftkit build olmo3:25.02",
+        "ftkit build olmo3:25.02 --push --registry registry.example.com/team",
+        "ftkit build olmo3:25.02 --base registry.example.com/mirror/pytorch@sha256:…",
+    ),
+)
+@image_argument
+@click.option("--base", metavar="REF", help="Build on another base than the definition's.")
+@click.option("--no-cache", is_flag=True, help="Run every step anew.")
+@click.option("--allow-unpinned", is_flag=True, help="Build on a base without a digest; its digest is recorded.")
+@click.option("--push", "does_push", is_flag=True, help="Push the image afterwards.")
+@registry_option
+def command(
+    reference: str,
+    *,
+    base: str | None,
+    no_cache: bool,
+    allow_unpinned: bool,
+    does_push: bool,
+    registry: str | None,
+) -> None:
+    """Build NAME:TAG as its folder in containers/ defines it, and check it from inside.
+
+    Builds nothing if nothing changed: Dockerfile, lock, ftkit, base.
+    """
+    terminal = Terminal()
+    target = required_registry(registry) if does_push else None
+    definition = find_image(reference, Surroundings.here())
+    started = time.monotonic()
+    with ProgressView(terminal) as view:
+        built = build(definition, base=base, no_cache=no_cache, allow_unpinned=allow_unpinned, report=view.report)
+    _say(built, time.monotonic() - started, terminal)
+    if target:
+        push_and_say(reference, target, None, terminal)
+    else:
+        terminal.data(f"{built.image.id}\n")
+
+
+def _say(built: Built, seconds: float, terminal: Terminal) -> None:
+    size = gib(built.image.size / 2**30)
+    if built.is_new:
+        terminal.say(Styled(f"built {built.name} ({size}) in {duration(seconds)}", "bold"))
+    else:
+        terminal.say(f"{built.name} ({size}) is up to date: nothing changed since it was built")
+    if built.recorded:
+        terminal.say(f"recorded the base's digest in {short_path(built.recorded)}")
+    elif built.digest_to_record:
+        terminal.warn(f"the base is still unpinned: its digest is {built.digest_to_record}; write it into a definition")

@@ -1,0 +1,45 @@
+"""What the commands on images share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ftkit.cli.arguments import current_workspace
+from ftkit.cli.completing import complete_image
+from ftkit.errors import ConfigError, Problem
+from ftkit.images.store import ImageStore
+from ftkit.specs.load import Surroundings, load_settings
+
+if TYPE_CHECKING:
+    from ftkit.layout import Workspace
+
+image_argument = click.argument("reference", metavar="NAME:TAG", shell_complete=complete_image)
+registry_option = click.option(
+    "--registry", metavar="HOST[/PATH]", help="Registry to push to and import from; 'registry:' in ftkit.yaml."
+)
+
+
+def image_store(workspace: Workspace | None = None) -> ImageStore:
+    """Return the folder of imported images."""
+    return ImageStore((workspace or current_workspace()).images)
+
+
+def registry_of(option: str | None) -> str | None:
+    """Return the registry that was typed, or that the settings name."""
+    return option or load_settings(Surroundings.here()).settings.registry
+
+
+def required_registry(option: str | None) -> str:
+    """Return the registry.
+
+    Raises:
+        ConfigError: neither the command line nor a file names one.
+    """
+    registry = registry_of(option)
+    if not registry:
+        raise ConfigError(
+            [Problem("", "registry", "nothing says which registry.", "Give --registry, or set it in ftkit.yaml.")]
+        )
+    return registry

@@ -1,0 +1,90 @@
+"""Before a run: is its image there, and whole? If not, which command is missing?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit.cli.image_arguments import registry_of
+from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
+from ftkit.images import engine
+from ftkit.images.choosing import ImportWish
+from ftkit.images.references import local_name
+from ftkit.images.store import manifest_file
+from ftkit.images.verify import looks_whole
+
+if TYPE_CHECKING:
+    from ftkit.cli.terminal import Terminal
+    from ftkit.images.store import Format
+    from ftkit.plan import RunPlan
+
+
+def ensure_image(plan: RunPlan, terminal: Terminal, *, does_import: bool) -> dict[str, str]:
+    """Return what the run's manifest says of its image; import it first if asked to.
+
+    Raises:
+        NotFoundError: it is not there; with the command that is missing.
+        ImageError: it is damaged.
+    """
+    wanted, runtime = plan.container_image, plan.cluster.runtime
+    if wanted is None or plan.image is None:
+        return {}
+    if runtime == "docker":
+        with engine.connected() as client:
+            return {"image_id": engine.inspect_required(client, wanted, f"build it: ftkit build {plan.image}").id}
+    if not wanted.startswith("/"):
+        return {}  # an address: the cluster fetches it
+    file = Path(wanted)
+    if not file.exists() and is_name(plan.image):
+        if not does_import:
+            raise _missing(plan, file)
+        _import(plan, terminal)
+    return _facts(plan, file, terminal) if file.exists() else {}
+
+
+def is_name(image: str) -> bool:
+    """Tell `NAME:TAG` from a file and an address."""
+    return "/" not in image
+
+
+def _import(plan: RunPlan, terminal: Terminal) -> None:
+    from ftkit.cli.import_ import import_wished  # noqa: PLC0415 - needed in this case only
+
+    image_format: Format = "sif" if plan.cluster.runtime == "apptainer" else "sqsh"
+    wish = ImportWish(str(plan.image), registry=registry_of(None), cluster=plan.cluster)
+    import_wished(wish, image_format, terminal)
+
+
+def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
+    """Check size and head of the file, in a moment: `ftkit verify` reads all of it."""
+    final = file.resolve()
+    manifest = looks_whole(final)
+    if manifest:
+        return {"image_id": manifest.image_id, "image_sha256": manifest.sha256}
+    if manifest_file(final).exists():
+        raise ImageError(
+            f"{file} is not what was imported: its size or its head differs from its manifest",
+            meaning="a copy of it was interrupted, the disk was full, or someone changed it",
+            fix=f"see what differs with 'ftkit verify {file}'; import it again: ftkit import {plan.image} --force",
+        )
+    terminal.warn(f"{file} has no manifest: nothing says what is in it")
+    return {}
+
+
+def _missing(plan: RunPlan, file: Path) -> NotFoundError:
+    command = f"ftkit import {plan.image} --cluster {plan.cluster.name}"
+    if not registry_of(None) and not _is_built(str(plan.image)):
+        command = f"ftkit build {plan.image} && {command}"
+    return NotFoundError(
+        f"{plan.image} is not imported for cluster {plan.cluster.name}: {file} is not there",
+        meaning="it was never imported into this workspace",
+        fix=f"{command}; or give --import",
+    )
+
+
+def _is_built(reference: str) -> bool:
+    try:
+        with engine.connected() as client:
+            return engine.inspect(client, local_name(reference)) is not None
+    except PrerequisiteError:
+        return False

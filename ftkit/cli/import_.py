@@ -1,0 +1,86 @@
+"""`ftkit import`: from the docker engine or a registry to one file on the shared file system."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from ftkit.cli.completing import complete_cluster, complete_image
+from ftkit.cli.image_arguments import image_store, registry_of, registry_option
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.progress_view import ProgressView
+from ftkit.cli.terminal import Styled, Terminal
+from ftkit.cli.wording import duration, gib, short_path
+from ftkit.images.choosing import ImportWish, Method, choose_source, name_of
+from ftkit.images.importing import Imported, import_image
+from ftkit.images.sif import import_sif
+from ftkit.specs.load import Surroundings, load_cluster, load_settings
+
+if TYPE_CHECKING:
+    from ftkit.images.store import Format
+
+
+@click.command(
+    "import",
+    cls=ExamplesCommand,
+    short_help="Import an image as one file for a cluster.",
+    examples=(
+        "ftkit import olmo3:25.02",
+        "ftkit import olmo3:25.02 --cluster mycluster --on-node",
+        "ftkit import docker://registry.example.com#team/olmo3:25.02",
+    ),
+)
+@click.argument("wanted", metavar="NAME:TAG|URI", shell_complete=complete_image)
+@click.option("--cluster", metavar="NAME", shell_complete=complete_cluster, help="Cluster to import for.")
+@click.option(
+    "--format",
+    "image_format",
+    type=click.Choice(["sqsh", "sif"]),
+    help="squashfs for enroot and pyxis, SIF for Apptainer; the cluster's if not given.",
+)
+@click.option("--on-node", is_flag=True, help="Let enroot work on a compute node, with its own disk.")
+@click.option("--with", "method", type=click.Choice(["auto", "enroot", "ftkit"]), default="auto",
+              help="Who makes the squashfs file; auto: enroot where it is.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Import again even if it is there.")
+@registry_option
+def command(  # noqa: PLR0913 - its options
+    wanted: str,
+    *,
+    cluster: str | None,
+    image_format: Format | None,
+    on_node: bool,
+    method: Method,
+    force: bool,
+    registry: str | None,
+) -> None:
+    """Import an image into the workspace's images/, named by digest, with a readable link and a manifest.
+
+    NAME:TAG is taken from the docker engine if it was built here, else from the registry. Returns at once if it is
+    there already.
+    """
+    terminal, around = Terminal(), Surroundings.here()
+    profile = load_cluster(cluster or load_settings(around).settings.cluster, around)
+    wish = ImportWish(wanted, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method)
+    chosen = image_format or ("sif" if profile.runtime == "apptainer" else "sqsh")
+    imported = import_wished(wish, chosen, terminal, force=force)
+    terminal.data(f"{imported.link}\n")
+
+
+def import_wished(wish: ImportWish, image_format: Format, terminal: Terminal, *, force: bool = False) -> Imported:
+    """Import, and say what came of it."""
+    started, store, name = time.monotonic(), image_store(), name_of(wish.wanted)
+    with ProgressView(terminal) as view:
+        if image_format == "sif":
+            imported = import_sif(name, wish, store, force=force, report=view.report)
+        else:
+            source = choose_source(wish, view.report)
+            imported = import_image(name, source, store, force=force, report=view.report)
+    where = short_path(imported.link)
+    if imported.is_new:
+        took = duration(time.monotonic() - started)
+        terminal.say(Styled(f"imported {name} as {where} ({gib(imported.manifest.size / 2**30)}) in {took}", "bold"))
+    else:
+        terminal.say(f"{where} is there already: the same image")
+    return imported

@@ -1,0 +1,37 @@
+"""`ftkit recipe`: an image's Singularity definition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ftkit.cli.image_arguments import image_argument
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.terminal import Terminal
+from ftkit.cli.wording import short_path
+from ftkit.images.definition_file import definition_file, write_files
+from ftkit.specs.load import Surroundings, find_image
+
+
+@click.command(
+    "recipe",
+    cls=ExamplesCommand,
+    short_help="Print an image's Singularity definition.",
+    examples=("ftkit recipe olmo3:25.02 --files olmo3-files > olmo3.def",),
+)
+@image_argument
+@click.option(
+    "--files",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Also write the files that the definition copies, there.",
+)
+def command(reference: str, *, files: Path | None) -> None:
+    """Print a definition that builds NAME:TAG with Apptainer or Singularity, for sites that build their own."""
+    terminal, definition = Terminal(), find_image(reference, Surroundings.here())
+    text = definition_file(definition, files)
+    if files:
+        write_files(definition, files)
+        terminal.say(f"wrote the files that it copies to {short_path(files.absolute())}")
+    terminal.data(text)

@@ -1,0 +1,121 @@
+"""Which way an image is imported: from the engine or a registry, by enroot or by ftkit itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
+from ftkit.images import credentials, engine, enroot
+from ftkit.images.push import remote_reference
+from ftkit.images.references import ImageReference, check_name, local_name, parse_reference
+from ftkit.images.registry import Registry
+from ftkit.images.sources import EngineSource, EnrootSource, RegistrySource
+from ftkit.specs.cluster import ClusterProfile
+
+if TYPE_CHECKING:
+    from ftkit.images.progress import Report
+    from ftkit.images.sources import ImageSource
+
+Method = Literal["auto", "enroot", "ftkit"]
+_OF_THE_ENGINE = "dockerd://"
+
+
+@dataclass(frozen=True)
+class ImportWish:
+    """What was asked for.
+
+    Args:
+        wanted: `NAME:TAG`, `docker://HOST#PATH:TAG` or `dockerd://NAME:TAG`.
+        registry: where a `NAME:TAG` that the engine does not have was pushed to.
+        cluster: the cluster that it is for.
+        on_node: let enroot work on a compute node.
+        method: who makes the file.
+    """
+
+    wanted: str
+    registry: str | None
+    cluster: ClusterProfile
+    on_node: bool = False
+    method: Method = "auto"
+
+
+def name_of(wanted: str) -> str:
+    """Return the `NAME:TAG` that an import is called: of an address, its last part."""
+    if "://" not in wanted:
+        check_name(wanted)
+        return wanted
+    reference = parse_reference(wanted.removeprefix(_OF_THE_ENGINE))
+    return f"{reference.path.rpartition('/')[2]}:{reference.tag}"
+
+
+def remote_of(wish: ImportWish) -> ImageReference | None:
+    """Return where the image is in a registry; None: nothing says that it is in one."""
+    if wish.wanted.startswith(_OF_THE_ENGINE):
+        return None
+    if "://" in wish.wanted:
+        return parse_reference(wish.wanted)
+    return remote_reference(wish.wanted, wish.registry) if wish.registry else None
+
+
+def choose_source(wish: ImportWish, report: Report) -> ImageSource:
+    """Return the source to import from.
+
+    Raises:
+        NotFoundError: neither engine nor registry has the image.
+        PrerequisiteError: something that the wish needs is not there.
+    """
+    if wish.on_node:
+        return _on_node(wish, report)
+    known = _engine_source(wish) or _registry_source(wish, report)
+    if wish.method == "ftkit" or (wish.method == "auto" and not enroot.is_there()):
+        return known
+    if isinstance(known, EngineSource):
+        return EnrootSource(known, f"{_OF_THE_ENGINE}{known.name}")
+    remote = remote_of(wish)
+    if remote is None:
+        raise AssertionError("what is not in the engine is in a registry")
+    return EnrootSource(known, remote.enroot_uri)
+
+
+def _on_node(wish: ImportWish, report: Report) -> EnrootSource:
+    if wish.cluster.scheduler != "slurm":
+        raise ConfigError(
+            [Problem(f"cluster {wish.cluster.name}", "--on-node", "this cluster has no Slurm.", "Leave --on-node out.")]
+        )
+    remote = remote_of(wish)
+    if remote is None:
+        raise ConfigError(
+            [Problem("", "--on-node", "a compute node can't reach this machine's docker engine.",
+                     "Push the image, and give --registry or a docker:// address.")]
+        )  # fmt: skip
+    return EnrootSource(_registry_source(wish, report), remote.enroot_uri, enroot.node_of(wish.cluster))
+
+
+def _engine_source(wish: ImportWish) -> EngineSource | None:
+    """Return the image in the docker engine; None if there is no engine, or it has no such image."""
+    if wish.wanted.startswith("docker://"):
+        return None
+    is_named = wish.wanted.startswith(_OF_THE_ENGINE)
+    name = wish.wanted.removeprefix(_OF_THE_ENGINE) if is_named else local_name(wish.wanted)
+    try:
+        with engine.connected() as client:
+            image = engine.inspect(client, name)
+    except PrerequisiteError:
+        if is_named:
+            raise
+        return None
+    if image is None and is_named:
+        raise NotFoundError(f"the docker engine has no image {name}", fix="see 'docker images'")
+    return EngineSource(name, image) if image else None
+
+
+def _registry_source(wish: ImportWish, report: Report) -> RegistrySource:
+    remote = remote_of(wish)
+    if remote is None:
+        raise NotFoundError(
+            f"{wish.wanted} was not built on this machine, and nothing says in which registry it is",
+            meaning="no docker engine here has it, and neither --registry nor 'registry:' in ftkit.yaml is given",
+            fix=f"ftkit build {wish.wanted} here, or ftkit import {wish.wanted} --registry HOST/PATH",
+        )
+    return RegistrySource(remote, Registry(remote, credentials.find(remote.host), report))

@@ -1,0 +1,116 @@
+"""What the docker engine is sent to build an image: Dockerfile, lock, one wheel, the image's own facts."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from ftkit import assets
+from ftkit.errors import ImageError
+from ftkit.images.lock import read_lock
+from ftkit.images.tar_members import FILE, Member, write_end, write_member, write_padding
+from ftkit.images.wheel import make_wheel, wheel_name
+
+if TYPE_CHECKING:
+    from ftkit.specs.image import ImageSpec
+    from ftkit.specs.load import ImageDefinition
+
+_CERTIFICATES: Final = "certificates.crt"
+_INDEX_VARIABLES: Final = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """A build's input.
+
+    Args:
+        files: what is sent.
+        arguments: values for the Dockerfile's ARGs.
+        lock_sha256: digest of the lock.
+    """
+
+    files: dict[str, bytes]
+    arguments: dict[str, str]
+    lock_sha256: str
+
+    def digest(self, base: str) -> str:
+        """Return a digest of all that the image depends on; `base` says which base."""
+        running = hashlib.sha256(base.encode())
+        for name, data in sorted(self.files.items()):
+            running.update(f"\n{name} {len(data)}\n".encode())
+            running.update(data)
+        return running.hexdigest()
+
+    def archive(self, labels: dict[str, str]) -> io.BytesIO:
+        """Return the files as a tar archive, with the labels as the Dockerfile's last step."""
+        words = " ".join(f"{name}={_quoted(value)}" for name, value in sorted(labels.items()))
+        files = {**self.files, "Dockerfile": self.files["Dockerfile"] + f"LABEL {words}\n".encode()}
+        output = io.BytesIO()
+        for name, data in sorted(files.items()):
+            write_member(output, Member(name.encode(), FILE, size=len(data)))
+            output.write(data)
+            write_padding(output, len(data))
+        write_end(output)
+        output.seek(0)
+        return output
+
+
+def assemble(definition: ImageDefinition) -> BuildContext:
+    """Assemble the context of an image.
+
+    Raises:
+        ImageError: its lock is missing or stale, or a package index needs a password.
+    """
+    lock = read_lock(definition).encode()
+    files = {
+        "Dockerfile": dockerfile(definition.spec).encode(),
+        "requirements.lock": lock,
+        wheel_name(): make_wheel(),
+        "image.json": (json.dumps(_facts(definition.spec), indent=1, sort_keys=True) + "\n").encode(),
+    }
+    arguments = _index_arguments()
+    bundle = os.environ.get("PIP_CERT")
+    if bundle and Path(bundle).is_file():
+        files[_CERTIFICATES] = Path(bundle).read_bytes()
+        arguments["PIP_CERT"] = f"/opt/ftkit/{_CERTIFICATES}"
+    return BuildContext(files, arguments, hashlib.sha256(lock).hexdigest())
+
+
+def dockerfile(spec: ImageSpec) -> str:
+    """Return the Dockerfile with the image's own variables at the end."""
+    lines = [f"ENV {name}={_quoted(value)}\n" for name, value in sorted(spec.environment.items())]
+    return assets.DOCKERFILE.read_text(encoding="utf-8") + "".join(lines)
+
+
+def _facts(spec: ImageSpec) -> dict[str, object]:
+    return spec.model_dump(
+        mode="json", include={"name", "tag", "description", "families", "default_recipe", "provided", "imports"}
+    )
+
+
+def _quoted(value: str) -> str:
+    escaped = "".join("\\" + character if character in '\\"$' else character for character in value)
+    return f'"{escaped}"'
+
+
+def _index_arguments() -> dict[str, str]:
+    """Pass the site's package index on. Arguments can be read in the image's history: passwords are refused."""
+    found = {}
+    for variable in _INDEX_VARIABLES:
+        value = os.environ.get(variable)
+        if not value:
+            continue
+        if any(urlsplit(url).password or urlsplit(url).username for url in value.split()):
+            raise ImageError(
+                f"{variable} holds a user name or password, which would stay in the image",
+                meaning="build arguments can be read by everyone who has the image",
+                fix=f"unset {variable}, or use an index that asks for none",
+            )
+        found[variable] = value
+    return found

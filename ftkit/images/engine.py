@@ -1,0 +1,201 @@
+"""The docker engine, through its SDK; its errors in ftkit's words."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
+from ftkit.images.root_filesystem import ImageConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from docker import APIClient
+
+_TIMEOUT_SECONDS = 600
+_CHUNK = 1 << 20
+_DEFAULT_HOST = "unix:///var/run/docker.sock"
+
+
+@dataclass(frozen=True)
+class EngineImage:
+    """An image as the engine has it."""
+
+    id: str
+    size: int
+    created: int
+    labels: dict[str, str]
+    repo_digests: tuple[str, ...]
+    config: ImageConfig
+
+
+@contextmanager
+def connected() -> Iterator[APIClient]:
+    """Connect to the engine that docker's own variables and files name.
+
+    Raises:
+        PrerequisiteError: the SDK is not installed, or no engine answers.
+    """
+    try:
+        import docker  # noqa: PLC0415 - an extra, and slow to import
+    except ImportError as error:
+        raise PrerequisiteError(
+            "the Python package 'docker' is not installed", fix="pip install 'ftkit[images]'"
+        ) from error
+    try:
+        _knock()
+        client: APIClient = docker.from_env(timeout=_TIMEOUT_SECONDS).api
+    except (docker.errors.DockerException, OSError) as error:
+        raise PrerequisiteError(
+            f"no docker engine answers: {_first_line(error)}",
+            meaning="docker is not installed or not started here, or you are not in the group 'docker'",
+            fix="see whether 'docker info' works; DOCKER_HOST names an engine elsewhere",
+        ) from error
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _knock() -> None:
+    """See whether something listens on the engine's socket: the SDK leaves its own open when nothing does."""
+    address = os.environ.get("DOCKER_HOST") or _DEFAULT_HOST
+    if address.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knocking:
+            knocking.connect(address.removeprefix("unix://"))
+
+
+def inspect(client: APIClient, name: str) -> EngineImage | None:
+    """Look an image up; None if the engine has none of that name."""
+    import docker  # noqa: PLC0415
+
+    try:
+        found = client.inspect_image(name)
+    except docker.errors.ImageNotFound:
+        return None
+    except docker.errors.APIError as error:
+        raise as_image_error(error, f"docker can't look up the image {name}") from error
+    return EngineImage(
+        id=found["Id"],
+        size=int(found.get("Size") or 0),
+        created=_epoch(found.get("Created")),
+        labels=dict((found.get("Config") or {}).get("Labels") or {}),
+        repo_digests=tuple(found.get("RepoDigests") or ()),
+        config=read_config(found.get("Config") or {}, found.get("Created")),
+    )
+
+
+def inspect_required(client: APIClient, name: str, fix: str) -> EngineImage:
+    """Look an image up that has to be there.
+
+    Raises:
+        NotFoundError: it is not.
+    """
+    image = inspect(client, name)
+    if image is None:
+        raise NotFoundError(f"docker has no image {name}", meaning="it was not built on this machine", fix=fix)
+    return image
+
+
+def read_config(config: dict[str, Any], created: object) -> ImageConfig:
+    """Read the part of an image's configuration that says how it is run."""
+    return ImageConfig(
+        environment=tuple(config.get("Env") or ()),
+        entrypoint=tuple(config.get("Entrypoint") or ()),
+        command=tuple(config.get("Cmd") or ()),
+        working_directory=config.get("WorkingDir") or "",
+        labels=dict(config.get("Labels") or {}),
+        created=_epoch(created),
+    )
+
+
+@contextmanager
+def container(client: APIClient, image: str, **options: Any) -> Iterator[str]:
+    """Make a container, and remove it at the end whatever happens."""
+    import docker  # noqa: PLC0415
+
+    try:
+        made: str = client.create_container(image, labels={"ftkit": "temporary"}, **options)["Id"]
+    except docker.errors.APIError as error:
+        raise as_image_error(error, f"docker can't make a container of {image}") from error
+    try:
+        yield made
+    finally:
+        with contextlib.suppress(docker.errors.APIError):
+            client.remove_container(made, force=True, v=True)
+
+
+@contextmanager
+def exported(client: APIClient, image: str) -> Iterator[io.BufferedReader]:
+    """Open the root file system of an image as a tar stream."""
+    with container(client, image, command=["true"]) as made:
+        answer = client._get(  # noqa: SLF001 - the SDK's own `export` cuts the stream into 2 MiB copies of copies
+            client._url("/containers/{0}/export", made),  # noqa: SLF001
+            stream=True,
+        )
+        with answer:
+            if answer.status_code != 200:  # noqa: PLR2004
+                raise ImageError(f"docker can't export {image}: {answer.text.strip()}", fix="see 'docker info'")
+            yield io.BufferedReader(_Body(answer.raw), _CHUNK)
+
+
+class _Body(io.RawIOBase):
+    """The body of an answer, read as a file."""
+
+    def __init__(self, raw: Any) -> None:
+        self._chunks: Iterator[bytes] = raw.stream(_CHUNK, decode_content=False)
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._left:
+            self._left = memoryview(next(self._chunks, b""))
+        size = min(len(buffer), len(self._left))
+        buffer[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size
+
+
+def run_inside(client: APIClient, image: str, command: list[str]) -> tuple[int, str]:
+    """Run a program in a container without network; return its exit status and what it printed."""
+    import docker  # noqa: PLC0415
+
+    options = {"command": command, "entrypoint": [], "network_disabled": True}
+    with container(client, image, **options) as made:
+        try:
+            client.start(made)
+            code = int(client.wait(made)["StatusCode"])
+            said = client.logs(made, stdout=True, stderr=True)
+        except docker.errors.APIError as error:
+            raise as_image_error(error, f"docker can't run '{command[0]}' in {image}") from error
+    return code, said.decode(errors="replace")
+
+
+def as_image_error(error: Exception, what: str) -> ImageError:
+    """Turn an error of the SDK into ours."""
+    return ImageError(f"{what}: {_first_line(error)}", fix="see 'docker info' and the engine's own log")
+
+
+def _first_line(error: Exception) -> str:
+    said = str(getattr(error, "explanation", None) or error)
+    return said.strip().splitlines()[0] if said.strip() else type(error).__name__
+
+
+def _epoch(value: object) -> int:
+    """Return seconds since 1970 of docker's time (with nanoseconds); 0 for none or one before."""
+    if not isinstance(value, str) or not value:
+        return 0
+    try:
+        moment = datetime.fromisoformat(value.partition(".")[0].removesuffix("Z") + "+00:00")
+    except ValueError:
+        return 0
+    return max(0, int(moment.timestamp()))

@@ -1,0 +1,88 @@
+"""What may go from the folder of imported images, and from the docker engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit.errors import PrerequisiteError
+from ftkit.images import engine
+from ftkit.images.store import manifest_file, read_manifest, remove
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ftkit.images.store import ImageStore
+
+
+@dataclass(frozen=True)
+class Removable:
+    """One thing that may go: files, or an image of the engine, and why."""
+
+    name: str
+    reason: str
+    size: int
+    paths: tuple[Path, ...] = ()
+    engine_id: str = ""
+
+
+def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]:
+    """Return what may go: no link and no run points at it, or a killed import left it."""
+    used = {path.resolve() for path in in_use}
+    pointed = {path.resolve() for path in store.links().values()}
+    found = []
+    for path in sorted([*store.root.glob("sha256-*.sqsh"), *store.root.glob("sha256-*.sif")]):
+        if path.resolve() in used | pointed:
+            continue
+        manifest = read_manifest(path)
+        name = manifest.reference if manifest else path.name
+        belongs = (path, manifest_file(path), *([store.root / manifest.sbom] if manifest and manifest.sbom else []))
+        found.append(Removable(name, "no name points at it any more", path.stat().st_size, belongs))
+    found += [Removable(path.name, "a killed import left it", _size(path), (path,)) for path in store.leftovers()]
+    return found + _of_the_engine()
+
+
+def _of_the_engine() -> list[Removable]:
+    """Return images that ftkit built and that lost their name to a newer one, and containers left by a kill."""
+    try:
+        with engine.connected() as client:
+            images = client.images(filters={"label": "ftkit.reference", "dangling": True})
+    except PrerequisiteError:
+        return []
+    found = []
+    for image in images:
+        reference = (image.get("Labels") or {}).get("ftkit.reference", "")
+        found.append(
+            Removable(reference, "an older build, in the docker engine", int(image.get("Size") or 0),
+                      engine_id=str(image["Id"]))
+        )  # fmt: skip
+    return found
+
+
+def remove_all(removables: Iterable[Removable]) -> int:
+    """Remove them; return the bytes that were freed. What is gone or in use already is passed over."""
+    freed = 0
+    for removable in removables:
+        for path in removable.paths:
+            remove(path)
+        if not removable.engine_id or _remove_image(removable.engine_id):
+            freed += removable.size
+    return freed
+
+
+def _remove_image(image_id: str) -> bool:
+    import docker  # noqa: PLC0415
+
+    try:
+        with engine.connected() as client:
+            client.remove_image(image_id)
+    except docker.errors.APIError:
+        return False
+    return True
+
+
+def _size(path: Path) -> int:
+    if path.is_dir():
+        return sum(inner.stat().st_size for inner in path.rglob("*") if inner.is_file())
+    return path.stat().st_size

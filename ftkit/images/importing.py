@@ -1,0 +1,112 @@
+"""Import an image: one file on the shared file system, whose content is known."""
+
+from __future__ import annotations
+
+import errno
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit import __version__
+from ftkit.images.digests import BLOCK_SIZE, digest_file
+from ftkit.images.packing import ByteCounter, Made
+from ftkit.images.progress import Progress, Report, say_nothing
+from ftkit.images.squashfs import disk_full
+from ftkit.images.store import ImageStore, ImportManifest
+from ftkit.images.verify import looks_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.images.sources import ImageSource
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import came to."""
+
+    file: Path
+    link: Path
+    manifest: ImportManifest
+    is_new: bool
+
+
+def import_image(
+    reference: str,
+    source: ImageSource,
+    store: ImageStore,
+    *,
+    force: bool = False,
+    report: Report = say_nothing,
+) -> Imported:
+    """Import `source` as `NAME:TAG`, unless the same image is there already.
+
+    Raises:
+        PrerequisiteError: the folder can't be written to, or a program is missing.
+        ImageError: the source broke off, or the disk is full.
+    """
+    image_id = source.image_id
+    final = store.file(image_id, "sqsh")
+    found = None if force else _existing(reference, final, store)
+    if found:
+        return found
+    store.prepare()
+    with store.locked(image_id, lambda: report(Progress("another import of this image is at work: waiting for it"))):
+        found = None if force else _existing(reference, final, store)
+        if found:
+            return found
+        with store.partial(final) as partial, full_disk_is_said(store.root):
+            made = source.make_file(partial, report)
+            manifest = _describe(reference, source, partial, made, report)
+            store.publish(partial, manifest, made.contents.sbom)
+    return Imported(final, store.link(reference, "sqsh"), manifest, is_new=True)
+
+
+@contextmanager
+def full_disk_is_said(folder: Path) -> Iterator[None]:
+    """Turn the system's error for a full disk into ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_full(folder) from error
+        raise
+
+
+def _existing(reference: str, final: Path, store: ImageStore) -> Imported | None:
+    """Return the import that is there, with a link of this name."""
+    manifest = looks_whole(final)
+    if manifest is None:
+        return None
+    link = store.link(reference, "sqsh")
+    if not link.is_symlink() or link.readlink().name != final.name:
+        store.prepare()
+        store.point(reference, final, "sqsh")
+    return Imported(final, link, manifest, is_new=False)
+
+
+def _describe(reference: str, source: ImageSource, partial: Path, made: Made, report: Report) -> ImportManifest:
+    digests = digest_file(partial, advance=ByteCounter(report, "computing digests", partial.stat().st_size).advance)
+    file = ImageStore(partial.parent).file(source.image_id, "sqsh").name
+    return ImportManifest(
+        reference=reference,
+        image_id=source.image_id,
+        registry_digest=source.registry_digest,
+        source=source.describe(),
+        made_by=made.made_by,
+        format="sqsh",
+        file=file,
+        size=digests.size,
+        sha256=digests.sha256,
+        block_size=BLOCK_SIZE,
+        blocks=digests.blocks,
+        root_bytes=made.contents.num_bytes,
+        num_entries=made.contents.num_entries,
+        labels=source.config.labels,
+        sbom=f"{file}.sbom.json" if made.contents.sbom else "",
+        imported=time.time(),
+        ftkit_version=__version__,
+        left_out=tuple(made.contents.left_out),
+    )

@@ -1,0 +1,79 @@
+"""What is in an image: its Python and Debian packages, as CycloneDX JSON.
+
+Run in the image, by the Dockerfile: `python3 -m ftkit.images.inventory FILE`. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import ftkit
+
+_DPKG = Path("/var/lib/dpkg/status")
+_OS_RELEASE = Path("/etc/os-release")
+
+
+def bill_of_materials(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dict[str, Any]:
+    """Return the document. It holds no time, so that the same packages give the same bytes."""
+    components = [*_python_packages(), *_debian_packages(dpkg, os_release)]
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"tools": {"components": [{"type": "application", "name": "ftkit", "version": ftkit.__version__}]}},
+        "components": sorted(components, key=lambda component: str(component["bom-ref"])),
+    }
+
+
+def _python_packages() -> list[dict[str, Any]]:
+    found = {}
+    for package in metadata.distributions():
+        name = package.metadata["Name"]
+        if name:
+            normal = re.sub(r"[-_.]+", "-", name).lower()
+            found[f"pkg:pypi/{normal}@{quote(package.version, safe='')}"] = (name, package)
+    return [
+        _component(url, name, package.version, package.metadata.json.get("license_expression"))
+        for url, (name, package) in found.items()
+    ]
+
+
+def _debian_packages(status: Path, os_release: Path) -> list[dict[str, Any]]:
+    if not status.is_file():
+        return []
+    named = dict(re.findall(r'^(\w+)="?([^"\n]*)"?$', _read(os_release), re.MULTILINE))
+    found = []
+    for block in _read(status).split("\n\n"):
+        fields = dict(re.findall(r"^([A-Za-z-]+): (.*)$", block, re.MULTILINE))
+        if fields.get("Status", "").endswith(" installed") and "Version" in fields:
+            name, version = fields["Package"], fields["Version"]
+            url = (
+                f"pkg:deb/{named.get('ID', 'debian')}/{name}@{quote(version, safe='')}"
+                f"?arch={fields.get('Architecture', 'all')}"
+            )
+            found.append(_component(url, name, version, None))
+    return found
+
+
+def _component(url: str, name: str, version: str, licence: object) -> dict[str, Any]:
+    component: dict[str, Any] = {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
+    if isinstance(licence, str) and licence:
+        component["licenses"] = [{"expression": licence}]
+    return component
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(bill_of_materials(), indent=1) + "\n", encoding="utf-8")

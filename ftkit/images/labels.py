@@ -1,0 +1,87 @@
+"""The labels of an image: what it was made from."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import ftkit
+from ftkit import process
+from ftkit.errors import FtkitError
+
+if TYPE_CHECKING:
+    from ftkit.specs.image import ImageSpec
+
+BUILD_KEY: Final = "ftkit.build-key"
+REFERENCE: Final = "ftkit.reference"
+UNPINNED: Final = "ftkit.base-unpinned"
+_FIRST_ZIP_DAY: Final = 315532800
+
+
+@dataclass(frozen=True)
+class OwnCommit:
+    """The commit of the checkout that ftkit runs from; empty for an installed wheel."""
+
+    commit: str = ""
+    is_dirty: bool = False
+    time: int = _FIRST_ZIP_DAY
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """The base that an image was built on; its digest may be known without being asked for."""
+
+    reference: str
+    digest: str
+    id: str
+    is_pinned: bool
+
+
+def own_commit() -> OwnCommit:
+    """Look at the checkout, if ftkit runs from one."""
+    checkout = Path(ftkit.__file__).resolve().parents[1]
+    if not (checkout / ".git").exists():
+        return OwnCommit()
+    try:
+        head = process.run(["git", "-C", str(checkout), "log", "-1", "--format=%H %ct"], timeout_seconds=10)
+        changes = process.run(["git", "-C", str(checkout), "status", "--porcelain"], timeout_seconds=20)
+    except FtkitError:
+        return OwnCommit()
+    commit, _, moment = head.stdout.strip().partition(" ")
+    if head.returncode != 0 or changes.returncode != 0 or not moment.isdigit():
+        return OwnCommit()
+    return OwnCommit(commit, bool(changes.stdout.strip()), int(moment))
+
+
+def make_labels(
+    spec: ImageSpec, base: BaseFacts, *, lock_sha256: str, build_key: str, commit: OwnCommit
+) -> dict[str, str]:
+    """Return the labels of an image that is about to be built."""
+    given = os.environ.get("SOURCE_DATE_EPOCH", "")
+    epoch = int(given) if given.isdigit() else commit.time
+    labels = {
+        "org.opencontainers.image.title": spec.reference,
+        "org.opencontainers.image.description": spec.description,
+        "org.opencontainers.image.version": ftkit.__version__,
+        "org.opencontainers.image.created": datetime.fromtimestamp(epoch, UTC).isoformat(),
+        "org.opencontainers.image.base.name": base.reference,
+        REFERENCE: spec.reference,
+        BUILD_KEY: build_key,
+        "ftkit.version": ftkit.__version__,
+        "ftkit.base-id": base.id,
+        "ftkit.lock-sha256": lock_sha256,
+        "ftkit.families": ",".join(spec.families),
+        "ftkit.default-recipe": spec.default_recipe,
+        "ftkit.source-date-epoch": str(epoch),
+    }
+    if base.digest:
+        labels["org.opencontainers.image.base.digest"] = base.digest
+    if not base.is_pinned:
+        labels[UNPINNED] = "true"
+    if commit.commit:
+        labels["org.opencontainers.image.revision"] = commit.commit
+        labels["ftkit.has-uncommitted-changes"] = str(commit.is_dirty).lower()
+    return labels

@@ -1,0 +1,142 @@
+"""Locks: every package that an image adds to its base, with hashes.
+
+A lock never names what the base provides (torch, triton, numpy): those are taken out of the resolution, or
+held at the base's version, and the build refuses a lock that has one of them all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ftkit import process
+from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.images.store import write_whole
+
+if TYPE_CHECKING:
+    from ftkit.specs.image import ImageSpec
+    from ftkit.specs.load import ImageDefinition
+
+_TIMEOUT_SECONDS: Final = 900
+_NEVER: Final = "sys_platform == 'never'"
+_INPUTS: Final = "# inputs: sha256:"
+_PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
+_HASHED: Final = re.compile(r"^(\S+==[^\n]*)\\\n +--hash=sha256:", re.MULTILINE)
+_PLATFORM: Final = "x86_64-manylinux_2_28"
+
+
+def write_lock(definition: ImageDefinition) -> dict[str, str]:
+    """Resolve the packages of an image and write its lock; return what is pinned.
+
+    Raises:
+        PrerequisiteError: uv is not there, or the file can't be written.
+        ImageError: the packages can't be had together.
+    """
+    spec = definition.spec
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, held = Path(folder, "packages.in"), Path(folder, "overrides.txt")
+        wanted.write_text("".join(f"{line}\n" for line in _requirements(spec)), encoding="utf-8")
+        held.write_text("".join(f"{line}\n" for line in _overrides(spec)), encoding="utf-8")
+        command = [
+            *_uv(), "pip", "compile", str(wanted), "--override", str(held), "--generate-hashes", "--quiet",
+            "--python-version", spec.python, "--python-platform", _PLATFORM,
+            "--no-header", "--no-annotate", "--no-emit-index-url",
+        ]  # fmt: skip
+        for name in sorted(spec.provided):
+            command += ["--no-emit-package", name]
+        done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS, environment=os.environ)
+    if done.returncode != 0:
+        raise ImageError(
+            f"the packages of {spec.reference} can't be had together: {done.stderr.strip()}",
+            meaning="two of them want different versions of a third, or the package index can't be reached",
+            fix=f"change 'packages:' in {definition.lock_file.with_suffix('.yaml')}",
+        )
+    head = (
+        f"# What {spec.base.reference} is given by ftkit; written by 'ftkit lock {spec.reference}'.\n"
+        f"{_INPUTS}{inputs_digest(spec)}\n"
+    )
+    write_whole(definition.lock_file, (head + done.stdout).encode())
+    return pins(done.stdout)
+
+
+def read_lock(definition: ImageDefinition) -> str:
+    """Read the lock of an image.
+
+    Raises:
+        ImageError: there is none, it is older than the definition, or it would replace a package of the base.
+    """
+    spec, path = definition.spec, definition.lock_file
+    fix = f"write it: ftkit lock {spec.reference}"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ImageError(f"{spec.reference} has no lock: can't read {path}: {error.strerror}", fix=fix) from error
+    replaced = sorted(set(pins(text)) & {_normal(name) for name in spec.provided})
+    if replaced:
+        raise ImageError(
+            f"{path} would replace {', '.join(replaced)} of the base",
+            meaning="the base's own builds are made for its CUDA; those of the package index are not",
+            fix=fix,
+        )
+    if f"{_INPUTS}{inputs_digest(spec)}\n" not in text:
+        raise ImageError(
+            f"{path} was not made from the packages that {spec.reference} names now",
+            meaning="'packages:', 'provided:' or 'python:' changed, or ftkit needs other packages than it did",
+            fix=fix,
+        )
+    hashed = pins("\n".join(_HASHED.findall(text)))
+    unhashed = sorted(set(pins(text)) - set(hashed))
+    if unhashed:
+        raise ImageError(f"{path} has no hash for {', '.join(unhashed)}", fix=fix)
+    return text
+
+
+def pins(text: str) -> dict[str, str]:
+    """Return the packages that a lock names, with their versions."""
+    return {_normal(name): version for name, version in _PIN.findall(text)}
+
+
+def inputs_digest(spec: ImageSpec) -> str:
+    """Return a digest of everything that a lock is made from."""
+    provided = [f"{name}={version}" for name, version in sorted(spec.provided.items())]
+    return hashlib.sha256("\n".join([spec.python, *_requirements(spec), "--", *provided]).encode()).hexdigest()
+
+
+def _requirements(spec: ImageSpec) -> list[str]:
+    """Return what the image asks for, and what ftkit itself needs."""
+    own = [line for line in metadata.requires("ftkit") or () if "extra ==" not in line]
+    return sorted({*spec.packages, *own})
+
+
+def _overrides(spec: ImageSpec) -> list[str]:
+    """Return what stands instead of the base's packages: its release, so that others fit it, or nothing at all.
+
+    Nothing, where the index has no such version: NVIDIA's pre-releases of torch are in none.
+    """
+    return [
+        f"{name}=={version}" if re.fullmatch(r"\d+(\.\d+)+", version) and name == "numpy" else f"{name}; {_NEVER}"
+        for name, version in sorted(spec.provided.items())
+    ]
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _uv() -> list[str]:
+    beside = Path(sys.executable).with_name("uv")
+    found = str(beside) if beside.is_file() else shutil.which("uv")
+    if not found:
+        raise PrerequisiteError(
+            "the program 'uv' was not found",
+            meaning="locks are made with it, because it resolves for another Python than this one",
+            fix="pip install uv",
+        )
+    return [found]

@@ -1,0 +1,74 @@
+"""What there is of images: defined, built, pushed, imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit.errors import PrerequisiteError
+from ftkit.images import engine, labels
+from ftkit.images.engine import EngineImage
+from ftkit.images.references import local_name
+from ftkit.images.store import ImportManifest
+from ftkit.images.verify import looks_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.images.store import ImageStore
+
+
+@dataclass(frozen=True)
+class ImportedFile:
+    """A readable link to an imported file, and its manifest; none: it is damaged, or was put there by hand."""
+
+    link: Path
+    size: int
+    manifest: ImportManifest | None
+
+
+@dataclass(frozen=True)
+class ImageState:
+    """Where an image is."""
+
+    reference: str
+    built: EngineImage | None
+    imported: tuple[ImportedFile, ...]
+
+    @property
+    def pushed(self) -> tuple[str, ...]:
+        """Registries that have it, with its digest there."""
+        return self.built.repo_digests if self.built else ()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what was imported is what was built; true if one of them is not there."""
+        ids = {file.manifest.image_id for file in self.imported if file.manifest}
+        return not ids or self.built is None or ids == {self.built.id}
+
+
+def look(references: Sequence[str], store: ImageStore) -> tuple[list[ImageState], bool]:
+    """Return the state of each image, and whether a docker engine answered."""
+    try:
+        with engine.connected() as client:
+            built = [engine.inspect(client, local_name(reference)) for reference in references]
+        has_engine = True
+    except PrerequisiteError:
+        built, has_engine = [None] * len(references), False
+    both = zip(references, built, strict=True)
+    return [ImageState(reference, image, _imported(reference, store)) for reference, image in both], has_engine
+
+
+def _imported(reference: str, store: ImageStore) -> tuple[ImportedFile, ...]:
+    found = []
+    for image_format in ("sqsh", "sif"):
+        link = store.link(reference, image_format)
+        if link.is_file():
+            found.append(ImportedFile(link, link.stat().st_size, looks_whole(link.resolve())))
+    return tuple(found)
+
+
+def is_unpinned(image: EngineImage) -> bool:
+    """Tell whether an image was built on a base without a digest."""
+    return image.labels.get(labels.UNPINNED) == "true"

@@ -1,0 +1,73 @@
+"""Push an image to a registry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftkit.errors import ImageError
+from ftkit.images import credentials as who
+from ftkit.images import engine
+from ftkit.images.progress import Report, say_nothing
+from ftkit.images.references import ImageReference, check_name, local_name, parse_reference
+from ftkit.images.retries import with_retries
+from ftkit.images.streams import explain_transfer, follow_transfer
+
+if TYPE_CHECKING:
+    from ftkit.images.credentials import Credentials
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """An image in a registry."""
+
+    reference: ImageReference
+    digest: str
+
+
+def remote_reference(reference: str, registry: str) -> ImageReference:
+    """Return where `NAME:TAG` is pushed to: below `registry`, which is `HOST` or `HOST/PATH`."""
+    check_name(reference)
+    return parse_reference(f"{registry.removeprefix('docker://').rstrip('/')}/{reference}")
+
+
+def push(
+    reference: str,
+    registry: str,
+    *,
+    given: Credentials | None = None,
+    report: Report = say_nothing,
+) -> Pushed:
+    """Push `NAME:TAG`.
+
+    Raises:
+        NotFoundError: it was not built here.
+        ImageError: the registry refused the credentials, or was not there after several attempts.
+        PrerequisiteError: no docker engine answers, or the credential helper fails.
+    """
+    wanted = remote_reference(reference, registry)
+    known = given or who.find(wanted.host)
+    stage = f"pushing {wanted}"
+    with engine.connected() as client:
+        import docker  # noqa: PLC0415 - it is there: the engine answered through it
+
+        image = engine.inspect_required(client, local_name(reference), f"build it: ftkit build {reference}")
+        client.tag(image.id, wanted.repository, wanted.tag, force=True)
+
+        def attempt() -> str:
+            try:
+                events = client.push(
+                    wanted.repository,
+                    tag=wanted.tag,
+                    stream=True,
+                    decode=True,
+                    auth_config=known.for_docker() if known else None,
+                )
+                return follow_transfer(events, stage, report, wanted, known)
+            except docker.errors.APIError as error:
+                raise explain_transfer(str(error.explanation or error), wanted, known) from error
+
+        digest = with_retries(attempt, report, stage)
+    if not digest:
+        raise ImageError(f"{wanted.host} took {wanted} without telling its digest", fix="see the registry's log")
+    return Pushed(wanted, digest)

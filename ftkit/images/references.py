@@ -1,0 +1,111 @@
+"""Names of images: what docker and registries allow, and how enroot wants an address written."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ftkit.errors import ConfigError, Problem
+from ftkit.specs.image import ENGINE_PREFIX
+
+DOCKER_HUB = "registry-1.docker.io"
+
+_COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)*(?::[0-9]+)?"
+_TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
+_DIGEST = r"sha256:[0-9a-f]{64}"
+_NAMED = re.compile(rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>{_TAG}))?(?:@(?P<digest>{_DIGEST}))?")
+
+
+@dataclass(frozen=True)
+class ImageReference:
+    """An image in a registry: `HOST/PATH:TAG@DIGEST`."""
+
+    host: str
+    path: str
+    tag: str
+    digest: str = ""
+
+    @property
+    def repository(self) -> str:
+        """Host and path as the docker engine takes them."""
+        host = "docker.io" if self.host == DOCKER_HUB else self.host
+        return f"{host}/{self.path}"
+
+    @property
+    def wanted(self) -> str:
+        """What to ask the registry for: the digest if it is known, else the tag."""
+        return self.digest or self.tag
+
+    @property
+    def pinned(self) -> str:
+        """The whole as the docker engine takes it; by digest if there is one."""
+        return f"{self.repository}@{self.digest}" if self.digest else f"{self.repository}:{self.tag}"
+
+    @property
+    def enroot_uri(self) -> str:
+        """The address in enroot's words, with `#` after the host, which every release understands."""
+        return f"docker://{self.host}#{self.path}:{self.tag}"
+
+    def __str__(self) -> str:
+        return f"{self.repository}:{self.tag}" + (f"@{self.digest}" if self.digest else "")
+
+
+def parse_reference(text: str) -> ImageReference:
+    """Parse `[docker://][HOST/ or HOST#]PATH[:TAG][@sha256:...]`; without a host it is Docker Hub's.
+
+    Raises:
+        ConfigError: it is no legal reference.
+    """
+    bare = text.removeprefix("docker://")
+    if "#" in bare:
+        host, _, rest = bare.partition("#")
+        found = re.fullmatch(_HOST, host)
+    else:
+        first, slash, after = bare.partition("/")
+        is_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
+        host, rest = (first, after) if is_host else (DOCKER_HUB, bare)
+        found = re.fullmatch(_HOST, host)
+    named = _NAMED.fullmatch(rest)
+    if not found or not named:
+        raise ConfigError([Problem("", "", f"{text!r} is no reference to an image: {_reason(rest)}.", _GRAMMAR)])
+    path = named["path"]
+    if host in ("docker.io", "index.docker.io"):
+        host = DOCKER_HUB
+    if host == DOCKER_HUB and "/" not in path:
+        path = f"library/{path}"
+    return ImageReference(host, path, named["tag"] or "latest", named["digest"] or "")
+
+
+_GRAMMAR = "It is written HOST/PATH:TAG, PATH in small letters, digits and single '.', '_' or '-' between them."
+
+
+def _reason(rest: str) -> str:
+    name, _, tag = rest.partition("@")[0].rpartition(":")
+    name = name or tag
+    if not rest:
+        return "there is nothing after the host"
+    if any(character.isspace() or not character.isprintable() for character in rest):
+        return "blanks and control characters are not allowed"
+    if name != name.lower():
+        return f"capital letters are not allowed in {name!r}"
+    if not re.fullmatch(rf"{_COMPONENT}(?:/{_COMPONENT})*", name):
+        return f"{name!r} is no legal name"
+    return f"{rest!r} has no legal tag or digest"
+
+
+def check_name(reference: str) -> None:
+    """Check that `NAME:TAG` can name an image in an engine and in a registry.
+
+    Raises:
+        ConfigError: it can't, and why.
+    """
+    name, _, tag = reference.partition(":")
+    if "/" in name or not tag or not _NAMED.fullmatch(reference):
+        reason = _reason(reference) if tag else f"{reference!r} has no tag"
+        raise ConfigError([Problem("", "", f"{reference!r} can't name an image: {reason}.", _GRAMMAR)])
+
+
+def local_name(reference: str) -> str:
+    """Return what `NAME:TAG` is called in the docker engine."""
+    return ENGINE_PREFIX + reference

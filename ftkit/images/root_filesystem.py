@@ -1,0 +1,147 @@
+"""From an image's members to the tar stream that a squashfs file is made of.
+
+The stream is a function of the image alone: no time of today, no owner, no trace of the container that it
+was exported from. It carries what enroot looks for: the image's environment in /etc/environment, and its
+working directory, entrypoint and command in /etc/rc.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from ftkit.errors import ImageError
+from ftkit.images.tar_members import (
+    FILE,
+    FOLDER,
+    LINK,
+    SYMLINK,
+    Member,
+    write_end,
+    write_member,
+    write_padding,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from ftkit.images.tar_members import Sink
+
+SBOM_PATH: Final = "opt/ftkit/sbom.cdx.json"
+"""Where the Dockerfile leaves the list of what is in the image."""
+
+_MAX_SBOM_BYTES = 64 << 20
+_KEPT = (FILE, LINK, SYMLINK, FOLDER)
+_DEVICES_AND_PIPES = (b"3", b"4", b"6")
+_REPLACED = (b"etc/environment", b"etc/rc")
+_OF_THE_CONTAINER = (b".dockerenv", *_REPLACED)
+
+Entry = tuple[Member, "Iterator[bytes]"]
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """What an image says about how it is run."""
+
+    environment: tuple[str, ...] = ()
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    working_directory: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    created: int = 0
+
+
+@dataclass
+class Contents:
+    """What went into the stream."""
+
+    num_entries: int = 0
+    num_bytes: int = 0
+    sbom: bytes = b""
+    left_out: list[str] = field(default_factory=list)
+
+
+def write_root(
+    entries: Iterable[Entry], config: ImageConfig, sink: Sink, advance: Callable[[int], None] = lambda _: None
+) -> Contents:
+    """Write the root file system of an image; `advance` hears of the bytes of content."""
+    contents = Contents()
+    has_etc = False
+    for member, chunks in entries:
+        if not _belongs(member, contents):
+            continue
+        has_etc |= member.path == b"etc"
+        _write(sink, member, chunks, config.created, contents, advance)
+    if not has_etc:
+        _write(sink, Member(b"etc", FOLDER, 0o755), iter(()), config.created, contents, advance)
+    for path, text in ((b"etc/environment", environment_file(config)), (b"etc/rc", rc_file(config))):
+        data = text.encode()
+        member = Member(path, FILE, 0o644, config.created, len(data))
+        _write(sink, member, iter((data,)), config.created, contents, advance)
+    write_end(sink)
+    return contents
+
+
+def _belongs(member: Member, contents: Contents) -> bool:
+    path = member.path
+    if not path or path in _OF_THE_CONTAINER or path.startswith(b"dev/"):
+        return False
+    if member.kind in _DEVICES_AND_PIPES:
+        contents.left_out.append(path.decode(errors="replace"))
+        return False
+    if member.kind not in _KEPT:
+        raise ImageError(
+            f"the image has a file of a kind that ftkit does not know: {path!r} ({member.kind!r})",
+            fix="import it with enroot",
+        )
+    return True
+
+
+def _write(
+    sink: Sink,
+    member: Member,
+    chunks: Iterator[bytes],
+    newest: int,
+    contents: Contents,
+    advance: Callable[[int], None],
+) -> None:
+    """Write one member, no newer than the image itself: what is newer was made by docker for the export."""
+    write_member(
+        sink, Member(member.path, member.kind, member.mode, min(member.mtime, newest), member.size, member.target)
+    )
+    keeps = member.path == SBOM_PATH.encode() and member.size <= _MAX_SBOM_BYTES
+    for chunk in chunks:
+        sink.write(chunk)
+        advance(len(chunk))
+        if keeps:
+            contents.sbom += chunk
+    write_padding(sink, member.size)
+    contents.num_entries += 1
+    contents.num_bytes += member.size
+
+
+def environment_file(config: ImageConfig) -> str:
+    """Return the image's variables, one `NAME=value` a line. The file can't hold a value with a line break."""
+    return "".join(f"{pair}\n" for pair in config.environment if "\n" not in pair)
+
+
+def rc_file(config: ImageConfig) -> str:
+    """Return the script that enroot sources to start the image: its arguments are the user's command."""
+    lines = [f"# {key} {' '.join(value.split())}" for key, value in sorted(config.labels.items())]
+    if config.working_directory:
+        folder = shlex.quote(config.working_directory)
+        lines += [f"mkdir -p {folder} 2>/dev/null", f"cd {folder} && unset OLDPWD || exit 1"]
+    start = " ".join(["exec", *map(shlex.quote, config.entrypoint)])
+    command = " ".join(map(shlex.quote, config.command or (() if config.entrypoint else ("/bin/sh",))))
+    lines += [
+        "if [ -s /etc/rc.local ]; then",
+        "    . /etc/rc.local",
+        "fi",
+        "if [ $# -gt 0 ]; then",
+        f'    {start} "$@"',
+        "else",
+        f"    {start} {command}".rstrip(),
+        "fi",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,75 @@
+"""Whether an image is what its definition says: `python3 -m ftkit.images.self_check`, run inside it.
+
+Standard library only, apart from the modules that the definition names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+_FOLDER = Path("/opt/ftkit")
+_PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
+
+
+def find_faults(folder: Path = _FOLDER) -> list[str]:
+    """Return everything that is not as the definition says."""
+    image = json.loads((folder / "image.json").read_text(encoding="utf-8"))
+    base = dict(_PIN.findall((folder / "base-packages.txt").read_text(encoding="utf-8")))
+    return [
+        *_lock_faults((folder / "requirements.lock").read_text(encoding="utf-8")),
+        *_base_faults(image["provided"], {_normal(name): version for name, version in base.items()}),
+        *_import_faults(image["imports"]),
+    ]
+
+
+def _lock_faults(lock: str) -> list[str]:
+    faults = []
+    for name, wanted in _PIN.findall(lock):
+        found = _version(name)
+        if found != wanted:
+            faults.append(f"{name} is {found or 'not there'}, the lock says {wanted}")
+    return faults
+
+
+def _base_faults(provided: dict[str, str], base: dict[str, str]) -> list[str]:
+    """Compare with what the base had. Versions by their beginning: NVIDIA's end in a name of the release."""
+    faults = []
+    for name, expected in provided.items():
+        before, now = base.get(_normal(name)), _version(name)
+        if before != now:
+            faults.append(f"{name} of the base was replaced: it was {before or 'not there'}, now it is {now}")
+        elif expected and not (now or "").startswith(expected):
+            faults.append(f"{name} of the base is {now or 'not there'}, the definition says {expected}")
+    return faults
+
+
+def _import_faults(modules: list[str]) -> list[str]:
+    faults = []
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001 - whatever an import can do wrong is a fault of the image
+            faults.append(f"import {module}: {type(error).__name__}: {error}")
+    return faults
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+if __name__ == "__main__":
+    found = find_faults()
+    print("\n".join(found) or "ftkit: the image is as its definition says")  # noqa: T201 - a program's answer
+    sys.exit(1 if found else 0)

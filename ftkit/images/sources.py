@@ -1,0 +1,139 @@
+"""Where an image can be imported from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, Protocol
+
+from ftkit.images import engine, enroot, squashfs
+from ftkit.images.flatten import flatten
+from ftkit.images.packing import ByteCounter, Made, pack_entries
+from ftkit.images.progress import Progress
+from ftkit.images.root_filesystem import SBOM_PATH, Contents, Entry, ImageConfig
+from ftkit.images.tar_members import TarReader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ftkit.images.engine import EngineImage
+    from ftkit.images.enroot import ComputeNode
+    from ftkit.images.progress import Report
+    from ftkit.images.references import ImageReference
+    from ftkit.images.registry import Registry
+
+_DOWNLOADS_AT_ONCE: Final = 3
+
+
+class ImageSource(Protocol):
+    """An image that can be imported.
+
+    `image_id` is the digest of its configuration: what it is, wherever it lies. `registry_digest` is that of its
+    manifest in a registry, empty if it has none.
+    """
+
+    image_id: str
+    registry_digest: str
+    config: ImageConfig
+
+    def describe(self) -> str:
+        """Say where the image comes from."""
+
+    def make_file(self, partial: Path, report: Report) -> Made:
+        """Make the squashfs file."""
+
+
+class EngineSource:
+    """An image in the docker engine, read from its export."""
+
+    def __init__(self, name: str, image: EngineImage) -> None:
+        self.name = name
+        self._image = image
+        self.image_id = image.id
+        self.config = image.config
+        self.registry_digest = image.repo_digests[0].partition("@")[2] if image.repo_digests else ""
+
+    def describe(self) -> str:
+        """Say where the image comes from."""
+        return f"docker engine, {self.name}"
+
+    def make_file(self, partial: Path, report: Report) -> Made:
+        """Export the image and pack it on the way."""
+        with engine.connected() as client, engine.exported(client, self._image.id) as stream:
+            entries = members_of(TarReader(stream))
+            return pack_entries(entries, self.config, partial, root_bytes=self._image.size or None, report=report)
+
+
+def members_of(reader: TarReader) -> Iterator[Entry]:
+    """Yield each member with its content."""
+    for member in reader:
+        yield member, reader.content()
+
+
+class RegistrySource:
+    """An image in a registry, read from its layers."""
+
+    def __init__(self, reference: ImageReference, registry: Registry) -> None:
+        self._reference = reference
+        self._registry = registry
+        manifest, self.registry_digest = registry.manifest(reference.wanted)
+        self.image_id = str(manifest["config"]["digest"])
+        self._layers = [(str(layer["digest"]), int(layer["size"])) for layer in manifest["layers"]]
+        described = json.loads(registry.blob_bytes(self.image_id))
+        self.config = engine.read_config(described.get("config") or {}, described.get("created"))
+
+    def describe(self) -> str:
+        """Say where the image comes from."""
+        return f"registry, {self._reference}"
+
+    def make_file(self, partial: Path, report: Report) -> Made:
+        """Download the layers, as they are, and pack what they make together."""
+        folder = partial.with_name(f"{partial.name}.layers")
+        folder.mkdir()
+        try:
+            blobs = self._download(folder, report)
+            return pack_entries(flatten(blobs), self.config, partial, root_bytes=None, report=report)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._registry.close()
+
+    def _download(self, folder: Path, report: Report) -> list[Path]:
+        """Download every layer once, a few at a time; return them in the manifest's order, the lowest first."""
+        sizes = dict(self._layers)
+        counter = ByteCounter(report, f"downloading {self._reference}", sum(sizes.values()))
+        paths = {digest: folder / digest.replace(":", "-") for digest in sizes}
+        with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
+            jobs = [
+                pool.submit(self._registry.download, digest, path, counter.advance) for digest, path in paths.items()
+            ]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return [paths[digest] for digest, _ in self._layers]
+
+
+class EnrootSource:
+    """An image that enroot imports; `known` knows what it is."""
+
+    def __init__(self, known: EngineSource | RegistrySource, uri: str, node: ComputeNode | None = None) -> None:
+        self._uri = uri
+        self._node = node
+        self._known = known
+        self.image_id = known.image_id
+        self.registry_digest = known.registry_digest
+        self.config = known.config
+
+    def describe(self) -> str:
+        """Say where the image comes from."""
+        return f"enroot, {self._uri}"
+
+    def make_file(self, partial: Path, report: Report) -> Made:
+        """Let enroot make the file."""
+        report(Progress(f"enroot imports {self._uri}"))
+        enroot.import_to(partial, self._uri, created=self.config.created, node=self._node)
+        return Made(Contents(sbom=squashfs.read_file(partial, SBOM_PATH)), f"enroot, {squashfs.ENROOT_OPTIONS}")

@@ -1,0 +1,140 @@
+"""Make squashfs files from tar streams, and look whether one is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Final
+
+from ftkit import process
+from ftkit.errors import ImageError, PrerequisiteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+ENROOT_OPTIONS: Final = "-comp zstd -Xcompression-level 3 -b 1M"
+"""What enroot is told: its defaults take six times as long for a larger file."""
+
+_SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
+_MAGIC = b"hsqs"
+_PIPE_BUFFER = 1 << 20
+_F_SETPIPE_SZ = 1031
+
+
+@dataclass(frozen=True)
+class SquashfsPacker:
+    """A program that makes squashfs from a tar stream; `reads_from` is how it is told to read standard input."""
+
+    program: str
+    options: tuple[str, ...]
+    reads_from: tuple[str, ...] = ()
+
+    def command(self, output: Path) -> list[str]:
+        """Return the command line."""
+        if self.reads_from:
+            return [self.program, *self.reads_from, str(output), *self.options]
+        return [self.program, *self.options, str(output)]
+
+    def describe(self) -> str:
+        """Return what the manifest says of it."""
+        return " ".join((self.program, *self.options))
+
+
+def find_packer() -> SquashfsPacker:
+    """Return the best program on PATH; all of them get zstd level 3, blocks of 1 MiB and all processors.
+
+    Raises:
+        PrerequisiteError: there is none.
+    """
+    processors = str(len(os.sched_getaffinity(0)))
+    if shutil.which("tar2sqfs"):
+        return SquashfsPacker(
+            "tar2sqfs", ("--quiet", "--compressor", "zstd", "--comp-extra", "level=3", "--block-size", "1M",
+                         "--no-xattr", "--no-skip", "--num-jobs", processors, "--defaults", "mtime=0"),
+        )  # fmt: skip
+    if shutil.which("mksquashfs"):
+        return SquashfsPacker(
+            "mksquashfs", ("-tar", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "3", "-b", "1M",
+                           "-no-xattrs", "-processors", processors, "-mem", "512M", "-mkfs-time", "0",
+                           "-root-time", "0", "-root-mode", "0755"), reads_from=("-",),
+        )  # fmt: skip
+    raise PrerequisiteError(
+        "there is no program here that makes squashfs from a tar stream",
+        meaning="looked for tar2sqfs (squashfs-tools-ng) and mksquashfs (squashfs-tools 4.5 or newer)",
+        fix="apt-get install squashfs-tools-ng, or dnf install squashfs-tools-ng",
+    )
+
+
+def pack(
+    packer: SquashfsPacker, feed: Callable[[IO[bytes]], None], output: Path, count_bytes: Callable[[], int]
+) -> None:
+    """Pack what `feed` writes into `output`; `count_bytes` tells how much that was so far.
+
+    Raises:
+        ImageError: the program failed; on a full disk, that.
+    """
+
+    def widened(entrance: IO[bytes]) -> None:
+        import fcntl  # noqa: PLC0415 - not on every system that can show a plan
+
+        fcntl.fcntl(entrance.fileno(), _F_SETPIPE_SZ, _PIPE_BUFFER)
+        feed(entrance)
+
+    done = process.run_fed(packer.command(output), widened)
+    if done.returncode != 0:
+        raise explain_failure(packer.program, done.stderr, output, count_bytes())
+    check_whole(output)
+
+
+def explain_failure(program: str, said: str, output: Path, num_bytes_in: int = 0) -> ImageError:
+    """Turn the last words of a program that makes an image into an error.
+
+    tar2sqfs says "I/O error" of a full disk too, and by then has removed its file: that there is less room than
+    bytes went in tells it from a broken disk.
+    """
+    last = " / ".join(said.strip().splitlines()[-3:]) or "it said nothing"
+    lower, free = said.lower(), shutil.disk_usage(output.parent).free
+    if "no space left" in lower or ("i/o error" in lower and free < num_bytes_in):
+        return disk_full(output.parent)
+    return ImageError(f"{program} failed: {last}", fix="try again; its last words above say more")
+
+
+def read_file(image: Path, path: str) -> bytes:
+    """Return the content of a file in a squashfs image; empty if it has none, or nothing here can look into it."""
+    if not shutil.which("unsquashfs"):
+        return b""
+    done = process.run(["unsquashfs", "-cat", str(image), path], timeout_seconds=600)
+    return done.stdout.encode() if done.returncode == 0 else b""
+
+
+def disk_full(folder: Path) -> ImageError:
+    """Return the error for a disk that has no room for an image."""
+    free_mib = shutil.disk_usage(folder).free >> 20
+    return ImageError(
+        f"the disk is full: the image has no room in {folder} ({free_mib} MiB are free)",
+        meaning="it needs about 45 % of its unpacked size there, and from a registry its compressed layers as well",
+        fix="make room ('ftkit gc' lists what may go), or put the workspace elsewhere",
+    )
+
+
+def check_whole(path: Path) -> None:
+    """Check that a file begins as squashfs and is as long as it says itself.
+
+    Raises:
+        ImageError: it is not.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_SUPERBLOCK.size)
+    if len(head) < _SUPERBLOCK.size or not head.startswith(_MAGIC):
+        raise ImageError(f"{path} is no squashfs file", fix="import the image again: ftkit import NAME:TAG --force")
+    bytes_used = _SUPERBLOCK.unpack(head)[12]
+    if size < bytes_used:
+        raise ImageError(
+            f"{path} is truncated: it has {size} bytes and says itself that they should be {bytes_used}",
+            meaning="a copy of it was interrupted, or the disk was full",
+            fix="import the image again: ftkit import NAME:TAG --force",
+        )

@@ -1,0 +1,227 @@
+"""The folder of imported images: files named by digest, readable links to them, a manifest beside each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ftkit.errors import ImageError, PrerequisiteError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Format = Literal["sqsh", "sif"]
+
+MANIFEST_VERSION = 1
+_PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True)
+class ImportManifest:
+    """What is known of an imported image.
+
+    Args:
+        reference: what it was imported as, `NAME:TAG`.
+        image_id: digest of the image's configuration, which names the file.
+        registry_digest: digest of the image's manifest in a registry; empty: not pushed.
+        source: where it came from.
+        made_by: the program that made the file, and with which options.
+        format: the format of the file.
+        file: the file's name.
+        size: its bytes.
+        sha256: digest of the whole file.
+        block_size: bytes of a block of `blocks`.
+        blocks: digest of each block of the file, to say where it differs.
+        root_bytes: bytes of the image's files.
+        num_entries: files, links and folders in it.
+        labels: the image's labels.
+        sbom: name of the file that lists its packages; empty: the image carries none.
+        imported: when, in seconds since the epoch.
+        ftkit_version: of the ftkit that imported it.
+        left_out: devices and pipes, which an unprivileged user can't unpack.
+    """
+
+    reference: str
+    image_id: str
+    registry_digest: str
+    source: str
+    made_by: str
+    format: Format
+    file: str
+    size: int
+    sha256: str
+    block_size: int
+    blocks: tuple[str, ...]
+    root_bytes: int
+    num_entries: int
+    labels: dict[str, str]
+    sbom: str
+    imported: float
+    ftkit_version: str
+    left_out: tuple[str, ...] = ()
+    version: int = field(default=MANIFEST_VERSION)
+
+
+@dataclass(frozen=True)
+class ImageStore:
+    """The folder."""
+
+    root: Path
+
+    def file(self, image_id: str, image_format: Format) -> Path:
+        """Return where the file of an image lies."""
+        return self.root / f"{image_id.replace(':', '-')}.{image_format}"
+
+    def link(self, reference: str, image_format: Format) -> Path:
+        """Return the readable link to it."""
+        return self.root / f"{reference.replace(':', '+')}.{image_format}"
+
+    def prepare(self) -> None:
+        """Make the folder and see that it can be written to.
+
+        Raises:
+            PrerequisiteError: it can't.
+        """
+        probe = self.root / f".probe-{os.getpid()}"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise PrerequisiteError(
+                f"can't write images to {self.root}: {error.strerror or error}",
+                meaning="the workspace is read-only or full, belongs to someone else, or is not mounted here",
+                fix="see with 'ftkit config' where the workspace is; set FTKIT_WORKSPACE or 'workspace:' in ftkit.yaml",
+            ) from error
+
+    @contextmanager
+    def locked(self, name: str, wait_note: Any = None) -> Iterator[None]:
+        """Hold the lock of one image, so that two imports do the work once; `wait_note` is called if it is taken."""
+        import fcntl  # noqa: PLC0415
+
+        descriptor = os.open(
+            self.root / f".{name.replace(':', '+')}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+        )
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if wait_note:
+                    wait_note()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def partial(self, final: Path) -> Iterator[Path]:
+        """Yield a temporary name beside `final`; it is gone afterwards unless it was renamed."""
+        self.remove_leftovers(final)
+        path = final.with_name(f"{_PARTIAL}{final.name}.{secrets.token_hex(4)}")
+        try:
+            yield path
+        finally:
+            remove(path)
+
+    def remove_leftovers(self, final: Path) -> None:
+        """Remove what an import of the same image left that was killed. Called with the lock held."""
+        for path in self.root.glob(f"{_PARTIAL}{final.name}.*"):
+            remove(path)
+
+    def leftovers(self) -> list[Path]:
+        """Return what killed imports left, apart from young ones that may still be at work."""
+        limit = time.time() - 24 * 3600
+        return [path for path in self.root.glob(f"{_PARTIAL}*") if path.stat().st_mtime < limit]
+
+    def publish(self, partial: Path, manifest: ImportManifest, sbom: bytes) -> Path:
+        """Give a finished file its name: the file, then what belongs to it, then the link."""
+        final = self.root / manifest.file
+        sync(partial)
+        if manifest.sbom:
+            write_whole(self.root / manifest.sbom, sbom)
+        partial.chmod(0o644)
+        os.replace(partial, final)  # noqa: PTH105 - the one call that the whole module is about
+        write_whole(manifest_file(final), (json.dumps(asdict(manifest), indent=1) + "\n").encode())
+        self.point(manifest.reference, final, manifest.format)
+        return final
+
+    def point(self, reference: str, final: Path, image_format: Format) -> None:
+        """Point the readable link at a file."""
+        link = self.link(reference, image_format)
+        fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
+        fresh.symlink_to(final.name)
+        fresh.replace(link)
+        sync(self.root)
+
+    def manifests(self) -> list[tuple[Path, ImportManifest]]:
+        """Return every imported file that has a manifest."""
+        found = []
+        for path in sorted([*self.root.glob("sha256-*.sqsh"), *self.root.glob("sha256-*.sif")]):
+            manifest = read_manifest(path)
+            if manifest:
+                found.append((path, manifest))
+        return found
+
+    def links(self) -> dict[str, Path]:
+        """Return the readable links and what they point at."""
+        found = {}
+        for path in sorted([*self.root.glob("*.sqsh"), *self.root.glob("*.sif")]):
+            if path.is_symlink():
+                found[path.name] = self.root / path.readlink()
+        return found
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def manifest_file(image: Path) -> Path:
+    """Return the manifest's place beside an image file."""
+    return image.with_name(f"{image.name}.json")
+
+
+def read_manifest(image: Path) -> ImportManifest | None:
+    """Read the manifest beside an image file; None if there is none or it can't be read."""
+    known = {item.name for item in fields(ImportManifest)}
+    try:
+        values = json.loads(manifest_file(image).read_bytes())
+        read = ImportManifest(**{key: value for key, value in values.items() if key in known})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return read if read.version == MANIFEST_VERSION else None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is there as a whole or not at all."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        fresh.write_bytes(data)
+        sync(fresh)
+        fresh.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise ImageError(
+            f"can't write {path}: {error.strerror or error}", fix="make room, or check the rights"
+        ) from error
+
+
+def sync(path: Path) -> None:
+    """Bring a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,155 @@
+"""The streams of JSON that the docker engine answers with when it builds, pulls and pushes."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from ftkit.errors import ImageError, NotFoundError
+from ftkit.images import credentials as who
+from ftkit.images.progress import Progress, Report
+from ftkit.images.retries import TransientError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ftkit.images.credentials import Credentials
+    from ftkit.images.references import ImageReference
+
+_LINES_SHOWN: Final = 15
+_NOISE: Final = ("--->", "Removing intermediate container", "Successfully built")
+_REFUSED: Final = (
+    "unauthorized",
+    "authentication required",
+    "no basic auth",
+    "denied",
+    "forbidden",
+    "401",
+    "incorrect username or password",
+)
+_UNKNOWN: Final = ("not found", "manifest unknown", "name unknown", "does not exist", "repository name not known")
+_TRANSIENT: Final = (
+    "connection refused",
+    "connection reset",
+    "timeout",
+    "timed out",
+    "eof",
+    "no such host",
+    "temporary failure",
+    "too many requests",
+    "bad gateway",
+    "service unavailable",
+    "internal server error",
+    "broken pipe",
+    "i/o",
+)
+
+
+def follow_transfer(
+    events: Iterable[dict[str, Any]], stage: str, report: Report, reference: ImageReference, known: Credentials | None
+) -> str:
+    """Follow a pull or push to its end; return the digest that it told.
+
+    Raises:
+        ImageError: the registry does not let us in.
+        NotFoundError: it has no such image.
+        TransientError: the connection was lost.
+    """
+    digest = ""
+    for event in events:
+        if "error" in event:
+            raise explain_transfer(str(event["error"]), reference, known)
+        detail = event.get("progressDetail") or {}
+        report(
+            Progress(
+                stage,
+                item=str(event.get("id", "")),
+                text=str(event.get("status", "")),
+                done=detail.get("current"),
+                total=detail.get("total"),
+            )
+        )
+        aux = event.get("aux") or {}
+        digest = aux.get("Digest", digest)
+        status = str(event.get("status", ""))
+        if status.startswith("Digest: "):
+            digest = status.removeprefix("Digest: ")
+    return digest
+
+
+def explain_transfer(said: str, reference: ImageReference, known: Credentials | None) -> ImageError | NotFoundError:
+    """Turn what the engine says of a registry into an error."""
+    lower = said.lower()
+    if "no space left" in lower:
+        return ImageError(f"the docker engine's disk is full: {said}", fix="make room: docker system df")
+    if any(word in lower for word in _REFUSED):
+        return who.refused(reference, known, said)
+    if any(word in lower for word in _UNKNOWN):
+        return NotFoundError(
+            f"there is no image {reference}: {said}", meaning="the name, tag or digest is wrong", fix="check it"
+        )
+    if any(word in lower for word in _TRANSIENT):
+        return TransientError(
+            f"lost the connection to {reference.host}: {said}",
+            meaning="the registry or the network between is down, or the host's name is wrong",
+            fix="try again: what was transferred is not transferred again",
+        )
+    return ImageError(f"{reference.host}: {said}", fix="see the registry's log")
+
+
+@dataclass
+class BuildFollower:
+    """Follows a build."""
+
+    report: Report
+    step: str = "sending the build context"
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_SHOWN))
+    image_id: str = ""
+
+    def follow(self, events: Iterable[dict[str, Any]]) -> str:
+        """Follow the build to its end; return the image's id.
+
+        Raises:
+            ImageError: a step failed; with its last lines.
+        """
+        for event in events:
+            if "error" in event:
+                raise self._failed(event)
+            self._hear(str(event.get("stream", "")))
+            self.image_id = (event.get("aux") or {}).get("ID", self.image_id)
+        if not self.image_id:
+            raise ImageError("docker ended the build without an image", fix="see the engine's log, and try again")
+        return self.image_id
+
+    def _hear(self, text: str) -> None:
+        for line in text.splitlines():
+            if line.startswith("Step "):
+                self.step = " ".join(line.split())[:120]
+                self.lines.clear()
+                self.report(Progress("building", text=self.step))
+            elif line.strip() and not line.lstrip().startswith(_NOISE):
+                self.lines.append(line.rstrip())
+                self.report(Progress("building", item="output", text=line.strip()))
+
+    def _failed(self, event: dict[str, Any]) -> ImageError:
+        said = str(event["error"]).strip()
+        tail = "\n".join(f"    {line}" for line in self.lines)
+        return ImageError(
+            f"the build failed in {self.step}\n{tail}\n    {said}".replace("\n\n", "\n"), fix=_advice(tail + said)
+        )
+
+
+def _advice(said: str) -> str:
+    lower = said.lower()
+    if "no space left" in lower:
+        return "make room on the docker engine's disk: docker system df"
+    if "do not match the hashes" in lower:
+        return "a package changed on its index since it was locked: write the lock again with 'ftkit lock NAME:TAG'"
+    if any(word in lower for word in ("certificate", "ssl")):
+        return "set PIP_CERT to your site's file of certificates: the build takes it along"
+    if any(word in lower for word in ("newconnectionerror", "name resolution", "connection refused", "retry(")):
+        return "the build could not reach the package index: check the network, or set PIP_INDEX_URL"
+    if "python3: not found" in lower or "no module named pip" in lower:
+        return "the base needs python3 with pip: take another with --base"
+    return "the lines above say what went wrong; --no-cache runs every step anew"

@@ -1,0 +1,70 @@
+"""What a training method trains, keeps frozen and quantises, counted from the architecture alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ftkit.specs.model import ArchitectureSpec
+    from ftkit.specs.training import LoraSpec, Projection, TrainingSpec
+
+NF4_BLOCK = 64
+"""Weights that share a scale."""
+NF4_NESTED_BLOCK = 256
+"""Scales that share a scale of their own: the double quantisation."""
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters of a model as a method trains it: in all, adapters too; those trained; those kept in 4 bits."""
+
+    total: int
+    trained: int
+    quantised: int = 0
+
+
+def projections(shape: ArchitectureSpec) -> dict[Projection, tuple[int, int]]:
+    """Return the linear projections of a decoder layer, each with its numbers of inputs and outputs."""
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    heads = shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    return {
+        "q_proj": (hidden, heads),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (heads, hidden),
+        "gate_proj": (hidden, wide),
+        "up_proj": (hidden, wide),
+        "down_proj": (wide, hidden),
+    }
+
+
+def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
+    """Count the parameters of all adapters: two narrow matrices a projection, and DoRA's lengths of outputs."""
+    sizes = projections(shape)
+    one_layer = sum(
+        lora.rank * (sizes[name][0] + sizes[name][1]) + (sizes[name][1] if lora.use_dora else 0)
+        for name in lora.targets
+    )
+    return shape.num_hidden_layers * one_layer
+
+
+def count_quantised_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
+    """Count the weights that are kept in 4 bits: those of every projection with qlora, otherwise none."""
+    if training.method != "qlora":
+        return 0
+    return shape.num_hidden_layers * sum(inputs * outputs for inputs, outputs in projections(shape).values())
+
+
+def nf4_parts(num_weights: int) -> tuple[int, int, int, int]:
+    """Return the bytes that a matrix takes in NF4: 4-bit weights, their scales, the scales of these, their mean.
+
+    Each part begins where a GPU can load 16 bytes at once.
+    """
+    blocks = -(-num_weights // NF4_BLOCK)
+    nested = -(-blocks // NF4_NESTED_BLOCK)
+    weights, scales, scales_of_scales, mean = (
+        -(-size // 16) * 16 for size in (-(-num_weights // 2), blocks, 4 * nested, 4)
+    )
+    return weights, scales, scales_of_scales, mean

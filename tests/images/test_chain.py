@@ -1,0 +1,288 @@
+"""build, push, import, verify: against a real engine and a real registry."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import time
+from base64 import b64encode
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.images import engine
+from ftkit.images.importing import import_image
+from ftkit.images.sources import EngineSource
+from ftkit.images.store import ImageStore
+
+if TYPE_CHECKING:
+    from conftest import Project
+    from docker import APIClient
+
+
+USER, SECRET = "alice", "correct-horse-4711"  # as conftest.py sets them up
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_build_gives_a_named_and_labelled_image(project: Project, bases: APIClient) -> None:
+    done = project.ok("build", "tiny:1", "--allow-unpinned")
+    found = bases.inspect_image("ftkit/tiny:1")
+    labels = found["Config"]["Labels"]
+    assert done.stdout.strip() == found["Id"]
+    assert labels["ftkit.reference"] == labels["org.opencontainers.image.title"] == "tiny:1"
+    assert labels["org.opencontainers.image.base.name"] == "docker.io/library/fake:1"
+    assert labels["ftkit.base-unpinned"] == "true"
+    assert len(labels["ftkit.lock-sha256"]) == 64
+    assert labels["ftkit.source-date-epoch"].isdigit()
+
+
+def test_an_unchanged_build_builds_nothing_in_two_seconds(project: Project) -> None:
+    first = project.ok("build", "tiny:1", "--allow-unpinned")
+    started = time.monotonic()
+    second = project.ok("build", "tiny:1", "--allow-unpinned")
+    assert time.monotonic() - started < 2
+    assert second.stdout == first.stdout
+    assert "up to date" in second.stderr
+    assert "Step" not in second.stderr
+
+
+def test_a_changed_definition_is_built_again(project: Project) -> None:
+    first = project.ok("build", "tiny:1", "--allow-unpinned")
+    project.define(more='environment: {GREETING: a "b" $c}\n'.replace("''", "'"))
+    assert project.ok("build", "tiny:1", "--allow-unpinned").stdout != first.stdout
+
+
+def test_images_on_one_base_share_what_is_common(project: Project) -> None:
+    project.define("second", "2")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    assert "Using cache" not in project.ok("build", "second:2", "--allow-unpinned").stderr.partition("pip install")[0]
+
+
+def test_a_push_can_be_imported_elsewhere_and_gives_the_same_files(
+    project: Project, tmp_path: Path, bases: APIClient
+) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    pushed = project.ok("push", "tiny:1").stdout.strip()
+    project.ok("import", "tiny:1")
+    project.environment["FTKIT_WORKSPACE"] = str(tmp_path / "elsewhere")
+    bases.remove_image("ftkit/tiny:1", force=True)
+    project.ok("import", "tiny:1")
+    here, there = (tmp_path / place / "images" / "tiny+1.sqsh" for place in ("workspace", "elsewhere"))
+    assert here.resolve().name == there.resolve().name
+    manifest = json.loads(there.resolve().with_name(there.resolve().name + ".json").read_text())
+    assert manifest["registry_digest"] == pushed.partition("@")[2]
+    assert manifest["source"].startswith("registry, 127.0.0.1:")
+    assert listing(here) == listing(there)
+
+
+def listing(file: Path) -> list[str]:
+    """Modes, sizes and names; without times and what docker itself puts into an export."""
+    done = subprocess.run(["unsquashfs", "-lls", str(file)], capture_output=True, text=True, check=True)
+    rows = [line.split(maxsplit=5) for line in done.stdout.splitlines() if line.startswith(("-", "d", "l"))]
+    ours = ("/dev", "/proc", "/sys", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab -> /proc/mounts")
+    return sorted(
+        f"{row[0]} {row[2] if row[0].startswith('-') else ''} {row[5]}"
+        for row in rows
+        if len(row) == 6 and row[5].removeprefix("squashfs-root") not in ours
+    )
+
+
+def test_layers_that_delete_and_replace_give_what_docker_exports(
+    project: Project, bases: APIClient, registry: str, tmp_path: Path
+) -> None:
+    steps = (
+        "FROM fake:1",
+        "RUN mkdir -p /a/deep /b && echo one >/a/deep/one && echo two >/a/two && ln /a/two /a/link && echo x >/b/x",
+        "RUN rm -r /a/deep && mkdir /a/deep && echo new >/a/deep/new && rm /b/x && echo changed >/a/two",
+        "RUN rm -r /b && echo now-a-file >/b",
+    )
+    list(bases.build(fileobj=io.BytesIO("\n".join(steps).encode()), tag=f"{registry}/layers:1", rm=True))
+    list(bases.push(f"{registry}/layers", tag="1", stream=True))
+    project.ok("import", f"dockerd://{registry}/layers:1")
+    project.environment["FTKIT_WORKSPACE"] = str(tmp_path / "elsewhere")
+    project.ok("import", f"docker://{registry}#layers:1")
+    here, there = (tmp_path / place / "images" / "layers+1.sqsh" for place in ("workspace", "elsewhere"))
+    assert listing(here) == listing(there)
+    assert any(row.endswith("/a/link") for row in listing(there))
+    for path, expected in (("a/link", "two\n"), ("a/two", "changed\n"), ("b", "now-a-file\n")):
+        for file in (here, there):
+            shown = subprocess.run(["unsquashfs", "-cat", str(file), path], capture_output=True, text=True, check=True)
+            assert shown.stdout == expected
+
+
+def test_an_import_carries_what_enroot_looks_for(project: Project) -> None:
+    project.define(more="environment: {GREETING: hello}\n")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    link = project.ok("import", "tiny:1").stdout.strip()
+    environment, script = (
+        subprocess.run(["unsquashfs", "-cat", link, path], capture_output=True, text=True, check=True).stdout
+        for path in ("etc/environment", "etc/rc")
+    )
+    assert "GREETING=hello\n" in environment
+    assert 'exec "$@"' in script
+    assert "# ftkit.reference tiny:1" in script
+
+
+def test_the_same_image_gives_the_same_bytes(project: Project, tmp_path: Path) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    first = sha256(project.images / project.ok("import", "tiny:1").stdout.strip())
+    time.sleep(1.1)
+    project.environment["FTKIT_WORKSPACE"] = str(tmp_path / "elsewhere")
+    assert sha256(project.images / project.ok("import", "tiny:1").stdout.strip()) == first
+
+
+def test_an_import_that_is_there_returns_at_once(project: Project) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("import", "tiny:1")
+    started = time.monotonic()
+    again = project.ok("import", "tiny:1")
+    assert time.monotonic() - started < 2
+    assert "is there already" in again.stderr
+
+
+def test_an_import_has_a_manifest_and_a_list_of_packages(project: Project) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    link = project.images / project.ok("import", "tiny:1").stdout.strip()
+    final = link.resolve()
+    manifest = json.loads(final.with_name(final.name + ".json").read_text())
+    assert final.name == manifest["image_id"].replace(":", "-") + ".sqsh"
+    assert manifest["sha256"] == sha256(final)
+    assert manifest["size"] == final.stat().st_size
+    assert manifest["labels"]["ftkit.reference"] == "tiny:1"
+    assert json.loads((final.parent / manifest["sbom"]).read_text())["bomFormat"] == "CycloneDX"
+
+
+def test_verify_finds_nothing_in_a_good_file_and_can_look_inside(project: Project) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("import", "tiny:1")
+    assert "it is what was imported" in project.ok("verify", "tiny:1", "--deep").stderr
+
+
+def test_images_says_where_each_image_is(project: Project, registry: str) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("push", "tiny:1")
+    project.ok("import", "tiny:1")
+    shown = json.loads(project.ok("images", "--json").stdout)
+    tiny = next(image for image in shown if image["reference"] == "tiny:1")
+    assert tiny["is_imported"]
+    assert tiny["built"]["id"] == tiny["imported"][0]["image_id"]
+    assert tiny["pushed"][0].startswith(f"{registry}/team/tiny@sha256:")
+    assert "unpinned" in project.ok("images").stdout
+
+
+def test_the_first_build_with_a_registry_records_the_digest_of_the_base(
+    project: Project, bases: APIClient, registry: str
+) -> None:
+    bases.tag("fake:1", f"{registry}/base", "1")
+    list(bases.push(f"{registry}/base", tag="1", stream=True))
+    file = project.define(base=f"{registry}/base:1")
+    assert "recorded" in project.ok("build", "tiny:1", "--allow-unpinned").stderr
+    assert "\n  digest: sha256:" in file.read_text()
+    assert "up to date" not in project.ok("build", "tiny:1").stderr  # pinned now, and labelled so
+
+
+def test_a_push_with_a_password_on_standard_input(project: Project, private_registry: str) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    words = ("push", "tiny:1", "--registry", private_registry, "--username", USER, "--password-stdin")
+    assert private_registry in project.ok(*words, given=SECRET + "\n").stdout
+
+
+def test_credentials_come_from_dockers_own_configuration(
+    project: Project, private_registry: str, bases: APIClient
+) -> None:
+    token = b64encode(f"{USER}:{SECRET}".encode()).decode()
+    config = {"auths": {private_registry: {"auth": token}}}
+    Path(project.environment["DOCKER_CONFIG"], "config.json").write_text(json.dumps(config))
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("push", "tiny:1", "--registry", f"{private_registry}/a")
+    bases.remove_image("ftkit/tiny:1", force=True)
+    project.ok("import", "tiny:1", "--registry", f"{private_registry}/a")
+
+
+def test_credentials_come_from_a_helper(project: Project, private_registry: str, tmp_path: Path) -> None:
+    helper = tmp_path / "bin" / "docker-credential-test"
+    helper.parent.mkdir()
+    helper.write_text(f'#!/bin/sh\necho \'{{"Username": "{USER}", "Secret": "{SECRET}"}}\'\n')
+    helper.chmod(0o755)
+    project.environment["PATH"] = f"{helper.parent}:{os.environ['PATH']}"
+    config = {"credHelpers": {private_registry: "test"}}
+    Path(project.environment["DOCKER_CONFIG"], "config.json").write_text(json.dumps(config))
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("push", "tiny:1", "--registry", f"{private_registry}/b")
+
+
+@pytest.mark.parametrize(("name", "tag"), [("a", "1"), ("a.b_c-d", "V1.0_x-y"), ("0a", "9"), ("a__b", "1")])
+def test_unusual_but_legal_names_work(project: Project, name: str, tag: str) -> None:
+    project.define(name, tag)
+    project.ok("build", f"{name}:{tag}", "--allow-unpinned")
+    project.ok("push", f"{name}:{tag}")
+    project.ok("import", f"{name}:{tag}")
+    project.ok("verify", f"{name}:{tag}")
+
+
+def test_gc_removes_what_nothing_points_at_and_asks_first(project: Project) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("import", "tiny:1")
+    old = (project.images / "tiny+1.sqsh").resolve()
+    project.define(more="environment: {CHANGED: 'yes'}\n")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("import", "tiny:1")
+    refused = project.call("gc", given="n\n")
+    assert "no name points at it" in refused.stdout
+    assert refused.returncode != 0
+    assert old.exists()
+    project.ok("gc", "--yes")
+    assert not old.exists()
+    project.ok("verify", "tiny:1")
+
+
+def test_the_other_packer_gives_the_same_files(
+    project: Project, docker_host: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("import", "tiny:1")
+    monkeypatch.setenv("DOCKER_HOST", docker_host)
+    monkeypatch.setattr("shutil.which", lambda name: None if name == "tar2sqfs" else name)
+    with engine.connected() as client:
+        image = engine.inspect_required(client, "ftkit/tiny:1", "")
+    store = ImageStore(tmp_path / "other")
+    first = import_image("tiny:1", EngineSource("ftkit/tiny:1", image), store)
+    again = import_image("tiny:1", EngineSource("ftkit/tiny:1", image), store, force=True)
+    assert first.manifest.made_by.startswith("mksquashfs")
+    assert first.manifest.sha256 == again.manifest.sha256
+    assert listing(first.link) == listing(project.images / "tiny+1.sqsh")
+
+
+# --- On machines that have them ------------------------------------------------------------------
+
+
+def test_enroot_starts_the_imported_file(project: Project) -> None:
+    if not shutil.which("enroot"):
+        pytest.skip("enroot is not on this machine")
+    project.define(more="environment: {GREETING: hello}\n")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    link = project.ok("import", "tiny:1", "--with", "ftkit").stdout.strip()
+    subprocess.run(["enroot", "create", "--force", "--name", "ftkit-test", link], check=True)
+    try:
+        command = ["enroot", "start", "ftkit-test", "sh", "-c", "echo $GREETING"]
+        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "hello\n"
+    finally:
+        subprocess.run(["enroot", "remove", "--force", "ftkit-test"], check=True)
+
+
+def test_pyxis_starts_the_imported_file(project: Project) -> None:
+    offers = shutil.which("srun") and subprocess.run(["srun", "--help"], capture_output=True, text=True, check=False)
+    if not offers or "--container-image" not in offers.stdout:
+        pytest.skip("Slurm with pyxis is not on this machine")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    link = project.ok("import", "tiny:1", "--with", "ftkit").stdout.strip()
+    done = subprocess.run(["srun", f"--container-image={link}", "cat", "/etc/issue"], capture_output=True, check=True)
+    assert done.stdout == b"fake\n"

@@ -1,0 +1,301 @@
+"""What goes wrong on real machines: kills, full disks, lost registries, wrong passwords, damaged files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import Project, RunningRegistry
+    from docker import APIClient
+
+USER, SECRET = "alice", "correct-horse-4711"  # as conftest.py sets them up
+IMAGE_ERROR, NOT_FOUND, PREREQUISITE, CONFIG = 10, 4, 5, 3
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+# --- Killed --------------------------------------------------------------------------------------
+
+
+def test_a_killed_build_leaves_no_image_and_the_next_one_succeeds(project: Project, bases: APIClient) -> None:
+    project.define(base="slow:1")
+    with project.start("build", "tiny:1", "--allow-unpinned") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "Step" in line and "requirement" in line:
+                break
+        process.kill()
+        process.communicate()
+    assert not bases.images("ftkit/tiny")
+    project.define()
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    deadline = time.monotonic() + 30
+    while any("ftkit" in str(row.get("Labels")) for row in bases.containers(all=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_a_killed_push_can_be_repeated(project: Project) -> None:
+    project.define(base="large:1")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    started = time.monotonic()
+    project.kill_when(lambda: time.monotonic() - started > 0.8, "push", "tiny:1")
+    assert "@sha256:" in project.ok("push", "tiny:1").stdout
+
+
+def test_a_killed_import_leaves_no_half_file_and_the_next_one_cleans_up(project: Project) -> None:
+    project.define(base="large:1")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+
+    def has_begun() -> bool:
+        return any(path.stat().st_size > 1 << 20 for path in project.images.glob(".partial-*"))
+
+    project.kill_when(has_begun, "import", "tiny:1")
+    assert [path for path in project.images.iterdir() if path.suffix == ".sqsh" and not path.name.startswith(".")] == []
+    project.ok("import", "tiny:1")
+    assert project.unfinished() == []
+    project.ok("verify", "tiny:1")
+
+
+def test_a_killed_import_from_a_registry_cleans_up_its_downloads(project: Project, bases: APIClient) -> None:
+    project.define(base="large:1")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("push", "tiny:1")
+    bases.remove_image("ftkit/tiny:1", force=True)
+    project.kill_when(lambda: any(project.images.glob(".partial-*.layers/*")), "import", "tiny:1")
+    assert not (project.images / "tiny+1.sqsh").exists()
+    project.ok("import", "tiny:1")
+    assert project.unfinished() == []
+
+
+# --- No room, no right ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["engine", "registry"])
+def test_a_full_disk_is_said_and_leaves_nothing(
+    project: Project, tmp_path: Path, bases: APIClient, source: str
+) -> None:
+    project.define(base="large:1")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    if source == "registry":
+        project.ok("push", "tiny:1")
+        bases.remove_image("ftkit/tiny:1", force=True)
+    with mounted(tmp_path / "small", "size=8m") as small:
+        project.environment["FTKIT_WORKSPACE"] = str(small)
+        done = project.call("import", "tiny:1")
+        assert done.returncode == IMAGE_ERROR, done.stderr
+        assert "disk is full" in done.stderr
+        assert [path for path in small.rglob("*") if path.is_file() and path.stat().st_size] == []
+
+
+def test_a_read_only_target_is_said(project: Project, tmp_path: Path) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    with mounted(tmp_path / "fixed", "ro") as fixed:
+        project.environment["FTKIT_WORKSPACE"] = str(fixed)
+        done = project.call("import", "tiny:1")
+    assert done.returncode == PREREQUISITE
+    assert "Read-only file system" in done.stderr
+
+
+# --- Registries ----------------------------------------------------------------------------------
+
+
+def test_a_registry_that_is_gone_is_tried_again_and_then_said(project: Project) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    started = time.monotonic()
+    done = project.call("push", "tiny:1", "--registry", "127.0.0.1:9")
+    assert done.returncode == IMAGE_ERROR
+    assert done.stderr.count("trying again in") == 3
+    assert time.monotonic() - started > 10
+    assert "lost the connection" in done.stderr
+
+
+def test_a_registry_that_goes_in_the_middle_and_comes_back_is_no_failure(
+    project: Project, own_registry: RunningRegistry
+) -> None:
+    project.define(base="large:1")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    with own_registry.serving():
+        process = project.start("push", "tiny:1", "--registry", own_registry.host)
+        deadline = time.monotonic() + 30
+        while not any(own_registry.config.parent.rglob("_uploads/*/data")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    time.sleep(0.5)
+    with own_registry.serving(), process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "@sha256:" in out
+
+
+@pytest.mark.parametrize("given", ["wrong", ""])
+def test_wrong_credentials_are_said_to_be_that(project: Project, private_registry: str, given: str) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    words = ["push", "tiny:1", "--registry", private_registry]
+    done = project.call(*words, "--username", USER, "--password-stdin", given=given) if given else project.call(*words)
+    assert done.returncode == IMAGE_ERROR
+    assert ("refused the credentials of user 'alice'" if given else "there are no credentials for it") in done.stderr
+    assert f"docker login {private_registry}" in done.stderr
+    assert "trying again" not in done.stderr
+
+
+def test_an_import_without_credentials_says_so(project: Project, private_registry: str) -> None:
+    done = project.call("import", f"docker://{private_registry}#team/tiny:1")
+    assert done.returncode == IMAGE_ERROR
+    assert "there are no credentials" in done.stderr
+
+
+def test_no_credential_is_written_anywhere(project: Project, private_registry: str, bases: APIClient) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    words = ("push", "tiny:1", "--registry", private_registry, "--username", USER, "--password-stdin")
+    with project.start(*words, given=SECRET) as process:
+        assert process.stdin is not None
+        process.stdin.write(SECRET)
+        process.stdin.close()
+        process.stdin = None
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        said = "".join(process.communicate())
+    assert process.returncode == 0, said
+    project.ok("import", "tiny:1")
+    written = b"".join(path.read_bytes() for path in project.images.iterdir() if path.is_file())
+    about = json.dumps([bases.inspect_image("ftkit/tiny:1"), bases.history("ftkit/tiny:1")])
+    for text in (said.encode(), command, written, about.encode()):
+        assert SECRET.encode() not in text
+
+
+def test_an_image_that_a_registry_does_not_have_is_said(project: Project, registry: str) -> None:
+    done = project.call("import", f"docker://{registry}#team/nothing:1")
+    assert done.returncode == NOT_FOUND
+    assert "has no team/nothing:1" in done.stderr
+
+
+# --- Builds --------------------------------------------------------------------------------------
+
+
+def test_an_unpinned_base_is_refused(project: Project) -> None:
+    done = project.call("build", "tiny:1")
+    assert done.returncode == IMAGE_ERROR
+    assert "unpinned" in done.stderr
+    assert "--allow-unpinned" in done.stderr
+
+
+def test_an_unknown_base_is_said(project: Project, registry: str) -> None:
+    done = project.call("build", "tiny:1", "--allow-unpinned", "--base", f"{registry}/no/such:1")
+    assert done.returncode == NOT_FOUND
+    assert f"there is no image {registry}/no/such:1" in done.stderr
+
+
+def test_a_failing_step_shows_its_last_lines(project: Project, bases: APIClient) -> None:
+    project.define(base="broken:1")
+    done = project.call("build", "tiny:1", "--allow-unpinned")
+    assert done.returncode == IMAGE_ERROR
+    assert "no such package: left-pad" in done.stderr
+    assert "Step 8/" in done.stderr
+    assert not bases.images("ftkit/tiny")
+
+
+def test_an_image_that_fails_its_self_check_gets_no_name(project: Project, bases: APIClient) -> None:
+    project.define(base="replaced:1")
+    done = project.call("build", "tiny:1", "--allow-unpinned")
+    assert done.returncode == IMAGE_ERROR
+    assert "torch of the base was replaced" in done.stderr
+    assert not bases.images("ftkit/tiny")
+
+
+def test_a_stale_lock_is_refused(project: Project) -> None:
+    file = project.define()
+    file.write_text(file.read_text() + "packages: [left-pad==1]\n")
+    done = project.call("build", "tiny:1", "--allow-unpinned")
+    assert done.returncode == IMAGE_ERROR
+    assert "ftkit lock tiny:1" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "reason"), [("Tiny", "capital letters"), ("a..b", "no legal name")])
+def test_illegal_names_are_refused_with_a_reason(project: Project, name: str, reason: str) -> None:
+    project.define(name)
+    done = project.call("build", f"{name}:1", "--allow-unpinned")
+    assert done.returncode == CONFIG
+    assert reason in done.stderr
+
+
+def test_no_engine_is_said(project: Project) -> None:
+    project.environment["DOCKER_HOST"] = "unix:///nonexistent.sock"
+    done = project.call("build", "tiny:1", "--allow-unpinned")
+    assert done.returncode == PREREQUISITE
+    assert "no docker engine answers" in done.stderr
+
+
+# --- Imported files ------------------------------------------------------------------------------
+
+
+def test_a_changed_byte_is_found_and_named(project: Project) -> None:
+    project.define(base="large:1")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("import", "tiny:1")
+    with (project.images / "tiny+1.sqsh").open("r+b") as file:
+        file.seek(5_000_000)
+        byte = file.read(1)
+        file.seek(5_000_000)
+        file.write(bytes([byte[0] ^ 1]))
+    done = project.call("verify", "tiny:1")
+    assert done.returncode == IMAGE_ERROR
+    assert "bytes 0 to 67108863 differ" in done.stderr
+    project.ok("import", "tiny:1", "--force")
+    project.ok("verify", "tiny:1")
+
+
+def test_a_truncated_file_is_found_by_verify_and_by_run(project: Project) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("import", "tiny:1")
+    os.truncate(project.images / "tiny+1.sqsh", 500_000)
+    done = project.call("verify", "tiny:1")
+    assert done.returncode == IMAGE_ERROR
+    assert "truncated: 500000 bytes" in done.stderr
+    run = project.call("run", "demo", "--image", "tiny:1", "--cluster", "slurm", "training.global_batch_size=32")
+    assert run.returncode == IMAGE_ERROR
+    assert "not what was imported" in run.stderr
+    project.ok("import", "tiny:1")  # a damaged file is no reason to return at once
+    project.ok("verify", "tiny:1")
+
+
+def test_a_run_says_which_command_is_missing(project: Project) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    done = project.call("run", "demo", "--image", "tiny:1", "--cluster", "slurm", "training.global_batch_size=32")
+    assert done.returncode == NOT_FOUND
+    assert "ftkit import tiny:1 --cluster slurm" in done.stderr
+
+
+def test_a_run_imports_when_asked_to(project: Project) -> None:
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    words = ("run", "demo", "training.global_batch_size=32", "--image", "tiny:1", "--cluster", "slurm")
+    project.call(*words, "--import", "--no-follow")  # there need be no Slurm here
+    project.ok("verify", "tiny:1")
+
+
+def test_two_imports_at_once_do_the_work_once(project: Project) -> None:
+    project.define(base="large:1")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    with project.start("import", "tiny:1") as first, project.start("import", "tiny:1") as second:
+        said = [process.communicate(timeout=120)[1] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert sum("packing" in text for text in said) == 1
+    assert sum("is there already" in text for text in said) == 1
+    project.ok("verify", "tiny:1")

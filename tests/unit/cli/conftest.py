@@ -1,0 +1,61 @@
+"""The command line, called in this process as the program calls it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.cli.main import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ftkit.layout import Workspace
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Call = "Callable[..., Result]"
+
+
+@pytest.fixture
+def ftkit(
+    tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Result]:
+    """Call `ftkit` in an empty project; return its exit code and what it printed."""
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    for name in [name for name in os.environ if name.startswith(("FTKIT_", "SBATCH_", "XDG_"))]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "HOME": str(tmp_path / "home"),
+        "FTKIT_WORKSPACE": str(workspace.root),
+        "CUDA_VISIBLE_DEVICES": "",
+        "COLUMNS": "80",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    def call(*words: str) -> Result:
+        capsys.readouterr()
+        code = main(words)
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at runs more often than is good for a scheduler."""
+    monkeypatch.setattr("ftkit.cli.watching._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("ftkit.launch.local.LocalScheduler.poll_seconds", 0.02)
+    monkeypatch.setattr("ftkit.launch.slurm.SlurmScheduler.poll_seconds", 0.02)

@@ -1,0 +1,252 @@
+"""`ftkit runs`, `ftkit status`, `ftkit logs`."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from ftkit.cli.closing import choose_samples
+from ftkit.cli.follow_views import LiveView
+from ftkit.cli.terminal import Column, Terminal
+from ftkit.cli.wording import age, count, duration, gib, plural, short_path
+from ftkit.launch.states import Observation, RunState
+from ftkit.records import CheckpointRecord, RankError, Sample, StageRecord, write_rank_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import FakePrograms, Result, RunMaker
+
+    from ftkit.launch.submission import SubmittedRun
+
+
+def finish(run: SubmittedRun, records: Any) -> None:
+    records.write(run, records.step(1, 6.5), records.step(400, 0.5), records.end())
+    run.layout.exit_code.write_text("0\n")
+
+
+def screen(width: int = 80) -> tuple[Terminal, StringIO]:
+    """A terminal of that width, and what is on it."""
+    terminal, output = Terminal(), StringIO()
+    console = Console(file=output, force_terminal=True, width=width, highlight=False, markup=False)
+    terminal.talk = terminal._out = console
+    return terminal, output
+
+
+def test_runs_are_listed_newest_first_with_what_matters(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, records: Any, squeue_line: Any
+) -> None:
+    done, waiting = make_run("done"), make_run("waiting", job_id="4711")
+    finish(done, records)
+    programs.answer("squeue", squeue_line(waiting, "PENDING", "Resources"))
+    lines = [line.split() for line in ftkit("runs").out.splitlines()]
+    assert lines[0] == ["NAME", "ID", "STATE", "STEP", "LOSS", "CLUSTER", "JOB", "AGE"]
+    assert lines[1][:7] == ["waiting", waiting.id, "pending", "0/400", "-", "local", "4711"]
+    assert lines[2][:5] == ["done", done.id, "completed", "400/400", "0.5000"]
+    assert len(programs.calls()) == 1
+    listed = json.loads(ftkit("runs", "--json").out)
+    assert [run["state"] for run in listed] == ["pending", "completed"]
+    assert listed[1]["loss"] == 0.5
+
+
+def test_a_damaged_run_is_passed_over_with_a_warning(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    good, bad = make_run("good"), make_run("bad")
+    finish(good, records)
+    bad.layout.plan.write_text("{")
+    result = ftkit("runs")
+    assert result.code == 0
+    assert "good" in result.out
+    assert "bad" not in result.out
+    assert f"passed over {bad.layout.root}" in result.err
+
+
+def test_runs_can_be_listed_where_slurm_is_not(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
+) -> None:
+    make_run()
+    result = ftkit("runs")
+    assert result.code == 0
+    assert "unknown" in result.out
+    assert "can't talk to Slurm" in result.err
+    assert programs.calls() == []
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, records: Any
+) -> None:
+    programs.answer("squeue")
+    records.write(make_run(), records.step(1, float("nan")))
+    assert json.loads(ftkit("runs", "--json").out)[0]["loss"] is None
+    assert json.loads(ftkit("status", "last", "--json").out)["last_step"]["loss"] is None
+
+
+def test_the_status_tells_all_of_a_completed_run(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    run = make_run()
+    folder = run.layout.checkpoint(400)
+    folder.mkdir(parents=True)
+    records.write(run, CheckpointRecord(1.0, 400, str(folder), 0.1))
+    finish(run, records)
+    result = ftkit("status", "last")
+    for part in (run.id, "completed", "6.5000 → 0.5000", "step-000400 in ", "local, 1 × 2 processes (cpu), fsdp2"):
+        assert part in result.out
+    told = json.loads(ftkit("status", "last", "--json").out)
+    assert told["checkpoints"] == [{"step": 400, "path": str(folder)}]
+    assert told["end"]["export"] == "/w/export"
+    assert (told["is_final"], told["error"], told["exit_code"]) == (True, None, 0)
+
+
+def test_the_status_of_a_failed_run_has_the_traceback_of_the_first_failure(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
+) -> None:
+    run = make_run()
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "FAILED", "1:0"))
+    write_rank_error(
+        run.layout.rank_error(3), RankError(2e9, 3, "n2", "ValueError", "no", "Traceback\nValueError: no", 1)
+    )
+    result = ftkit("status", "last")
+    assert "rank 3 on n2 failed first: ValueError" in result.out
+    assert "Traceback" in result.out
+    assert f"ftkit resume {run.id}" in result.out
+    assert json.loads(ftkit("status", "last", "--json").out)["error"]["rank"] == 3
+
+
+def test_the_status_of_a_run_that_was_never_submitted_says_so(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    make_run().layout.submission.unlink()
+    assert "never submitted" in ftkit("status", "last").out
+    assert "never submitted" in ftkit("runs", "--json").out
+    assert ftkit("cancel", "last").code == 4
+
+
+def test_an_unknown_run_is_told_with_the_closest(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    make_run("olmo3")
+    result = ftkit("status", "olmo4")
+    assert result.code == 4
+    assert "closest: olmo3" in result.err
+
+
+def test_logs_are_printed_as_they_are(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    run = make_run()
+    run.layout.job_log.write_text("one\n\x1b[31mtwo\x1b[0m\nthree")
+    run.layout.rank_log(3).write_text("rank three\n")
+    assert ftkit("logs", "last").out == "one\n\x1b[31mtwo\x1b[0m\nthree"
+    assert ftkit("logs", "last", "--rank", "3").out == "rank three\n"
+
+
+def test_a_log_that_is_not_there_is_told_with_those_that_are(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    run = make_run()
+    result = ftkit("logs", "last")
+    assert result.code == 4
+    assert "has not started" in result.err
+    run.layout.job_log.touch()
+    assert "there are: job.log" in ftkit("logs", "last", "--rank", "9").err
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_followed_log_ends_with_the_run_and_with_its_exit_code(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, records: Any, sacct_line: Any
+) -> None:
+    good, bad = make_run("good"), make_run("bad")
+    finish(good, records)
+    good.layout.job_log.write_text("all is well\n")
+    assert (ftkit("logs", "good", "-f").code, ftkit("logs", "good", "-f").out) == (0, "all is well\n")
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(bad, "TIMEOUT"))
+    result = ftkit("logs", "bad", "-f")
+    assert result.code == 7
+    assert "timed-out" in result.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_that_slurm_lost_is_not_watched_for_ever(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run()
+    programs.answer("squeue")
+    monkeypatch.setattr("ftkit.cli.watching._LOST_SECONDS", 0.01)
+    result = ftkit("status", "last", "--follow")
+    assert result.code == 7
+    assert "lost sight of" in result.err
+
+
+def test_a_table_gives_way_only_where_it_may_on_a_narrow_screen() -> None:
+    terminal, output = screen(40)
+    terminal.table(
+        (Column("NAME", takes_cut=True), Column("ID")), [("a-very-long-name-for-a-run-of-ours", "0123456789abcdef")]
+    )
+    lines = output.getvalue().splitlines()
+    assert "0123456789abcdef" in lines[1]
+    assert "…" in lines[1]
+    assert len(lines) == 2
+
+
+def test_a_screen_shows_a_bar_for_steps_and_lines_for_the_rest(records: Any) -> None:
+    terminal, output = screen()
+    view = LiveView(terminal)
+    view.state(Observation(RunState.PENDING, is_final=False, reason="Resources"))
+    view._progress.refresh()
+    view.state(Observation(RunState.RUNNING, is_final=False))
+    view.record(StageRecord(1.0, "packing"))
+    view.record(StageRecord(4.0, "building the model"))
+    view.record(records.step(100, 1.25, time=9.0))
+    view._progress.refresh()
+    view.record(records.end())
+    view.close()
+    shown = output.getvalue()
+    for part in (
+        "pending: Resources",
+        "packing (3 s)",
+        "building the model (5 s)",
+        "100/400 loss 1.250 12.3 k tok/s 2 min 30 s left",
+        "completed after 400 steps, 1 min 15 s of training",
+    ):
+        assert part in shown
+
+
+def test_two_samples_are_shown_one_of_each_kind_if_there_are_both() -> None:
+    right, wrong = Sample("q", "a", "a", True), Sample("q", "a", "b", False)
+    assert choose_samples((right, right, wrong)) == [right, wrong]
+    assert choose_samples((wrong, wrong, wrong)) == [wrong, wrong]
+    assert choose_samples((right,)) == [right]
+    assert choose_samples(()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (12, "12"),
+        (999.4, "999"),
+        (999.6, "1 k"),
+        (951680, "952 k"),
+        (999.9e6, "1 B"),
+        (70.55e9, "70.6 B"),
+        (0.5, "0.5"),
+    ],
+)
+def test_large_numbers_are_written_short(number: float, text: str) -> None:
+    assert count(number) == text
+
+
+def test_lengths_of_time_are_written_as_people_say_them() -> None:
+    assert [duration(seconds) for seconds in (0, 59.4, 200, 7500, 273600)] == [
+        "0 s", "59 s", "3 min 20 s", "2 h 05 min", "3 d 4 h",
+    ]  # fmt: skip
+    assert [age(seconds) for seconds in (-5, 30, 90, 7200, 200000)] == ["0 s", "30 s", "1 min", "2 h", "2 d"]
+
+
+def test_amounts_words_and_paths_are_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert (gib(0.05), gib(12.34)) == ("51 MiB", "12.3 GiB")
+    assert (plural(1, "node"), plural(2, "process")) == ("1 node", "2 processes")
+    paths = [tmp_path / "a" / "b", tmp_path.parent / "c"]
+    assert [short_path(path) for path in paths] == ["a/b", str(tmp_path.parent / "c")]

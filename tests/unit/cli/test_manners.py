@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.cli.main import _SECTIONS, cli
+from ftkit.errors import EXIT_CODES, FtkitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import FakePrograms, Result, RunMaker
+
+COMMANDS = [command for section in _SECTIONS.values() for command in section]
+NAMES = [command.name for command in COMMANDS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_commands_help_has_examples_and_fits_80_columns(ftkit: Callable[..., Result], name: str) -> None:
+    result = ftkit(name, "--help")
+    assert result.code == 0
+    assert re.search(rf"^Examples:\n(.*\n)*?.*ftkit .*{name}", result.out, re.MULTILINE)
+    assert max(len(line) for line in result.out.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_list_of_commands_says_what_each_command_says_of_itself(name: str) -> None:
+    command = cli.get_command(cli.make_context("ftkit", [], resilient_parsing=True), name)
+    assert command is not None
+    assert command.name == name
+    assert command.short_help == next(lazy.help for lazy in COMMANDS if lazy.name == name)
+
+
+def test_the_help_tells_every_exit_code(ftkit: Callable[..., Result]) -> None:
+    result = ftkit("--help")
+    for code, meaning in EXIT_CODES.items():
+        assert re.search(rf"^ +{code} +{re.escape(meaning)}$", result.out, re.MULTILINE)
+
+
+def test_the_help_imports_nothing_heavy() -> None:
+    code = "import sys; from ftkit.cli.main import main; main(['--help']); print(sorted(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for module in ("pydantic", "rich", "jinja2", "ruamel.yaml", "torch"):
+        assert f"'{module}'" not in done.stderr
+
+
+def test_an_unknown_command_is_a_usage_error_with_a_suggestion(ftkit: Callable[..., Result]) -> None:
+    result = ftkit("sttus")
+    assert (result.code, result.out) == (2, "")
+    assert "Did you mean 'status'?" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("run", "demo", "other"), 2),
+        (("run", "demo", "--nodes", "0"), 2),
+        (("run",), 3),
+        (("plan", "demo", "training.lerning_rate=1"), 3),
+        (("plan", "demo", "training.learning_rate="), 3),
+        (("run", "nothing"), 4),
+        (("status", "last"), 4),
+        (("plan", "demo", "--cluster", "nowhere"), 4),
+    ],
+)
+def test_what_a_user_got_wrong_has_its_exit_code_and_no_traceback(
+    ftkit: Callable[..., Result], words: tuple[str, ...], code: int
+) -> None:
+    result = ftkit(*words)
+    assert (result.code, result.out) == (code, "")
+    assert result.err.startswith("error: ")
+    assert "Traceback" not in result.err
+    assert "\x1b" not in result.err
+
+
+def test_an_error_says_what_it_means_and_what_to_do(
+    ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise FtkitError("it failed", meaning="the moon is full", fix="wait a day")
+
+    monkeypatch.setattr("ftkit.cli.recipes.list_names", fail)
+    assert ftkit("recipes").err == "error: it failed\n  the moon is full\n  wait a day\n"
+
+
+def test_a_defect_prints_one_line_and_keeps_the_traceback_in_a_file(
+    ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("oh no\nand more")
+
+    monkeypatch.setattr("ftkit.cli.recipes.list_names", fail)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    result = ftkit("recipes")
+    assert result.code == 1
+    assert result.err.startswith("error: a defect in ftkit: ZeroDivisionError: oh no\n")
+    assert "Traceback" not in result.err
+    (report,) = (tmp_path / "state" / "ftkit").iterdir()
+    assert str(report) in result.err
+    assert "Traceback" in report.read_text()
+    monkeypatch.setenv("FTKIT_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        ftkit("recipes")
+
+
+def test_an_interrupt_is_130(ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ftkit.cli.recipes.list_names", interrupt)
+    assert ftkit("recipes").code == 130
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    script = f'set -o pipefail; "{sys.executable}" -m ftkit schema recipe | head -c 1 >/dev/null'
+    environment = {**os.environ, "FTKIT_WORKSPACE": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [("recipes",), ("clusters",), ("config",), ("plan", "demo"), ("runs",)])
+def test_data_goes_to_stdout_without_escape_codes_or_blanks_at_line_ends(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, words: tuple[str, ...]
+) -> None:
+    make_run()
+    programs.answer("squeue")
+    result = ftkit(*words)
+    assert result.code == 0
+    assert result.out
+    assert "\x1b" not in result.out + result.err
+    assert not [line for line in result.out.splitlines() if line != line.rstrip()]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipes", "--json"),
+        ("clusters", "--json"),
+        ("config", "--json"),
+        ("plan", "demo", "--json"),
+        ("runs", "--json"),
+        ("schema", "recipe"),
+        ("schema", "cluster"),
+        ("schema", "image"),
+    ],
+)
+def test_json_is_json_and_nothing_else(ftkit: Callable[..., Result], words: tuple[str, ...]) -> None:
+    result = ftkit(*words)
+    assert (result.code, result.err) == (0, "")
+    json.loads(result.out)
+
+
+def test_the_configuration_tells_where_each_value_comes_from(
+    ftkit: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project" / "ftkit.yaml").write_text("cluster: slurm\n")
+    monkeypatch.setenv("FTKIT_IMAGE", "olmo3:25.02")
+    monkeypatch.delenv("FTKIT_WORKSPACE")
+    settings = json.loads(ftkit("config", "--json").out)["settings"]
+    assert settings["cluster"] == {"value": "slurm", "from": f"{tmp_path}/project/ftkit.yaml:1"}
+    assert settings["image"]["from"] == "FTKIT_IMAGE"
+    assert settings["workspace"] == {"value": str(tmp_path / "project"), "from": "default"}
+
+
+def test_a_damaged_recipe_does_not_hide_the_others(ftkit: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "project" / "recipes").mkdir()
+    (tmp_path / "project" / "recipes" / "mine.yaml").write_text("name: [")
+    result = ftkit("recipes")
+    assert "demo" in result.out
+    assert "passed over mine" in result.err
+
+
+def test_the_schema_knows_what_recipe_files_may_say(ftkit: Callable[..., Result]) -> None:
+    schema: dict[str, Any] = json.loads(ftkit("schema", "recipe").out)
+    assert "extends" in schema["properties"]
+    names, _ = schema["$defs"]["ModelSpec"]["properties"]["architecture"]["anyOf"]
+    assert "olmo3-7b" in names["enum"]
+    assert '"required"' not in json.dumps(schema)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_calls_ftkit(ftkit: Callable[..., Result], shell: str) -> None:
+    assert f"_FTKIT_COMPLETE={shell}_complete" in ftkit("completion", shell).out
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("ftkit st", "status"),
+        ("ftkit run de", "demo"),
+        ("ftkit run --cluster a4", "a4-highgpu-8g"),
+        ("ftkit run --image olmo3:2", "olmo3:25.02"),
+        ("ftkit status mi", "mine"),
+        ("ftkit cancel la", "last"),
+    ],
+)
+def test_the_shell_offers_names(
+    ftkit: Callable[..., Result],
+    make_run: RunMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    offered: str,
+) -> None:
+    make_run("mine")
+    monkeypatch.setenv("_FTKIT_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit):
+        ftkit()
+    assert f"plain,{offered}" in capsys.readouterr().out.splitlines()

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.records import EvaluationRecord, RankError, Sample, StageRecord, StartRecord, to_line, write_rank_error
+from ftkit.render import RenderedJob, render_job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import FakePrograms, Result
+
+    from ftkit.layout import Workspace
+    from ftkit.plan import RunPlan
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let every run's script be this one."""
+
+    def use(script: str) -> None:
+        def render(plan: RunPlan) -> RenderedJob:
+            return RenderedJob(plan.cluster.scheduler, plan.layout, script)
+
+        monkeypatch.setattr("ftkit.cli.run.render_job", render)
+
+    return use
+
+
+@pytest.fixture
+def learning(records: Any) -> str:
+    """A script that leaves what a whole training leaves."""
+    before = EvaluationRecord(1.0, 0, "before", 6.0, 812.5, 0.0, ())
+    right = Sample("How many ships are there?", "SELECT COUNT(*) FROM ships", "SELECT COUNT(*) FROM ships", True)
+    wrong = Sample("Which is the oldest?", "SELECT name FROM ships", "SELECT age FROM ships", False)
+    after = EvaluationRecord(3.0, 20, "after", 0.5, 1.62, 0.85, (right, right, wrong))
+    lines = [
+        StageRecord(0.0, "packing"),
+        StartRecord(0.5, 20, 0, 2, "fsdp2", "cpu", 951680, {}),
+        before,
+        records.step(10, 3.25, 20),
+        records.step(20, 0.75, 20),
+        after,
+        records.end(number=20),
+    ]
+    text = "\n".join(to_line(record) for record in lines)
+    return f"cat >metrics.jsonl <<'END'\n{text}\nEND\necho 0 >exit-code\n"
+
+
+def test_a_dry_run_prints_exactly_the_script_and_writes_nothing(
+    ftkit: Callable[..., Result], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = []
+    monkeypatch.setattr("ftkit.cli.run.render_job", lambda plan: scripts.append(render_job(plan)) or scripts[-1])
+    batch = ("training.micro_batch_size=8", "training.global_batch_size=32", "training.sequence_length=256")
+    result = ftkit("run", "demo", "--dry-run", *batch)
+    assert result.code == 0
+    assert result.out == scripts[0].script
+    assert result.out.startswith("#!")
+    assert "8 packs × 2 processes × 2 accumulation = 32 packs (8,192 tokens) per step" in result.err
+    assert not workspace.root.exists()
+
+
+def test_a_dry_run_for_a_cluster_needs_no_slurm_and_no_image(
+    ftkit: Callable[..., Result], workspace: Workspace, programs: FakePrograms
+) -> None:
+    result = ftkit("run", "--image", "olmo3:25.02", "--nodes", "2", "--cluster", "a4-highgpu-8g", "--dry-run")
+    assert result.code == 0
+    assert "#SBATCH --nodes=2" in result.out
+    assert "world size 16" in result.err
+    assert programs.calls() == []
+    assert not workspace.root.exists()
+
+
+def test_a_followed_run_shows_what_it_learnt(
+    ftkit: Callable[..., Result], job: Callable[[str], None], learning: str
+) -> None:
+    job(learning)
+    result = ftkit("run", "demo")
+    assert (result.code, result.out) == (0, "")
+    for part in (
+        "packing",
+        "training begins, 20 steps: 2 processes, cpu, fsdp2",
+        "held-out before training: perplexity 812.5, execution accuracy 0%",
+        "step 10/20 loss 3.2500",
+        "loss 3.2500 → 0.7500",
+        "perplexity 812.5, execution accuracy 0% → perplexity 1.62, execution accuracy 85%",
+        "question How many ships are there?",
+        "expected SELECT name FROM ships",
+        "export /w/export",
+        "ftkit status demo-",
+    ):
+        assert part in " ".join(result.err.split())
+    assert result.err.count("question") == 2
+
+
+def test_a_run_that_is_not_followed_prints_its_id_alone(
+    ftkit: Callable[..., Result], job: Callable[[str], None], workspace: Workspace
+) -> None:
+    job("echo 0 >exit-code")
+    result = ftkit("run", "demo", "--name", "mine", "--no-follow")
+    (folder,) = workspace.runs.iterdir()
+    assert (result.code, result.out) == (0, f"{folder.name}\n")
+    assert folder.name.startswith("mine-")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["command"] == ["ftkit", "run", "demo", "--name", "mine", "--no-follow"]
+
+
+def test_a_run_that_fails_shows_the_rank_that_failed_first(
+    ftkit: Callable[..., Result], job: Callable[[str], None], workspace: Workspace
+) -> None:
+    job("while [ ! -e go ]; do sleep 0.01; done; echo 1 >exit-code; exit 1")
+    run = ftkit("run", "demo", "--no-follow").out.strip()
+    layout = next(workspace.runs.iterdir())
+    for rank, time in ((0, 9e9 + 2), (1, 9e9 + 1)):
+        error = RankError(time, rank, "n7", "CudaError", "out of luck", f"Traceback of rank {rank}", 1)
+        write_rank_error(layout / "logs" / f"error-{rank:05d}.json", error)
+    (layout / "go").touch()
+    result = ftkit("status", run, "--follow")
+    assert result.code == 7
+    assert "rank 1 on n7 failed first: CudaError" in result.err
+    assert "Traceback of rank 1" in result.err
+    assert "Traceback of rank 0" not in result.err
+    assert f"error: {run}: failed" in result.err
+
+
+def test_a_run_that_fails_without_a_word_shows_the_end_of_its_log(
+    ftkit: Callable[..., Result], job: Callable[[str], None]
+) -> None:
+    job("echo the disk is full; echo 3 >exit-code; exit 3")
+    result = ftkit("run", "demo")
+    assert result.code == 7
+    assert "the disk is full" in result.err
+    assert "ftkit resume" in result.err
+
+
+def test_a_resumed_run_shows_only_what_is_new(
+    ftkit: Callable[..., Result], job: Callable[[str], None], records: Any
+) -> None:
+    first, second = to_line(records.step(7, num_steps=9)), to_line(records.step(9, num_steps=9))
+    end = to_line(records.end(number=9))
+    job(
+        f"if [ -e again ]; then printf '%s\\n' '{second}' '{end}' >>metrics.jsonl; echo 0 >exit-code;"
+        f" else touch again; echo '{first}' >metrics.jsonl; echo 1 >exit-code; fi"
+    )
+    assert ftkit("run", "demo").code == 7
+    result = ftkit("resume", "last")
+    assert result.code == 0
+    assert "step 7/9  loss" not in result.err
+    assert "step 9/9  loss" in result.err
+    assert ftkit("resume", "last").code == 6
+
+
+def test_an_interrupt_leaves_the_run_alone_and_says_how_to_come_back(
+    ftkit: Callable[..., Result], job: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    job("exec sleep 2")
+    monkeypatch.setattr("ftkit.cli.follow.looks", interrupt)
+    result = ftkit("run", "demo")
+    assert result.code == 130
+    assert "goes on without you" in result.err
+    assert "ftkit cancel demo-" in result.err
+
+
+def test_a_running_run_is_cancelled_by_name(ftkit: Callable[..., Result], job: Callable[[str], None]) -> None:
+    job("exec sleep 60")
+    assert ftkit("run", "demo", "--no-follow").code == 0
+    assert "cancelled demo-" in ftkit("cancel", "demo").err
+    assert "had ended already: cancelled" in ftkit("cancel", "demo").err
+    assert json.loads(ftkit("status", "demo", "--json").out)["state"] == "cancelled"
+
+
+def test_slurm_refusing_the_job_leaves_no_run(
+    ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs.answer("sbatch", stderr="sbatch: error: invalid partition specified: x\n", code=1)
+    image = workspace.image_file("olmo3:25.02")
+    image.parent.mkdir(parents=True)
+    image.touch()
+    monkeypatch.setenv("SBATCH_PARTITION", "x")
+    result = ftkit("run", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g")
+    assert result.code == 6
+    assert "invalid partition" in result.err
+    assert "SBATCH_PARTITION=x in your environment wins" in result.err
+    assert list(workspace.runs.iterdir()) == []
+
+
+def test_a_missing_image_is_found_out_before_anything_is_submitted(
+    ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace
+) -> None:
+    result = ftkit("run", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g")
+    assert result.code == 4
+    assert str(workspace.image_file("olmo3:25.02")) in result.err
+    assert programs.calls() == []
+    assert not workspace.runs.exists()

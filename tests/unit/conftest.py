@@ -1,0 +1,176 @@
+"""Runs in a temporary workspace, and programs that only seem to be Slurm's."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.launch.submission import Submission, SubmittedRun, write_submission
+from ftkit.layout import Workspace
+from ftkit.plan import RunPlan, plan_run, plan_to_json
+from ftkit.records import EndRecord, StepRecord, to_line
+from ftkit.specs.load import Surroundings, load_cluster, load_recipe
+from ftkit.specs.request import RunRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.records import Record
+
+NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+OVERRIDES = ("training.max_steps=400", "training.micro_batch_size=8", "training.global_batch_size=32")
+LONG_AGO = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path / "workspace")
+
+
+@pytest.fixture(scope="session")
+def demo_plan() -> RunPlan:
+    """The demo on the local profile, on the CPU. Planned once: specs are frozen."""
+    cluster = load_cluster("local", NOWHERE).model_copy(update={"device": "cpu", "cpus_per_node": 2})
+    request = RunRequest(None, None, None, None, False, Path("/nowhere"), "/venv/bin/python", LONG_AGO, "ab12")
+    return plan_run(load_recipe("demo", NOWHERE, OVERRIDES), cluster, None, request, ftkit_version="1")
+
+
+@pytest.fixture
+def plan(demo_plan: RunPlan, workspace: Workspace) -> RunPlan:
+    return replace(demo_plan, workspace=workspace.root)
+
+
+class RunMaker:
+    """Makes run folders, each newer than the one before."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan = plan
+        self._count = 0
+
+    def __call__(
+        self, name: str = "demo", *, scheduler: str = "slurm", job_id: str | None = None, suffix: str | None = None
+    ) -> SubmittedRun:
+        self._count += 1
+        created = LONG_AGO + timedelta(minutes=self._count)
+        suffix = suffix or f"{self._count:04x}"
+        run_id = f"{name}-{created:%Y%m%dT%H%M%SZ}-{suffix}"
+        cluster = self._plan.cluster.model_copy(update={"scheduler": scheduler})
+        plan = replace(self._plan, id=run_id, name=name, created=created, cluster=cluster)
+        plan.layout.logs.mkdir(parents=True)
+        plan.layout.plan.write_text(plan_to_json(plan))
+        plan.layout.script.write_text("true\n")
+        submission = Submission(
+            scheduler="slurm" if scheduler == "slurm" else "local",
+            job_id=job_id or str(100 + self._count),
+            submitted=created.timestamp(),
+            host=socket.gethostname(),
+        )
+        write_submission(plan.layout, submission)
+        return SubmittedRun(plan.layout, submission)
+
+
+@pytest.fixture
+def make_run(plan: RunPlan) -> RunMaker:
+    return RunMaker(plan)
+
+
+def step(number: int, loss: float = 1.5, num_steps: int = 400, **values: Any) -> StepRecord:
+    known: dict[str, Any] = {
+        "time": 10.0 + number,
+        "epoch": 0.5,
+        "learning_rate": 1e-3,
+        "grad_norm": 1.0,
+        "tokens": number * 8192,
+        "tokens_per_second": 12345.6,
+        "step_seconds": 0.5,
+        "overhead_ratio": 0.1,
+        "memory_gib": None,
+    }
+    return StepRecord(step=number, loss=loss, num_steps=num_steps, **(known | values))
+
+
+def end(outcome: Any = "completed", number: int = 400, export: str | None = "/w/export") -> EndRecord:
+    return EndRecord(time=1e9, outcome=outcome, step=number, training_seconds=75.0, export=export)
+
+
+@pytest.fixture
+def records() -> Any:
+    """Ready-made records: `records.step(10)`, `records.end()`, and `records.write(run, ...)`."""
+
+    class Records:
+        step = staticmethod(step)
+        end = staticmethod(end)
+
+        @staticmethod
+        def write(run: SubmittedRun, *given: Record) -> None:
+            with run.layout.metrics.open("a") as file:
+                file.writelines(to_line(record) + "\n" for record in given)
+
+    return Records
+
+
+class FakePrograms:
+    """Small scripts on PATH that note each call."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def add(self, name: str, script: str) -> None:
+        path = self.folder / name
+        path.write_text(f'#!/bin/sh\necho "$0 $*" >>"{self.folder}/calls"\n{script}\n')
+        path.chmod(0o755)
+
+    def answer(self, name: str, stdout: str = "", *, stderr: str = "", code: int = 0) -> None:
+        (self.folder / f"{name}.out").write_text(stdout)
+        (self.folder / f"{name}.err").write_text(stderr)
+        self.add(name, f'cat "$0.out"; cat "$0.err" >&2; exit {code}')
+
+    def calls(self, name: str = "") -> list[str]:
+        try:
+            lines = (self.folder / "calls").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [line.removeprefix(f"{self.folder}/") for line in lines if line.startswith(f"{self.folder}/{name}")]
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:
+    """A PATH that has nothing of Slurm but what a test adds."""
+    basics = tmp_path / "basics"
+    basics.mkdir()
+    for name in ("sh", "bash", "cat", "sleep", "git", "env"):
+        found = next((Path(folder) / name for folder in os.get_exec_path() if (Path(folder) / name).exists()), None)
+        if found:
+            (basics / name).symlink_to(found)
+    fake = FakePrograms(tmp_path / "programs")
+    monkeypatch.setenv("PATH", f"{fake.folder}:{basics}")
+    return fake
+
+
+@pytest.fixture
+def squeue_line() -> Callable[..., str]:
+    def line(run: SubmittedRun, state: str, reason: str = "None", nodes: str = "n[1-2]") -> str:
+        return f"{run.submission.job_id}|{state}|{reason}|1767323100|1767326700|{nodes}|{run.layout.root}\n"
+
+    return line
+
+
+@pytest.fixture
+def sacct_line() -> Callable[..., str]:
+    def line(run: SubmittedRun, state: str, code: str = "0:0") -> str:
+        return f"{run.submission.job_id}|{state}|1767323100|1767326700|n[1-2]|{code}|{run.layout.root}\n"
+
+    return line
+
+
+@pytest.fixture
+def read_json() -> Callable[[Path], Any]:
+    return lambda path: json.loads(path.read_text())

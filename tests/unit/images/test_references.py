@@ -1,0 +1,65 @@
+"""Names of images."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftkit.errors import ConfigError
+from ftkit.images.references import check_name, parse_reference
+
+DIGEST = "sha256:" + "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "uri"),
+    [
+        (
+            "nvcr.io/nvidia/pytorch:25.02-py3",
+            "nvcr.io/nvidia/pytorch:25.02-py3",
+            "docker://nvcr.io#nvidia/pytorch:25.02-py3",
+        ),
+        ("docker://nvcr.io#nvidia/pytorch:1", "nvcr.io/nvidia/pytorch:1", "docker://nvcr.io#nvidia/pytorch:1"),
+        ("docker://localhost:5000/a/b", "localhost:5000/a/b:latest", "docker://localhost:5000#a/b:latest"),
+        ("ubuntu:24.04", "docker.io/library/ubuntu:24.04", "docker://registry-1.docker.io#library/ubuntu:24.04"),
+        ("team/x", "docker.io/team/x:latest", "docker://registry-1.docker.io#team/x:latest"),
+        ("index.docker.io/team/x:1", "docker.io/team/x:1", "docker://registry-1.docker.io#team/x:1"),
+        (f"r.io/a/b:1@{DIGEST}", f"r.io/a/b:1@{DIGEST}", "docker://r.io#a/b:1"),
+    ],
+)
+def test_a_reference_is_read_in_every_usual_form(text: str, whole: str, uri: str) -> None:
+    reference = parse_reference(text)
+    assert (str(reference), reference.enroot_uri) == (whole, uri)
+
+
+def test_a_digest_wins_over_a_tag() -> None:
+    reference = parse_reference(f"r.io/a:1@{DIGEST}")
+    assert reference.wanted == DIGEST
+    assert reference.pinned == f"r.io/a@{DIGEST}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("r.io/Team/x:1", "capital letters"),
+        ("r.io/a b:1", "blanks"),
+        ("r.io/a\n:1", "blanks"),
+        ("r.io/", "nothing after the host"),
+        ("r.io/a..b:1", "no legal name"),
+        ("r.io/a:-1", "no legal tag"),
+        ("r.io/a@sha256:12", "no legal tag or digest"),
+    ],
+)
+def test_an_illegal_reference_is_refused_with_a_reason(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse_reference(text)
+
+
+@pytest.mark.parametrize("name", ["olmo3:25.02", "a.b_c-d:V1.0_x-y", "0:_1", "a__b:1"])
+def test_a_legal_name_passes(name: str) -> None:
+    check_name(name)
+
+
+@pytest.mark.parametrize("name", ["olmo3", "a/b:1", "A:1", "a:", ":1", "a:1:2", "a:1@" + DIGEST + "x", "-a:1", "a:.1"])
+def test_an_illegal_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        check_name(name)

@@ -1,0 +1,106 @@
+"""Tar streams, against what Python's own tarfile makes of them."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftkit.errors import ImageError
+from ftkit.images.tar_members import (
+    FILE,
+    FOLDER,
+    LINK,
+    SYMLINK,
+    Member,
+    TarReader,
+    write_end,
+    write_member,
+    write_padding,
+)
+
+NAMES = st.text("abcäß .-_", min_size=1, max_size=60).filter(lambda name: name not in (".", ".."))
+PATHS = st.lists(NAMES, min_size=1, max_size=6).map("/".join)
+
+
+def archive(entries: list[tuple[tarfile.TarInfo, bytes]], kind: int) -> io.BytesIO:
+    output = io.BytesIO()
+    with tarfile.open(fileobj=output, mode="w", format=kind) as tar:
+        for entry, data in entries:
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    output.seek(0)
+    return output
+
+
+def read_all(stream: io.BytesIO) -> list[tuple[Member, bytes]]:
+    reader = TarReader(stream)
+    return [(member, b"".join(reader.content())) for member in reader]
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(PATHS, st.binary(max_size=2000), max_size=8),
+    st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]),
+)
+def test_every_file_of_an_archive_is_read(files: dict[str, bytes], kind: int) -> None:
+    found = read_all(archive([(tarfile.TarInfo(path), data) for path, data in files.items()], kind))
+    assert [(member.path.decode(), data) for member, data in found] == list(files.items())
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(PATHS, st.sampled_from([FILE, LINK, SYMLINK, FOLDER]), PATHS, st.binary(max_size=1500))))
+def test_what_is_written_is_read_by_tarfile(members: list[tuple[str, bytes, str, bytes]]) -> None:
+    stream = io.BytesIO()
+    for path, kind, target, data in members:
+        content = data if kind == FILE else b""
+        link = target.encode() if kind in (LINK, SYMLINK) else b""
+        write_member(stream, Member(path.encode(), kind, 0o751, 1_234_567, len(content), link))
+        stream.write(content)
+        write_padding(stream, len(content))
+    write_end(stream)
+    stream.seek(0)
+    with tarfile.open(fileobj=stream) as tar:
+        for entry, (path, kind, target, data) in zip(tar, members, strict=True):
+            assert (entry.name, entry.type, entry.mode, entry.mtime) == (path, kind, 0o751, 1_234_567)
+            assert (entry.uid, entry.gid) == (0, 0)
+            if kind == FILE:
+                content = tar.extractfile(entry)
+                assert content is not None
+                assert content.read() == data
+            elif kind != FOLDER:
+                assert entry.linkname == target
+
+
+def test_a_stream_that_ends_in_the_middle_is_an_error() -> None:
+    whole = archive([(tarfile.TarInfo("a"), bytes(5000))], tarfile.PAX_FORMAT).getvalue()
+    with pytest.raises(ImageError, match="ended in the middle"):
+        read_all(io.BytesIO(whole[:3000]))
+
+
+def test_a_stream_without_its_end_is_an_error() -> None:
+    whole = archive([(tarfile.TarInfo("a"), bytes(512))], tarfile.PAX_FORMAT).getvalue()
+    with pytest.raises(ImageError, match="ended in the middle"):
+        read_all(io.BytesIO(whole[:1024]))
+
+
+def test_a_damaged_header_is_an_error() -> None:
+    whole = bytearray(archive([(tarfile.TarInfo("a"), b"x")], tarfile.PAX_FORMAT).getvalue())
+    whole[5] ^= 1
+    with pytest.raises(ImageError, match="damaged"):
+        read_all(io.BytesIO(bytes(whole)))
+
+
+def test_a_path_that_leads_out_is_refused() -> None:
+    with pytest.raises(ImageError, match="leads out of it"):
+        read_all(archive([(tarfile.TarInfo("a/../../etc/passwd"), b"x")], tarfile.PAX_FORMAT))
+
+
+def test_a_file_of_nine_gigabytes_has_its_size_in_an_extended_header() -> None:
+    stream = io.BytesIO()
+    write_member(stream, Member(b"large", FILE, size=9 << 30))
+    stream.seek(0)
+    assert next(iter(TarReader(stream))).size == 9 << 30

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.errors import PrerequisiteError, SubmitError
+from ftkit.launch.jobs import cancel, resume, start
+from ftkit.launch.observe import observe
+from ftkit.launch.slurm_refusals import UncertainSubmitError
+from ftkit.launch.states import RunState
+from ftkit.launch.submission import read_submission
+from ftkit.plan import read_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import FakePrograms, RunMaker
+
+    from ftkit.layout import Workspace
+    from ftkit.plan import RunPlan
+
+
+@pytest.fixture
+def slurm_plan(plan: RunPlan) -> RunPlan:
+    return replace(plan, cluster=plan.cluster.model_copy(update={"scheduler": "slurm"}))
+
+
+def test_a_started_run_has_all_its_files(slurm_plan: RunPlan, programs: FakePrograms) -> None:
+    programs.answer("sbatch", "123\n")
+    run = start(slurm_plan, "#!/bin/bash\n", {"run": "x"})
+    layout = slurm_plan.layout
+    assert run.submission.job_id == "123"
+    assert read_submission(layout) == run.submission
+    assert read_plan(layout) == slurm_plan
+    assert layout.script.read_text() == "#!/bin/bash\n"
+    assert layout.manifest.is_file()
+    assert layout.logs.is_dir()
+
+
+def test_a_refused_run_leaves_nothing_behind(slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace) -> None:
+    programs.answer("sbatch", stderr="sbatch: error: invalid partition specified: x\n", code=1)
+    with pytest.raises(SubmitError, match="invalid partition"):
+        start(slurm_plan, "", {})
+    assert list(workspace.runs.iterdir()) == []
+
+
+def test_without_slurm_nothing_is_left_behind(
+    slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace
+) -> None:
+    with pytest.raises(PrerequisiteError):
+        start(slurm_plan, "", {})
+    assert list(workspace.runs.iterdir()) == []
+    assert programs.calls() == []
+
+
+def test_a_run_that_slurm_may_have_taken_stays_and_can_be_submitted_again(
+    slurm_plan: RunPlan, programs: FakePrograms
+) -> None:
+    programs.answer("sbatch", stderr="sbatch: error: Batch job submission failed: Socket timed out\n", code=1)
+    with pytest.raises(UncertainSubmitError, match="Socket timed out") as caught:
+        start(slurm_plan, "", {})
+    assert f"ftkit resume {slurm_plan.id}" in caught.value.fix
+    programs.answer("sbatch", "5\n")
+    assert resume(slurm_plan).submission.job_id == "5"
+
+
+def test_a_workspace_that_can_not_be_written_to_is_named(slurm_plan: RunPlan, workspace: Workspace) -> None:
+    workspace.root.write_text("a file, not a folder")
+    with pytest.raises(PrerequisiteError, match="can't make the run's folder"):
+        start(slurm_plan, "", {})
+
+
+def test_a_resumed_run_forgets_how_it_ended_and_remembers_its_jobs(
+    make_run: RunMaker, programs: FakePrograms, sacct_line: Callable[..., str], squeue_line: Callable[..., str]
+) -> None:
+    run = make_run(job_id="1")
+    layout = run.layout
+    for path in (layout.cancelled, layout.stop_request, layout.exit_code):
+        path.write_text("1")
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "FAILED"))
+    programs.answer("sbatch", "2\n")
+    again = resume(read_plan(layout))
+    assert (again.submission.job_id, again.submission.earlier_job_ids) == ("2", ("1",))
+    assert not any(path.exists() for path in (layout.cancelled, layout.stop_request, layout.exit_code, layout.state))
+    programs.answer("squeue", squeue_line(again, "RUNNING"))
+    with pytest.raises(SubmitError, match="is running"):
+        resume(read_plan(layout))
+
+
+def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    records.write(run, records.end())
+    run.layout.exit_code.write_text("0")
+    with pytest.raises(SubmitError, match="nothing left to do"):
+        resume(read_plan(run.layout))
+
+
+def test_a_run_on_another_machine_is_not_resumed_here(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(scheduler="local")
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    with pytest.raises(SubmitError, match=run.submission.host):
+        resume(read_plan(run.layout))
+
+
+def test_cancelling_says_so_in_the_folder_before_slurm_ends_the_job(
+    make_run: RunMaker, programs: FakePrograms, squeue_line: Callable[..., str]
+) -> None:
+    run = make_run(job_id="77")
+    programs.answer("squeue", squeue_line(run, "RUNNING"))
+    programs.add("scancel", f'test -e "{run.layout.cancelled}"')
+    assert cancel(run) is None
+    assert programs.calls("scancel") == ["scancel 77"]
+
+
+def test_a_job_that_could_not_be_cancelled_is_not_called_cancelled(
+    make_run: RunMaker, programs: FakePrograms, squeue_line: Callable[..., str]
+) -> None:
+    run = make_run()
+    programs.answer("squeue", squeue_line(run, "RUNNING"))
+    programs.answer("scancel", stderr="scancel: error: permission denied", code=1)
+    with pytest.raises(SubmitError):
+        cancel(run)
+    assert not run.layout.cancelled.exists()
+    assert observe(run).state is RunState.RUNNING

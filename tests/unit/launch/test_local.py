@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit import process
+from ftkit.launch.jobs import cancel
+from ftkit.launch.local import LocalScheduler
+from ftkit.launch.observe import observe
+from ftkit.launch.states import RunState
+from ftkit.launch.submission import SubmittedRun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import RunMaker
+
+POLITE = """
+trap 'kill $child; wait $child; echo stopping; echo 0 >exit-code; exit 0' TERM
+sleep 60 &
+child=$!
+echo ready >ready
+wait $child
+"""
+STUBBORN = "trap '' TERM; echo ready >ready; while :; do sleep 0.02; done"
+
+
+@pytest.fixture
+def started(make_run: RunMaker) -> Iterator[Callable[[str], SubmittedRun]]:
+    """Start a script for real; whatever is left of it is killed at the end."""
+    runs: list[SubmittedRun] = []
+
+    def start(script: str) -> SubmittedRun:
+        run = make_run(scheduler="local")
+        run.layout.script.write_text(script)
+        runs.append(SubmittedRun(run.layout, LocalScheduler().submit(run.layout)))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if process.group_members(int(run.submission.job_id)):
+            process.signal_group(int(run.submission.job_id), signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_script_runs_in_its_folder_in_a_session_of_its_own(started: Callable[[str], SubmittedRun]) -> None:
+    run = started("pwd; ps=$(cut -d' ' -f6 /proc/$$/stat); echo session $ps of $$; echo 0 >exit-code")
+    wait_until(lambda: observe(run).is_final)
+    pid = run.submission.job_id
+    assert run.layout.job_log.read_text().split("\n")[:2] == [str(run.layout.root), f"session {pid} of {pid}"]
+    assert observe(run).state is RunState.COMPLETED
+
+
+def test_a_script_is_running_until_it_ends(started: Callable[[str], SubmittedRun]) -> None:
+    run = started("while [ ! -e go ]; do sleep 0.01; done; echo 3 >exit-code; exit 3")
+    seen = observe(run)
+    assert (seen.state, seen.is_final) == (RunState.RUNNING, False)
+    (run.layout.root / "go").touch()
+    wait_until(lambda: observe(run).is_final)
+    assert (observe(run).state, observe(run).exit_code) == (RunState.FAILED, 3)
+
+
+def test_a_killed_script_has_failed_and_says_so(started: Callable[[str], SubmittedRun]) -> None:
+    run = started("exec sleep 60")
+    os.kill(int(run.submission.job_id), signal.SIGKILL)
+    wait_until(lambda: observe(run).is_final)
+    assert observe(run).state is RunState.FAILED
+    assert "killed" in observe(run).reason
+
+
+def test_what_is_left_of_a_killed_script_still_counts_as_running(started: Callable[[str], SubmittedRun]) -> None:
+    run = started("sleep 60 & echo ready >ready; wait")
+    wait_until((run.layout.root / "ready").exists)
+    os.kill(int(run.submission.job_id), signal.SIGKILL)
+    wait_until(lambda: process.start_time(int(run.submission.job_id)) is None)
+    assert observe(run).state is RunState.RUNNING
+    assert cancel(run) is None
+    assert observe(run).state is RunState.CANCELLED
+
+
+def test_cancelling_lets_the_script_end_in_its_own_way(started: Callable[[str], SubmittedRun]) -> None:
+    run = started(POLITE)
+    wait_until((run.layout.root / "ready").exists)
+    assert cancel(run) is None
+    assert observe(run).state is RunState.CANCELLED
+    assert "stopping" in run.layout.job_log.read_text()
+    assert process.group_members(int(run.submission.job_id)) == []
+
+
+def test_a_script_that_does_not_want_to_end_is_killed(
+    started: Callable[[str], SubmittedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalScheduler, "grace_seconds", 0.1)
+    run = started(STUBBORN)
+    wait_until((run.layout.root / "ready").exists)
+    assert cancel(run) is None
+    assert observe(run).state is RunState.CANCELLED
+
+
+def test_a_run_that_ended_can_not_be_cancelled(started: Callable[[str], SubmittedRun]) -> None:
+    run = started("echo 5 >exit-code")
+    wait_until(lambda: observe(run).is_final)
+    ended = cancel(run)
+    assert ended is not None
+    assert ended.state is RunState.FAILED
+    assert not run.layout.cancelled.exists()
+
+
+def test_a_later_process_with_the_same_id_is_not_the_run(make_run: RunMaker) -> None:
+    run = make_run(scheduler="local", job_id=str(os.getpid()))
+    assert observe(run).state is RunState.FAILED
+
+
+def test_a_run_on_another_machine_is_not_judged_from_here(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(scheduler="local")
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    seen = observe(run)
+    assert (seen.state, seen.is_final) == (RunState.UNKNOWN, False)
+    assert run.submission.host in seen.reason

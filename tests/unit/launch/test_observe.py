@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.launch.observe import observe, observe_all
+from ftkit.launch.states import RunState
+from ftkit.launch.submission import SubmittedRun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import FakePrograms, RunMaker
+
+
+@pytest.fixture
+def slurm_says(
+    programs: FakePrograms, squeue_line: Callable[..., str], sacct_line: Callable[..., str]
+) -> Callable[..., None]:
+    """Let squeue know nothing but these, and sacct nothing but those."""
+
+    def says(run: SubmittedRun, *, queue: str = "", reason: str = "None", accounting: str = "") -> None:
+        programs.answer("squeue", squeue_line(run, queue, reason) if queue else "")
+        programs.answer("sacct", sacct_line(run, accounting) if accounting else "")
+
+    return says
+
+
+def test_a_final_state_is_written_down_and_never_asked_for_again(
+    make_run: RunMaker, programs: FakePrograms, slurm_says: Callable[..., None]
+) -> None:
+    run = make_run()
+    slurm_says(run, accounting="TIMEOUT")
+    first = observe(run)
+    num_calls = len(programs.calls())
+    assert (first.state, first.is_final) == (RunState.TIMED_OUT, True)
+    assert observe(run) == first
+    assert len(programs.calls()) == num_calls
+
+
+def test_a_run_that_completed_by_its_own_files_needs_no_scheduler(
+    make_run: RunMaker, programs: FakePrograms, records: Any
+) -> None:
+    run = make_run()
+    records.write(run, records.step(400), records.end())
+    run.layout.exit_code.write_text("0\n")
+    assert observe(run).state is RunState.COMPLETED
+    assert observe(run).ended == records.end().time
+    assert programs.calls() == []
+
+
+def test_a_run_that_was_submitted_again_is_looked_at_anew(make_run: RunMaker, slurm_says: Callable[..., None]) -> None:
+    run = make_run()
+    slurm_says(run, accounting="FAILED")
+    assert observe(run).state is RunState.FAILED
+    again = SubmittedRun(run.layout, replace(run.submission, job_id="999"))
+    slurm_says(again, queue="RUNNING")
+    assert observe(again).state is RunState.RUNNING
+
+
+def test_a_run_that_goes_on_after_its_end_was_seen_is_looked_at_anew(
+    make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
+) -> None:
+    run = make_run()
+    slurm_says(run, accounting="FAILED")
+    observe(run)
+    records.write(run, records.step(1))
+    later = time.time() + 60
+    os.utime(run.layout.metrics, (later, later))
+    slurm_says(run, queue="RUNNING")
+    assert observe(run).state is RunState.RUNNING
+
+
+def test_a_checkpointed_run_in_the_queue_is_stopped_and_not_at_its_end(
+    make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
+) -> None:
+    run = make_run()
+    records.write(run, records.step(120), records.end("stopped", 120))
+    slurm_says(run, queue="PENDING", reason="BeginTime")
+    seen = observe(run)
+    assert (seen.state, seen.is_final) == (RunState.STOPPED, False)
+    assert "checkpoint of step 120" in seen.reason
+    assert "BeginTime" in seen.reason
+    assert not run.layout.state.exists()
+
+
+def test_a_run_that_stopped_and_was_not_requeued_is_stopped_for_good(
+    make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
+) -> None:
+    run = make_run()
+    records.write(run, records.end("stopped", 120))
+    run.layout.exit_code.write_text("0\n")
+    slurm_says(run, accounting="COMPLETED")
+    seen = observe(run)
+    assert (seen.state, seen.is_final) == (RunState.STOPPED, True)
+
+
+def test_a_pre_empted_run_says_that_it_has_a_checkpoint(
+    make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
+) -> None:
+    run = make_run()
+    records.write(run, records.end("stopped", 120))
+    slurm_says(run, accounting="PREEMPTED")
+    seen = observe(run)
+    assert (seen.state, seen.reason) == (RunState.PREEMPTED, "checkpoint of step 120 written")
+
+
+@pytest.mark.parametrize("word", ["FAILED", "COMPLETED", "CANCELLED by 0"])
+def test_a_run_that_the_user_cancelled_is_cancelled_however_its_script_ended(
+    make_run: RunMaker, slurm_says: Callable[..., None], word: str
+) -> None:
+    run = make_run()
+    run.layout.cancelled.touch()
+    slurm_says(run, accounting=word)
+    assert observe(run).state is RunState.CANCELLED
+
+
+def test_a_run_that_completed_just_before_it_was_cancelled_is_completed(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    records.write(run, records.end())
+    run.layout.exit_code.write_text("0\n")
+    run.layout.cancelled.touch()
+    assert observe(run).state is RunState.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "state"), [("0", RunState.COMPLETED), ("9", RunState.FAILED), (None, RunState.UNKNOWN)]
+)
+def test_where_slurm_knows_nothing_any_more_the_exit_code_tells(
+    make_run: RunMaker, slurm_says: Callable[..., None], exit_code: str | None, state: RunState
+) -> None:
+    run = make_run()
+    if exit_code:
+        run.layout.exit_code.write_text(exit_code)
+    slurm_says(run)
+    seen = observe(run)
+    assert seen.state is state
+    assert seen.is_final == (exit_code is not None)
+    assert run.layout.state.exists() == seen.is_final
+
+
+def test_where_slurm_can_not_be_asked_the_state_is_unknown_and_nothing_is_written_down(
+    make_run: RunMaker, programs: FakePrograms
+) -> None:
+    runs = [make_run(), make_run()]
+    overview = observe_all(runs)
+    assert {seen.state for seen in overview.states.values()} == {RunState.UNKNOWN}
+    assert len(overview.warnings) == 1
+    assert not runs[0].layout.state.exists()
+    assert programs.calls() == []
+
+
+def test_a_folder_that_can_not_be_written_to_can_still_be_looked_at(
+    make_run: RunMaker, slurm_says: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    run = make_run()
+    slurm_says(run, accounting="TIMEOUT")
+    monkeypatch.setattr("ftkit.launch.observe.write_json", refuse)
+    assert observe(run).state is RunState.TIMED_OUT
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"job_id": "101"}', '{"job_id": "101", "state": "odd"}'])
+def test_a_damaged_note_of_the_state_is_passed_over(
+    make_run: RunMaker, slurm_says: Callable[..., None], text: str
+) -> None:
+    run = make_run(job_id="101")
+    run.layout.state.write_text(text)
+    slurm_says(run, accounting="TIMEOUT")
+    assert observe(run).state is RunState.TIMED_OUT

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.errors import ConfigError, NotFoundError
+from ftkit.launch.resolve import RunWords, resolve, settings_of, workspace_of
+from ftkit.specs.load import Surroundings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+CPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    return folder
+
+
+def around(project: Path, environment: Mapping[str, str] = CPU) -> Surroundings:
+    return Surroundings(project, project.parent / "user", environment)
+
+
+def test_a_recipe_alone_is_enough_on_this_machine(project: Path) -> None:
+    plan = resolve(RunWords(recipe="demo"), around(project))
+    assert plan.cluster.name == "local"
+    assert (plan.placement.device, plan.placement.world_size) == ("cpu", 2)
+    assert plan.workspace == project
+    assert plan.image is None
+
+
+def test_an_image_alone_is_enough_on_a_cluster(project: Path) -> None:
+    (project / "ftkit.yaml").write_text("cluster: a4-highgpu-8g\nworkspace: /shared/me\n")
+    plan = resolve(RunWords(image="olmo3:25.02", num_nodes=2), around(project))
+    assert plan.recipe.name == "olmo3-7b-full"
+    assert plan.placement.world_size == 16
+    assert plan.container_image is not None
+    assert plan.container_image.startswith("/shared/me/images/")
+
+
+def test_the_image_of_the_settings_is_used_where_there_are_containers(project: Path) -> None:
+    (project / "ftkit.yaml").write_text("image: olmo3:25.02\n")
+    assert resolve(RunWords(recipe="demo"), around(project)).image is None
+    plan = resolve(RunWords(cluster="a4-highgpu-8g"), around(project))
+    assert (plan.recipe.name, plan.image) == ("olmo3-7b-full", "olmo3:25.02")
+
+
+def test_the_image_of_the_recipe_is_used_where_nothing_else_names_one(project: Path) -> None:
+    (project / "mine.yaml").write_text("extends: olmo3-7b-full\nname: mine\nimage: olmo3:26.05\n")
+    words = RunWords(recipe=str(project / "mine.yaml"), cluster="a4-highgpu-8g")
+    assert resolve(words, around(project)).image == "olmo3:26.05"
+
+
+def test_an_image_file_is_found_from_the_current_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    words = RunWords(recipe="olmo3-7b-full", image="my.sqsh", cluster="a4-highgpu-8g")
+    assert resolve(words, around(project)).container_image == str(project / "my.sqsh")
+
+
+@pytest.mark.parametrize("words", [RunWords(), RunWords(image="docker://host#path:tag", cluster="a4-highgpu-8g")])
+def test_where_nothing_says_what_to_train_the_user_is_told_what_to_give(project: Path, words: RunWords) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(words, around(project))
+    assert "ftkit recipes" in str(caught.value)
+
+
+def test_all_that_is_wrong_with_the_specs_is_shown_at_once(project: Path) -> None:
+    (project / "clusters").mkdir()
+    (project / "clusters" / "mine.yaml").write_text("extends: slurm\nname: mine\npartitoin: x\ngpus_per_node: 0\n")
+    words = RunWords(recipe="dmeo", cluster="mine", image="olmo3:24.01")
+    with pytest.raises(ConfigError) as caught:
+        resolve(words, around(project))
+    text = str(caught.value)
+    assert "4 problems" in text
+    for part in ("'partition'", "gpus_per_node", "'olmo3:24.01'", "did you mean 'demo'?"):
+        assert part in text
+
+
+def test_one_thing_that_is_not_there_stays_what_it_is(project: Path) -> None:
+    with pytest.raises(NotFoundError, match="no recipe 'dmeo'"):
+        resolve(RunWords(recipe="dmeo"), around(project))
+
+
+def test_everything_that_does_not_fit_together_is_shown_at_once(project: Path) -> None:
+    words = RunWords(recipe="demo", num_nodes=3, image="olmo3:25.02", overrides=("training.global_batch_size=33",))
+    with pytest.raises(ConfigError) as caught:
+        resolve(words, around(project))
+    assert len(caught.value.problems) == 3
+
+
+def test_a_typed_option_wins_over_the_environment_and_says_where_it_is_from(project: Path) -> None:
+    place = around(project, {"FTKIT_CLUSTER": "slurm"})
+    assert settings_of(RunWords(), place).settings.cluster == "slurm"
+    typed = settings_of(RunWords(cluster="local"), place)
+    assert (typed.settings.cluster, typed.layers.origin(("cluster",))) == ("local", "command line")
+
+
+def test_a_relative_workspace_belongs_to_the_project(project: Path) -> None:
+    (project / "ftkit.yaml").write_text("workspace: work\n")
+    place = around(project)
+    assert workspace_of(settings_of(RunWords(), place), place).root == project / "work"
+
+
+def test_the_number_of_steps_is_known_once_the_data_is_prepared(project: Path) -> None:
+    epochs = ("training.max_steps=null", "training.num_epochs=2", "training.global_batch_size=32")
+    words = RunWords(recipe="demo", overrides=epochs)
+    plan = resolve(words, around(project))
+    assert plan.num_steps is None
+    plan.data_directory.mkdir(parents=True)
+    (plan.data_directory / "manifest.json").write_text(json.dumps({"num_train_packs": 320}))
+    assert resolve(words, around(project)).num_steps == 20
+
+
+def test_two_runs_of_the_same_second_have_two_ids(project: Path) -> None:
+    ids = {resolve(RunWords(recipe="demo"), around(project)).id for _ in range(3)}
+    assert len(ids) == 3

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.errors import NotFoundError
+from ftkit.launch.runs import find_run, glance_at_plan, list_runs
+from ftkit.launch.submission import SubmittedRun, read_submission, write_submission
+
+if TYPE_CHECKING:
+    from conftest import RunMaker
+
+    from ftkit.layout import Workspace
+
+
+def test_runs_are_listed_newest_first_and_other_folders_passed_over(make_run: RunMaker, workspace: Workspace) -> None:
+    runs = [make_run("a-b"), make_run("demo"), make_run("a-b")]
+    for name in (".unfinished-demo-20260102T030405Z-ab12", "notes", "demo-20269999T999999Z-ab12"):
+        (workspace.runs / name).mkdir()
+    listed = list_runs(workspace)
+    assert [run.id for run in listed] == [run.id for run in reversed(runs)]
+    assert [run.name for run in listed] == ["a-b", "demo", "a-b"]
+
+
+def test_a_run_is_found_by_whatever_names_it(make_run: RunMaker, workspace: Workspace) -> None:
+    old = make_run("demo", suffix="aaaa", job_id="500")
+    new = make_run("demo", suffix="bbbb", job_id="501")
+    other = make_run("other", suffix="cccc")
+    for reference, run in {
+        "demo": new,
+        "other": other,
+        "last": other,
+        old.id: old,
+        "aaaa": old,
+        "500": old,
+        "othe": other,
+        old.id[:-2]: old,
+        f"{old.layout.root}/": old,
+    }.items():
+        assert find_run(reference, workspace).id == run.id, reference
+
+
+def test_a_run_is_found_by_the_jobs_that_it_had_before(make_run: RunMaker, workspace: Workspace) -> None:
+    run = make_run(job_id="7")
+    make_run()
+    submission = read_submission(run.layout)
+    assert submission is not None
+    write_submission(run.layout, type(submission)(**{**vars(submission), "job_id": "8", "earlier_job_ids": ("7",)}))
+    assert find_run("7", workspace).id == run.id
+    assert find_run("8", workspace).submitted == SubmittedRun(run.layout, read_submission(run.layout) or submission)
+
+
+def test_a_reference_that_fits_several_runs_names_them(make_run: RunMaker, workspace: Workspace) -> None:
+    runs = [make_run("demo") for _ in range(10)]
+    with pytest.raises(NotFoundError, match="'de' fits 10 runs") as caught:
+        find_run("de", workspace)
+    assert runs[-1].id in caught.value.meaning
+    assert "2 more" in caught.value.meaning
+
+
+def test_an_unknown_reference_suggests_the_closest(make_run: RunMaker, workspace: Workspace) -> None:
+    make_run("olmo3")
+    make_run("gemma")
+    with pytest.raises(NotFoundError) as caught:
+        find_run("olmo4", workspace)
+    assert caught.value.meaning == "closest: olmo3"
+    with pytest.raises(NotFoundError) as caught:
+        find_run("99999", workspace)
+    assert caught.value.meaning == ""
+
+
+def test_an_empty_workspace_says_how_to_begin(workspace: Workspace) -> None:
+    with pytest.raises(NotFoundError, match="no runs") as caught:
+        find_run("last", workspace)
+    assert "ftkit run demo" in caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"cluster": {}}', '{"cluster": "x", "num_steps": 1}'])
+def test_a_damaged_plan_is_no_plan(make_run: RunMaker, text: str) -> None:
+    run = make_run()
+    assert glance_at_plan(run.layout) is not None
+    run.layout.plan.write_text(text)
+    assert glance_at_plan(run.layout) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"scheduler": "other", "job_id": "1"}'])
+def test_a_damaged_submission_is_none(make_run: RunMaker, text: str) -> None:
+    run = make_run()
+    run.layout.submission.write_text(text)
+    assert read_submission(run.layout) is None
+
+
+def test_a_submission_of_a_later_version_is_read_as_far_as_it_is_known(make_run: RunMaker) -> None:
+    run = make_run()
+    text = run.layout.submission.read_text().replace("{", '{"novelty": 1,', 1)
+    run.layout.submission.write_text(text)
+    assert read_submission(run.layout) == run.submission

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.errors import PrerequisiteError, SubmitError
+from ftkit.launch.slurm import SlurmScheduler, overriding_variables
+from ftkit.launch.slurm_answers import read_sacct, read_squeue
+from ftkit.launch.slurm_refusals import UncertainSubmitError, explain_refusal
+from ftkit.launch.states import RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import FakePrograms, RunMaker
+
+
+@pytest.fixture
+def slurm() -> SlurmScheduler:
+    return SlurmScheduler()
+
+
+@pytest.mark.parametrize("printed", ["123\n", "123;east\n", "Welcome to the cluster\n123\n"])
+def test_the_job_id_is_found_in_what_sbatch_prints(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, printed: str
+) -> None:
+    programs.answer("sbatch", printed, stderr="sbatch: lua: Account set to physics\n")
+    submission = slurm.submit(make_run().layout)
+    assert (submission.scheduler, submission.job_id) == ("slurm", "123")
+    assert submission.messages == "Account set to physics"
+
+
+def test_the_script_is_submitted_from_the_folder_of_its_run(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
+) -> None:
+    programs.add("sbatch", 'pwd >"$0.cwd"; echo 1')
+    run = make_run()
+    slurm.submit(run.layout)
+    assert programs.calls("sbatch") == ["sbatch --parsable job.sbatch"]
+    assert (programs.folder / "sbatch.cwd").read_text().strip() == str(run.layout.root)
+
+
+def test_a_job_around_us_does_not_leak_into_the_job(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1000")
+    monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "physics")
+    programs.add("sbatch", 'env >"$0.env"; echo 1')
+    slurm.submit(make_run().layout)
+    environment = (programs.folder / "sbatch.env").read_text().splitlines()
+    assert not [line for line in environment if line.startswith("SLURM_MEM_PER_CPU")]
+    assert "SLURM_CONF=/etc/other.conf" in environment
+    assert "SBATCH_ACCOUNT=physics" in environment
+    assert overriding_variables({"SBATCH_ACCOUNT": "physics", "HOME": "/"}) == ["SBATCH_ACCOUNT=physics"]
+
+
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [
+        ("invalid partition specified: nope", "partition:"),
+        ("Batch job submission failed: Invalid account or account/partition combination specified", "account:"),
+        ("Batch job submission failed: Invalid qos specification", "qos:"),
+        ("Batch job submission failed: Requested node configuration is not available", "gpus_per_node:"),
+        ("Batch job submission failed: Invalid generic resource (gres) specification", "gpu_request:"),
+        ("Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)", "time_limit"),
+        ("Batch job submission failed: Node count specification invalid", "--nodes"),
+        ("Batch job submission failed: Requested reservation is invalid", "reservation:"),
+        ("Batch job submission failed: User's group not permitted to use this partition", "administrators"),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            "wait until other jobs end",
+        ),
+        ("unrecognized option '--gpus-per-node=8'", "--dry-run"),
+        ("something that nobody has seen yet", "--dry-run"),
+    ],
+)
+def test_a_refusal_is_told_with_what_to_do(message: str, hint: str) -> None:
+    error = explain_refusal(f"sbatch: error: {message}\n")
+    assert message in error.what
+    assert hint in error.fix
+    assert not isinstance(error, UncertainSubmitError)
+
+
+@pytest.mark.parametrize("message", ["Unable to contact slurm controller (connect failure)", "Socket timed out"])
+def test_no_answer_is_told_apart_from_a_refusal(message: str) -> None:
+    assert isinstance(explain_refusal(f"sbatch: error: {message}"), UncertainSubmitError)
+
+
+def test_success_without_a_job_id_is_an_error(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
+) -> None:
+    programs.answer("sbatch", "queued somewhere\n")
+    with pytest.raises(SubmitError):
+        slurm.submit(make_run().layout)
+
+
+def test_a_machine_without_slurm_is_no_login_node(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
+) -> None:
+    with pytest.raises(PrerequisiteError, match="can't talk to Slurm") as caught:
+        slurm.submit(make_run().layout)
+    assert "login node" in caught.value.meaning
+    assert not programs.calls()
+
+
+def test_many_runs_cost_one_question(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, squeue_line: Callable[..., str]
+) -> None:
+    runs = [make_run() for _ in range(5)]
+    programs.answer("squeue", "".join(squeue_line(run, "RUNNING") for run in runs))
+    states = slurm.observe(runs)
+    assert {seen.state for seen in states.values()} == {RunState.RUNNING}
+    assert len(states) == 5
+    assert len(programs.calls()) == 1
+
+
+def test_jobs_that_squeue_does_not_know_are_looked_up_in_the_accounting(
+    slurm: SlurmScheduler,
+    programs: FakePrograms,
+    make_run: RunMaker,
+    squeue_line: Callable[..., str],
+    sacct_line: Callable[..., str],
+) -> None:
+    waiting, failed, lost = make_run(), make_run(), make_run()
+    programs.answer("squeue", squeue_line(waiting, "PENDING", "Priority"))
+    programs.answer("sacct", sacct_line(failed, "FAILED", "9:0"))
+    states = slurm.observe([waiting, failed, lost])
+    assert states[waiting.id].state is RunState.PENDING
+    assert states[waiting.id].reason == "Priority: other jobs are ahead of it"
+    assert (states[failed.id].state, states[failed.id].exit_code) == (RunState.FAILED, 9)
+    assert states[failed.id].started == 1767323100
+    assert lost.id not in states
+    assert waiting.submission.job_id not in programs.calls("sacct")[0]
+
+
+def test_a_requeued_job_is_not_ended_whatever_the_accounting_says(
+    slurm: SlurmScheduler,
+    programs: FakePrograms,
+    make_run: RunMaker,
+    squeue_line: Callable[..., str],
+    sacct_line: Callable[..., str],
+) -> None:
+    run = make_run()
+    programs.answer("squeue", squeue_line(run, "PENDING", "BeginTime"))
+    programs.answer("sacct", sacct_line(run, "NODE_FAIL"))
+    seen = slurm.observe([run])[run.id]
+    assert (seen.state, seen.is_final) == (RunState.PENDING, False)
+    assert "two minutes" in seen.reason
+
+
+def test_a_cluster_without_accounting_is_no_error(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
+) -> None:
+    programs.answer("squeue", stderr="slurm_load_jobs error: Invalid job id specified\n", code=1)
+    assert slurm.observe([make_run()]) == {}
+    programs.answer("sacct", stderr="Slurm accounting storage is disabled\n", code=1)
+    assert slurm.observe([make_run()]) == {}
+
+
+def test_a_controller_that_does_not_answer_is_an_error(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
+) -> None:
+    programs.answer("squeue", stderr="slurm_load_jobs error: Unable to contact slurm controller\n", code=1)
+    with pytest.raises(SubmitError, match="Unable to contact"):
+        slurm.observe([make_run()])
+
+
+def test_a_job_of_the_same_id_in_another_folder_is_another_run(
+    make_run: RunMaker, squeue_line: Callable[..., str]
+) -> None:
+    here, elsewhere = make_run(job_id="7"), make_run(job_id="7")
+    assert read_squeue(squeue_line(elsewhere, "RUNNING"), [here]) == {}
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        ("COMPLETED", RunState.COMPLETED),
+        ("CANCELLED by 1000", RunState.CANCELLED),
+        ("TIMEOUT", RunState.TIMED_OUT),
+        ("OUT_OF_MEMORY", RunState.OUT_OF_MEMORY),
+        ("OUT_OF_ME+", None),
+        ("NODE_FAIL", RunState.NODE_FAILURE),
+        ("BOOT_FAIL", RunState.NODE_FAILURE),
+        ("PREEMPTED", RunState.PREEMPTED),
+        ("DEADLINE", RunState.TIMED_OUT),
+        ("RUNNING", None),
+        ("SOMETHING_NEW", None),
+        ("", None),
+    ],
+)
+def test_the_accountings_words_are_understood(
+    make_run: RunMaker, sacct_line: Callable[..., str], word: str, state: RunState | None
+) -> None:
+    run = make_run()
+    seen = read_sacct(sacct_line(run, word), [run]).get(run.id)
+    assert (seen.state if seen else None) == state
+    assert seen is None or seen.is_final
+
+
+@pytest.mark.parametrize(
+    ("word", "state", "is_final"),
+    [
+        ("CONFIGURING", RunState.PENDING, False),
+        ("COMPLETING", RunState.RUNNING, False),
+        ("REQUEUE_HOLD", RunState.PENDING, False),
+        ("SUSPENDED", RunState.RUNNING, False),
+        ("STOPPED", RunState.RUNNING, False),
+        ("COMPLETED", RunState.COMPLETED, True),
+    ],
+)
+def test_the_queues_words_are_understood(
+    make_run: RunMaker, squeue_line: Callable[..., str], word: str, state: RunState, is_final: bool
+) -> None:
+    run = make_run()
+    seen = read_squeue(squeue_line(run, word), [run])[run.id]
+    assert (seen.state, seen.is_final, seen.nodes) == (state, is_final, "n[1-2]")
+
+
+@pytest.mark.parametrize(("code", "expected"), [("0:0", 0), ("3:0", 3), ("0:9", 137), ("", None)])
+def test_exit_codes_are_those_that_a_shell_reports(
+    make_run: RunMaker, sacct_line: Callable[..., str], code: str, expected: int | None
+) -> None:
+    run = make_run()
+    assert read_sacct(sacct_line(run, "FAILED", code), [run])[run.id].exit_code == expected
+
+
+@pytest.mark.parametrize("text", ["nonsense", "1|RUNNING", "|||||||"])
+def test_lines_that_are_no_answer_are_passed_over(make_run: RunMaker, text: str) -> None:
+    run = make_run(job_id="1")
+    assert read_squeue(text, [run]) == {}
+
+
+def test_a_job_that_scancel_can_not_end_is_an_error(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
+) -> None:
+    programs.answer("scancel", stderr="scancel: error: Kill job error on job id 5: Access/permission denied\n", code=1)
+    with pytest.raises(SubmitError, match="permission denied"):
+        slurm.cancel(make_run())
+
+
+def test_user_formats_do_not_reach_slurms_programs(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    programs.add("squeue", 'env >"$0.env"')
+    slurm.observe([make_run()])
+    seen: Any = (programs.folder / "squeue.env").read_text().splitlines()
+    assert "SLURM_TIME_FORMAT=%s" in seen
+    assert not [line for line in seen if line.startswith("SQUEUE_PARTITION")]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ftkit.launch.summary import first_error, list_checkpoints, log_tail, summarise
+from ftkit.records import CheckpointRecord, EvaluationRecord, RankError, Sample, write_rank_error
+
+if TYPE_CHECKING:
+    from conftest import RunMaker
+
+    from ftkit.layout import RunLayout
+
+
+def leave_error(layout: RunLayout, rank: int, time: float) -> None:
+    write_rank_error(layout.rank_error(rank), RankError(time, rank, f"n{rank}", "ValueError", "no", "Traceback", 1))
+
+
+def test_a_run_that_has_not_begun_has_nothing_to_sum_up(make_run: RunMaker) -> None:
+    summary = summarise(make_run().layout)
+    assert set(vars(summary).values()) == {None}
+
+
+def test_first_and_last_are_told_apart(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    sample = Sample("q", "r", "a", True)
+    before = EvaluationRecord(1.0, 0, "before", 6.0, 400.0, 0.0, ())
+    during = EvaluationRecord(2.0, 10, "during", 3.0, 20.0, None, ())
+    after = EvaluationRecord(3.0, 20, "after", 1.0, 2.7, 0.9, (sample,))
+    checkpoint = CheckpointRecord(2.0, 20, "/x/step-000020", 0.1)
+    records.write(run, before, records.step(1, 6.0), during, records.step(20, 1.0), checkpoint, after, records.end())
+    summary = summarise(run.layout)
+    assert summary.first_step == records.step(1, 6.0)
+    assert summary.last_step == records.step(20, 1.0)
+    assert (summary.before, summary.after) == (before, after)
+    assert summary.checkpoint == checkpoint
+    assert summary.end == records.end()
+
+
+def test_the_rank_that_failed_first_is_the_cause(make_run: RunMaker) -> None:
+    layout = make_run().layout
+    for rank, time in ((0, 1005.0), (3, 1001.0), (1, 1003.0)):
+        leave_error(layout, rank, time)
+    error = first_error(layout, since=1000)
+    assert error is not None
+    assert (error.rank, error.host) == (3, "n3")
+
+
+def test_errors_of_an_earlier_start_are_not_the_cause(make_run: RunMaker) -> None:
+    layout = make_run().layout
+    leave_error(layout, 3, 1000.0)
+    leave_error(layout, 1, 9000.0)
+    error = first_error(layout, since=8990)
+    assert error is not None
+    assert error.rank == 1
+    assert first_error(layout, since=20_000) is None
+
+
+def test_a_damaged_error_is_passed_over(make_run: RunMaker) -> None:
+    layout = make_run().layout
+    layout.rank_error(0).write_text("{")
+    assert first_error(layout, since=0) is None
+
+
+def test_only_complete_checkpoints_are_listed_oldest_first(make_run: RunMaker) -> None:
+    layout = make_run().layout
+    assert list_checkpoints(layout) == []
+    for name in ("step-000200", "step-000100", ".step-000300.tmp", "step-000300.tmp", "notes"):
+        (layout.checkpoints / name).mkdir(parents=True)
+    assert [step for step, _ in list_checkpoints(layout)] == [100, 200]
+
+
+def test_the_end_of_a_log_is_short(make_run: RunMaker) -> None:
+    layout = make_run().layout
+    assert log_tail(layout) == []
+    layout.job_log.write_bytes(b"\xff\n" + b"".join(b"line %d\n" % number for number in range(100)))
+    assert log_tail(layout, 2) == ["line 98", "line 99"]

@@ -1,0 +1,183 @@
+"""What is seen around a run: the machine, files, git, secrets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.errors import NotFoundError
+from ftkit.launch.data_files import data_stamp
+from ftkit.launch.local_machine import with_this_machine
+from ftkit.launch.manifest import describe, git_commit
+from ftkit.launch.prerequisites import check_prerequisites
+from ftkit.launch.redact import without_secrets
+from ftkit.specs.load import Surroundings, load_cluster, load_recipe
+
+if TYPE_CHECKING:
+    from ftkit.layout import Workspace
+    from ftkit.plan import RunPlan
+    from ftkit.specs.recipe import RecipeSpec
+
+NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+LOCAL = load_cluster("local", NOWHERE)
+
+
+def machine(root: Path, num_gpus: int, model: str = "NVIDIA H100 80GB HBM3") -> Path:
+    (root / "dev").mkdir()
+    for name in [*(f"nvidia{index}" for index in range(num_gpus)), "nvidiactl", "nvidia-uvm"]:
+        (root / "dev" / name).touch()
+    driver = root / "proc/driver/nvidia/gpus/0000:01:00.0"
+    driver.mkdir(parents=True)
+    (driver / "information").write_text(f"Model: \t\t {model}\nIRQ: 1\n")
+    return root
+
+
+def test_a_machine_with_gpus_trains_on_all_of_them(tmp_path: Path) -> None:
+    found = with_this_machine(LOCAL, {}, machine(tmp_path, 4))
+    assert (found.device, found.gpus_per_node, found.gpu) == ("cuda", 4, "h100-80gb")
+
+
+@pytest.mark.parametrize(("visible", "num_gpus"), [("0,2", 2), ("1", 1), ("0,-1,2", 1), ("0,1,2,3,4,5", 4)])
+def test_gpus_that_cuda_will_not_show_do_not_count(tmp_path: Path, visible: str, num_gpus: int) -> None:
+    found = with_this_machine(LOCAL, {"CUDA_VISIBLE_DEVICES": visible}, machine(tmp_path, 4))
+    assert found.gpus_per_node == num_gpus
+
+
+def test_a_machine_without_gpus_trains_in_as_many_processes_as_the_profile_says(tmp_path: Path) -> None:
+    found = with_this_machine(LOCAL, {}, tmp_path)
+    assert (found.device, found.gpus_per_node) == ("cpu", 2)
+    assert found.cpus_per_node == len(os.sched_getaffinity(0))
+    hidden = with_this_machine(LOCAL, {"CUDA_VISIBLE_DEVICES": ""}, machine(tmp_path, 2))
+    assert hidden.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA L40S", None),
+    ],
+)
+def test_the_drivers_name_of_a_gpu_is_recognised(tmp_path: Path, name: str, model: str | None) -> None:
+    assert with_this_machine(LOCAL, {}, machine(tmp_path, 1, name)).gpu == model
+
+
+def test_a_profile_that_names_its_device_is_left_alone() -> None:
+    profile = load_cluster("a4-highgpu-8g", NOWHERE)
+    assert with_this_machine(profile, {}) is profile
+
+
+def recipe_with_files(folder: Path) -> RecipeSpec:
+    (folder / "train.jsonl").write_text("{}\n")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "model" / "tokenizer.json").write_text("{}")
+    return load_recipe(
+        "demo",
+        NOWHERE,
+        [
+            f"data.source={{kind: files, train: {folder}/train.jsonl, num_heldout: 100}}",
+            f"model.weights={folder}/model",
+            "model.tokenizer={source: model, vocab_size: null}",
+        ],
+    )
+
+
+def test_the_stamp_changes_with_the_files_that_the_packs_come_from_and_with_no_others(tmp_path: Path) -> None:
+    recipe = recipe_with_files(tmp_path)
+    before = data_stamp(recipe)
+    (tmp_path / "model" / "model.safetensors").write_text("weights")
+    assert data_stamp(recipe) == before
+    (tmp_path / "model" / "tokenizer.json").write_text("{} ")
+    changed = data_stamp(recipe)
+    assert changed != before
+    (tmp_path / "train.jsonl").write_text("{}\n{}\n")
+    assert data_stamp(recipe) != changed
+
+
+def test_generated_data_has_no_stamp() -> None:
+    assert data_stamp(load_recipe("demo", NOWHERE)) == ""
+
+
+def test_a_data_file_that_is_not_there_stops_a_run_before_it_queues(plan: RunPlan, tmp_path: Path) -> None:
+    here = replace(plan, recipe=recipe_with_files(tmp_path))
+    check_prerequisites(here)
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(NotFoundError, match=r"data\.source\.train names .*train\.jsonl"):
+        check_prerequisites(here)
+
+
+def test_an_image_that_is_not_there_is_told_with_those_that_are(plan: RunPlan, workspace: Workspace) -> None:
+    file = workspace.image_file("olmo3:25.02")
+    here = replace(plan, image="olmo3:25.02", container_image=str(file))
+    with pytest.raises(NotFoundError, match=r"olmo3\+25\.02\.sqsh") as caught:
+        check_prerequisites(here)
+    assert "there are no images" in caught.value.meaning
+    file.parent.mkdir(parents=True)
+    (file.parent / "other.sqsh").touch()
+    with pytest.raises(NotFoundError) as caught:
+        check_prerequisites(here)
+    assert "other.sqsh" in caught.value.meaning
+    file.touch()
+    check_prerequisites(here)
+
+
+def test_an_image_address_is_left_to_the_container_runtime(plan: RunPlan) -> None:
+    check_prerequisites(replace(plan, image="docker://h#p:t", container_image="docker://h#p:t"))
+
+
+def test_the_manifest_says_what_a_run_was_made_from(plan: RunPlan, tmp_path: Path) -> None:
+    manifest = describe(plan, ["ftkit", "run", "demo", "hub.token=hf_abcdefghijkl"], tmp_path)
+    assert manifest["command"] == ["ftkit", "run", "demo", "hub.token=***"]
+    assert manifest["run"] == plan.id
+    assert manifest["data_fingerprint"] == plan.fingerprint
+    assert manifest["seeds"] == {"training": 1, "data": 1}
+    assert len(manifest["plan_sha256"]) == 64
+    assert manifest["project"] == {"folder": str(tmp_path), "git": None}
+
+
+def test_the_commit_of_a_checkout_is_told_and_whether_it_is_clean(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    clean = git_commit(tmp_path)
+    assert clean is not None
+    assert len(clean["commit"]) == 40
+    assert not clean["has_uncommitted_changes"]
+    (tmp_path / "new").touch()
+    changed = git_commit(tmp_path)
+    assert changed is not None
+    assert changed["has_uncommitted_changes"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("tracker.api_key=abc", "tracker.api_key=***"),
+        ("HF_TOKEN=abc", "HF_TOKEN=***"),
+        ("model.weights=hf_abcdefghijklmnop", "model.weights=***"),
+        ("--image=docker://me:secret@host/x", "--image=docker://***@host/x"),
+        ("training.learning_rate=1e-5", "training.learning_rate=1e-5"),
+        ("evaluation.sql_execution.max_new_tokens=8", "evaluation.sql_execution.max_new_tokens=8"),
+        ("model.architecture.num_key_value_heads=4", "model.architecture.num_key_value_heads=4"),
+        ("model.tokenizer.source=trained", "model.tokenizer.source=trained"),
+    ],
+)
+def test_secrets_are_kept_out_and_nothing_else(typed: str, kept: str) -> None:
+    assert without_secrets([typed]) == [kept]
+
+
+def test_the_word_after_a_secret_option_is_kept_out() -> None:
+    assert without_secrets(["--password", "abc", "demo"]) == ["--password", "***", "demo"]
