@@ -74,13 +74,23 @@ def to_micro_batch(packs: NDArray[np.int32], device: torch.device) -> MicroBatch
     labels = packs[:, 1].reshape(-1)
     index = np.flatnonzero(labels != IGNORED)
 
-    def moved(values: NDArray[np.integer]) -> torch.Tensor:
-        tensor = torch.from_numpy(values.astype(np.int64))
+    def moved(values: NDArray[np.integer], dtype: type[np.integer]) -> torch.Tensor:
+        tensor = torch.from_numpy(values.astype(dtype))
         if device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=True)
 
-    return MicroBatch(moved(packs[:, 0]), moved(packs[:, 2]), moved(index), moved(labels[index]))
+    positions = packs[:, 2]
+    borders = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+    return MicroBatch(
+        tokens=moved(packs[:, 0], np.int64),
+        positions=moved(positions, np.int64),
+        target_index=moved(index, np.int64),
+        targets=moved(labels[index], np.int64),
+        document_borders=moved(borders, np.int32),
+        # A bound that is the same for all batches: kernels are compiled for it.
+        longest_document=packs.shape[2],
+    )
 
 
 def _empty_packs(num: int, length: int) -> NDArray[np.int32]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
     from ftkit.train.objective import MicroBatch
     from ftkit.train.proofs import ShardingFacts
+
+Fill = Callable[["nn.Module"], None]
+"""Puts the first values into a sharded model; an engine calls it once parameters have memory."""
 
 
 class Engine(Protocol):
@@ -36,17 +40,18 @@ class Engine(Protocol):
     def inference(self) -> AbstractContextManager[nn.Module]:
         """Give the model for evaluation, without gradients."""
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients down to a global norm; return the norm that they had."""
+    def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to a global norm, update the weights and clear the gradients.
 
-    def step(self, learning_rate: float) -> None:
-        """Update the weights and clear the gradients."""
+        Returns:
+            The norm that the gradients had.
+        """
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer states; every rank writes its own part."""
+        """Write trained weights and optimizer states; every rank writes its own part."""
 
     def load(self, folder: Path) -> None:
         """Read back what `save` wrote, at any world size."""
 
-    def full_weights(self) -> dict[str, Any]:
-        """Return all weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""

@@ -19,6 +19,7 @@ from ftkit.data.text_to_sql import Example
 from ftkit.plan import RunPlan
 from ftkit.records import EvaluationRecord, Sample
 from ftkit.specs.data import PromptCompletionFormat
+from ftkit.train.attention import plain_attention
 from ftkit.train.batches import to_micro_batch
 from ftkit.train.objective import summed_loss
 from ftkit.train.world import World
@@ -97,12 +98,13 @@ class Evaluator:
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        output = model.generate(
-            input_ids=encoded["input_ids"],
-            attention_mask=encoded["attention_mask"],
-            generation_config=config,
-            synced_gpus=self.world.size > 1,
-        )
+        with plain_attention(model):
+            output = model.generate(
+                input_ids=encoded["input_ids"],
+                attention_mask=encoded["attention_mask"],
+                generation_config=config,
+                synced_gpus=self.world.size > 1,
+            )
         texts: list[str] = self.tokenizer.batch_decode(
             output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True
         )

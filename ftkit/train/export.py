@@ -1,49 +1,69 @@
-"""The trained model in Hugging Face's layout: what `AutoModelForCausalLM.from_pretrained` loads."""
+"""The trained model in the formats that others load: Hugging Face's for a whole one, peft's for adapters."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ftkit.specs.recipe import RecipeSpec
+from ftkit.train.adapters import peft_config, to_peft_names
 from ftkit.train.model import plain_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-    from ftkit.specs.training import Precision
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 
 
-def export_model(
-    engine: Engine,
-    config: PretrainedConfig,
-    class_name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    target: tuple[Path, Precision],
-    world: World,
-) -> None:
+@dataclass(frozen=True)
+class ExportedParts:
+    """What belongs to a model besides its weights."""
+
+    recipe: RecipeSpec
+    config: PretrainedConfig
+    class_name: str
+    tokenizer: PreTrainedTokenizerBase
+
+
+def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> None:
     """Write weights, configuration and tokeniser into a folder, in the precision that was trained in.
 
     Every rank must call it. The folder takes its final name when all is written.
     """
-    folder, precision = target
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    weights = engine.full_weights()
+    weights = engine.trained_weights()
     if world.is_first:
         temporary = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-        kept = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items() if name not in tied}
-        save_torch_state_dict(kept, temporary)
-        plain_config(config, class_name, dtype).save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        dtype = torch.bfloat16 if parts.recipe.training.precision == "bf16" else torch.float32
+        converted = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+        write = _write_model if parts.recipe.training.adapters is None else _write_adapters
+        write(converted, parts, temporary)
+        parts.tokenizer.save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     world.barrier()
+
+
+def _write_model(weights: dict[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
+    """Write what `AutoModelForCausalLM.from_pretrained` loads."""
+    tied = {"lm_head.weight"} if parts.config.tie_word_embeddings else set()
+    save_torch_state_dict({name: tensor for name, tensor in weights.items() if name not in tied}, folder)
+    dtype = next(iter(weights.values())).dtype
+    plain_config(parts.config, parts.class_name, dtype).save_pretrained(folder)
+
+
+def _write_adapters(weights: dict[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
+    """Write what `PeftModel.from_pretrained` loads on top of the pretrained model."""
+    lora = parts.recipe.training.adapters
+    if lora is None:
+        raise AssertionError("there are adapters to write, or the whole model is written")
+    save_file(to_peft_names(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_config(lora, base=parts.recipe.model.weights).save_pretrained(str(folder))

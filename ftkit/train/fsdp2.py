@@ -14,19 +14,26 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ftkit.errors import TrainingError
+from ftkit.train.facts import Held, gather_facts
 from ftkit.train.model import enable_checkpointing, find_decoder_layers
 from ftkit.train.objective import MicroBatch, add_objective, summed_loss
-from ftkit.train.proofs import ShardingFacts
+from ftkit.train.optimizer import HostStateAdamW, parameter_groups
+from ftkit.train.weights import materialise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from ftkit.specs.training import TrainingSpec
+    from ftkit.train.engine import Fill
+    from ftkit.train.proofs import ShardingFacts
     from ftkit.train.world import World
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Fsdp2Engine:
@@ -35,9 +42,16 @@ class Fsdp2Engine:
     One process is a mesh of one: the same code with nothing to gather.
     """
 
-    def __init__(self, model: nn.Module, training: TrainingSpec, world: World) -> None:
+    def __init__(self, model: nn.Module, training: TrainingSpec, world: World, fill: Fill | None = None) -> None:
         self._world = world
+        _check_precisions(model)
+        is_empty = any(parameter.is_meta for parameter in model.parameters())
         self.model = shard(model, training, world)
+        if is_empty:
+            parameters_on = torch.device("cpu") if training.offload == "all" else world.device
+            materialise(self.model, world.device, parameters_on)
+        if fill is not None:
+            fill(self.model)
         self._optimizer: torch.optim.Optimizer | None = None
         self._training = training
 
@@ -51,16 +65,13 @@ class Fsdp2Engine:
     def facts(self) -> ShardingFacts:
         """Return what is true of the model on this rank."""
         layers = find_decoder_layers(self.model)
-        parameters = list(self.model.parameters())
-        return ShardingFacts(
-            num_layers=len(layers),
+        return gather_facts(
+            self.model,
+            lambda parameter: Held(
+                parameter.numel(), _local(parameter).numel(), _even_share(parameter, self._world.size)
+            ),
             num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
             num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in layers),
-            num_checkpointed_layers=sum(bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers),
-            total_elements=sum(parameter.numel() for parameter in parameters),
-            local_elements=sum(_local(parameter).numel() for parameter in parameters),
-            largest_local_elements=sum(_even_share(parameter, self._world.size) for parameter in parameters),
-            trainable_elements=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         )
 
     def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:
@@ -84,34 +95,54 @@ class Fsdp2Engine:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients down to a global norm; return the norm that they had."""
+    def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
+        """Clip, update the weights and clear the gradients; see `Engine.step`."""
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def step(self, learning_rate: float) -> None:
-        """Update the weights and clear the gradients."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer states; every rank writes its own part."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = self._state()
         state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
         """Read back what `save` wrote, at any world size."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = self._state()
         # DCP fills the tensors of these dictionaries in place.
         state_dict_loader.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
+        if isinstance(self.optimizer, HostStateAdamW):
+            self.optimizer.to_host()
 
-    def full_weights(self) -> dict[str, Any]:
-        """Return all weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.model, options=options)
+    def _state(self) -> tuple[dict[str, Any], Any]:
+        """Return weights and optimizer states as shards."""
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=_TRAINED)
+        # A second name of a frozen tensor is still among them.
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in model.items() if name in trained}, optimizer
+
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.model, options=options))
+
+
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""What is frozen comes from the pretrained weights again."""
+
+
+def _check_precisions(model: nn.Module) -> None:
+    precisions = {parameter.dtype for parameter in model.parameters()}
+    if len(precisions) > 1 and TORCH < (2, 8):
+        raise TrainingError(
+            f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't shard frozen weights in bf16 together with adapters in fp32",
+            meaning="torch can from version 2.8 on",
+            fix="take an image with torch 2.8 or newer, or training.engine=zero3",
+        )
 
 
 def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
@@ -122,22 +153,29 @@ def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
     """
     if training.activation_checkpointing:
         enable_checkpointing(model)
+    if compiles(training, world.device):
+        for layer in find_decoder_layers(model):
+            layer.forward = torch.compile(layer.forward)
     compute = torch.bfloat16 if training.precision == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
     for layer in find_decoder_layers(model):
-        fully_shard(layer, mesh=world.mesh, mp_policy=policy, reshard_after_forward=world.size > 1)
-    fully_shard(model, mesh=world.mesh, mp_policy=policy)
-    add_objective(model)
+        fully_shard(
+            layer, mesh=world.mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=world.size > 1
+        )
+    fully_shard(model, mesh=world.mesh, mp_policy=policy, offload_policy=offload)
+    add_objective(model, in_chunks=True)
     return model
 
 
+def compiles(training: TrainingSpec, device: torch.device) -> bool:
+    """Tell whether layers are compiled: on GPUs unless the recipe says no, on processors only if it says so."""
+    return training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
+
+
 def _make_optimizer(model: nn.Module, training: TrainingSpec) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},  # noqa: PLR2004
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},  # noqa: PLR2004
-    ]
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, fused=True)
+    kind = HostStateAdamW if training.offload == "optimizer" else torch.optim.AdamW
+    return kind(parameter_groups(model, training), lr=training.learning_rate, betas=training.betas, fused=True)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

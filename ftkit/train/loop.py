@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -58,14 +59,20 @@ class Training:
     def _optimise(self, batch: StepBatch) -> StepOutcome:
         """Take one optimizer step."""
         training = self.plan.recipe.training
+        torch.manual_seed(self._seed_of_step())
         last = len(batch.micro_batches) - 1
         losses = [
             self.engine.backward(micro_batch, batch.num_targets, is_last=index == last)
             for index, micro_batch in enumerate(batch.micro_batches)
         ]
-        grad_norm = self.engine.clip(training.max_grad_norm)
-        self.engine.step(learning_rate_at(self.progress.step, self.num_steps, training))
+        learning_rate = learning_rate_at(self.progress.step, self.num_steps, training)
+        grad_norm = self.engine.step(learning_rate, training.max_grad_norm)
         return StepOutcome(torch.stack(losses).sum(), grad_norm)
+
+    def _seed_of_step(self) -> int:
+        """Return what dropout is drawn from: the same when a step is taken again after a resume."""
+        text = f"{self.plan.recipe.training.seed} {self.progress.step} {self.world.rank}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def _advance(self) -> None:
         tokens = self.progress.tokens + self.plan.batch.tokens_per_step

@@ -60,16 +60,10 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> PretrainedConfig:
     return config
 
 
-def build_random(config: PretrainedConfig, seed: int) -> nn.Module:
-    """Build a model with random weights, the same in every process with the same seed."""
-    torch.manual_seed(seed)
-    return _prepared(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-
-
-def build_empty(config: PretrainedConfig) -> nn.Module:
+def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
     """Build a model whose parameters take no memory yet; its buffers are real."""
     with init_empty_weights(include_buffers=False):
-        return _prepared(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        return _prepared(AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention))
 
 
 def _prepared(model: Any) -> nn.Module:

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn import functional
 
+from ftkit.train.linear_cross_entropy import linear_cross_entropy
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -21,38 +23,69 @@ class MicroBatch:
         positions: int64 [B, T]; they restart at 0 with each document, which is all that keeps documents apart.
         target_index: int64 [N], places in the flattened tokens whose next token counts.
         targets: int64 [N], those next tokens.
+        document_borders: int32, where each document begins in the flattened tokens, and B * T at the end.
+        longest_document: no document is longer.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     target_index: torch.Tensor
     targets: torch.Tensor
+    document_borders: torch.Tensor
+    longest_document: int
 
 
-def _summed_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Return the cross-entropy summed over the targets, in fp32.
+def _hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Return the last hidden states, [B * T, H].
 
-    Logits are computed for the targets alone. There is never an attention mask and never a cache: either would
-    make transformers overlook the borders of packed documents.
+    There is never an attention mask and never a cache: either would make transformers overlook the borders of
+    packed documents. Kernels find them in the positions, or in the borders.
     """
-    hidden = model.base_model(
-        input_ids=batch.tokens, position_ids=batch.positions, attention_mask=None, use_cache=False
-    ).last_hidden_state
-    kept = hidden.flatten(0, 1).index_select(0, batch.target_index)
+    output = model.base_model(
+        input_ids=batch.tokens,
+        position_ids=batch.positions,
+        attention_mask=None,
+        use_cache=False,
+        cu_seq_lens_q=batch.document_borders,
+        cu_seq_lens_k=batch.document_borders,
+        max_length_q=batch.longest_document,
+        max_length_k=batch.longest_document,
+    )
+    hidden: torch.Tensor = output.last_hidden_state
+    return hidden.flatten(0, 1)
+
+
+def _loss_in_chunks(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Return the cross-entropy summed over the targets, in fp32. Logits are there a chunk at a time."""
+    kept = _hidden_states(model, batch).index_select(0, batch.target_index)
+    return linear_cross_entropy(kept, model.get_output_embeddings().weight, batch.targets)
+
+
+def _loss_of_whole(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Return the same from logits that are there as a whole: for engines that gather weights by calling modules."""
+    kept = _hidden_states(model, batch).index_select(0, batch.target_index)
     logits = model.get_output_embeddings()(kept)
     return functional.cross_entropy(logits.float(), batch.targets, reduction="sum")
 
 
-def add_objective(model: nn.Module) -> None:
-    """Give the model a method `summed_loss(batch)`, which gathers the shards as its `forward` does.
+def add_objective(model: nn.Module, *, in_chunks: bool) -> None:
+    """Give the model methods that gather the shards as its `forward` does.
 
-    A method rather than a wrapper, so that the names of its parameters stay those of the family.
+    Methods rather than a wrapper, so that the names of its parameters stay those of the family.
     """
-    object.__setattr__(model, "summed_loss", types.MethodType(_summed_loss, model))
-    register_fsdp_forward_method(model, "summed_loss")
+    loss = _loss_in_chunks if in_chunks else _loss_of_whole
+    for name, function in {"summed_loss": loss, "packed_hidden_states": _hidden_states}.items():
+        object.__setattr__(model, name, types.MethodType(function, model))
+        register_fsdp_forward_method(model, name)
 
 
 def summed_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the cross-entropy of a model that has an objective, summed over the targets."""
     loss: torch.Tensor = model.summed_loss(batch)
     return loss
+
+
+def packed_hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Return the last hidden states of a model that has an objective, [B * T, H]."""
+    hidden: torch.Tensor = model.packed_hidden_states(batch)
+    return hidden

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -17,18 +18,21 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import TrainingError
+from ftkit.memory import method_counts
 from ftkit.plan import RunPlan, count_steps
 from ftkit.records import EndRecord, EvaluationRecord, ProofRecord, StageRecord, StartRecord
+from ftkit.train.adapters import fill_adapters, prepare_method
+from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.batches import BatchSchedule
 from ftkit.train.checkpoint import Progress, load_newest
+from ftkit.train.engines import make_engine
 from ftkit.train.evaluate import Evaluator
-from ftkit.train.export import export_model
-from ftkit.train.fsdp2 import Fsdp2Engine
+from ftkit.train.export import ExportedParts, export
 from ftkit.train.loop import Training
-from ftkit.train.model import build_empty, build_random, has_random_weights, make_config, read_config
+from ftkit.train.model import build_empty, has_random_weights, make_config, read_config
 from ftkit.train.proofs import prove_isolation, prove_sharding
 from ftkit.train.telemetry import Recorder
-from ftkit.train.weights import fetch_weights, load_weights, materialise
+from ftkit.train.weights import draw_weights, fetch_weights, load_weights
 from ftkit.train.world import World
 
 if TYPE_CHECKING:
@@ -67,14 +71,14 @@ class Session:
         training_began = time.time()
         outcome = training.train()
         training_seconds = time.time() - training_began
-        export = None
+        exported = None
         if outcome == "completed":
             self._evaluate(evaluator, engine, num_steps, "after")
             self._stage("exporting the model")
-            target = (self.plan.layout.export, self.plan.recipe.training.precision)
-            export_model(engine, config, class_name, self.tokenizer, target, self.world)
-            export = str(self.plan.layout.export)
-        self.recorder.write(EndRecord(time.time(), outcome, training.progress.step, training_seconds, export))
+            parts = ExportedParts(self.plan.recipe, config, class_name, self.tokenizer)
+            export(engine, parts, self.plan.layout.export, self.world)
+            exported = str(self.plan.layout.export)
+        self.recorder.write(EndRecord(time.time(), outcome, training.progress.step, training_seconds, exported))
         log.info("%s after %d steps, %.0f s in all", outcome, training.progress.step, time.time() - began)
 
     def _num_steps(self, num_packs: int) -> int:
@@ -97,28 +101,35 @@ class Session:
     def _build_engine(self) -> tuple[Engine, PretrainedConfig, str]:
         """Return the engine with its weights in place, the model's configuration and the name of its class."""
         recipe = self.plan.recipe
-        shape = recipe.model.architecture
-        model: nn.Module
+        folder = None
         if has_random_weights(recipe.model):
-            config = make_config(shape, self.tokenizer)
-            model = build_random(config, recipe.training.seed)
-            class_name = type(model).__name__
-            return Fsdp2Engine(model.to(self.world.device), recipe.training, self.world), config, class_name
-        folder = fetch_weights(recipe.model, self.world)
-        config = read_config(folder, shape)
-        model = build_empty(config)
+            config = make_config(recipe.model.architecture, self.tokenizer)
+        else:
+            folder = fetch_weights(recipe.model, self.world)
+            config = read_config(folder, recipe.model.architecture)
+        kernel, reason = choose_kernel(recipe.training.attention, self.world.device)
+        log.info("attention: %s (%s)", kernel, reason)
+        model = build_empty(config, IMPLEMENTATIONS[kernel])
         class_name = type(model).__name__
-        engine = Fsdp2Engine(model, recipe.training, self.world)
-        materialise(engine.model, self.world.device)
-        load_weights(engine.model, folder)
-        return engine, config, class_name
+        prepare_method(model, recipe.training)
+
+        def fill(sharded: nn.Module) -> None:
+            if folder is None:
+                draw_weights(sharded, recipe.model.architecture, recipe.training.seed)
+            else:
+                load_weights(sharded, folder)
+            fill_adapters(sharded, recipe.training.seed)
+
+        return make_engine(self.plan.engine.name, model, recipe.training, self.world, fill), config, class_name
 
     def _prove(self, engine: Engine) -> None:
         self._stage("proving that the model is sharded and its documents are isolated")
         recipe = self.plan.recipe
-        checks = prove_sharding(engine.facts(), recipe.training, self.plan.num_parameters)
+        checks = prove_sharding(
+            engine.facts(), recipe.training, method_counts(recipe.model.architecture, recipe.training)
+        )
         vocabulary = recipe.model.architecture.vocab_size
-        checks |= prove_isolation(engine, self.world, recipe.training.precision, vocabulary)
+        checks |= prove_isolation(engine, self.world, vocabulary)
         self.recorder.write(ProofRecord(time.time(), checks))
         log.info("proven: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
 
@@ -177,6 +188,9 @@ def _versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "accelerate": accelerate.__version__,
     }
+    for extra in ("bitsandbytes", "deepspeed", "peft"):
+        if extra in sys.modules:
+            versions[extra] = sys.modules[extra].__version__
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

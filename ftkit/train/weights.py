@@ -6,23 +6,27 @@ No rank ever holds a whole model: of each tensor it reads the rows that are its 
 from __future__ import annotations
 
 import json
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.specs.load import is_path
+from ftkit.train.adapters import DORA_LENGTHS, is_adapter
+from ftkit.train.quantise import Nf4Linear
+from ftkit.train.shards import OwnPart, own_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ftkit.specs.model import ModelSpec
+    from ftkit.specs.model import ArchitectureSpec, ModelSpec
     from ftkit.train.world import World
 
 _INDEX = "model.safetensors.index.json"
@@ -60,32 +64,123 @@ def _download(model: ModelSpec, patterns: list[str]) -> None:
         ) from error
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give memory to a sharded model's empty parameters; its buffers stay as they are."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+def materialise(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
+    """Give memory to a sharded model's empty parameters; its buffers stay as they are, on `device`."""
+    buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
+    model.to_empty(device=parameters_on)
+    for name, buffer in buffers.items():
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, buffer)
     cast("PreTrainedModel", model).tie_weights()  # to_empty gives each name a tensor of its own
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Fill a sharded model's parameters.
+    """Fill a sharded model's parameters, apart from adapters.
 
     Raises:
         TrainingError: a parameter is missing from the files, or is there in another shape.
     """
-    wanted = dict(model.named_parameters())  # a tied parameter comes once, under its first name
+    wanted = _destinations(model)
     for path, names in _files(folder).items():
         with safe_open(path, framework="pt") as file:
             for name in sorted(names & wanted.keys()):
-                _fill(wanted.pop(name), file.get_slice(name), name)
+                wanted.pop(name).fill(file.get_slice(name), name)
     if wanted:
         raise TrainingError(
             f"{len(wanted)} of the model's parameters are not in {folder}: {', '.join(sorted(wanted)[:3])} …",
             meaning="the files are incomplete, or of another model",
             fix="download them again; check model.weights and model.architecture",
         )
+
+
+def draw_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
+    """Fill a sharded model's parameters, apart from adapters, with random values: the same at any number of shards.
+
+    Each matrix is drawn whole and each rank keeps its part, so there is never more than one of them beside the
+    shards. Vectors scale what was normalised: they begin as one (Gemma adds the one itself).
+    """
+    norm = 0.0 if shape.family == "gemma3_text" else 1.0
+    for name, destination in _destinations(model).items():
+        drawn = _Drawn(destination, zlib.crc32(f"{seed} {name}".encode()), shape.initializer_range, norm)
+        destination.fill(drawn, name)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A tensor of random values, read as one of a file is."""
+
+    destination: _Destination
+    seed: int
+    deviation: float
+    norm: float
+
+    def get_shape(self) -> list[int]:
+        return self.destination.wanted
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        shape, device = self.get_shape(), self.destination.part.values.device
+        if len(shape) == 1:
+            return torch.full(shape, self.norm, device=device)[rows]
+        generator = torch.Generator(device).manual_seed(self.seed)
+        return torch.empty(shape, device=device).normal_(std=self.deviation, generator=generator)[rows]
+
+
+@dataclass(frozen=True)
+class _Destination:
+    """A parameter that is to be filled from the files, with the module that it belongs to.
+
+    Attributes:
+        lengths: DoRA's lengths of the parameter's rows, which begin as those of the pretrained weights.
+    """
+
+    part: OwnPart
+    owner: nn.Module
+    lengths: OwnPart | None
+
+    @property
+    def wanted(self) -> list[int]:
+        """The shape that a tensor must have to go here."""
+        if isinstance(self.owner, Nf4Linear):
+            return [self.owner.layout.num_outputs, self.owner.layout.num_inputs]
+        return [*self.part.shape]
+
+    def fill(self, source: Any, name: str) -> None:
+        """Read this rank's part of a tensor; the whole, where every part depends on it."""
+        layout = self.owner.layout if isinstance(self.owner, Nf4Linear) else None
+        shape = list(source.get_shape())
+        if shape != self.wanted:
+            raise TrainingError(
+                f"'{name}' has shape {shape} in the files and {self.wanted} in the model",
+                fix="check model.architecture against the weights' config.json",
+            )
+        if layout is None and self.lengths is None:
+            self.part.fill_from_rows(lambda first, last: source[first:last])
+            return
+        whole = source[:].to(self.part.values.device)
+        if layout is not None:
+            packed = layout.pack(whole)
+            whole = layout.unpack(packed)
+            self.part.fill_from(packed)
+        else:
+            self.part.fill_from(whole)
+        if self.lengths is not None:
+            self.lengths.fill_from(torch.linalg.norm(whole.float(), dim=1))
+
+
+def _destinations(model: nn.Module) -> dict[str, _Destination]:
+    """Return where each tensor of the files belongs. Adapters are in none, and put a level into others' names."""
+    parameters = dict(model.named_parameters())  # a tied parameter comes once, under its first name
+    found = {}
+    for name, parameter in parameters.items():
+        if is_adapter(name):
+            continue
+        owner = name.rpartition(".")[0]
+        lengths = parameters.get(owner.removesuffix("base_layer") + DORA_LENGTHS)
+        stored = name.replace(".base_layer.", ".").replace(".packed", ".weight")
+        found[stored] = _Destination(
+            own_part(parameter), model.get_submodule(owner), None if lengths is None else own_part(lengths)
+        )
+    return found
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
@@ -98,26 +193,3 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         raise NotFoundError(f"there are no safetensors files in {folder}", fix="convert the weights to safetensors")
     with safe_open(folder / _SINGLE, framework="pt") as file:
         return {folder / _SINGLE: set(file.keys())}
-
-
-@torch.no_grad()
-def _fill(parameter: nn.Parameter, source: object, name: str) -> None:
-    shape = list(source.get_shape())  # type: ignore[attr-defined] # safetensors ships no types for slices
-    if shape != list(parameter.shape):
-        raise TrainingError(
-            f"'{name}' has shape {shape} in the files and {list(parameter.shape)} in the model",
-            fix="check model.architecture against the weights' config.json",
-        )
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(source[:])  # type: ignore[index]
-        return
-    begin, end = _own_rows(parameter)
-    parameter.to_local().copy_(source[begin:end])  # type: ignore[index]
-
-
-def _own_rows(parameter: DTensor) -> tuple[int, int]:
-    """Return which rows this rank holds: `torch.chunk`'s division, as FSDP2 shards."""
-    ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
-    rows = parameter.shape[0]
-    share = -(-rows // ranks)
-    return min(rank * share, rows), min((rank + 1) * share, rows)

@@ -18,7 +18,13 @@ def run(*command: str | Path, cwd: Path = Path("/"), expect: int = 0) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("FTKIT_")}
     environment |= {"XDG_CONFIG_HOME": "/nonexistent", "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == expect, done.stdout + done.stderr
     return done.stdout
@@ -54,3 +60,17 @@ def test_a_job_for_a_cluster_is_rendered_without_torch_or_slurm(ftkit: Path, tmp
 
 def test_training_without_the_extra_says_what_to_install(ftkit: Path, tmp_path: Path) -> None:
     run(ftkit, "run", "demo", "--cluster", "local", "--no-follow", cwd=tmp_path, expect=5)
+
+
+def test_a_build_can_be_put_together_without_a_checkout(ftkit: Path, tmp_path: Path) -> None:
+    definition = run(ftkit, "recipe", "olmo3:25.02", "--files", tmp_path / "files")
+    assert "From: nvcr.io/nvidia/pytorch:25.02-py3" in definition
+    names = {path.name for path in (tmp_path / "files").iterdir()}
+    assert {"requirements.lock", "image.json"} < names
+    (wheel,) = (tmp_path / "files").glob("*.whl")
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    run(tmp_path / "venv/bin/python", "-m", "pip", "install", "--quiet", "--no-deps", wheel)
+    check = (
+        "from ftkit import assets; print(assets.DOCKERFILE.is_file(), (assets.CONTAINERS / 'ngc-25.02.lock').is_file())"
+    )
+    assert run(tmp_path / "venv/bin/python", "-c", check).strip() == "True True"

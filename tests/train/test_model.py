@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
-from ftkit.memory import count_parameters
+from ftkit.memory import count_parameters, method_counts
+from ftkit.methods import ParameterCounts
 from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.training import TrainingSpec
 from ftkit.train.batches import to_micro_batch
 from ftkit.train.fsdp2 import Fsdp2Engine
-from ftkit.train.model import build_random, find_decoder_layers, make_config
+from ftkit.train.model import find_decoder_layers, make_config
 from ftkit.train.objective import summed_loss
 from ftkit.train.proofs import ShardingFacts, prove_isolation, prove_sharding
 
@@ -51,13 +53,16 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def build(family: str, tokenizer: PreTrainedTokenizerBase, **changes: object) -> Any:
-    return build_random(make_config(architecture(family, **changes), tokenizer), seed=3)
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(make_config(architecture(family, **changes), tokenizer))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_parameters_of_a_plan_are_those_of_the_real_class(
-    family: str, tied: bool, tokenizer: PreTrainedTokenizerBase  # noqa: FBT001
+    family: str,
+    tied: bool,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     model = build(family, tokenizer, tie_word_embeddings=tied)
     counted = count_parameters(architecture(family, tie_word_embeddings=tied))
@@ -89,14 +94,17 @@ def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_the_proofs(
-    family: str, checkpointing: bool, tokenizer: PreTrainedTokenizerBase, world: World  # noqa: FBT001
+    family: str,
+    checkpointing: bool,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
 ) -> None:
     training = TRAINING.model_copy(update={"activation_checkpointing": checkpointing})
     engine = Fsdp2Engine(build(family, tokenizer), training, world)
-    checks = prove_sharding(engine.facts(), training, count_parameters(architecture(family)))
+    checks = prove_sharding(engine.facts(), training, method_counts(architecture(family), training))
     assert checks["units"] == "5"
     assert checks["checkpointed layers"] == ("4" if checkpointing else "0")
-    assert "documents isolated" in prove_isolation(engine, world, "fp32", 320)
+    assert "documents isolated" in prove_isolation(engine, world, 320)
 
 
 def test_a_model_left_in_one_unit_is_refused_with_both_numbers(
@@ -106,7 +114,7 @@ def test_a_model_left_in_one_unit_is_refused_with_both_numbers(
     engine._world = world
     engine.model = fully_shard(build("olmo3", tokenizer), mesh=world.mesh)
     with pytest.raises(TrainingError, match=r"units: found 1, expected 5.*sharded layers: found 0, expected 4"):
-        prove_sharding(engine.facts(), TRAINING, count_parameters(architecture("olmo3")))
+        prove_sharding(engine.facts(), TRAINING, method_counts(architecture("olmo3"), TRAINING))
 
 
 GOOD = ShardingFacts(
@@ -126,23 +134,24 @@ GOOD = ShardingFacts(
     ],
 )
 def test_each_proof_names_what_was_found_and_what_was_expected(changes: dict[str, int], message: str) -> None:
-    assert prove_sharding(GOOD, TRAINING, 1000)["units"] == "65"
+    assert prove_sharding(GOOD, TRAINING, ParameterCounts(1000, 1000))["units"] == "65"
     with pytest.raises(TrainingError, match=message):
-        prove_sharding(ShardingFacts(**(vars(GOOD) | changes)), TRAINING, 1000)
+        prove_sharding(ShardingFacts(**(vars(GOOD) | changes)), TRAINING, ParameterCounts(1000, 1000))
 
 
 def test_documents_that_see_each_other_are_noticed(
     tokenizer: PreTrainedTokenizerBase, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Fsdp2Engine(build("llama", tokenizer), TRAINING, world)
-    forward = type(engine.model).forward
+    decoder = type(engine.model.base_model)
+    forward = decoder.forward
 
     def with_mask(self: nn.Module, input_ids: torch.Tensor, **rest: Any) -> Any:
-        return forward(self, input_ids, attention_mask=torch.ones_like(input_ids), **rest)
+        return forward(self, input_ids, **(rest | {"attention_mask": torch.ones_like(input_ids)}))
 
-    monkeypatch.setattr(type(engine.model), "forward", with_mask)
+    monkeypatch.setattr(decoder, "forward", with_mask)
     with pytest.raises(TrainingError, match="documents in one pack see each other"):
-        prove_isolation(engine, world, "fp32", 320)
+        prove_isolation(engine, world, 320)
 
 
 def test_a_model_without_decoder_layers_is_refused() -> None:

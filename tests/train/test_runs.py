@@ -49,9 +49,7 @@ def test_the_export_is_the_trained_model(finished_run: Any) -> None:
                 torch.from_numpy(tokens)[None], position_ids=torch.from_numpy(positions)[None], use_cache=False
             ).logits[0]
         total += float(
-            torch.nn.functional.cross_entropy(
-                logits, torch.from_numpy(labels), ignore_index=IGNORED, reduction="sum"
-            )
+            torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels), ignore_index=IGNORED, reduction="sum")
         )
     after = finished_run.records(EvaluationRecord)[-1]
     assert total / store.num_targets.sum() == pytest.approx(after.loss, rel=1e-5)
@@ -141,7 +139,10 @@ def test_accumulation_and_checkpointing_change_nothing_but_memory(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     frugal = make_run(
-        "frugal", "training.micro_batch_size=1", "training.activation_checkpointing=true", "evaluation.sql_execution=null"
+        "frugal",
+        "training.micro_batch_size=1",
+        "training.activation_checkpointing=true",
+        "evaluation.sql_execution=null",
     )
     frugal.train()
     assert frugal.records(ProofRecord)[0].checks["checkpointed layers"] == "2"

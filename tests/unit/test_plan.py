@@ -140,6 +140,11 @@ def test_sequences_longer_than_the_models_positions_are_refused() -> None:
     assert "longer than the model's 512 positions" in problems(demo("training.sequence_length=4096"))
 
 
+def test_kernels_that_can_have_no_effect_are_refused() -> None:
+    assert "'flash4' is a kernel for GPUs" in problems(demo("training.attention=flash4"))
+    assert "no effect with engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
+
+
 def test_what_needs_held_out_data_is_refused_without_it() -> None:
     found = problems(demo("data.source.num_heldout=0", "evaluation.every_steps=5"))
     assert found.count("nothing held out") == 2

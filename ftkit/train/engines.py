@@ -1,0 +1,27 @@
+"""The one place that knows the engines by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.train.fsdp2 import Fsdp2Engine
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ftkit.specs.training import EngineName, TrainingSpec
+    from ftkit.train.engine import Engine, Fill
+    from ftkit.train.world import World
+
+
+def make_engine(name: EngineName, model: nn.Module, training: TrainingSpec, world: World, fill: Fill) -> Engine:
+    """Shard a model, give its parameters memory and values, and return what trains it.
+
+    Raises:
+        PrerequisiteError: the engine's package is not installed.
+    """
+    if name == "zero3":
+        from ftkit.train.zero3 import Zero3Engine  # noqa: PLC0415 - DeepSpeed is an extra
+
+        return Zero3Engine(model, training, world, fill)
+    return Fsdp2Engine(model, training, world, fill)

@@ -1,0 +1,92 @@
+"""Output projection and cross-entropy in one, a chunk of tokens at a time: the logits are never there as a whole."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ALIGNMENT = 64
+"""Multiple that a vocabulary is padded to; on Hopper the products of OLMo-3's 100,278 rows take a third of the time."""
+
+CHUNK_LOGITS = 2**28
+"""Logits that are there at a time: half a GiB in bf16."""
+
+
+def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of `hidden @ weight.T` against the targets, summed, in fp32.
+
+    The gradients are computed in the forward pass, while a chunk's logits are there: one pass over them instead of
+    keeping or recomputing them.
+
+    Args:
+        hidden: [N, H].
+        weight: [V, H].
+        targets: int64 [N].
+    """
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        needs_gradient = any(ctx.needs_input_grad)
+        vocabulary = weight.shape[0]
+        weight = _padded(weight)
+        grad_hidden = torch.empty_like(hidden) if needs_gradient else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        chunk = max(1, CHUNK_LOGITS // weight.shape[0])
+        for begin in range(0, len(targets), chunk):
+            part = slice(begin, begin + chunk)
+            logits = hidden[part] @ weight.T
+            part_loss, grad_logits = _loss_and_gradient(logits, targets[part], vocabulary)
+            loss += part_loss
+            if grad_hidden is not None and grad_weight is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[part])
+                grad_weight += grad_logits.T @ hidden[part]
+        if grad_hidden is not None and grad_weight is not None:
+            ctx.save_for_backward(grad_hidden, grad_weight[:vocabulary].to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad_output, grad_weight * grad_output, None
+
+
+def _padded(weight: torch.Tensor) -> torch.Tensor:
+    """Add rows up to a multiple of `ALIGNMENT`, for which matrix products have their fast kernels."""
+    missing = -weight.shape[0] % ALIGNMENT
+    return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, vocabulary: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of logits [N, V], and its gradient to them: softmax minus one at the target.
+
+    Columns from `vocabulary` on are padding: no token is there.
+    """
+    function = _compiled() if logits.device.type == "cuda" else _plain
+    return function(logits, targets, vocabulary)
+
+
+def _plain(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    places = torch.arange(logits.shape[1], device=logits.device)
+    exact = logits.float().masked_fill(places >= vocabulary, -torch.inf)
+    normaliser = exact.logsumexp(dim=-1, keepdim=True)
+    chosen = exact.gather(1, targets[:, None])
+    gradient = (exact - normaliser).exp() - (places == targets[:, None]).float()
+    return (normaliser - chosen).sum(), gradient.to(logits.dtype)
+
+
+@cache
+def _compiled() -> Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
+    return torch.compile(_plain, dynamic=True)

@@ -1,0 +1,165 @@
+"""Linear layers whose frozen weights are kept in 4 bits: bitsandbytes' NF4 with double quantisation.
+
+All that belongs to a matrix (weights, scales, the scales' scales) lies in one flat parameter, so that any engine
+shards it as it shards every other parameter, and a rank holds nothing of the matrix but its share. bitsandbytes'
+own layer keeps the scales beside the weights, whole on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ftkit.errors import PrerequisiteError
+from ftkit.methods import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_ALIGNMENT = 8
+"""Elements from which on a GPU can load 16 bytes at once, whatever the precision."""
+
+
+@dataclass(frozen=True)
+class Nf4Layout:
+    """How a matrix lies in its flat form: 4-bit weights, their scales, the scales of these, and their mean.
+
+    The flat form is of the compute precision, though its bits are none of its numbers: an engine that gathers
+    parameters in that precision then copies them as they are.
+    """
+
+    num_outputs: int
+    num_inputs: int
+    storage: torch.dtype
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the matrix."""
+        return self.num_outputs * self.num_inputs
+
+    @property
+    def num_stored(self) -> int:
+        """Elements of the flat form."""
+        return sum(nf4_parts(self.num_weights)) // self.storage.itemsize
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Quantise a whole matrix."""
+        packed, state = _bitsandbytes().quantize_4bit(
+            weight.to(self.storage).contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
+        )
+        values = [packed, state.absmax, state.state2.absmax, state.offset.reshape(1)]
+        flat = torch.zeros(self.num_stored, dtype=self.storage, device=weight.device)
+        for part, value in zip(self._parts(flat), values, strict=True):
+            content = value.flatten().view(torch.uint8)
+            part[: len(content)] = content
+        return flat
+
+    def unpack(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the matrix, as near as 4 bits come."""
+        library = _bitsandbytes()
+        flat = flat.detach()
+        if flat.storage_offset() % _ALIGNMENT:  # an engine may gather it amid others
+            flat = flat.clone()
+        packed, scales, nested, mean = self._parts(flat)
+        blocks = -(-self.num_weights // NF4_BLOCK)
+        state = library.QuantState(
+            absmax=scales[:blocks],
+            shape=torch.Size((self.num_outputs, self.num_inputs)),
+            blocksize=NF4_BLOCK,
+            quant_type="nf4",
+            dtype=self.storage,
+            offset=mean.view(torch.float32)[0],
+            state2=library.QuantState(
+                absmax=nested.view(torch.float32)[: -(-blocks // NF4_NESTED_BLOCK)],
+                code=_code(flat.device),
+                blocksize=NF4_NESTED_BLOCK,
+                dtype=torch.float32,
+            ),
+        )
+        weights = packed[: -(-self.num_weights // 2)].unsqueeze(1)
+        matrix: torch.Tensor = library.dequantize_4bit(weights, state)
+        return matrix
+
+    def _parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the parts of a flat form, as bytes."""
+        return torch.split(flat.view(torch.uint8), list(nf4_parts(self.num_weights)))
+
+
+class Nf4Linear(nn.Linear):
+    """A frozen linear layer without bias, in 4 bits. It is a `nn.Linear` in name, so that peft adapts it as one."""
+
+    def __init__(self, layout: Nf4Layout, device: torch.device) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layout.num_inputs, layout.num_outputs
+        self.layout = layout
+        self.register_parameter("bias", None)
+        empty = torch.empty(layout.num_stored, dtype=layout.storage, device=device)
+        self.packed = nn.Parameter(empty, requires_grad=False)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override] # computed, where a Linear holds a parameter
+        """The matrix, dequantised: what DoRA takes the lengths of."""
+        return self.layout.unpack(self.packed)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """Multiply by the matrix, which exists only as long as that takes."""
+        output: torch.Tensor = _Nf4Product.apply(input, self.packed, self.layout)  # type: ignore[no-untyped-call]
+        return output
+
+    def extra_repr(self) -> str:
+        """Describe the layer as torch prints modules."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, NF4"
+
+
+class _Nf4Product(torch.autograd.Function):
+    """Keeps the parameter for the backward pass, not views of it: an engine may free and gather it in between."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, layout: Nf4Layout) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.layout = layout
+        return functional.linear(inputs, layout.unpack(packed))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        return gradient @ ctx.layout.unpack(packed), None, None
+
+
+def quantise_linears(layers: Iterable[nn.Module], storage: torch.dtype) -> None:
+    """Put every linear layer within decoder layers into 4 bits; those without memory stay without."""
+    for layer in layers:
+        for name, linear in list(layer.named_modules()):
+            if type(linear) is nn.Linear and linear.bias is None:
+                layer.set_submodule(name, _quantised(linear, storage))
+
+
+def _quantised(linear: nn.Linear, storage: torch.dtype) -> Nf4Linear:
+    layout = Nf4Layout(linear.out_features, linear.in_features, storage)
+    quantised = Nf4Linear(layout, linear.weight.device)
+    if not linear.weight.is_meta:
+        quantised.packed.data.copy_(layout.pack(linear.weight.data))
+    return quantised
+
+
+@cache
+def _bitsandbytes() -> Any:
+    try:
+        from bitsandbytes import functional as library  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise PrerequisiteError(
+            "method 'qlora' needs bitsandbytes, which is not installed", fix="pip install 'ftkit[qlora]'"
+        ) from error
+    return library
+
+
+@cache
+def _code(device: torch.device) -> torch.Tensor:
+    """Return the numbers that 8-bit scales stand for."""
+    code: torch.Tensor = _bitsandbytes().create_dynamic_map().to(device)
+    return code

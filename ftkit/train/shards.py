@@ -1,0 +1,77 @@
+"""What a rank holds of a parameter, whichever engine sharded it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """A rank's part of a parameter: the elements from `begin` on of the whole one, flattened.
+
+    Attributes:
+        shape: of the whole parameter.
+        values: flat, and not a copy: what is written to it is the parameter's.
+        begin: where the part begins.
+    """
+
+    shape: torch.Size
+    values: torch.Tensor
+    begin: int
+
+    @property
+    def end(self) -> int:
+        """Where the part ends."""
+        return self.begin + self.values.numel()
+
+    @torch.no_grad()
+    def fill_from(self, whole: torch.Tensor) -> None:
+        """Take this part of a whole tensor."""
+        self.values.copy_(whole.reshape(-1)[self.begin : self.end])
+
+    @torch.no_grad()
+    def fill_from_rows(self, read: Callable[[int, int], torch.Tensor]) -> None:
+        """Take this part of a tensor that `read(first, last)` gives a range of rows of."""
+        if self.begin == self.end:
+            return
+        width = self.shape[1:].numel()
+        first, last = self.begin // width, -(-self.end // width)
+        offset = first * width
+        self.values.copy_(read(first, last).reshape(-1)[self.begin - offset : self.end - offset])
+
+
+def own_part(parameter: torch.Tensor) -> OwnPart:
+    """Return what this rank holds of a parameter, which may be sharded by FSDP2, by ZeRO-3 or not at all."""
+    if isinstance(parameter, DTensor):
+        width = parameter.shape[1:].numel()
+        first, last = _own_rows(parameter)
+        local = parameter.to_local().detach().view(-1)
+        return OwnPart(parameter.shape, local[: (last - first) * width], first * width)
+    if hasattr(parameter, "ds_tensor"):
+        return _own_part_of_zero3(parameter)
+    return OwnPart(parameter.shape, parameter.detach().view(-1), 0)
+
+
+def _own_part_of_zero3(parameter: torch.Tensor) -> OwnPart:
+    """ZeRO-3 deals the flattened elements out in equal parts, the last ones padded."""
+    partition = cast("torch.Tensor", parameter.ds_tensor)  # type: ignore[attr-defined] # put there by DeepSpeed
+    shape: torch.Size = parameter.ds_shape  # type: ignore[attr-defined]
+    share = partition.numel()
+    begin = min(dist.get_rank() * share, shape.numel())
+    return OwnPart(shape, partition.detach()[: min(share, shape.numel() - begin)], begin)
+
+
+def _own_rows(parameter: DTensor) -> tuple[int, int]:
+    """Return which rows this rank holds: `torch.chunk`'s division, as FSDP2 shards."""
+    ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    rows = parameter.shape[0]
+    share = -(-rows // ranks)
+    return min(rank * share, rows), min((rank + 1) * share, rows)

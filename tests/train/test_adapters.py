@@ -1,0 +1,126 @@
+"""Adapters: trained alone, resumed exactly, and loaded by peft."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from bitsandbytes import functional as bitsandbytes
+from peft import PeftModel
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from ftkit.data.encoding import IGNORED
+from ftkit.data.store import PackStore, PreparedData
+from ftkit.records import EvaluationRecord, ProofRecord, StartRecord
+from ftkit.train.quantise import Nf4Layout, Nf4Linear, quantise_linears
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WITH_DROPOUT = ("training.method=lora", "training.lora={rank: 4, dropout: 0.2}", "training.learning_rate=0.02")
+
+
+def held_out_loss(model: Any, run: Any) -> float:
+    store = PackStore(PreparedData(run.plan.data_directory).heldout)
+    total = 0.0
+    for tokens, labels, positions in torch.from_numpy(np.asarray(store.packs, dtype=np.int64)):
+        with torch.no_grad():
+            logits = model(tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+        total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))
+    return total / float(store.num_targets.sum())
+
+
+@pytest.fixture(scope="module")
+def adapted(finished_run: Any, make_run: Callable[..., Any]) -> Any:
+    """Adapters of 20 steps on top of the finished run's export. Tests must not change it: they copy it."""
+    run = make_run(
+        "adapted", f"model.weights={finished_run.layout.export}", *WITH_DROPOUT, "evaluation.sql_execution=null"
+    )
+    run.train()
+    return run
+
+
+def test_adapters_alone_are_trained_and_kept(adapted: Any) -> None:
+    (proof,) = adapted.records(ProofRecord)
+    assert proof.checks["trainable parameters"] == "8,192"
+    before, after = adapted.records(EvaluationRecord)
+    assert after.loss < before.loss
+    kept = FileSystemReader(adapted.layout.checkpoint(20)).read_metadata().state_dict_metadata
+    assert [name for name in kept if name.startswith("model.") and ".lora_" not in name] == []
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_peft_loads_the_export_and_merges_it_into_the_trained_model(adapted: Any, finished_run: Any) -> None:
+    base = AutoModelForCausalLM.from_pretrained(finished_run.layout.export)
+    model = PeftModel.from_pretrained(base, str(adapted.layout.export)).eval()
+    trained = adapted.records(EvaluationRecord)[-1].loss
+    assert held_out_loss(model, adapted) == pytest.approx(trained, rel=1e-5)
+    assert held_out_loss(model.merge_and_unload(), adapted) == pytest.approx(trained, rel=1e-5)
+    config = PeftModel.from_pretrained(base, str(adapted.layout.export)).peft_config["default"]
+    assert config.base_model_name_or_path == str(finished_run.layout.export)
+    assert AutoTokenizer.from_pretrained(adapted.layout.export).eos_token is not None
+
+
+def test_dropout_is_drawn_again_as_it_was_when_steps_are_taken_again(adapted: Any) -> None:
+    resumed = adapted.copy_to("adapted-resumed")
+    resumed.forget_after(10)
+    resumed.train()
+    assert [record.resumed_from for record in resumed.records(StartRecord)] == [10]
+    straight = adapted.losses()
+    assert resumed.losses() == {step: straight[step] for step in range(11, 21)}
+    name = "adapter_model.safetensors"
+    assert (resumed.layout.export / name).read_bytes() == (adapted.layout.export / name).read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_of_a_4_bit_model_with_dora_are_those_that_bitsandbytes_and_peft_load(
+    finished_run: Any, make_run: Callable[..., Any]
+) -> None:
+    overrides = ("training.method=qlora", "training.lora={rank: 4, use_dora: true}", "training.max_steps=3")
+    run = make_run(
+        "quantised", f"model.weights={finished_run.layout.export}", *overrides, "evaluation.sql_execution=null"
+    )
+    run.train()
+    before, after = run.records(EvaluationRecord)
+    quantisation = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    base = AutoModelForCausalLM.from_pretrained(
+        finished_run.layout.export, quantization_config=quantisation, device_map="cpu", dtype=torch.float32
+    )
+    # In training mode: for inference on processors, bitsandbytes may compute in bf16 instead.
+    assert held_out_loss(base.train(), run) == pytest.approx(before.loss, rel=1e-5)
+    model = PeftModel.from_pretrained(base, str(run.layout.export)).train()
+    assert held_out_loss(model, run) == pytest.approx(after.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(64, 32), (300, 257), (7, 13)])
+def test_a_flat_nf4_matrix_is_bitsandbytes_own(size: tuple[int, int], storage: torch.dtype) -> None:
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    packed, state = bitsandbytes.quantize_4bit(weight.to(storage), compress_statistics=True, quant_type="nf4")
+    layout = Nf4Layout(*size, storage)
+    expected = bitsandbytes.dequantize_4bit(packed, state)
+    flat = layout.pack(weight)
+    assert torch.equal(layout.unpack(flat), expected)
+    amid_others = torch.cat([flat[:3], flat])[3:]
+    assert torch.equal(layout.unpack(amid_others), expected)
+
+
+def test_the_gradient_through_a_4_bit_layer_is_that_of_its_matrix() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64, bias=False))
+    quantise_linears([model], torch.float32)
+    (layer,) = model
+    assert isinstance(layer, Nf4Linear)
+    inputs = torch.randn(3, 32, requires_grad=True)
+    model(inputs).square().sum().backward()
+    through_layer, inputs.grad = inputs.grad, None
+    torch.nn.functional.linear(inputs, layer.weight).square().sum().backward()
+    assert torch.equal(through_layer, inputs.grad)
+    assert layer.packed.grad is None

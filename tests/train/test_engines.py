@@ -1,0 +1,168 @@
+"""FSDP2 and ZeRO-3 train the same model, whatever the family and the method."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ftkit.errors import TrainingError
+from ftkit.memory import method_counts
+from ftkit.records import EvaluationRecord, ProofRecord, StartRecord
+from ftkit.specs.model import ArchitectureSpec, Family
+from ftkit.specs.training import Method, TrainingSpec
+from ftkit.train import fsdp2
+from ftkit.train.adapters import prepare_method
+from ftkit.train.fsdp2 import Fsdp2Engine
+from ftkit.train.model import make_config
+from ftkit.train.proofs import prove_sharding
+from ftkit.train.zero3 import Zero3Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.train.world import World
+
+MATRIX = Path(__file__).with_name("engine_matrix.py")
+NO_QUESTIONS = "evaluation.sql_execution=null"
+SHAPE = ArchitectureSpec(
+    family="llama", vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def training(**changes: object) -> TrainingSpec:
+    fields = {
+        "sequence_length": 32, "global_batch_size": 4, "max_steps": 1, "learning_rate": 1e-3, "precision": "fp32",
+    }  # fmt: skip
+    return TrainingSpec.model_validate(fields | changes)
+
+
+class Ids:
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+
+
+def build(spec: TrainingSpec) -> Any:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(make_config(SHAPE, Ids()))  # type: ignore[arg-type]
+    prepare_method(model, spec)
+    return model
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    output = tmp_path_factory.mktemp("matrix") / "results.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(MATRIX), str(output)], capture_output=True, text=True, env=environment, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results: dict[str, dict[str, Any]] = json.loads(output.read_text())
+    return results
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for what in ("losses", "norms", "held_out", "length"):
+        assert one[what] == pytest.approx(other[what], rel=2e-5), what
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("family", get_args(Family))
+def test_both_engines_train_alike(family: Family, method: Method, matrix: dict[str, dict[str, Any]]) -> None:
+    fsdp2_result, zero3_result = (matrix[f"{family} {method} {engine} none fp32"] for engine in ("fsdp2", "zero3"))
+    assert_equal(fsdp2_result, zero3_result)
+    assert fsdp2_result["checks"]["units"] == zero3_result["checks"]["units"] == "4"
+    is_quantised = zero3_result["checks"]["4-bit parameters"] != "0"
+    assert is_quantised == (method == "qlora")
+
+
+def test_adapters_in_fp32_train_alike_on_4_bit_weights_in_bf16(matrix: dict[str, dict[str, Any]]) -> None:
+    results = [matrix[f"olmo3 qlora {engine} none bf16"] for engine in ("fsdp2", "zero3")]
+    # Nearly: ZeRO-3's adapters are rounded to bf16 before they become masters.
+    assert results[0]["losses"] == pytest.approx(results[1]["losses"], rel=1e-3)
+    assert results[0]["norms"] == pytest.approx(results[1]["norms"], rel=0.1)
+    assert results[0]["losses"] != matrix["olmo3 qlora fsdp2 none fp32"]["losses"]
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_what_is_offloaded_trains_alike(engine: str, offload: str, matrix: dict[str, dict[str, Any]]) -> None:
+    assert_equal(matrix[f"llama full {engine} {offload} fp32"], matrix["llama full fsdp2 none fp32"])
+
+
+def test_a_zero3_run_is_the_fsdp2_run_and_goes_on_with_fewer_processes(
+    finished_run: Any, make_run: Callable[..., Any]
+) -> None:
+    straight = finished_run.losses()
+    run = make_run("zero3", "training.engine=zero3")
+    run.train()
+    for step, (loss, _) in run.losses().items():
+        assert loss == pytest.approx(straight[step][0], abs=1e-4)
+    assert [record.engine for record in run.records(StartRecord)] == ["zero3"]
+    assert run.records(ProofRecord)[0].checks["sharded layers"] == "2"
+    answered = finished_run.records(EvaluationRecord)[0].samples, run.records(EvaluationRecord)[0].samples
+    assert answered[0] == answered[1]
+    run.copy_to("zero3-alone").forget_after(10)
+    alone = make_run("zero3-alone", "training.engine=zero3", NO_QUESTIONS, processes=1)
+    alone.train()
+    assert [record.resumed_from for record in alone.records(StartRecord)] == [10]
+    for step, (loss, _) in alone.losses().items():
+        assert loss == pytest.approx(straight[step][0], abs=1e-4)
+
+
+def test_zero3_that_does_not_partition_is_refused_with_both_numbers(world: World) -> None:
+    engine = Zero3Engine.__new__(Zero3Engine)
+    engine._world, engine.model = world, build(training())
+    with pytest.raises(TrainingError, match=r"units: found 0, expected 3.*sharded layers: found 0, expected 2"):
+        prove_sharding(engine.facts(), training(), method_counts(SHAPE, training()))
+
+
+def test_zero3_partitions_among_too_few_ranks_are_refused(world: World) -> None:
+    engine = Zero3Engine.__new__(Zero3Engine)
+    engine._world, engine.model = world, build(training())
+    for parameter in engine.model.parameters():
+        parameter.ds_shape, parameter.ds_persist = parameter.shape, False
+        parameter.ds_tensor = parameter.detach().flatten()
+        parameter.data = torch.empty(0)
+    assert prove_sharding(engine.facts(), training(), method_counts(SHAPE, training()))["units"] == "3"
+    object.__setattr__(world, "size", 2)
+    try:
+        with pytest.raises(
+            TrainingError, match=r"units: found 0.*parameters on this rank: found 39,072, expected at m"
+        ):
+            prove_sharding(engine.facts(), training(), method_counts(SHAPE, training()))
+    finally:
+        object.__setattr__(world, "size", 1)
+
+
+@pytest.mark.parametrize(
+    ("built", "planned", "message"),
+    [
+        ("full", "lora", "trainable parameters: found 39,072, expected 16,384 "),
+        ("lora", "full", "trainable parameters: found 16,384, expected 39,072 "),
+        ("lora", "qlora", "4-bit parameters: found 0, expected 18,432"),
+    ],
+)
+def test_a_model_that_trains_something_else_than_planned_is_refused(
+    built: str, planned: str, message: str, world: World
+) -> None:
+    engine = Fsdp2Engine(build(training(method=built)), training(), world)
+    with pytest.raises(TrainingError, match=message):
+        prove_sharding(engine.facts(), training(), method_counts(SHAPE, training(method=planned)))
+
+
+def test_torch_that_cannot_shard_two_precisions_together_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp2, "TORCH", (2, 7))
+    spec = training(method="lora", precision="bf16")
+    with pytest.raises(TrainingError, match=r"torch 2\.7.*\n.*\n.*zero3"):
+        Fsdp2Engine(build(spec), spec, world)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ftkit.train import linear_cross_entropy as module
+from ftkit.train.linear_cross_entropy import linear_cross_entropy
+
+
+@pytest.mark.parametrize("vocabulary", [64, 77])
+@pytest.mark.parametrize("chunk_logits", [1, 300, 2**28])
+def test_loss_and_gradients_are_those_of_whole_logits(
+    vocabulary: int, chunk_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_LOGITS", chunk_logits)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 16, generator=generator, dtype=torch.float64).float().requires_grad_()
+    weight = torch.randn(vocabulary, 16, generator=generator, dtype=torch.float64).float().requires_grad_()
+    targets = torch.randint(0, vocabulary, (23,), generator=generator)
+    loss = linear_cross_entropy(hidden, weight, targets)
+    (3 * loss).backward()
+    exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    expected = functional.cross_entropy(exact_hidden @ exact_weight.T, targets, reduction="sum")
+    (3 * expected).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(hidden.grad, exact_hidden.grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight.grad, exact_weight.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_without_targets_costs_nothing_and_still_has_gradients() -> None:
+    hidden = torch.empty(0, 8, requires_grad=True)
+    weight = torch.randn(10, 8, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.empty(0, dtype=torch.int64))
+    loss.backward()
+    assert loss.item() == 0
+    assert weight.grad is not None
+    assert not weight.grad.any()
