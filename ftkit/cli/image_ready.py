@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit import __version__
 from ftkit.cli.image_arguments import registry_of
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
 from ftkit.images import engine
+from ftkit.images import labels as image_labels
 from ftkit.images.choosing import ImportWish
 from ftkit.images.references import local_name
 from ftkit.images.store import manifest_file
 from ftkit.images.verify import looks_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ftkit.cli.terminal import Terminal
     from ftkit.images.store import Format
     from ftkit.plan import RunPlan
@@ -31,7 +35,9 @@ def ensure_image(plan: RunPlan, terminal: Terminal, *, does_import: bool) -> dic
         return {}
     if runtime == "docker":
         with engine.connected() as client:
-            return {"image_id": engine.inspect_required(client, wanted, f"build it: ftkit build {plan.image}").id}
+            image = engine.inspect_required(client, wanted, f"build it: ftkit build {plan.image}")
+        _warn_of_other_code(image.labels, plan, terminal)
+        return {"image_id": image.id}
     if not wanted.startswith("/"):
         return {}  # an address: the cluster fetches it
     file = Path(wanted)
@@ -60,6 +66,7 @@ def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
     final = file.resolve()
     manifest = looks_whole(final)
     if manifest:
+        _warn_of_other_code(manifest.labels, plan, terminal)
         return {"image_id": manifest.image_id, "image_sha256": manifest.sha256}
     if manifest_file(final).exists():
         raise ImageError(
@@ -69,6 +76,20 @@ def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
         )
     terminal.warn(f"{file} has no manifest: nothing says what is in it")
     return {}
+
+
+def _warn_of_other_code(labels: Mapping[str, str], plan: RunPlan, terminal: Terminal) -> None:
+    """Say so if the image holds another ftkit than the one that made the plan: it may not be able to read it."""
+    if image_labels.REFERENCE not in labels:
+        return  # not built by ftkit
+    here = image_labels.own_commit()
+    inside = labels.get("ftkit.version", ""), labels.get("org.opencontainers.image.revision", "")
+    if inside != (__version__, here.commit):
+        terminal.warn(
+            f"{plan.image} holds ftkit {' at '.join(part for part in inside if part)}, this is "
+            f"{' at '.join(part for part in (__version__, here.commit) if part)}: build and import it again if the "
+            "job can't read its plan"
+        )
 
 
 def _missing(plan: RunPlan, file: Path) -> NotFoundError:

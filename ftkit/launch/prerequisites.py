@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.errors import NotFoundError
+from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import named_paths
 from ftkit.layout import Workspace
 
@@ -14,12 +15,14 @@ if TYPE_CHECKING:
 
 
 def check_prerequisites(plan: RunPlan) -> None:
-    """Check that the image and the files that the recipe names are there.
+    """Check that the image, the files that the recipe names, and what trains on this machine are there.
 
     Raises:
-        NotFoundError: one is not.
+        NotFoundError: the image or a file is not.
+        PrerequisiteError: the training packages are not.
     """
     _check_image(plan)
+    _check_packages(plan)
     for key, path in named_paths(plan.recipe):
         if not path.exists():
             raise NotFoundError(
@@ -27,6 +30,16 @@ def check_prerequisites(plan: RunPlan) -> None:
                 meaning="the path is wrong, or its file system is not mounted on this machine",
                 fix=f"give the right path: {key}=PATH; relative ones belong to the file that names them",
             )
+
+
+def _check_packages(plan: RunPlan) -> None:
+    """Without a container, a run on this machine uses the Python that this is."""
+    if plan.cluster.runtime == "none" and plan.cluster.scheduler == "local" and find_spec("torch") is None:
+        raise PrerequisiteError(
+            "what trains is not installed: there is no torch in this Python",
+            meaning=f"cluster '{plan.cluster.name}' has no container, so the run uses {plan.python}",
+            fix="pip install 'ftkit[train]', or run in an image with --cluster docker",
+        )
 
 
 def _check_image(plan: RunPlan) -> None:
@@ -38,6 +51,5 @@ def _check_image(plan: RunPlan) -> None:
     raise NotFoundError(
         f"image {plan.image} is not there: looked for {wanted}",
         meaning=f"images in {images}: {', '.join(there)}" if there else f"there are no images in {images}",
-        fix="import it to that path (enroot import -o FILE docker://HOST#PATH:TAG), or give --image with the path "
-        "of a .sqsh file or a docker:// address",
+        fix=f"import it: ftkit import {plan.image}; or give --image with a .sqsh file or a docker:// address",
     )

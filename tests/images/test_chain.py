@@ -83,6 +83,15 @@ def test_a_push_can_be_imported_elsewhere_and_gives_the_same_files(
     assert listing(here) == listing(there)
 
 
+def test_an_unchanged_push_takes_less_than_two_seconds(project: Project) -> None:
+    project.define(base="large:1")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    first = project.ok("push", "tiny:1")
+    started = time.monotonic()
+    assert project.ok("push", "tiny:1").stdout == first.stdout
+    assert time.monotonic() - started < 2
+
+
 def listing(file: Path) -> list[str]:
     """Modes, sizes and names; without times and what docker itself puts into an export."""
     done = subprocess.run(["unsquashfs", "-lls", str(file)], capture_output=True, text=True, check=True)

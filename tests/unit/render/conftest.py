@@ -33,7 +33,11 @@ env -0 >"$RECORD/${0##*/}.$call/environment"
 STAND_INS = {
     # Starts the one task of a node as srun would, leaving out its own options.
     "srun": 'while [[ ${1-} == -* ]]; do shift; done\nSLURM_NODEID=${FAKE_NODEID:-0} exec "$@"\n',
-    "scontrol": 'if [[ "$1 $2" == "show job" ]]; then echo "${FAKE_JOB:-PreemptTime=None}"; elif [[ $1 == show ]]; then printf "n1\\nn2\\n"; else exit "${FAKE_REQUEUE_CODE:-0}"; fi\n',
+    "scontrol": (
+        'if [[ "$1 $2" == "show job" ]]; then echo "${FAKE_JOB:-PreemptTime=None}"\n'
+        'elif [[ $1 == show ]]; then printf "n1\\nn2\\n"\n'
+        'else exit "${FAKE_REQUEUE_CODE:-0}"; fi\n'
+    ),
     "python3": 'case "$*" in *ftkit.train*) eval "${FAKE_TRAINER-}" ;; *) eval "${FAKE_PREPARE-}" ;; esac\n',
 }
 
