@@ -85,7 +85,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 def registry(faults: Faults) -> Iterator[Registry]:
     handler = type("Handler", (StandIn,), {"faults": faults})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         with Registry(parse_reference(f"127.0.0.1:{server.server_port}/team/x:1"), None, say_nothing) as made:
             yield made
