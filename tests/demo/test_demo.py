@@ -1,0 +1,51 @@
+"""The demo's core, shorter: from the command to a model that answers questions about tables it has not seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftkit.records import EvaluationRecord, StepRecord, read_records
+
+pytestmark = pytest.mark.train
+
+FTKIT = Path(sys.executable).with_name("ftkit")
+
+
+def ftkit(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"FTKIT_WORKSPACE": str(workspace), "XDG_CONFIG_HOME": "/nonexistent"}
+    return subprocess.run(
+        [str(FTKIT), *arguments],
+        cwd=workspace,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+
+
+def test_a_model_learns_to_answer_questions_about_tables_it_has_not_seen(tmp_path: Path) -> None:
+    done = ftkit(
+        tmp_path, "run", "demo", "--cluster", "local", "training.max_steps=700", "data.source.num_train=4000",
+        "evaluation.sql_execution.num_questions=100",
+    )  # fmt: skip
+    (run,) = json.loads(ftkit(tmp_path, "runs", "--json").stdout)
+    assert (run["state"], run["step"]) == ("completed", 700)
+    records = read_records(Path(run["folder"]) / "metrics.jsonl")
+    before, after = (record for record in records if isinstance(record, EvaluationRecord))
+    assert before.execution_accuracy == 0.0
+    assert after.execution_accuracy is not None
+    assert after.execution_accuracy >= 0.2
+    assert after.perplexity < before.perplexity / 100
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    assert steps[-1].loss < steps[0].loss / 10
+    # Without a terminal: plain lines, and nothing of it on stdout but the run's name.
+    assert "step 700/700" in done.stderr
+    assert "execution accuracy 0% →" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
