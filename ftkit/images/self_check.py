@@ -1,6 +1,6 @@
 """Whether an image is what its definition says: `python3 -m ftkit.images.self_check`, run inside it.
 
-Standard library only, apart from the modules that the definition names.
+Standard library and `ftkit.process` only, apart from the modules that the definition names.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
+
+from ftkit import process
+
+TRAINER = "ftkit.train.session"
+"""An image that names this module among its imports can train, and is asked to show it."""
 
 _FOLDER = Path("/opt/ftkit")
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
@@ -24,6 +29,7 @@ def find_faults(folder: Path = _FOLDER) -> list[str]:
         *_lock_faults((folder / "requirements.lock").read_text(encoding="utf-8")),
         *_base_faults(image["provided"], {_normal(name): version for name, version in base.items()}),
         *_import_faults(image["imports"]),
+        *(_training_faults() if TRAINER in image["imports"] else []),
     ]
 
 
@@ -56,6 +62,13 @@ def _import_faults(modules: list[str]) -> list[str]:
         except Exception as error:  # noqa: BLE001 - whatever an import can do wrong is a fault of the image
             faults.append(f"import {module}: {type(error).__name__}: {error}")
     return faults
+
+
+def _training_faults() -> list[str]:
+    """Take a training step with each family."""
+    done = process.run([sys.executable, "-m", "ftkit.train", "--self-check"], timeout_seconds=600)
+    last = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
+    return [] if done.returncode == 0 else [f"ftkit.train --self-check ended with {done.returncode}: {last}"]
 
 
 def _version(name: str) -> str | None:

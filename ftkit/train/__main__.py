@@ -1,4 +1,4 @@
-"""`python -m ftkit.train PLAN`: one rank of a run, started by torchrun."""
+"""`python -m ftkit.train PLAN`: one rank of a run, started by torchrun; --self-check tries this environment."""
 
 from __future__ import annotations
 
@@ -38,6 +38,18 @@ def main(plan_path: Path) -> int:
     return 0
 
 
+def check() -> int:
+    """Try whether this environment can train."""
+    from ftkit.train.self_check import self_check  # noqa: PLC0415 - its imports are part of what is tried
+
+    try:
+        sys.stdout.write(f"ftkit.train: trained on {self_check()}\n")
+    except FtkitError as error:
+        sys.stderr.write(f"ftkit.train: error: {error}\n")
+        return error.exit_code
+    return 0
+
+
 def _start_logs(layout: RunLayout, rank: int) -> None:
     """Send what this rank prints to its own log; rank 0 also speaks in the job's log."""
     layout.logs.mkdir(parents=True, exist_ok=True)
@@ -57,7 +69,7 @@ def _start_logs(layout: RunLayout, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]))
+    code = check() if sys.argv[1] == "--self-check" else main(Path(sys.argv[1]))
     logging.shutdown()
     sys.stdout.flush()
     # Past this point only the interpreter's and libraries' exit handlers would run; gloo's threads can abort in

@@ -1,0 +1,84 @@
+"""`python -m ftkit.train --self-check`: whether this environment can train each family, on tiny models."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+import torch
+
+from ftkit.data.encoding import Document
+from ftkit.data.packing import build_pack
+from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.memory import method_counts
+from ftkit.plan import PlacementPlan
+from ftkit.specs.model import ArchitectureSpec, Family
+from ftkit.specs.training import TrainingSpec
+from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.batches import to_micro_batch
+from ftkit.train.engines import make_engine
+from ftkit.train.model import build_empty, make_config
+from ftkit.train.proofs import prove_isolation, prove_sharding
+from ftkit.train.weights import draw_weights
+from ftkit.train.world import joined_world
+
+if TYPE_CHECKING:
+    from ftkit.train.world import World
+
+VOCABULARY = 320
+LENGTH = 64
+
+
+def self_check() -> str:
+    """Take a training step with each family, on the first GPU if there is one; return what was done.
+
+    Raises:
+        TrainingError: a proof failed.
+    """
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
+    with joined_world(PlacementPlan(1, 1, device, 1)) as world:
+        losses = {family: _take_step(family, world) for family in get_args(Family)}
+    return f"{device}: " + ", ".join(f"{family} (loss {loss:.2f})" for family, loss in losses.items())
+
+
+def _take_step(family: Family, world: World) -> float:
+    """Build, prove and train a tiny model of a family; return its loss."""
+    shape = ArchitectureSpec(
+        family=family,
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=2 * LENGTH,
+        sliding_window=LENGTH // 2,
+        full_attention_every=2,
+    )
+    precision = "bf16" if world.device.type == "cuda" else "fp32"
+    training = TrainingSpec(
+        precision=precision, sequence_length=LENGTH, global_batch_size=1, max_steps=1, learning_rate=1e-3
+    )
+    kernel, _ = choose_kernel(training.attention, world.device)
+    config = make_config(shape, learn_tokenizer(["self-check"], 300, "chatml"))
+    model = build_empty(config, IMPLEMENTATIONS[kernel])
+    engine = make_engine("fsdp2", model, training, world, lambda sharded: draw_weights(sharded, shape, 0))
+    prove_sharding(engine.facts(), training, method_counts(shape, training))
+    prove_isolation(engine, world, VOCABULARY)
+    tokens = np.arange(LENGTH, dtype=np.int32)
+    pack = build_pack([Document(tokens, np.roll(tokens, -1))], LENGTH, pad=0)
+    loss = engine.backward(to_micro_batch(pack[None], world.device), LENGTH, is_last=True)
+    engine.step(training.learning_rate, training.max_grad_norm)
+    return float(loss) / LENGTH  # host sync: once a family
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
