@@ -31,13 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Cluster:
     """The login node, and the power switches of the others."""
 
-    def ftkit(self, *arguments: str, expect: int = 0, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+    def ftkit(self, *arguments: str, expect: int = 0, timeout: int = 500) -> subprocess.CompletedProcess[str]:
         done = self.execute(str(CHECKOUT / ".venv" / "bin" / "ftkit"), *arguments, timeout=timeout)
         assert done.returncode == expect, done.stdout + done.stderr
         assert "Traceback (most recent call last)" not in done.stdout or arguments[0] in {"run", "status", "logs"}
         return done
 
-    def execute(self, *command: str, timeout: int = 60) -> subprocess.CompletedProcess[str]:
+    def execute(self, *command: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
         full = [str(DEV_CLUSTER), "exec", "--", *command]
         return subprocess.run(full, cwd=CHECKOUT, capture_output=True, text=True, timeout=timeout, check=False)
 
@@ -53,7 +53,7 @@ class Cluster:
         status: dict[str, Any] = json.loads(self.ftkit("status", run, "--json").stdout)
         return status
 
-    def wait(self, run: str, condition: Callable[[dict[str, Any]], bool], seconds: int = 150) -> dict[str, Any]:
+    def wait(self, run: str, condition: Callable[[dict[str, Any]], bool], seconds: int = 400) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while not condition(status := self.status(run)):
             assert not status["is_final"], self.explain(run)
@@ -61,7 +61,7 @@ class Cluster:
             time.sleep(1)
         return status
 
-    def wait_for_completion(self, run: str, seconds: int = 200) -> dict[str, Any]:
+    def wait_for_completion(self, run: str, seconds: int = 400) -> dict[str, Any]:
         status = self.wait(run, lambda status: status["is_final"], seconds)
         assert status["state"] == "completed", self.explain(run)
         return status

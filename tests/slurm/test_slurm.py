@@ -43,7 +43,7 @@ def test_a_cancelled_run_ends_and_is_not_put_back_into_the_queue(cluster: Cluste
 
 def test_the_log_is_followed_to_the_end_of_the_run(cluster: Cluster) -> None:
     run = cluster.submit("followed", FOUR)
-    log = cluster.ftkit("logs", run, "-f", timeout=120).stdout
+    log = cluster.ftkit("logs", run, "-f", timeout=300).stdout
     assert "step 20/20" in log
     assert "completed after 20 steps" in log
 
@@ -60,7 +60,7 @@ def test_a_failing_rank_is_shown_with_its_traceback(cluster: Cluster) -> None:
 
 
 def test_a_run_survives_the_death_of_a_node(cluster: Cluster) -> None:
-    run = cluster.submit("survivor", *LONG, "training.max_steps=300")
+    run = cluster.submit("survivor", *LONG, "training.max_steps=150")
     cluster.wait(run, is_training)
     nodes = cluster.status(run)["nodes"] or "n[1-2]"
     victim = "n" + nodes.strip("n[]").replace("-", ",").split(",")[-1]
@@ -71,19 +71,19 @@ def test_a_run_survives_the_death_of_a_node(cluster: Cluster) -> None:
         status = cluster.wait_for_completion(run)
     finally:
         cluster.switch("revive-node", victim)
-    assert status["last_step"]["step"] == 300
+    assert status["last_step"]["step"] == 150
     assert status["start"]["resumed_from"] >= 20
 
 
 def test_a_run_asked_to_stop_writes_a_checkpoint_and_goes_on_later(cluster: Cluster) -> None:
-    run = cluster.submit("interrupted", *LONG, "training.max_steps=300", "training.checkpoint_every_steps=1000")
+    run = cluster.submit("interrupted", *LONG, "training.max_steps=150", "training.checkpoint_every_steps=1000")
     job = cluster.wait(run, is_training)["job_id"]
     # What Slurm does when the time limit is near.
     assert cluster.execute("scancel", "--signal=USR1", "--batch", job).returncode == 0
     cluster.wait(run, lambda status: status["state"] in {"pending", "stopped"})
     start_now(cluster, run)
     status = cluster.wait_for_completion(run)
-    assert status["last_step"]["step"] == 300
+    assert status["last_step"]["step"] == 150
     assert status["start"]["resumed_from"] > 25
 
 
@@ -102,7 +102,7 @@ def test_a_workspace_with_an_unusual_name_works(cluster: Cluster) -> None:
     export FTKIT_WORKSPACE="$workspace/it's 100% \\"\\$(odd)\\" ;&"
     mkdir -p "$FTKIT_WORKSPACE" && exec ftkit run tests/train/tiny.yaml --cluster dev training.max_steps=2
     """
-    done = cluster.execute("bash", "-c", script, timeout=120)
+    done = cluster.execute("bash", "-c", script, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2/2" in done.stderr
 
