@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -97,12 +98,12 @@ def test_a_refusal_of_slurm_is_explained(cluster: Cluster) -> None:
 
 
 def test_a_workspace_with_an_unusual_name_works(cluster: Cluster) -> None:
+    settings = json.loads(cluster.ftkit("config", "--json").stdout)["settings"]
     script = """
-    workspace="$(ftkit config --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["workspace"])')"
-    export FTKIT_WORKSPACE="$workspace/it's 100% \\"\\$(odd)\\" ;&"
+    export FTKIT_WORKSPACE="$0/it's 100% \\"\\$(odd)\\" ;&"
     mkdir -p "$FTKIT_WORKSPACE" && exec ftkit run tests/train/tiny.yaml --cluster dev training.max_steps=2
     """
-    done = cluster.execute("bash", "-c", script, timeout=300)
+    done = cluster.execute("bash", "-c", script, settings["workspace"]["value"], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2/2" in done.stderr
 
