@@ -34,7 +34,6 @@ class Progress:
     """How far a run is: all that goes on from a checkpoint besides weights and optimizer."""
 
     step: int
-    tokens: int
     fingerprint: str
 
 

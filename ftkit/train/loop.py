@@ -75,8 +75,7 @@ class Training:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def _advance(self) -> None:
-        tokens = self.progress.tokens + self.plan.batch.tokens_per_step
-        self.progress = replace(self.progress, step=self.progress.step + 1, tokens=tokens)
+        self.progress = replace(self.progress, step=self.progress.step + 1)
 
     def _is_asked_to_stop(self) -> bool:
         """Look for the request on rank 0 alone; the step's sums tell the others."""

@@ -60,7 +60,7 @@ class Session:
         engine, config, class_name = self._build_engine()
         self._prove(engine)
         progress = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
-        progress = progress or Progress(step=0, tokens=0, fingerprint=self.plan.fingerprint)
+        progress = progress or Progress(step=0, fingerprint=self.plan.fingerprint)
         self._record_start(num_steps, progress)
         evaluator = Evaluator(self.plan, self.data, self.tokenizer, self.world)
         if progress.step == 0:
