@@ -137,6 +137,6 @@ def _uv() -> list[str]:
         raise PrerequisiteError(
             "the program 'uv' was not found",
             meaning="locks are made with it, because it resolves for another Python than this one",
-            fix="pip install uv",
+            fix="pip install 'ftkit[images]'",
         )
     return [found]
