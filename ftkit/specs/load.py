@@ -18,6 +18,7 @@ from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.data import FilesSource
 from ftkit.specs.image import ImageSpec
 from ftkit.specs.layers import COMMAND_LINE, Layers, parse_override, read_yaml
+from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.problems import validate
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.specs.settings import Settings
@@ -79,7 +80,7 @@ def load_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) 
         ConfigError: with every problem found.
     """
     path = _find("recipe", name, around)
-    layers = _with_architecture(_read_extended("recipe", path, around))
+    layers = _read_extended("recipe", path, around)
     for override in overrides:
         layers = _with_architecture(parse_override(override)).over(layers)
     recipe = validate(RecipeSpec, layers)
@@ -171,7 +172,7 @@ def _closest(word: str, known: list[str], otherwise: str) -> str:
 
 def _read_extended(kind: str, path: Path, around: Surroundings, seen: tuple[Path, ...] = ()) -> Layers:
     """Read a file and, under it, the one that its `extends` names."""
-    layers = read_yaml(path)
+    layers = _with_architecture(read_yaml(path))
     parent = layers.values.get("extends")
     if parent is None:
         return layers
@@ -198,8 +199,10 @@ def _with_architecture(layers: Layers) -> Layers:
         fix = _closest(name, known, f"Known: {', '.join(known)}; or give the fields themselves.")
         raise ConfigError([Problem(where, "model.architecture", f"there is no architecture '{name}'.", fix)])
     shape = read_yaml(path)
+    # All fields, so that nothing of an architecture in a layer below is left.
+    defaults = {key: field.default for key, field in ArchitectureSpec.model_fields.items() if not field.is_required()}
     origins = {("model", "architecture", *key): origin for key, origin in shape.origins.items()}
-    named = {**layers.values, "model": {**layers.values["model"], "architecture": shape.values}}
+    named = {**layers.values, "model": {**layers.values["model"], "architecture": defaults | shape.values}}
     return Layers(named, layers.origins | origins)
 
 

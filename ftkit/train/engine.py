@@ -31,7 +31,7 @@ class Engine(Protocol):
         """Run forward and backward on a micro-batch.
 
         Gradients are those of the mean loss over the `num_targets` targets of the whole step, over all ranks.
-        They are reduced over the ranks with the last micro-batch of the step.
+        They are reduced over the ranks by the last micro-batch of the step at the latest.
 
         Returns:
             The loss summed over this micro-batch's targets: fp32, no gradient.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,7 +45,8 @@ class Fsdp2Engine:
 
     def __init__(self, model: nn.Module, training: TrainingSpec, world: World, fill: Fill | None = None) -> None:
         self._world = world
-        _check_precisions(model)
+        if not stays_whole(training, world):
+            _check_precisions(model)
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         self.model = shard(model, training, world)
         if is_empty:
@@ -75,8 +77,11 @@ class Fsdp2Engine:
         )
 
     def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:
-        """Run forward and backward; see `Engine.backward`."""
-        cast("FSDPModule", self.model).set_requires_gradient_sync(is_last)
+        """Run forward and backward; see `Engine.backward`.
+
+        Each micro-batch's gradients are reduced at once: kept until the last one, they would be there whole.
+        """
+        del is_last
         loss = summed_loss(self.model, batch)
         # Reduction averages over ranks; the loss is a mean over the targets of all of them.
         torch.autograd.backward(loss * (self._world.size / num_targets))
@@ -145,6 +150,12 @@ def _check_precisions(model: nn.Module) -> None:
         )
 
 
+def stays_whole(training: TrainingSpec, world: World) -> bool:
+    """Tell whether frozen weights are left alone: on one process there is nothing to gather, only to copy."""
+    alone = world.size == 1 and training.adapters is not None and training.offload != "all"
+    return alone and "ignored_params" in inspect.signature(fully_shard).parameters  # from torch 2.7 on
+
+
 def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
     """Shard a model: each decoder layer is a unit, and what is outside the layers is one more.
 
@@ -159,11 +170,12 @@ def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
     compute = torch.bfloat16 if training.precision == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": policy, "offload_policy": offload}
+    if stays_whole(training, world):
+        options["ignored_params"] = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     for layer in find_decoder_layers(model):
-        fully_shard(
-            layer, mesh=world.mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=world.size > 1
-        )
-    fully_shard(model, mesh=world.mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(layer, reshard_after_forward=world.size > 1, **options)
+    fully_shard(model, **options)
     add_objective(model, in_chunks=True)
     return model
 

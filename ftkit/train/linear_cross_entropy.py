@@ -36,11 +36,11 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: to
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        needs_gradient = any(ctx.needs_input_grad)
+        needs_hidden, needs_weight, _ = ctx.needs_input_grad  # a frozen projection needs none
         vocabulary = weight.shape[0]
         weight = _padded(weight)
-        grad_hidden = torch.empty_like(hidden) if needs_gradient else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         chunk = max(1, CHUNK_LOGITS // weight.shape[0])
         for begin in range(0, len(targets), chunk):
@@ -48,17 +48,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = hidden[part] @ weight.T
             part_loss, grad_logits = _loss_and_gradient(logits, targets[part], vocabulary)
             loss += part_loss
-            if grad_hidden is not None and grad_weight is not None:
+            if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[part]
-        if grad_hidden is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_hidden, grad_weight[:vocabulary].to(weight.dtype))
+        if grad_weight is not None:
+            grad_weight = grad_weight[:vocabulary].to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_output, grad_weight * grad_output, None
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        grad_hidden, grad_weight = (None if grad is None else grad * grad_output for grad in ctx.saved_tensors)
+        return grad_hidden, grad_weight, None
 
 
 def _padded(weight: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,9 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> PretrainedConfig:
 def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
     """Build a model whose parameters take no memory yet; its buffers are real."""
     with init_empty_weights(include_buffers=False):
-        return _prepared(AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    model.tie_weights()  # emptying gave each name a parameter of its own, which would be sharded twice
+    return _prepared(model)
 
 
 def _prepared(model: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from ftkit.errors import TrainingError
@@ -162,7 +164,15 @@ def test_a_model_that_trains_something_else_than_planned_is_refused(
 def test_torch_that_cannot_shard_two_precisions_together_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fsdp2, "TORCH", (2, 7))
+    monkeypatch.setattr(fsdp2, "TORCH", (2, 6))
     spec = training(method="lora", precision="bf16")
-    with pytest.raises(TrainingError, match=r"torch 2\.7.*\n.*\n.*zero3"):
-        Fsdp2Engine(build(spec), spec, world)
+    two = dataclasses.replace(world, size=2)
+    with pytest.raises(TrainingError, match=r"torch 2\.6.*\n.*\n.*zero3"):
+        Fsdp2Engine(build(spec), spec, two)
+
+
+def test_one_process_leaves_frozen_weights_alone(world: World) -> None:
+    spec = training(method="lora", precision="bf16")
+    model = Fsdp2Engine(build(spec), spec, world).model
+    sharded = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    assert sharded == {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -36,3 +36,13 @@ def test_a_batch_without_targets_costs_nothing_and_still_has_gradients() -> None
     assert loss.item() == 0
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+def test_a_frozen_projection_gets_no_gradient_and_the_hidden_states_keep_theirs() -> None:
+    hidden = torch.randn(5, 8, requires_grad=True)
+    weight = torch.randn(10, 8)
+    targets = torch.arange(5)
+    linear_cross_entropy(hidden, weight, targets).backward()
+    exact = hidden.detach().clone().requires_grad_()
+    functional.cross_entropy(exact @ weight.T, targets, reduction="sum").backward()
+    torch.testing.assert_close(hidden.grad, exact.grad, rtol=1e-4, atol=1e-5)

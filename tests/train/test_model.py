@@ -21,7 +21,7 @@ from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.training import TrainingSpec
 from ftkit.train.batches import to_micro_batch
 from ftkit.train.fsdp2 import Fsdp2Engine
-from ftkit.train.model import find_decoder_layers, make_config
+from ftkit.train.model import build_empty, find_decoder_layers, make_config
 from ftkit.train.objective import summed_loss
 from ftkit.train.proofs import ShardingFacts, prove_isolation, prove_sharding
 
@@ -105,6 +105,11 @@ def test_every_family_passes_the_proofs(
     assert checks["units"] == "5"
     assert checks["checkpointed layers"] == ("4" if checkpointing else "0")
     assert "documents isolated" in prove_isolation(engine, world, 320)
+
+
+def test_a_tied_table_is_sharded_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = build_empty(make_config(architecture("gemma3_text"), tokenizer), "sdpa")
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 def test_a_model_left_in_one_unit_is_refused_with_both_numbers(

@@ -78,6 +78,19 @@ def test_a_named_architecture_gives_its_fields_and_can_be_changed(around: Surrou
     assert (shape.family, shape.hidden_size, shape.num_hidden_layers) == ("olmo3", 4096, 8)
 
 
+def test_a_named_architecture_replaces_all_of_the_one_below(around: Surroundings) -> None:
+    assert load_recipe("demo", around).model.architecture.tie_word_embeddings
+    assert not load_recipe("demo", around, ["model.architecture=llama3-8b"]).model.architecture.tie_word_embeddings
+
+
+def test_a_recipe_can_change_a_field_of_the_architecture_that_the_one_it_extends_names(around: Surroundings) -> None:
+    path = around.project / "recipes" / "small.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("extends: olmo3-7b-full\nname: small\nmodel:\n  architecture:\n    num_hidden_layers: 8\n")
+    shape = load_recipe("small", around).model.architecture
+    assert (shape.num_hidden_layers, shape.hidden_size) == (8, 4096)
+
+
 def test_an_unknown_architecture_suggests_the_nearest(around: Surroundings) -> None:
     assert "did you mean 'olmo3-7b'?" in problems(around, "model.architecture=olmo-7b")[0]
 
