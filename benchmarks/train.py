@@ -33,7 +33,7 @@ WARM_UP_STEPS = 5
 NUM_STEPS = 20
 LONG = "training.sequence_length=65536"
 SHORT = "training.sequence_length=8192"
-CHECKPOINTED = "training.activation_checkpointing=true"
+CHECKPOINTED = "training.activation_checkpointing=full"
 
 
 @dataclass(frozen=True)

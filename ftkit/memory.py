@@ -147,6 +147,9 @@ def _activation_bytes(shape: ArchitectureSpec, training: TrainingSpec, tokens: i
     # Kept for the backward pass: inputs of two norms and of their outputs, queries, keys, values twice (before
     # and after the rotation), the attention's output, and the feed-forward's four wide tensors.
     one_layer = width * tokens * (6 * shape.hidden_size + 3 * heads + 4 * keys + 4 * shape.intermediate_size)
-    if not training.activation_checkpointing:
+    if training.activation_checkpointing == "none":
         return float(shape.num_hidden_layers * one_layer)
-    return float(one_layer + shape.num_hidden_layers * width * tokens * shape.hidden_size)
+    kept = shape.hidden_size  # a layer's input
+    if training.activation_checkpointing == "selective":  # and what its products and its attention gave
+        kept += 2 * shape.hidden_size + 2 * heads + 2 * keys + 2 * shape.intermediate_size
+    return float(one_layer + shape.num_hidden_layers * width * tokens * kept)

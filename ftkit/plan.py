@@ -175,6 +175,8 @@ def choose_engine(recipe: RecipeSpec, world_size: int, gpu: str | None) -> Engin
         return EnginePlan(wanted, "the recipe asks for it")
     if world_size == 1:
         return EnginePlan("fsdp2", "one process: a single shard")
+    if recipe.training.only_with_fsdp2:
+        return EnginePlan("fsdp2", f"the only one for the recipe's {' and '.join(recipe.training.only_with_fsdp2)}")
     capacity = GPU_MEMORY_GIB.get(gpu or "")
     needed = {
         name: predict_memory(recipe.model.architecture, recipe.training, world_size, name).total for name in _ENGINES

@@ -31,6 +31,7 @@ def find_problems(
         *_batch(recipe, num_nodes * processes_per_node),
         *_offload(recipe, cluster),
         *_kernels(recipe, cluster),
+        *_engine(recipe),
         *_lengths(recipe),
         *_evaluation(recipe),
         *_image(recipe, cluster, image, request),
@@ -90,6 +91,16 @@ def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
         yield Problem(where, "training.attention", f"'{training.attention}' is a kernel for GPUs.", "Take 'auto'.")
     if training.compile == "layers" and training.engine == "zero3":
         yield Problem(where, "training.compile", "'layers' has no effect with engine 'zero3'.", "Take 'auto'.")
+
+
+def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
+    training = recipe.training
+    for setting in training.only_with_fsdp2 if training.engine == "zero3" else ():
+        yield Problem(
+            f"recipe {recipe.name}", f"training.{setting}",
+            f"'{getattr(training, setting)}' doesn't go with engine 'zero3'.",
+            "Take engine 'auto' or 'fsdp2', or leave it out.",
+        )  # fmt: skip
 
 
 def _lengths(recipe: RecipeSpec) -> Iterator[Problem]:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Literal, Self, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from ftkit.specs.strict import OneLine, Spec
 
 EngineName = Literal["fsdp2", "zero3"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
 AttentionChoice = Literal["auto", "flash4", "flex", "sdpa"]
 EngineChoice = Literal["auto", "fsdp2", "zero3"]
 Method = Literal["full", "lora", "qlora"]
@@ -84,8 +93,10 @@ class TrainingSpec(Spec):
     `auto` takes the fastest that is there."""
     compile: Literal["auto", "layers", "none"] = "auto"
     """`layers`: compile each decoder layer, which fuses its element-wise work; `auto`: on GPUs, with engine fsdp2."""
-    activation_checkpointing: bool = False
-    """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """What the backward pass computes again: nothing; the cheap operations between matrix products and attention
+    (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory and a
+    third more time."""
     checkpoint_every_steps: PositiveInt = 300
     """A checkpoint every so many steps; there is always one at the end."""
     keep_checkpoints: PositiveInt = 2
@@ -99,6 +110,18 @@ class TrainingSpec(Spec):
     def adapters(self) -> LoraSpec | None:
         """The adapters that are trained; none: all weights are."""
         return None if self.method == "full" else self.lora or LoraSpec()
+
+    @property
+    def only_with_fsdp2(self) -> tuple[str, ...]:
+        """The settings that engine zero3 can't serve."""
+        return ("activation_checkpointing",) if self.activation_checkpointing == "selective" else ()
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _checkpointing_is_a_word(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError(f"take '{'full' if value else 'none'}': it is one of none, selective and full")  # noqa: TRY004
+        return value
 
     @model_validator(mode="after")
     def _adapters_belong_to_a_method(self) -> Self:

@@ -54,8 +54,8 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within documents: transformers' interface to flash-attn-4.
@@ -66,8 +66,7 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
     batch, _, length, width = query.shape
     flat = [tensor.transpose(1, 2).reshape(batch * length, -1, width) for tensor in (query, key, value)]
     scale = scaling if scaling is not None else 1 / math.sqrt(width)
-    window = (None, None) if sliding_window is None else (sliding_window - 1, 0)
-    output = _varlen(flat, cu_seq_lens_q, max_length_q, scale, window)
+    output, _ = _varlen(*flat, cu_seq_lens_q, max_length_q, scale, sliding_window)
     return output.view(batch, length, -1, width), None
 
 
@@ -83,28 +82,80 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(chosen)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # torch ships no type for it
-def _varlen(
-    flat: list[torch.Tensor],
-    borders: torch.Tensor | None,
-    longest: int | None,
+# Operators, which a compiled layer takes in whole and activation checkpointing can keep the output of. The package's
+# public function is opaque to both; hence its private ones.
+@torch.library.custom_op("ftkit::varlen_attention", mutates_args=())
+def _varlen(  # noqa: PLR0913, PLR0917 - operators take tensors and numbers alone
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    longest: int,
     scale: float,
-    window: tuple[int | None, int | None],
-) -> torch.Tensor:
-    from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found] # noqa: PLC0415 - only on GPUs
+    sliding_window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, [B * T, H, D], and the logarithms of the sums of weights, fp32 [H, B * T]."""
+    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found] # noqa: PLC0415 - on GPUs
 
-    output = flash_attn_varlen_func(
-        *flat,
-        cu_seqlens_q=borders,
-        cu_seqlens_k=borders,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        softmax_scale=scale,
-        causal=True,
-        window_size=window,
+    output, log_sums, *_ = _flash_attn_fwd(
+        query, key, value, return_lse=True, **_options(borders, longest, scale, sliding_window)
     )
-    result: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return result
+    return output, log_sums
 
 
+@torch.library.custom_op("ftkit::varlen_attention_backward", mutates_args=())
+def _varlen_backward(
+    gradient: torch.Tensor,
+    kept: list[torch.Tensor],
+    borders: torch.Tensor,
+    longest: int,
+    scale: float,
+    sliding_window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value; `kept` are these, the output and the logarithms of sums."""
+    from flash_attn.cute.interface import _flash_attn_bwd  # noqa: PLC0415 - on GPUs
+
+    query, key, value, output, log_sums = kept
+    options = _options(borders, longest, scale, sliding_window)
+    gradients = _flash_attn_bwd(query, key, value, output, gradient, log_sums, **options)
+    of_query, of_key, of_value = (tensor.contiguous() for tensor in gradients[:3])
+    return of_query, of_key, of_value
+
+
+def _options(borders: torch.Tensor, longest: int, scale: float, sliding_window: int | None) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": borders,
+        "cu_seqlens_k": borders,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": None if sliding_window is None else sliding_window - 1,
+        "window_size_right": None if sliding_window is None else 0,
+    }
+
+
+@_varlen.register_fake
+def _(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    length, heads, _width = query.shape
+    return query.new_empty(length, heads, value.shape[-1]), query.new_empty(heads, length, dtype=torch.float32)
+
+
+@_varlen_backward.register_fake
+def _(_: torch.Tensor, kept: list[torch.Tensor], *__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_query, of_key, of_value = (tensor.new_empty(tensor.shape) for tensor in kept[:3])
+    return of_query, of_key, of_value
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, borders, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, *output, borders)
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    *kept, borders = ctx.saved_tensors
+    return (*_varlen_backward(gradient, kept, borders, *ctx.settings), None, None, None, None)
+
+
+_varlen.register_autograd(_gradients, setup_context=_keep_for_backward)
 AttentionInterface.register(IMPLEMENTATIONS["flash4"], _flash4)

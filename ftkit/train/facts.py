@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ftkit.train.checkpointing import checkpointing_of
 from ftkit.train.model import find_decoder_layers
 from ftkit.train.proofs import ShardingFacts
 from ftkit.train.quantise import Nf4Linear
@@ -38,7 +40,7 @@ def gather_facts(
         num_layers=len(layers),
         num_units=num_units,
         num_sharded_layers=num_sharded_layers,
-        num_checkpointed_layers=sum(bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers),
+        checkpointed_layers=Counter(checkpointing_of(layer) for layer in layers),
         total_elements=stored - packed + quantised,
         local_elements=sum(each.local for each in parameters.values()),
         largest_local_elements=sum(each.allowed for each in parameters.values()),

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ftkit.errors import TrainingError
+from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.facts import Held, gather_facts
-from ftkit.train.model import enable_checkpointing, find_decoder_layers
+from ftkit.train.model import find_decoder_layers
 from ftkit.train.objective import MicroBatch, add_objective, summed_loss
 from ftkit.train.optimizer import HostStateAdamW, parameter_groups
 from ftkit.train.weights import materialise
@@ -162,18 +163,15 @@ def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
     Layers are gathered for their forward and again for their backward; embedding and output projection stay
     gathered in between.
     """
-    if training.activation_checkpointing:
-        enable_checkpointing(model)
-    if compiles(training, world.device):
-        for layer in find_decoder_layers(model):
-            layer.forward = torch.compile(layer.forward)
+    layers = find_decoder_layers(model)
+    checkpoint_layers(layers, training.activation_checkpointing, compiled=compiles(training, world.device))
     compute = torch.bfloat16 if training.precision == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
     options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": policy, "offload_policy": offload}
     if stays_whole(training, world):
         options["ignored_params"] = {parameter for parameter in model.parameters() if not parameter.requires_grad}
-    for layer in find_decoder_layers(model):
+    for layer in layers:
         fully_shard(layer, reshard_after_forward=world.size > 1, **options)
     fully_shard(model, **options)
     add_objective(model, in_chunks=True)

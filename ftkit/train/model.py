@@ -100,13 +100,6 @@ def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
     return max(matching, key=lambda layers: sum(parameter.numel() for parameter in layers[0].parameters()))
 
 
-def enable_checkpointing(model: Any) -> None:
-    """Recompute each decoder layer in the backward pass."""
-    # transformers 6 will know the first name alone, 5.17 and older know only the second.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
 def has_random_weights(model: ModelSpec) -> bool:
     """Tell whether a recipe trains from nothing."""
     return model.weights == "random"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy as np
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.errors import TrainingError
+from ftkit.specs.training import ActivationCheckpointing
 from ftkit.train.batches import to_micro_batch
 from ftkit.train.objective import packed_hidden_states
 
@@ -33,7 +35,7 @@ class ShardingFacts:
     num_layers: int
     num_units: int
     num_sharded_layers: int
-    num_checkpointed_layers: int
+    checkpointed_layers: Mapping[ActivationCheckpointing, int]
     total_elements: int
     local_elements: int
     largest_local_elements: int
@@ -50,11 +52,15 @@ def prove_sharding(facts: ShardingFacts, training: TrainingSpec, expected: Param
     Raises:
         TrainingError: naming both numbers of each comparison that failed.
     """
-    wanted_checkpointed = facts.num_layers if training.activation_checkpointing else 0
+    checkpointing = training.activation_checkpointing
     comparisons = {
         "units": (facts.num_units, facts.num_layers + 1, "decoder layers + 1 for the rest"),
         "sharded layers": (facts.num_sharded_layers, facts.num_layers, "decoder layers"),
-        "checkpointed layers": (facts.num_checkpointed_layers, wanted_checkpointed, "as the recipe asks"),
+        f"layers with checkpointing '{checkpointing}'": (
+            facts.checkpointed_layers.get(checkpointing, 0),
+            facts.num_layers,
+            "decoder layers",
+        ),
         "parameters": (facts.total_elements, expected.total, "as planned"),
         "trainable parameters": (facts.trainable_elements, expected.trained, f"for method '{training.method}'"),
         "4-bit parameters": (facts.quantised_elements, expected.quantised, f"for method '{training.method}'"),

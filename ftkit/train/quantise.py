@@ -108,7 +108,7 @@ class Nf4Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Multiply by the matrix, which exists only as long as that takes."""
-        output: torch.Tensor = _Nf4Product.apply(input, self.packed, self.layout)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _product(input, self.packed, self.out_features)
         return output
 
     def extra_repr(self) -> str:
@@ -116,19 +116,35 @@ class Nf4Linear(nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, NF4"
 
 
-class _Nf4Product(torch.autograd.Function):
-    """Keeps the parameter for the backward pass, not views of it: an engine may free and gather it in between."""
+# An operator, so that no compiler sees the dequantised matrix and keeps it for the backward pass. Autograd keeps the
+# parameter, not views of it: an engine may free and gather it in between.
+@torch.library.custom_op("ftkit::nf4_product", mutates_args=())
+def _product(inputs: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    return functional.linear(inputs, Nf4Layout(num_outputs, inputs.shape[-1], packed.dtype).unpack(packed))
 
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, layout: Nf4Layout) -> torch.Tensor:
-        ctx.save_for_backward(packed)
-        ctx.layout = layout
-        return functional.linear(inputs, layout.unpack(packed))
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (packed,) = ctx.saved_tensors
-        return gradient @ ctx.layout.unpack(packed), None, None
+@torch.library.custom_op("ftkit::nf4_product_backward", mutates_args=())
+def _product_backward(gradient: torch.Tensor, packed: torch.Tensor, num_inputs: int) -> torch.Tensor:
+    return gradient @ Nf4Layout(gradient.shape[-1], num_inputs, packed.dtype).unpack(packed)
+
+
+@_product.register_fake
+@_product_backward.register_fake
+def _empty_product(factor: torch.Tensor, _: torch.Tensor, width: int) -> torch.Tensor:
+    return factor.new_empty(*factor.shape[:-1], width)
+
+
+def _keep_packed(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, int], output: torch.Tensor) -> None:
+    del output
+    ctx.save_for_backward(inputs[1])
+    ctx.num_inputs = inputs[0].shape[-1]
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return _product_backward(gradient, *ctx.saved_tensors, ctx.num_inputs), None, None
+
+
+_product.register_autograd(_gradients, setup_context=_keep_packed)
 
 
 def quantise_linears(layers: Iterable[nn.Module], storage: torch.dtype) -> None:

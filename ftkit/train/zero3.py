@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from ftkit.errors import PrerequisiteError
+from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.facts import Held, gather_facts
-from ftkit.train.model import enable_checkpointing, find_decoder_layers
+from ftkit.train.model import find_decoder_layers
 from ftkit.train.objective import MicroBatch, add_objective, summed_loss
 from ftkit.train.optimizer import parameter_groups
 from ftkit.train.shards import own_part
@@ -55,8 +56,7 @@ class Zero3Engine:
             self._deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=precision)
         if fill is not None:
             fill(model)
-        if training.activation_checkpointing:
-            enable_checkpointing(model)
+        checkpoint_layers(find_decoder_layers(model), training.activation_checkpointing, compiled=False)
         add_objective(model, in_chunks=False)
         _take_batches_in_forward(model)
         # The learning rate comes with each step. Until then it is none, so that nothing that DeepSpeed does to

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from ftkit.memory import method_counts
 from ftkit.plan import PlacementPlan
 from ftkit.specs.model import ArchitectureSpec, Family
-from ftkit.specs.training import EngineName, Method, Offload, Precision, TrainingSpec
+from ftkit.specs.training import ActivationCheckpointing, EngineName, Method, Offload, Precision, TrainingSpec
 from ftkit.train.adapters import fill_adapters, prepare_method
 from ftkit.train.engines import make_engine
 from ftkit.train.model import make_config
@@ -53,6 +53,12 @@ def architecture(family: Family) -> ArchitectureSpec:
     return ArchitectureSpec.model_validate(fields)
 
 
+def checkpointing(family: Family, engine: EngineName) -> ActivationCheckpointing:
+    if family == "olmo3" and engine == "fsdp2":
+        return "selective"
+    return "full" if family in {"olmo3", "qwen3"} else "none"
+
+
 def batch(step: int, accumulation: int, world: World) -> MicroBatch:
     generator = torch.Generator().manual_seed(100 * step + 10 * accumulation + world.rank)
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
@@ -68,7 +74,7 @@ def train(case: tuple[Family, Method, EngineName, Offload, Precision], world: Wo
     training = TrainingSpec(
         method=method, engine=engine_name, offload=offload, precision=precision, sequence_length=LENGTH,
         global_batch_size=2 * ACCUMULATION * world.size, max_steps=STEPS, learning_rate=1e-2, weight_decay=0.1,
-        activation_checkpointing=family == "qwen3",
+        activation_checkpointing=checkpointing(family, engine_name),
     )  # fmt: skip
     ids = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     torch.manual_seed(5)

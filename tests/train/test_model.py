@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from ftkit.errors import TrainingError
 from ftkit.memory import count_parameters, method_counts
 from ftkit.methods import ParameterCounts
 from ftkit.specs.model import ArchitectureSpec
-from ftkit.specs.training import TrainingSpec
+from ftkit.specs.training import ActivationCheckpointing, TrainingSpec
 from ftkit.train.batches import to_micro_batch
 from ftkit.train.fsdp2 import Fsdp2Engine
 from ftkit.train.model import build_empty, find_decoder_layers, make_config
@@ -91,11 +91,11 @@ def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(
     assert loss([documents[0]], [documents[2], documents[1]]) == pytest.approx(separate, rel=1e-5)
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", get_args(ActivationCheckpointing))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_the_proofs(
     family: str,
-    checkpointing: bool,
+    checkpointing: ActivationCheckpointing,
     tokenizer: PreTrainedTokenizerBase,
     world: World,
 ) -> None:
@@ -103,7 +103,7 @@ def test_every_family_passes_the_proofs(
     engine = Fsdp2Engine(build(family, tokenizer), training, world)
     checks = prove_sharding(engine.facts(), training, method_counts(architecture(family), training))
     assert checks["units"] == "5"
-    assert checks["checkpointed layers"] == ("4" if checkpointing else "0")
+    assert checks[f"layers with checkpointing '{checkpointing}'"] == "4"
     assert "documents isolated" in prove_isolation(engine, world, 320)
 
 
@@ -123,7 +123,7 @@ def test_a_model_left_in_one_unit_is_refused_with_both_numbers(
 
 
 GOOD = ShardingFacts(
-    num_layers=64, num_units=65, num_sharded_layers=64, num_checkpointed_layers=0, total_elements=1000,
+    num_layers=64, num_units=65, num_sharded_layers=64, checkpointed_layers={"none": 64}, total_elements=1000,
     local_elements=125, largest_local_elements=130, trainable_elements=1000,
 )  # fmt: skip
 
@@ -132,13 +132,13 @@ GOOD = ShardingFacts(
     ("changes", "message"),
     [
         ({"num_units": 1}, "units: found 1, expected 65"),
-        ({"num_checkpointed_layers": 64}, "checkpointed layers: found 64, expected 0"),
+        ({"checkpointed_layers": {"full": 64}}, "layers with checkpointing 'none': found 0, expected 64"),
         ({"local_elements": 1000}, "parameters on this rank: found 1,000, expected at most 130"),
         ({"trainable_elements": 7}, "trainable parameters: found 7, expected 1,000"),
         ({"total_elements": 999, "trainable_elements": 999}, "parameters: found 999, expected 1,000"),
     ],
 )
-def test_each_proof_names_what_was_found_and_what_was_expected(changes: dict[str, int], message: str) -> None:
+def test_each_proof_names_what_was_found_and_what_was_expected(changes: dict[str, Any], message: str) -> None:
     assert prove_sharding(GOOD, TRAINING, ParameterCounts(1000, 1000))["units"] == "65"
     with pytest.raises(TrainingError, match=message):
         prove_sharding(ShardingFacts(**(vars(GOOD) | changes)), TRAINING, ParameterCounts(1000, 1000))

@@ -141,11 +141,11 @@ def test_accumulation_and_checkpointing_change_nothing_but_memory(
     frugal = make_run(
         "frugal",
         "training.micro_batch_size=1",
-        "training.activation_checkpointing=true",
+        "training.activation_checkpointing=full",
         "evaluation.sql_execution=null",
     )
     frugal.train()
-    assert frugal.records(ProofRecord)[0].checks["checkpointed layers"] == "2"
+    assert frugal.records(ProofRecord)[0].checks["layers with checkpointing 'full'"] == "2"
     for step, (loss, _) in frugal.losses().items():
         assert loss == pytest.approx(finished_run.losses()[step][0], abs=2e-5)
 

@@ -145,6 +145,13 @@ def test_kernels_that_can_have_no_effect_are_refused() -> None:
     assert "no effect with engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
 
 
+def test_what_zero3_cannot_do_is_refused_and_auto_takes_fsdp2() -> None:
+    selective = "training.activation_checkpointing=selective"
+    assert "'selective' doesn't go with engine 'zero3'" in problems(demo(selective, "training.engine=zero3"))
+    chosen = plan(demo(selective)).engine
+    assert (chosen.name, "activation_checkpointing" in chosen.reason) == ("fsdp2", True)
+
+
 def test_what_needs_held_out_data_is_refused_without_it() -> None:
     found = problems(demo("data.source.num_heldout=0", "evaluation.every_steps=5"))
     assert found.count("nothing held out") == 2

@@ -57,6 +57,11 @@ def test_a_wrong_choice_suggests_the_nearest(around: Surroundings) -> None:
     ]  # fmt: skip
 
 
+def test_checkpointing_that_is_on_is_told_which_words_there_are(around: Surroundings) -> None:
+    (found,) = problems(around, "training.activation_checkpointing=true")
+    assert "take 'full': it is one of none, selective and full" in found
+
+
 def test_a_source_of_unknown_kind_names_the_known_ones(around: Surroundings) -> None:
     (found,) = problems(around, "data.source.kind=hubb")
     assert "'hubb' is none of 'generated', 'files', 'hub'. Did you mean 'hub'?" in found

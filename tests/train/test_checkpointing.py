@@ -1,0 +1,255 @@
+"""Activation checkpointing: the same gradients from fewer tensors."""
+
+from __future__ import annotations
+
+import sys
+import types
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from ftkit.specs.model import ArchitectureSpec, Family
+from ftkit.specs.training import ActivationCheckpointing, Method, TrainingSpec
+from ftkit.train import attention, checkpointing
+from ftkit.train.adapters import fill_adapters, prepare_method
+from ftkit.train.attention import IMPLEMENTATIONS
+from ftkit.train.checkpointing import checkpoint_layers, checkpointing_of
+from ftkit.train.fsdp2 import Fsdp2Engine
+from ftkit.train.model import find_decoder_layers, make_config
+from ftkit.train.objective import MicroBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.train.world import World
+
+LENGTH, LAYERS = 24, 3
+SAVING = ("selective", "full")
+
+pytestmark = [
+    # What torch.compile of torch 2.13 says of itself.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+]
+
+
+class Ids:
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+
+
+def training(**changes: object) -> TrainingSpec:
+    fields = {
+        "sequence_length": LENGTH, "global_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3, "precision": "fp32",
+    }  # fmt: skip
+    return TrainingSpec.model_validate(fields | changes)
+
+
+def build(family: Family, spec: TrainingSpec) -> Any:
+    fields = {
+        "family": family, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "tie_word_embeddings": family == "gemma3_text",
+    }  # fmt: skip
+    if family in {"gemma3_text", "olmo3"}:
+        fields |= {"sliding_window": 6, "full_attention_every": 2}
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(make_config(ArchitectureSpec.model_validate(fields), Ids()))  # type: ignore[arg-type]
+    model.config.use_cache = False
+    prepare_method(model, spec)
+    return model
+
+
+def micro_batch() -> MicroBatch:
+    tokens = torch.randint(0, 320, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(LENGTH).remainder(15).repeat(2, 1)
+    borders = torch.cat([torch.nonzero(positions.flatten() == 0)[:, 0], torch.tensor([tokens.numel()])]).int()
+    return MicroBatch(tokens, positions, torch.arange(2 * LENGTH - 1), tokens.flatten()[1:], borders, 15)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of an operator."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.count = name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += self.name in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def every_product_is_wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiny models have no inner dimension of 256; adapters of rank 4 stay narrow."""
+    monkeypatch.setattr(checkpointing, "WIDE", 8)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    """Compile without generating code, refuse breaks in a graph, and count graphs."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter, fullgraph=True))
+    return counter
+
+
+def gradients(family: Family, spec: TrainingSpec, world: World) -> dict[str, torch.Tensor]:
+    engine = Fsdp2Engine(build(family, spec), spec, world, lambda sharded: fill_adapters(sharded, 5))
+    torch.manual_seed(11)
+    engine.backward(micro_batch(), 2 * LENGTH - 1, is_last=True)
+    named = engine.model.named_parameters()
+    return {name: value.grad.full_tensor() for name, value in named if value.grad is not None}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", SAVING)
+@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("family", get_args(Family))
+def test_gradients_are_those_without_checkpointing(family: Family, method: Method, mode: str, world: World) -> None:
+    spec = training(method=method, lora=None if method == "full" else {"rank": 4, "dropout": 0.2})
+    expected = gradients(family, spec, world)
+    found = gradients(family, spec.model_copy(update={"activation_checkpointing": mode}), world)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+@pytest.mark.parametrize(
+    ("mode", "products", "attentions", "norms"), [("none", 0, 0, 0), ("selective", 0, 0, 1), ("full", 1, 1, 1)]
+)
+def test_each_mode_computes_again_what_it_says(
+    mode: ActivationCheckpointing, products: int, attentions: int, norms: int
+) -> None:
+    model = build("llama", training())
+    checkpoint_layers(find_decoder_layers(model), mode, compiled=False)
+    batch = micro_batch()
+    hidden = model.base_model(input_ids=batch.tokens, position_ids=batch.positions).last_hidden_state
+    with (
+        Calls("aten::mm") as products_seen,
+        Calls("attention_for_cpu") as attentions_seen,
+        Calls("rsqrt") as norms_seen,
+    ):
+        hidden.sum().backward()
+    # The last product of a layer is not computed again: nothing in the backward pass reads it.
+    assert products_seen.count == LAYERS * (2 * 7 + 6 * products)
+    assert attentions_seen.count == LAYERS * (1 + attentions)
+    assert norms_seen.count == LAYERS * 2 * norms
+
+
+def test_adapters_second_products_are_computed_again_and_4_bit_matrices_are_not_even_read() -> None:
+    model = build("llama", training(method="qlora", lora={"rank": 4}))
+    fill_adapters(model, 5)
+    checkpoint_layers(find_decoder_layers(model), "selective", compiled=False)
+    batch = micro_batch()
+    hidden = model.base_model(input_ids=batch.tokens, position_ids=batch.positions).last_hidden_state
+    with Calls("aten::mm") as products, Calls("ftkit::nf4_product") as frozen, Calls("nf4_product_backward") as back:
+        hidden.sum().backward()
+    narrow, gradients_of_adapters = 6, 4 * 7
+    unneeded = 3  # gradients of what the frozen embedding gives to the first layer
+    assert products.count == LAYERS * (narrow + gradients_of_adapters) - unneeded
+    assert frozen.count == back.count  # whose name begins with the other's: there was no product of the forward pass
+
+
+@pytest.mark.parametrize(
+    ("method", "mode", "graphs"),
+    # With adapters, what comes out of the frozen embedding needs no gradient: the first layer is another graph.
+    [("full", "full", 1), ("full", "selective", 1), ("qlora", "selective", 2)],
+)
+def test_layers_are_compiled_once_and_whole(
+    method: Method, mode: ActivationCheckpointing, graphs: int, world: World, compiles: CompileCounterWithBackend
+) -> None:
+    spec = training(method=method, lora=None if method == "full" else {"rank": 4})
+    expected = gradients("llama", spec, world)
+    changes = {"activation_checkpointing": mode, "compile": "layers"}
+    found = gradients("llama", spec.model_copy(update=changes), world)
+    assert compiles.frame_count == graphs
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("mode", get_args(ActivationCheckpointing))
+def test_checkpointing_is_told_from_what_a_forward_is(mode: ActivationCheckpointing, compiled: bool) -> None:
+    model = build("llama", training())
+    layers = find_decoder_layers(model)
+    names = list(model.state_dict())
+    checkpoint_layers(layers, mode, compiled=compiled)
+    assert {checkpointing_of(layer) for layer in layers} == {mode}
+    assert list(model.state_dict()) == names
+    layers[0].forward = type(layers[0]).forward.__get__(layers[0])
+    assert checkpointing_of(layers[0]) == "none"
+
+
+def attention_weights(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Return who attends to whom within documents, [H, T, T], as flash-attn-4's options say."""
+    places = torch.arange(len(query))
+    document = torch.bucketize(places, options["cu_seqlens_q"][1:], right=True)
+    behind = places[:, None] - places[None]
+    seen = (document[:, None] == document[None]) & (behind >= 0)
+    if options["window_size_left"] is not None:
+        seen &= behind <= options["window_size_left"]
+    scores = torch.einsum("qhd,khd->hqk", query, key) * options["softmax_scale"]
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def for_each_head(query: torch.Tensor, *shared: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in shared]
+
+
+@pytest.fixture
+def flash4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a plain flash-attn-4 in the place of the real one, which needs a GPU."""
+
+    def forward(query: Any, key: Any, value: Any, *, return_lse: bool, **options: Any) -> tuple[Any, ...]:
+        assert return_lse
+        key, value = for_each_head(query, key, value)
+        output = torch.einsum("hqk,khd->qhd", attention_weights(query, key, options), value)
+        return output.contiguous(), query.new_zeros(query.shape[1::-1]), None
+
+    def backward(query: Any, key: Any, value: Any, _: Any, gradient: Any, __: Any, **options: Any) -> tuple[Any, ...]:
+        keys, values = for_each_head(query, key, value)
+        weights = attention_weights(query, keys, options)
+        of_weights = torch.einsum("qhd,khd->hqk", gradient, values)
+        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * options["softmax_scale"]
+        of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
+        of_keys, of_values = (
+            torch.einsum("hqk,qhd->khd", of_scores, query),
+            torch.einsum("hqk,qhd->khd", weights, gradient),
+        )
+        return of_query, *(full.unflatten(1, (key.shape[1], -1)).sum(2) for full in (of_keys, of_values))
+
+    interface = types.ModuleType("interface")
+    interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward  # type: ignore[attr-defined]
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+
+
+@pytest.mark.usefixtures("flash4")
+@pytest.mark.parametrize("mode", get_args(ActivationCheckpointing))
+def test_flash_attention_gives_sdpas_gradients_compiled_and_kept(
+    mode: ActivationCheckpointing, world: World, compiles: CompileCounterWithBackend
+) -> None:
+    expected = gradients("olmo3", training(), world)
+    spec = training(activation_checkpointing=mode, compile="layers")
+    model = build("olmo3", spec)
+    model.set_attn_implementation(IMPLEMENTATIONS["flash4"])
+    engine = Fsdp2Engine(model, spec, world)
+    engine.backward(micro_batch(), 2 * LENGTH - 1, is_last=True)
+    for name, parameter in engine.model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], msg=name)  # type: ignore[union-attr]
+    assert compiles.frame_count == 2  # with a window and without
+
+
+@pytest.mark.usefixtures("flash4")
+@pytest.mark.parametrize("window", [None, 4])
+def test_flash_attention_is_an_operator_as_torch_asks_for(window: int | None) -> None:
+    query, key, value = (torch.randn(12, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    borders = torch.tensor([0, 5, 12], dtype=torch.int32)
+    torch.library.opcheck(attention._varlen, (query, key, value, borders, 7, 0.3, window))
