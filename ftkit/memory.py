@@ -7,8 +7,9 @@ compare the parameter counts with the real classes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from ftkit.activations import layer_bytes, selective_numbers
 from ftkit.methods import (
     ParameterCounts,
     count_adapter_parameters,
@@ -22,33 +23,51 @@ if TYPE_CHECKING:
     from ftkit.specs.training import EngineName, TrainingSpec
 
 GIB = 2**30
+FP32 = 4
+"""Bytes."""
+Moment = Literal["loss", "backward", "optimizer"]
 
-GPU_MEMORY_GIB: dict[str, float] = {
-    # What nvidia-smi shows as total, in GiB; l4, a100, h100 and b200 by the vendor's data sheets.
-    "a100-40gb": 40.0,
-    "a100-80gb": 80.0,
-    "b200": 178.0,
-    "h100-80gb": 79.6,
-    "h200": 140.4,
-    "l4": 22.5,
-}
+CHUNK_LOGITS = 2**28
+"""Logits that the loss has at a time with engine fsdp2: half a GiB in bf16."""
+LOGITS_ALIGNMENT = 64
+"""Multiple that the loss pads a vocabulary to: OLMo-3's 100,278 rows take a third of the time on Hopper so."""
+ZERO3_LIVE_WEIGHTS = 10**9
+"""Weights that DeepSpeed keeps gathered for their next use, at most: its default."""
+ZERO3_BUCKET = 10**8
+"""Elements of gradients that ZeRO-3 reduces together. DeepSpeed's default takes 1 GB, and 2 more in fp32."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted peak memory of one process, in GiB, by part."""
+    """Predicted peak memory of one process, in GiB, by part: what each holds at the moment of the peak.
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    gathered: float
-    activations: float
-    logits: float
+    Attributes:
+        moment: when the peak is: while the loss is computed, in the backward pass, or in the optimizer's step.
+        parameters: the process's own shard of the weights.
+        gradients: its own shard of their gradients.
+        optimizer: its own shard of the optimizer's states.
+        activations: what is kept for the backward pass.
+        logits: the output projection's logits and gradients.
+        communication: weights gathered from the other shards, and gradients on their way there.
+    """
+
+    moment: Moment
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    communication: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """GiB by part."""
+        return {name: value for name, value in vars(self).items() if name != "moment"}
 
     @property
     def total(self) -> float:
         """Sum of the parts."""
-        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
+        return sum(self.parts.values())
 
 
 def layer_parameters(shape: ArchitectureSpec) -> int:
@@ -87,31 +106,171 @@ def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterC
 
 
 def predict_memory(
-    shape: ArchitectureSpec, training: TrainingSpec, num_shards: int, engine: EngineName = "fsdp2"
+    shape: ArchitectureSpec,
+    training: TrainingSpec,
+    num_shards: int,
+    engine: EngineName = "fsdp2",
+    device: Literal["cpu", "cuda"] = "cuda",
 ) -> MemoryPlan:
-    """Predict the peak memory of one of `num_shards` processes.
+    """Predict the peak memory of one of `num_shards` processes: the largest of three moments of a step.
 
     Trained weights have fp32 masters, gradients and two states of AdamW (16 bytes a parameter in all; ZeRO-3 has
     them in the compute precision as well); frozen ones are there once. All are sharded. While a layer runs, its
     whole weights are there in the compute precision, those of the next one are on their way, and so are those
     outside the layers.
     """
-    width = 2 if training.precision == "bf16" else 4
-    tokens = training.micro_batch_size * training.sequence_length
-    trained = method_counts(shape, training).trained
-    stays = {"none": 1, "optimizer": 1 if engine == "fsdp2" else 0, "all": 0}[training.offload]
-    weights = 0 if training.offload == "all" else _frozen_bytes(shape, training, width)
-    if engine == "zero3" and training.offload != "all":
-        weights += width * trained
-    return MemoryPlan(
-        parameters=(weights + 4 * trained * stays) / num_shards / GIB,
-        gradients=4 * trained * stays / num_shards / GIB,
-        optimizer=(8 * trained if training.offload == "none" else 0) / num_shards / GIB,
-        gathered=_gathered_bytes(shape, training, num_shards, width) / GIB,
-        activations=_activation_bytes(shape, training, tokens, width) / GIB,
-        # Logits in the compute precision, their fp32 copy, and the gradient of each.
-        logits=tokens * shape.vocab_size * (2 * width + 8) / GIB,
-    )
+    sizes = _Sizes(shape, training, num_shards, engine, device)
+    moments = (sizes.in_loss(), sizes.in_backward(), sizes.in_optimizer())
+    return max(moments, key=lambda moment: moment.total)
+
+
+class _Sizes:
+    """Bytes of everything that a process holds at one time or another."""
+
+    def __init__(
+        self, shape: ArchitectureSpec, training: TrainingSpec, num_shards: int, engine: EngineName, device: str
+    ) -> None:
+        self.shape, self.training, self.num_shards, self.engine = shape, training, num_shards, engine
+        self.compiled = engine == "fsdp2" and training.compile != "none" and device == "cuda"
+        self.plain_attention = device == "cpu" or training.attention == "sdpa"
+        self.width = 2 if training.precision == "bf16" else 4
+        self.tokens = training.micro_batch_size * training.sequence_length
+        counts = method_counts(shape, training)
+        self.trained, self.total = counts.trained, counts.total
+        self.accumulates = training.global_batch_size > training.micro_batch_size * num_shards
+        self.table = shape.vocab_size * shape.hidden_size
+        self.trains_table = training.adapters is None
+
+    # What stays from step to step
+
+    def own_weights(self) -> float:
+        if self.training.offload == "all":
+            return 0
+        kept = _frozen_bytes(self.shape, self.training, self.width)
+        if self.engine == "zero3":
+            kept += self.width * self.trained
+        on_device = self.training.offload == "none" or self.engine == "fsdp2"
+        return (kept + 4 * self.trained * on_device) / self.num_shards
+
+    def own_gradients(self) -> float:
+        on_device = self.training.offload == "none" or (self.training.offload == "optimizer" and self.engine == "fsdp2")
+        return 4 * self.trained * on_device / self.num_shards
+
+    def own_states(self) -> float:
+        return 8 * self.trained / self.num_shards if self.training.offload == "none" else 0
+
+    # Weights and gradients in full, for as long as they are needed
+
+    def layer(self) -> float:
+        adapters = (self.total - count_parameters(self.shape)) / self.shape.num_hidden_layers
+        return _frozen_layer_bytes(self.shape, self.training, self.width) + self.width * adapters
+
+    def around(self) -> float:
+        return self.width * embedding_parameters(self.shape)
+
+    def trained_layer(self) -> float:
+        return self.trained / self.shape.num_hidden_layers if self.training.adapters else layer_parameters(self.shape)
+
+    def trained_around(self) -> float:
+        return embedding_parameters(self.shape) if self.trains_table else 0
+
+    def matrix(self) -> float:
+        """Return the bytes of the largest 4-bit matrix in the compute precision, while it is multiplied by."""
+        if self.training.method != "qlora":
+            return 0
+        return self.width * max(inputs * outputs for inputs, outputs in projections(self.shape).values())
+
+    def gathered(self) -> float:
+        """Return the bytes of whole weights after the forward pass."""
+        if self.engine == "zero3":
+            return self.width * min(ZERO3_LIVE_WEIGHTS, self.total)
+        if self.num_shards > 1 or self.training.offload == "all":
+            return self.around() + self.layer()
+        # One process: frozen weights are used as they are, trained ones stay in the compute precision.
+        return self.width * self.trained if self.width < FP32 else 0
+
+    def in_flight(self) -> float:
+        """Return what the backward pass of a layer adds: weights that come, and gradients that go."""
+        if self.engine == "zero3":
+            return (self.width + 4) * ZERO3_BUCKET + self.matrix()
+        going = (self.width + 4) * self.trained_layer()
+        if self.num_shards > 1:  # the next layer's come and the last one's go meanwhile
+            going += 2 * self.layer() + 4 * self.trained_layer()
+        return going + self.matrix()
+
+    # Activations and logits
+
+    def kept_of_layer(self) -> float:
+        return self.tokens * layer_bytes(self.shape, self.width, compiled=self.compiled)
+
+    def activations(self) -> float:
+        layers = self.shape.num_hidden_layers
+        inputs = self.width * self.tokens * self.shape.hidden_size
+        outside = (8 + 2 * self.width) * self.tokens * self.shape.hidden_size  # the last norm's and the loss's
+        if self.plain_attention:
+            outside += self.training.micro_batch_size * self.training.sequence_length**2  # the mask
+        if self.training.activation_checkpointing == "none":
+            return outside + layers * self.kept_of_layer()
+        if self.training.activation_checkpointing == "selective":
+            kept = self.width * self.tokens * selective_numbers(self.shape)
+            return outside + layers * kept
+        return outside + layers * inputs
+
+    def recomputed(self) -> float:
+        """Return what one layer has of activations and their gradients in its backward pass, beside what was kept."""
+        widest = self.width * self.tokens * (3 * self.shape.intermediate_size + 2 * self.shape.hidden_size)
+        return widest + (0 if self.training.activation_checkpointing == "none" else self.kept_of_layer())
+
+    def loss_logits(self) -> float:
+        if self.engine == "zero3":
+            return self.tokens * self.shape.vocab_size * (self.width + 8)
+        padded = -(-self.shape.vocab_size // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
+        rows = min(self.tokens, max(1, CHUNK_LOGITS // padded))
+        table = self.width * self.table if padded != self.shape.vocab_size else 0
+        if self.trains_table:
+            table += (self.width + 4) * self.table
+        return 2 * self.width * rows * padded + table
+
+    def kept_logits(self) -> float:
+        if self.engine == "zero3":
+            return self.tokens * self.shape.vocab_size * (self.width + 8)
+        return 2 * self.width * self.table if self.trains_table else 0
+
+    # The moments
+
+    def in_loss(self) -> MemoryPlan:
+        return self._plan(
+            "loss",
+            gradients=self.own_gradients() if self.accumulates or self.engine == "zero3" else 0,
+            activations=self.activations(),
+            logits=self.loss_logits(),
+            communication=self.gathered(),
+        )
+
+    def in_backward(self) -> MemoryPlan:
+        share = 1 / self.shape.num_hidden_layers  # the first layers' gradients meet the last layers' activations
+        accumulated = self.accumulates or self.engine == "zero3"
+        return self._plan(
+            "backward",
+            gradients=self.own_gradients() * (1 if accumulated else share),
+            activations=self.activations() + self.recomputed(),
+            logits=self.kept_logits(),
+            communication=self.gathered() + self.in_flight(),
+        )
+
+    def in_optimizer(self) -> MemoryPlan:
+        """The gradients are complete, those of what is around the layers just so."""
+        if self.engine == "zero3":
+            leaving = 4 * min(ZERO3_LIVE_WEIGHTS, self.trained / self.num_shards)
+        else:
+            leaving = (4 + 2 * self.width) * self.trained_around()
+        if self.training.offload == "optimizer" and self.engine == "fsdp2":  # a tensor's states at a time
+            leaving += 8 * self.table / self.num_shards
+        return self._plan("optimizer", gradients=self.own_gradients(), communication=leaving)
+
+    def _plan(self, moment: Moment, **parts: float) -> MemoryPlan:
+        parts |= {"parameters": self.own_weights(), "optimizer": self.own_states()}
+        return MemoryPlan(moment, **{name: size / GIB for name, size in parts.items()})
 
 
 def _frozen_layer_bytes(shape: ArchitectureSpec, training: TrainingSpec, width: int) -> int:
@@ -127,29 +286,3 @@ def _frozen_bytes(shape: ArchitectureSpec, training: TrainingSpec, width: int) -
     if training.adapters is None:
         return 0
     return shape.num_hidden_layers * _frozen_layer_bytes(shape, training, width) + width * embedding_parameters(shape)
-
-
-def _gathered_bytes(shape: ArchitectureSpec, training: TrainingSpec, num_shards: int, width: int) -> int:
-    """Count the bytes of weights that are whole at a time, beside a rank's own shards."""
-    counts = method_counts(shape, training)
-    # A 4-bit matrix is there in the compute precision while it is multiplied by.
-    matrix = width * max(inputs * outputs for inputs, outputs in projections(shape).values()) if counts.quantised else 0
-    if num_shards == 1 and training.offload != "all":
-        return matrix + (width * counts.trained if training.precision == "bf16" else 0)
-    adapters = width * (counts.total - count_parameters(shape)) // shape.num_hidden_layers
-    layer = _frozen_layer_bytes(shape, training, width) + adapters
-    return width * embedding_parameters(shape) + 2 * layer + matrix
-
-
-def _activation_bytes(shape: ArchitectureSpec, training: TrainingSpec, tokens: int, width: int) -> float:
-    heads = shape.num_attention_heads * shape.head_dim
-    keys = shape.num_key_value_heads * shape.head_dim
-    # Kept for the backward pass: inputs of two norms and of their outputs, queries, keys, values twice (before
-    # and after the rotation), the attention's output, and the feed-forward's four wide tensors.
-    one_layer = width * tokens * (6 * shape.hidden_size + 3 * heads + 4 * keys + 4 * shape.intermediate_size)
-    if training.activation_checkpointing == "none":
-        return float(shape.num_hidden_layers * one_layer)
-    kept = shape.hidden_size  # a layer's input
-    if training.activation_checkpointing == "selective":  # and what its products and its attention gave
-        kept += 2 * shape.hidden_size + 2 * heads + 2 * keys + 2 * shape.intermediate_size
-    return float(one_layer + shape.num_hidden_layers * width * tokens * kept)

@@ -9,17 +9,19 @@ import hashlib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from ftkit.engine_choice import EnginePlan, choose_engine
 from ftkit.errors import ConfigError, FtkitError
+from ftkit.gpus import GPUS, Gpu
 from ftkit.layout import RunLayout, Workspace
-from ftkit.memory import GPU_MEMORY_GIB, MemoryPlan, count_parameters, predict_memory
+from ftkit.memory import MemoryPlan, count_parameters, method_counts, predict_memory
 from ftkit.plan_checks import find_problems
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.recipe import RecipeSpec
-from ftkit.specs.training import EngineName, Method
+from ftkit.speed import Network, SpeedPlan, predict_speed
 
 if TYPE_CHECKING:
     from ftkit.specs.image import ImageSpec
@@ -44,14 +46,6 @@ class PlacementPlan:
     def world_size(self) -> int:
         """Number of processes."""
         return self.num_nodes * self.processes_per_node
-
-
-@dataclass(frozen=True)
-class EnginePlan:
-    """How the model is spread over the processes, and why so."""
-
-    name: EngineName
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -81,12 +75,19 @@ class RunPlan:
     engine: EnginePlan
     batch: BatchPlan
     memory: MemoryPlan
+    speed: SpeedPlan | None
     num_parameters: int
+    num_trained: int
     num_steps: int | None
     image: str | None
     container_image: str | None
     python: str
     notes: tuple[str, ...]
+
+    @property
+    def training_seconds(self) -> float | None:
+        """Predicted time of all steps; None if the GPU or the number of steps is not known yet."""
+        return None if self.speed is None or self.num_steps is None else self.num_steps * self.speed.step_seconds
 
     @property
     def layout(self) -> RunLayout:
@@ -113,8 +114,11 @@ def plan_run(
     if problems:
         raise ConfigError(problems)
     placement = _placement(cluster, num_nodes, per_node)
+    shape, training = recipe.model.architecture, recipe.training
+    gpu = GPUS[cluster.gpu] if cluster.gpu and placement.device == "cuda" else None
     engine = choose_engine(recipe, placement.world_size, cluster.gpu)
-    memory = predict_memory(recipe.model.architecture, recipe.training, placement.world_size, engine.name)
+    memory = predict_memory(shape, training, placement.world_size, engine.name, placement.device)
+    counts = method_counts(shape, training)
     name = request.name or recipe.name
     return RunPlan(
         version=PLAN_VERSION,
@@ -128,14 +132,16 @@ def plan_run(
         cluster=cluster,
         placement=placement,
         engine=engine,
-        batch=_batch(recipe.training, placement.world_size),
+        batch=_batch(training, placement.world_size),
         memory=memory,
-        num_parameters=count_parameters(recipe.model.architecture),
-        num_steps=count_steps(recipe.training, request.num_packs),
+        speed=None if gpu is None else predict_speed(shape, training, engine.name, gpu, _network(cluster, placement)),
+        num_parameters=count_parameters(shape),
+        num_trained=counts.trained,
+        num_steps=count_steps(training, request.num_packs),
         image=request.image if cluster.runtime != "none" else None,
         container_image=_container_image(cluster, image, request),
         python=request.python if cluster.runtime == "none" else "python3",
-        notes=_notes(cluster, memory),
+        notes=_notes(gpu, memory),
     )
 
 
@@ -168,36 +174,6 @@ def _placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> Placem
     return PlacementPlan(num_nodes, per_node, cluster.device, threads)
 
 
-def choose_engine(recipe: RecipeSpec, world_size: int, gpu: str | None) -> EnginePlan:
-    """Return the engine that the recipe asks for; with `auto`, FSDP2 unless only ZeRO-3 fits the GPU."""
-    wanted = recipe.training.engine
-    if wanted != "auto":
-        return EnginePlan(wanted, "the recipe asks for it")
-    if world_size == 1:
-        return EnginePlan("fsdp2", "one process: a single shard")
-    if recipe.training.only_with_fsdp2:
-        return EnginePlan("fsdp2", f"the only one for the recipe's {' and '.join(recipe.training.only_with_fsdp2)}")
-    capacity = GPU_MEMORY_GIB.get(gpu or "")
-    needed = {
-        name: predict_memory(recipe.model.architecture, recipe.training, world_size, name).total for name in _ENGINES
-    }
-    if capacity is not None and needed["zero3"] <= capacity < needed["fsdp2"]:
-        return EnginePlan(
-            "zero3",
-            f"{world_size} processes: {needed['zero3']:.0f} GiB a {gpu} with zero3, which it has "
-            f"({capacity:g} GiB); {needed['fsdp2']:.0f} GiB with fsdp2",
-        )
-    return EnginePlan("fsdp2", f"{world_size} processes: {_SHARDED[recipe.training.method]} in {world_size} shards")
-
-
-_ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-_SHARDED: dict[Method, str] = {
-    "full": "weights, gradients and optimizer states",
-    "lora": "frozen weights and adapters",
-    "qlora": "4-bit weights and adapters",
-}
-
-
 def _batch(training: TrainingSpec, world_size: int) -> BatchPlan:
     return BatchPlan(
         micro_batch_size=training.micro_batch_size,
@@ -205,6 +181,11 @@ def _batch(training: TrainingSpec, world_size: int) -> BatchPlan:
         global_batch_size=training.global_batch_size,
         tokens_per_step=training.global_batch_size * training.sequence_length,
     )
+
+
+def _network(cluster: ClusterProfile, placement: PlacementPlan) -> Network:
+    bits = cluster.network_gbps
+    return Network(placement.num_nodes, placement.world_size, None if bits is None else bits * 1e9 / 8)
 
 
 def _container_image(cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest) -> str | None:
@@ -219,12 +200,11 @@ def _container_image(cluster: ClusterProfile, image: ImageSpec | None, request: 
     return request.image
 
 
-def _notes(cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:
-    capacity = GPU_MEMORY_GIB.get(cluster.gpu or "")
-    if capacity is None or memory.total <= capacity:
+def _notes(gpu: Gpu | None, memory: MemoryPlan) -> tuple[str, ...]:
+    if gpu is None or memory.total <= gpu.usable_gib:
         return ()
     note = (
-        f"predicted peak of {memory.total:.0f} GiB is more than a {cluster.gpu} has ({capacity:g} GiB): "
+        f"predicted peak of {memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
         "expect an out-of-memory error; use more nodes, activation checkpointing, offload or shorter sequences"
     )
     return (note,)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal import Cell, Styled
-from ftkit.cli.wording import count, gib, plural, short_path
+from ftkit.cli.wording import count, duration, gib, plural, short_path
 
 if TYPE_CHECKING:
+    from ftkit.memory import Moment
     from ftkit.plan import RunPlan
 
 
@@ -22,6 +23,7 @@ def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
         ("batch", _batch(plan)),
         ("steps", _steps(plan)),
         ("memory", _memory(plan)),
+        ("speed", _speed(plan)),
         ("cluster", f"{plan.cluster.name}: {plan.cluster.scheduler}, {_runtime(plan)}"),
         ("run folder", short_path(plan.layout.root)),
         ("data", f"{_data(plan)} in {short_path(plan.data_directory)}"),
@@ -44,8 +46,9 @@ def _model(plan: RunPlan) -> str:
 def _method(plan: RunPlan) -> str:
     training = plan.recipe.training
     adapters = training.adapters
-    rank = f" of rank {adapters.rank} on {len(adapters.targets)} projections a layer" if adapters else ""
-    return f"{training.method} fine-tuning in {training.precision}{rank}"
+    rank = f", rank {adapters.rank} on {len(adapters.targets)} projections a layer" if adapters else ""
+    trained = f"{plan.num_trained:,} parameters trained" if adapters else "all parameters trained"
+    return f"{training.method} fine-tuning in {training.precision}{rank}: {trained}"
 
 
 def _processes(plan: RunPlan) -> str:
@@ -75,8 +78,23 @@ def _steps(plan: RunPlan) -> str:
 
 
 def _memory(plan: RunPlan) -> str:
-    parts = " + ".join(f"{name} {gib(amount)}" for name, amount in vars(plan.memory).items() if amount)
-    return f"about {gib(plan.memory.total)} per process: {parts}"
+    memory = plan.memory
+    parts = " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
+    return f"about {gib(memory.total)} per process at most, in the {_MOMENTS[memory.moment]}: {parts}"
+
+
+_MOMENTS: dict[Moment, str] = {"loss": "loss", "backward": "backward pass", "optimizer": "optimizer's step"}
+
+
+def _speed(plan: RunPlan) -> str:
+    speed = plan.speed
+    if speed is None:
+        return "not predicted: the profile names no GPU" if plan.placement.device == "cuda" else "not predicted on CPUs"
+    each = speed.tokens_per_second / plan.placement.world_size
+    text = f"about {duration(speed.step_seconds)} a step, {count(each)} tokens/s a GPU ({speed.mfu:.0%} MFU)"
+    if speed.bound != "gpu":
+        text += f", held up by the {speed.bound}"
+    return text if plan.training_seconds is None else f"{text}; {duration(plan.training_seconds)} in all"
 
 
 def _runtime(plan: RunPlan) -> str:

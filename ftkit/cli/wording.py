@@ -23,8 +23,10 @@ def gib(amount: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a length of time: `45 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`."""
+    """Write a length of time: `0.45 s`, `45 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`."""
     whole = max(0, round(seconds))
+    if 0 < seconds < 9.95:  # noqa: PLR2004 - two digits tell more than one
+        return f"{seconds:.2g} s"
     if whole < _MINUTE:
         return f"{whole} s"
     if whole < _HOUR:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ftkit.specs.strict import Name, OneLine, Spec, VariableName
 
@@ -42,6 +42,8 @@ class ClusterProfile(Spec):
     """Model of the GPUs, for memory plans and MFU; none: unknown."""
     gpus_per_node: PositiveInt
     """GPUs of a node; on `cpu`, processes of a node."""
+    network_gbps: PositiveFloat | None = None
+    """Bandwidth of a node's network for GPUs, in Gbit/s, for predicted step times; none: unknown."""
     max_nodes: PositiveInt | None = None
     """Nodes of the cluster; none: unknown."""
     cpus_per_node: PositiveInt | None = None

@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from ftkit.memory import CHUNK_LOGITS, LOGITS_ALIGNMENT
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-ALIGNMENT = 64
-"""Multiple that a vocabulary is padded to; on Hopper the products of OLMo-3's 100,278 rows take a third of the time."""
-
-CHUNK_LOGITS = 2**28
-"""Logits that are there at a time: half a GiB in bf16."""
 
 
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -64,8 +60,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _padded(weight: torch.Tensor) -> torch.Tensor:
-    """Add rows up to a multiple of `ALIGNMENT`, for which matrix products have their fast kernels."""
-    missing = -weight.shape[0] % ALIGNMENT
+    """Add rows up to a multiple of `LOGITS_ALIGNMENT`, for which matrix products have their fast kernels."""
+    missing = -weight.shape[0] % LOGITS_ALIGNMENT
     return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from ftkit.errors import PrerequisiteError
+from ftkit.memory import ZERO3_BUCKET
 from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.facts import Held, gather_facts
 from ftkit.train.model import find_decoder_layers
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 _STATES = ("exp_avg", "exp_avg_sq")
 _FOLLOWED = ("summed_loss", "packed_hidden_states")
 """Methods of a model with an objective, which DeepSpeed has to follow."""
-REDUCED_AT_ONCE = 100_000_000
-"""Elements of gradients that are reduced together. DeepSpeed's default takes 1 GB, and 2 more in fp32."""
 
 
 class Zero3Engine:
@@ -192,7 +191,7 @@ def deepspeed_config(training: TrainingSpec, world: World) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": 3,
         "overlap_comm": world.device.type == "cuda",
-        "reduce_bucket_size": REDUCED_AT_ONCE,
+        "reduce_bucket_size": ZERO3_BUCKET,
     }
     if training.offload != "none":
         zero["offload_optimizer"] = to_host

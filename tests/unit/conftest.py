@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit import assets
 from ftkit.launch.submission import Submission, SubmittedRun, write_submission
 from ftkit.layout import Workspace
 from ftkit.plan import RunPlan, plan_run, plan_to_json
 from ftkit.records import EndRecord, StepRecord, to_line
+from ftkit.specs.layers import read_yaml
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
+from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.request import RunRequest
+from ftkit.specs.training import TrainingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,3 +178,16 @@ def sacct_line() -> Callable[..., str]:
 @pytest.fixture
 def read_json() -> Callable[[Path], Any]:
     return lambda path: json.loads(path.read_text())
+
+
+@pytest.fixture(scope="session")
+def architecture() -> Callable[[str], ArchitectureSpec]:
+    """Read a shipped architecture."""
+    return lambda name: ArchitectureSpec.model_validate(read_yaml(assets.ARCHITECTURES / f"{name}.yaml").values)
+
+
+@pytest.fixture(scope="session")
+def training() -> Callable[..., TrainingSpec]:
+    """Make a training specification from a few of its fields."""
+    fields = {"sequence_length": 8192, "global_batch_size": 16, "max_steps": 1, "learning_rate": 1e-5}
+    return lambda **changes: TrainingSpec.model_validate(fields | changes)

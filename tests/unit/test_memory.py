@@ -1,12 +1,21 @@
 from __future__ import annotations
 
-import pytest
+from typing import TYPE_CHECKING
 
-from ftkit import assets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ftkit.memory import GIB, count_parameters, predict_memory
-from ftkit.specs.layers import read_yaml
-from ftkit.specs.model import ArchitectureSpec
-from ftkit.specs.training import TrainingSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.specs.model import ArchitectureSpec
+    from ftkit.specs.training import TrainingSpec
+
+    Shapes = Callable[[str], ArchitectureSpec]
+    Specs = Callable[..., TrainingSpec]
 
 PUBLISHED = {
     "gemma3-1b": 999_885_952,
@@ -18,31 +27,53 @@ PUBLISHED = {
 }
 
 
-def architecture(name: str) -> ArchitectureSpec:
-    return ArchitectureSpec.model_validate(read_yaml(assets.ARCHITECTURES / f"{name}.yaml").values)
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_those_that_the_model_card_or_the_weights_have(name: str) -> None:
+def test_parameters_are_those_that_the_model_card_or_the_weights_have(name: str, architecture: Shapes) -> None:
     assert count_parameters(architecture(name)) == pytest.approx(PUBLISHED[name], rel=1e-4)
 
 
-def training(**changes: object) -> TrainingSpec:
-    fields = {"sequence_length": 8192, "global_batch_size": 16, "max_steps": 1, "learning_rate": 1e-5}
-    return TrainingSpec.model_validate(fields | changes)
-
-
-def test_states_take_sixteen_bytes_a_parameter_divided_by_the_shards() -> None:
+def test_states_take_sixteen_bytes_a_parameter_divided_by_the_shards(architecture: Shapes, training: Specs) -> None:
     shape = architecture("olmo3-32b")
-    plan = predict_memory(shape, training(), 16)
+    plan = predict_memory(shape, training(sequence_length=64), 16)
+    assert plan.moment == "optimizer"
     states = plan.parameters + plan.gradients + plan.optimizer
     assert states * GIB == pytest.approx(16 * count_parameters(shape) / 16)
 
 
-def test_checkpointing_takes_less_and_longer_sequences_take_more() -> None:
+def test_checkpointing_takes_less_and_longer_sequences_take_more(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
-    full = predict_memory(shape, training(), 8).activations
-    selective = predict_memory(shape, training(activation_checkpointing="selective"), 8).activations
-    assert selective < 0.6 * full
-    assert predict_memory(shape, training(activation_checkpointing="full"), 8).activations < selective / 4
-    assert predict_memory(shape, training(sequence_length=16384), 8).activations == pytest.approx(2 * full)
+    none, selective, full = (
+        predict_memory(shape, training(activation_checkpointing=mode), 8).total
+        for mode in ("none", "selective", "full")
+    )
+    assert none > selective > full
+    longer = predict_memory(shape, training(sequence_length=16384), 8)
+    assert longer.activations == pytest.approx(2 * predict_memory(shape, training(), 8).activations)
+
+
+def test_gradients_of_earlier_micro_batches_are_there_while_the_loss_is_computed(
+    architecture: Shapes, training: Specs
+) -> None:
+    shape = architecture("gemma3-1b")
+    at_once, in_two = (predict_memory(shape, training(global_batch_size=size), 16) for size in (16, 32))
+    assert in_two.total > at_once.total
+    assert in_two.gradients * GIB == pytest.approx(4 * count_parameters(shape) / 16)
+
+
+def test_adapters_on_one_gpu_leave_the_weights_where_they_are(architecture: Shapes, training: Specs) -> None:
+    shape = architecture("llama3-8b")
+    plan = predict_memory(shape, training(method="lora", global_batch_size=1), 1)
+    assert plan.parameters * GIB > 2 * count_parameters(shape)
+    assert plan.communication < 0.2
+
+
+@given(shards=st.sampled_from([1, 2, 8, 64]), length=st.integers(64, 65536), method=st.sampled_from(["full", "lora"]))
+def test_no_part_is_negative_and_more_shards_never_take_more_of_what_is_kept(
+    shards: int, length: int, method: str, architecture: Shapes, training: Specs
+) -> None:
+    shape = architecture("olmo3-7b")
+    one, more = (
+        predict_memory(shape, training(sequence_length=length, method=method), n) for n in (shards, 2 * shards)
+    )
+    assert all(part >= 0 for part in one.parts.values())
+    assert more.parameters + more.optimizer < one.parameters + one.optimizer

@@ -187,7 +187,7 @@ def test_a_plan_beyond_the_gpus_memory_says_so() -> None:
     request = replace(REQUEST, image="/x.sqsh", num_nodes=1)
     small = load_cluster("a3-megagpu-8g", HERE)
     (note,) = plan(llama, small, None, request).notes
-    assert "more than a h100-80gb has" in note
+    assert "more than this GPU's 79.6 GiB can hold" in note
 
 
 def test_steps_follow_from_epochs_once_the_packs_are_known() -> None:

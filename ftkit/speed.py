@@ -1,0 +1,141 @@
+"""How long a step takes, from the architecture and the GPU's numbers alone.
+
+Four things can hold a step up: the GPU's arithmetic and memory, the network, and the host that starts the kernels.
+The parts of a peak that are reached were fitted to runs on H200 (docs/benchmarks.md); other GPUs take the same parts
+of theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ftkit.activations import layer_bytes
+from ftkit.flops import TokenFlops, mean_visible_keys, token_flops
+from ftkit.memory import count_parameters, method_counts
+
+if TYPE_CHECKING:
+    from ftkit.gpus import Gpu
+    from ftkit.specs.model import ArchitectureSpec
+    from ftkit.specs.training import EngineName, TrainingSpec
+
+MATRIX_EFFICIENCY = 0.63
+"""Part of the peak that matrix products reach, what is started around them included."""
+ATTENTION_EFFICIENCY = {True: 0.56, False: 0.34}
+"""Part of the peak that attention reaches: with flash-attn-4, and with flex (throughput of forward and backward)."""
+ELEMENTWISE_PASSES = 10
+"""How often what is kept of a layer is read or written, by all that is no matrix product and no attention."""
+OPTIMIZER_BYTES = 28
+"""Read and written of a trained parameter in AdamW's step: weight, gradient and two states, and the norm's pass."""
+CAST_BYTES = 26
+"""Read and written of a trained parameter to cast, gather and reduce it."""
+NETWORK_EFFICIENCY = 0.75
+"""Part of a link's bandwidth that collectives reach."""
+HOST_BANDWIDTH = 50e9
+"""Bytes a second between a GPU and main memory (PCIe 5, 16 lanes)."""
+HOST_SECONDS_PER_LAYER = {"fsdp2": 0.004, "zero3": 0.008}
+"""Time in which the host starts the kernels of a layer, forward and backward."""
+
+Bound = Literal["gpu", "host", "main memory", "network"]
+
+
+@dataclass(frozen=True)
+class SpeedPlan:
+    """Predicted speed of a run.
+
+    Attributes:
+        bound: what holds the steps up.
+        step_seconds: of an optimizer step.
+        tokens_per_second: over all processes.
+        mfu: part of the GPUs' peak that goes into the operations of `ftkit.flops`.
+    """
+
+    bound: Bound
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """How the processes are spread.
+
+    Attributes:
+        num_nodes: nodes.
+        size: processes on all of them.
+        node_bandwidth: bytes a second of a node's network; none: unknown, taken as no obstacle.
+    """
+
+    num_nodes: int
+    size: int
+    node_bandwidth: float | None
+
+
+def predict_speed(
+    shape: ArchitectureSpec, training: TrainingSpec, engine: EngineName, gpu: Gpu, network: Network
+) -> SpeedPlan:
+    """Predict the speed of a run whose packs are one document each, all of its tokens targets."""
+    tokens = training.micro_batch_size * training.sequence_length
+    accumulation = max(1, training.global_batch_size // (training.micro_batch_size * network.size))
+    micro = {
+        "gpu": _gpu_seconds(shape, training, engine, gpu, tokens),
+        "network": _network_seconds(shape, training, gpu, network),
+        "host": shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[engine],
+        "main memory": _offload_seconds(shape, training),
+    }
+    slowest = max(micro, key=lambda name: micro[name])
+    bound: Bound = slowest  # type: ignore[assignment] # the keys are the words
+    step = accumulation * micro[slowest] + _optimizer_seconds(shape, training, gpu, network)
+    total = training.global_batch_size * training.sequence_length / step
+    flops = _flops(shape, training).total
+    return SpeedPlan(bound, step, total, total * flops / (network.size * gpu.peak_flops))
+
+
+def _flops(shape: ArchitectureSpec, training: TrainingSpec) -> TokenFlops:
+    keys, in_window = (mean_visible_keys(training.sequence_length, window) for window in (None, shape.sliding_window))
+    return token_flops(shape, training, keys, in_window)
+
+
+def _gpu_seconds(shape: ArchitectureSpec, training: TrainingSpec, engine: EngineName, gpu: Gpu, tokens: int) -> float:
+    flops = _flops(shape, training)
+    again = {"none": 0.0, "selective": 0.0, "full": 1.0}[training.activation_checkpointing]
+    # A third of full training is its forward pass; with frozen weights it is a half.
+    matrices = flops.matrices * (1 + again / (3 if training.adapters is None else 2))
+    attention = flops.attention * (1 + again / 3)
+    fast = gpu.has_fast_attention and training.attention in {"auto", "flash4"}
+    compiled = engine == "fsdp2" and training.compile != "none"
+    width = 2 if training.precision == "bf16" else 4
+    moved = shape.num_hidden_layers * layer_bytes(shape, width, compiled=compiled) * ELEMENTWISE_PASSES
+    seconds = matrices / (MATRIX_EFFICIENCY * gpu.peak_flops) + attention / (
+        ATTENTION_EFFICIENCY[fast] * gpu.peak_flops
+    )
+    seconds += moved / gpu.memory_bandwidth
+    casts = CAST_BYTES * method_counts(shape, training).trained / gpu.memory_bandwidth
+    return tokens * seconds + casts
+
+
+def _network_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, network: Network) -> float:
+    """Weights are gathered for the forward pass and for the backward pass, gradients reduced in fp32."""
+    if network.size == 1:
+        return 0.0
+    width = 2 if training.precision == "bf16" else 4
+    moved = 2 * width * count_parameters(shape) + 4 * method_counts(shape, training).trained
+    bandwidth = gpu.link_bandwidth
+    if network.num_nodes > 1 and network.node_bandwidth is not None:
+        bandwidth = min(bandwidth, network.node_bandwidth)
+    return moved / (NETWORK_EFFICIENCY * bandwidth)
+
+
+def _offload_seconds(shape: ArchitectureSpec, training: TrainingSpec) -> float:
+    width = 2 if training.precision == "bf16" else 4
+    if training.offload != "all":
+        return 0.0
+    return (2 * width * count_parameters(shape) + 4 * method_counts(shape, training).trained) / HOST_BANDWIDTH
+
+
+def _optimizer_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, network: Network) -> float:
+    trained = method_counts(shape, training).trained / network.size
+    bandwidth = gpu.memory_bandwidth
+    if training.offload == "none":
+        return OPTIMIZER_BYTES * trained / bandwidth
+    return 2 * 8 * trained / HOST_BANDWIDTH  # the states come and go
