@@ -214,7 +214,8 @@ class _Sizes:
         if self.training.activation_checkpointing == "selective":
             kept = self.width * self.tokens * selective_numbers(self.shape)
             return outside + layers * kept
-        return outside + layers * inputs
+        # Of the inputs that wait in main memory, one is in use and one on its way.
+        return outside + (2 if self.training.activation_offload else layers) * inputs
 
     def recomputed(self) -> float:
         """Return what one layer has of activations and their gradients in its backward pass, beside what was kept."""

@@ -83,6 +83,11 @@ def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
             f"'{recipe.training.offload}' has no effect without GPUs: everything is in main memory.",
             "Take 'none', or a cluster with GPUs.",
         )  # fmt: skip
+    if recipe.training.activation_offload and cluster.device == "cpu":
+        yield Problem(
+            f"recipe {recipe.name} on cluster {cluster.name}", "training.activation_offload",
+            "has no effect without GPUs: everything is in main memory.", "Leave it out, or take a cluster with GPUs.",
+        )  # fmt: skip
 
 
 def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:

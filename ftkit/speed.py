@@ -81,7 +81,7 @@ def predict_speed(
         "gpu": _gpu_seconds(shape, training, engine, gpu, tokens),
         "network": _network_seconds(shape, training, gpu, network),
         "host": shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[engine],
-        "main memory": _offload_seconds(shape, training),
+        "main memory": _offload_seconds(shape, training, tokens),
     }
     slowest = max(micro, key=lambda name: micro[name])
     bound: Bound = slowest  # type: ignore[assignment] # the keys are the words
@@ -126,11 +126,14 @@ def _network_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, 
     return moved / (NETWORK_EFFICIENCY * bandwidth)
 
 
-def _offload_seconds(shape: ArchitectureSpec, training: TrainingSpec) -> float:
+def _offload_seconds(shape: ArchitectureSpec, training: TrainingSpec, tokens: int) -> float:
     width = 2 if training.precision == "bf16" else 4
-    if training.offload != "all":
-        return 0.0
-    return (2 * width * count_parameters(shape) + 4 * method_counts(shape, training).trained) / HOST_BANDWIDTH
+    moved = 0
+    if training.activation_offload:  # out and in again
+        moved += 2 * width * tokens * shape.hidden_size * shape.num_hidden_layers
+    if training.offload == "all":
+        moved += 2 * width * count_parameters(shape) + 4 * method_counts(shape, training).trained
+    return moved / HOST_BANDWIDTH
 
 
 def _optimizer_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, network: Network) -> float:

@@ -97,6 +97,8 @@ class TrainingSpec(Spec):
     """What the backward pass computes again: nothing; the cheap operations between matrix products and attention
     (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory and a
     third more time."""
+    activation_offload: bool = False
+    """With `full` checkpointing: the inputs of decoder layers wait in main memory for the backward pass."""
     checkpoint_every_steps: PositiveInt = 300
     """A checkpoint every so many steps; there is always one at the end."""
     keep_checkpoints: PositiveInt = 2
@@ -127,6 +129,12 @@ class TrainingSpec(Spec):
     def _adapters_belong_to_a_method(self) -> Self:
         if self.method == "full" and self.lora is not None:
             raise ValueError("lora has no effect with method 'full': take method 'lora' or 'qlora', or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _only_inputs_are_offloaded(self) -> Self:
+        if self.activation_offload and self.activation_checkpointing != "full":
+            raise ValueError("activation_offload has no effect without activation_checkpointing 'full'")
         return self
 
     @model_validator(mode="after")

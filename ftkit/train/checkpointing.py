@@ -8,8 +8,8 @@ Kept of each layer, beside what all layers share (rotary tables, masks, the bord
   second matrices have) and of attention, with its logarithms of sums (fp32, one a head and token). Norms, rotations,
   activations and sums are computed again. Compiled layers keep outputs only if the backward pass reads them, so
   without those of `down` and the output projection where no norm follows them.
-* `full`: the layer's input. One layer at a time is computed again, and holds what `none` or, compiled, what a
-  compiled layer keeps.
+* `full`: the layer's input; with `activation_offload` it waits in main memory, and two are on the device at a time.
+  One layer at a time is computed again, and holds what `none` would keep of it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftkit.specs.training import ActivationCheckpointing
+    from ftkit.train.activation_offload import ActivationOffload
 
 WIDE = 256
 """Inner dimension from which on a product in bf16 waits for arithmetic; a narrower one waits for memory, as
@@ -43,11 +44,23 @@ _MODE = "activation_checkpointing"
 """Attribute of a forward that computes again: how it does."""
 
 
-def checkpoint_layers(layers: Iterable[nn.Module], mode: ActivationCheckpointing, *, compiled: bool) -> None:
+def checkpoint_layers(
+    layers: Iterable[nn.Module],
+    mode: ActivationCheckpointing,
+    *,
+    compiled: bool,
+    offload: ActivationOffload | None = None,
+) -> None:
     """Replace each layer's forward by one that is compiled, computed again in the backward pass, or both.
 
     A compiler takes part in the selection, so it has to see it; all of a layer is computed again by calling the
     compiled layer twice.
+
+    Args:
+        layers: decoder layers, in the order in which they are called.
+        mode: what is computed again.
+        compiled: whether layers are compiled.
+        offload: where the inputs of layers that are all computed again wait; none: on the device.
     """
     for layer in layers:
         if mode == "selective":
@@ -56,6 +69,8 @@ def checkpoint_layers(layers: Iterable[nn.Module], mode: ActivationCheckpointing
             layer.forward = torch.compile(layer.forward)
         if mode == "full":
             layer.forward = _recomputing(layer.forward, mode)
+            if offload is not None:
+                layer.forward = _offloading(layer.forward, offload)
 
 
 def checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
@@ -72,6 +87,15 @@ def _recomputing(forward: Callable[..., Any], mode: ActivationCheckpointing, **o
 
     setattr(recomputing, _MODE, mode)
     return recomputing
+
+
+def _offloading(forward: Callable[..., Any], offload: ActivationOffload) -> Callable[..., Any]:
+    @wraps(forward)
+    def offloading(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with offload.around(hidden):
+            return forward(hidden, *args, **kwargs)
+
+    return offloading
 
 
 def _policy(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ftkit.errors import TrainingError
+from ftkit.train.activation_offload import ActivationOffload
 from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.facts import Held, gather_facts
 from ftkit.train.model import find_decoder_layers
@@ -164,7 +165,12 @@ def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
     gathered in between.
     """
     layers = find_decoder_layers(model)
-    checkpoint_layers(layers, training.activation_checkpointing, compiled=compiles(training, world.device))
+    checkpoint_layers(
+        layers,
+        training.activation_checkpointing,
+        compiled=compiles(training, world.device),
+        offload=ActivationOffload(world.device) if training.activation_offload else None,
+    )
     compute = torch.bfloat16 if training.precision == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()

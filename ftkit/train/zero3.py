@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ftkit.errors import PrerequisiteError
 from ftkit.memory import ZERO3_BUCKET
+from ftkit.train.activation_offload import ActivationOffload
 from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.facts import Held, gather_facts
 from ftkit.train.model import find_decoder_layers
@@ -55,7 +56,12 @@ class Zero3Engine:
             self._deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=precision)
         if fill is not None:
             fill(model)
-        checkpoint_layers(find_decoder_layers(model), training.activation_checkpointing, compiled=False)
+        checkpoint_layers(
+            find_decoder_layers(model),
+            training.activation_checkpointing,
+            compiled=False,
+            offload=ActivationOffload(world.device) if training.activation_offload else None,
+        )
         add_objective(model, in_chunks=False)
         _take_batches_in_forward(model)
         # The learning rate comes with each step. Until then it is none, so that nothing that DeepSpeed does to

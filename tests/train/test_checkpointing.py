@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from ftkit.specs.model import ArchitectureSpec, Family
 from ftkit.specs.training import ActivationCheckpointing, Method, TrainingSpec
 from ftkit.train import attention, checkpointing
+from ftkit.train.activation_offload import ActivationOffload
 from ftkit.train.adapters import fill_adapters, prepare_method
 from ftkit.train.attention import IMPLEMENTATIONS
 from ftkit.train.checkpointing import checkpoint_layers, checkpointing_of
@@ -120,6 +121,33 @@ def test_gradients_are_those_without_checkpointing(family: Family, method: Metho
         torch.testing.assert_close(value, expected[name], msg=name)
 
 
+@pytest.mark.parametrize("method", ["full", "qlora"])
+@pytest.mark.parametrize("family", get_args(Family))
+def test_gradients_are_those_without_offload_and_each_layers_input_alone_is_parked(
+    family: Family, method: Method, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = training(method=method, activation_checkpointing="full")
+    expected = gradients(family, spec, world)
+    parked: list[torch.Size] = []
+    park = ActivationOffload._park
+    monkeypatch.setattr(ActivationOffload, "_park", lambda self, one: parked.append(one.shape) or park(self, one))
+    found = gradients(family, spec.model_copy(update={"activation_offload": True}), world)
+    assert parked == LAYERS * [torch.Size([2, LENGTH, 32])]
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+def test_what_is_parked_comes_back_one_layer_ahead() -> None:
+    offload = ActivationOffload(torch.device("cpu"))
+    tensors = [torch.full((2,), float(number)) for number in range(3)]
+    parked = [offload._park(tensor) for tensor in tensors]
+    assert torch.equal(offload._fetch(parked[2]), tensors[2])
+    assert (parked[2].arriving, parked[0].arriving) == (None, None)
+    assert parked[1].arriving is not None
+    assert [offload._fetch(one).tolist() for one in (parked[1], parked[0])] == [[1.0, 1.0], [0.0, 0.0]]
+    assert offload._newest is None
+
+
 @pytest.mark.parametrize(
     ("mode", "products", "attentions", "norms"), [("none", 0, 0, 0), ("selective", 0, 0, 1), ("full", 1, 1, 1)]
 )
@@ -166,7 +194,7 @@ def test_layers_are_compiled_once_and_whole(
 ) -> None:
     spec = training(method=method, lora=None if method == "full" else {"rank": 4})
     expected = gradients("llama", spec, world)
-    changes = {"activation_checkpointing": mode, "compile": "layers"}
+    changes = {"activation_checkpointing": mode, "compile": "layers", "activation_offload": mode == "full"}
     found = gradients("llama", spec.model_copy(update=changes), world)
     assert compiles.frame_count == graphs
     for name, value in found.items():

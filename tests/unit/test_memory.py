@@ -47,6 +47,8 @@ def test_checkpointing_takes_less_and_longer_sequences_take_more(architecture: S
         for mode in ("none", "selective", "full")
     )
     assert none > selective > full
+    offloaded = training(activation_checkpointing="full", activation_offload=True)
+    assert predict_memory(shape, offloaded, 8).total < full
     longer = predict_memory(shape, training(sequence_length=16384), 8)
     assert longer.activations == pytest.approx(2 * predict_memory(shape, training(), 8).activations)
 

@@ -145,6 +145,13 @@ def test_kernels_that_can_have_no_effect_are_refused() -> None:
     assert "no effect with engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
 
 
+def test_activations_are_not_offloaded_where_there_is_nowhere_else_or_nothing_kept() -> None:
+    full = "training.activation_checkpointing=full"
+    assert "no effect without GPUs" in problems(demo(full, "training.activation_offload=true"))
+    with pytest.raises(ConfigError, match="no effect without activation_checkpointing 'full'"):
+        demo("training.activation_offload=true")
+
+
 def test_what_zero3_cannot_do_is_refused_and_auto_takes_fsdp2() -> None:
     selective = "training.activation_checkpointing=selective"
     assert "'selective' doesn't go with engine 'zero3'" in problems(demo(selective, "training.engine=zero3"))
