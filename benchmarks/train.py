@@ -1,15 +1,21 @@
-"""Throughput of the trainer on a model with random weights and packs of random tokens.
+"""Throughput of the trainer, and of other trainers beside it, on random weights and packs of random tokens.
 
-    python benchmarks/train.py --case olmo3-7b-8layers [--gpus 1] [key=value …]
+    python benchmarks/train.py --case olmo3-7b-8layers [--gpus 1] [--peer trl] [--steps 16] [key=value …]
 
-Each case is a whole run of the trainer, as a job starts it; the table shows the median of the steady steps.
+Each row is a whole run in processes of its own, one after another: ftkit's trainer as a job starts it, then each peer
+on the same packs, from the same first weights, with the same batch. The table shows medians of the steps after the
+warm-up. The losses of step 1 say whether both did the same work: `--case tiny --device cpu` compares them in fp32.
+
+A peer may live in an environment of its own (`--peer-python`), which needs what ftkit itself and its trainer need:
+    pip install trl==1.16.0 datasets peft bitsandbytes liger-kernel pydantic ruamel.yaml jinja2
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import signal
+import re
 import statistics
 import subprocess
 import sys
@@ -18,6 +24,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,32 +36,96 @@ from ftkit.records import StepRecord, read_records
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
 from ftkit.specs.request import RunRequest
 
-WARM_UP_STEPS = 5
-NUM_STEPS = 20
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CHECKOUT = Path(__file__).parent.parent
+WARM_UP_STEPS = 4
 LONG = "training.sequence_length=65536"
 SHORT = "training.sequence_length=8192"
+ADAPTED = ("training.sequence_length=2048", "training.learning_rate=1e-4")
 CHECKPOINTED = "training.activation_checkpointing=full"
+TINY = (
+    "model.architecture.vocab_size=1280",
+    "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=128",
+    "model.architecture.num_hidden_layers=4",
+    "model.architecture.num_attention_heads=4",
+    "model.architecture.num_key_value_heads=4",
+    "model.architecture.head_dim=16",
+    "model.architecture.sliding_window=32",
+    "training.sequence_length=256",
+    "training.precision=fp32",
+    "training.learning_rate=1e-3",
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what is changed in the recipe for it."""
+    """A model, what is changed in the recipe for it, and how many documents are in each pack."""
 
     architecture: str
     overrides: tuple[str, ...]
+    num_documents: int = 1
 
 
 CASES = {
     "olmo3-7b-8layers": Case("olmo3-7b", ("model.architecture.num_hidden_layers=8", SHORT)),
+    "gemma3-12b-lora": Case("gemma3-12b", ("training.method=lora", *ADAPTED)),
+    "gemma3-12b-qlora": Case("gemma3-12b", ("training.method=qlora", *ADAPTED)),
     "llama3-8b": Case("llama3-8b", (SHORT,)),
     "olmo3-32b": Case("olmo3-32b", (SHORT, CHECKPOINTED)),
     "olmo3-32b-65k": Case("olmo3-32b", (LONG, CHECKPOINTED)),
+    "tiny": Case("olmo3-7b", TINY, num_documents=4),
+    "tiny-lora": Case("olmo3-7b", ("training.method=lora", *TINY), num_documents=4),
+    "tiny-qlora": Case("olmo3-7b", ("training.method=qlora", *TINY), num_documents=4),
 }
 
 
-def make_plan(name: str, case: Case, num_gpus: int, workspace: Path, extra: list[str]) -> RunPlan:
-    """Plan a run of the case on this machine's GPUs."""
+@dataclass(frozen=True)
+class Peer:
+    """Another trainer: the program that runs it on a plan, and the options that the program is given."""
+
+    program: str
+    options: tuple[str, ...] = ()
+
+
+PEERS = {
+    "trl": Peer("trl_sft.py"),
+    "trl-sdpa": Peer("trl_sft.py", ("--attention=sdpa",)),
+    "trl-keeps-all": Peer("trl_sft.py", ("--checkpointing=none",)),
+    "trl-flex": Peer("trl_sft.py", ("--attention=flex_attention",)),
+    "trl-compiled": Peer("trl_sft.py", ("--compile",)),
+    "trl-sdpa-compiled": Peer("trl_sft.py", ("--attention=sdpa", "--compile")),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a trainer says of one step."""
+
+    number: int
+    seconds: float
+    loss: float
+    memory_gib: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a trainer's steps come to; `failure` says why there are none."""
+
+    tokens_per_second: float = 0.0
+    memory_gib: float = 0.0
+    first_loss: float = 0.0
+    last_loss: float = 0.0
+    attention: str = ""
+    failure: str = ""
+
+
+def make_plan(name: str, case: Case, options: argparse.Namespace, workspace: Path) -> RunPlan:
+    """Plan a run of the case on this machine."""
     around = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
+    num = options.gpus
     overrides = [
         f"model.architecture={case.architecture}",
         "data.source.num_heldout=0",
@@ -62,79 +133,148 @@ def make_plan(name: str, case: Case, num_gpus: int, workspace: Path, extra: list
         "evaluation.sql_execution=null",
         "training.precision=bf16",
         "training.micro_batch_size=1",
-        f"training.global_batch_size={num_gpus}",
+        f"training.global_batch_size={num}",
         "training.max_steps=1000",
         "training.checkpoint_every_steps=1000",
         "training.log_every_steps=1",
         "training.learning_rate=1e-5",
+        "training.schedule=constant",
+        "training.warmup_ratio=0",
         *case.overrides,
-        *extra,
+        *options.overrides,
     ]
     recipe = load_recipe("demo", around, overrides)
     local = load_cluster("local", around)
-    cluster = local.model_copy(update={"device": "cuda", "gpus_per_node": num_gpus, "cpus_per_node": 8 * num_gpus})
+    cluster = local.model_copy(update={"device": options.device, "gpus_per_node": num, "cpus_per_node": 8 * num})
     request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "benchmark")  # noqa: FBT003
     return replace(plan_run(recipe, cluster, None, request, ftkit_version="benchmark"), id=name)
 
 
-def write_data(plan: RunPlan) -> None:
-    """Write packs of random tokens, each pack one document, where the trainer looks for prepared data."""
+def write_data(plan: RunPlan, num_documents: int) -> None:
+    """Write packs of random tokens where the trainer looks for prepared data."""
     length = plan.recipe.training.sequence_length
     vocabulary = plan.recipe.model.architecture.vocab_size
     num_packs = 4 * plan.batch.global_batch_size
     tokens = np.random.default_rng(0).integers(0, vocabulary, (num_packs, length + 1), dtype=np.int32)
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (num_packs, length))
+    document = length // num_documents
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32) % document, (num_packs, length))
     packs = np.stack([tokens[:, :-1], tokens[:, 1:], positions], axis=1)
-    packs[:, 1, -1] = IGNORED
+    packs[:, 1, document - 1 :: document] = IGNORED
+    num_documents *= num_packs
     with building(plan.data_directory) as folder:
         learn_tokenizer(["random"], 300, "chatml").save_pretrained(folder.tokenizer)
         PackStore.write(folder.train, packs)
         PackStore.write(folder.heldout, packs[:0])
         folder.heldout_examples.write_text("")
-        sizes = (num_packs, num_packs, num_packs * length, num_packs * (length - 1))
-        folder.write_manifest(DataManifest(plan.fingerprint, length, *sizes, 0, 0, 0, length))
+        sizes = (num_documents, num_packs, num_packs * length, num_packs * length - num_documents)
+        folder.write_manifest(DataManifest(plan.fingerprint, length, *sizes, 0, 0, 0, document))
 
 
-def measure(plan: RunPlan) -> str:
-    """Run the trainer, and return a row of the table."""
-    plan.layout.root.mkdir(parents=True)
-    plan.layout.plan.write_text(plan_to_json(plan))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={plan.placement.world_size}", "-m", "ftkit.train", str(plan.layout.plan)]
-    with (plan.layout.root / "output").open("w") as output:
-        trainer = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        steps: list[StepRecord] = []
-        # The end of a run writes a checkpoint and exports the model: there is no need to wait for either.
-        while trainer.poll() is None and len(steps) < NUM_STEPS:
-            time.sleep(1)
-            steps = [record for record in read_records(plan.layout.metrics) if isinstance(record, StepRecord)]
-        if trainer.poll() is None:
-            os.killpg(trainer.pid, signal.SIGKILL)
-    trainer.wait()
-    steady = [record for record in steps if record.step > WARM_UP_STEPS]
+def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
+    """Run ftkit's trainer until it has taken the steps; the checkpoint and the export at its end are not waited for."""
+    command = ["-m", "ftkit.train", str(plan.layout.plan)]
+
+    def read_steps() -> list[Step]:
+        records = [record for record in read_records(plan.layout.metrics) if isinstance(record, StepRecord)]
+        return [Step(record.step, record.step_seconds, record.loss, record.memory_gib or 0.0) for record in records]
+
+    return measure(plan, [sys.executable, *torchrun(plan), *command], read_steps, options)
+
+
+def measure_peer(plan: RunPlan, peer: Peer, name: str, options: argparse.Namespace) -> Result:
+    """Run another trainer on the same plan."""
+    results = plan.layout.root / name / "steps.jsonl"
+    results.parent.mkdir()
+    program = [str(CHECKOUT / "benchmarks" / "peers" / peer.program), str(plan.layout.plan), *peer.options]
+    program += [f"--results={results}", f"--steps={options.steps}", f"--warm-up-steps={WARM_UP_STEPS}"]
+
+    def read_steps() -> list[Step]:
+        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+        return [Step(**json.loads(line)) for line in lines]
+
+    return measure(plan, [options.peer_python, *torchrun(plan), *program], read_steps, options)
+
+
+def torchrun(plan: RunPlan) -> list[str]:
+    """Return the arguments that start the plan's processes."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.placement.world_size}"]
+
+
+def measure(
+    plan: RunPlan, command: list[str], read_steps: Callable[[], list[Step]], options: argparse.Namespace
+) -> Result:
+    """Run a trainer until it has taken the steps, has ended or has had its time."""
+    output = plan.layout.root / "output"
+    paths = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    limit = time.monotonic() + options.limit_seconds
+    with output.open("w") as file:
+        trainer = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"PYTHONPATH": paths})
+        while trainer.poll() is None and len(read_steps()) < options.steps and time.monotonic() < limit:
+            time.sleep(0.5)
+        # torchrun ends its workers on SIGTERM; killed itself, it would leave them with the GPUs' memory.
+        trainer.terminate()
+        trainer.wait()
+    steps = read_steps()[: options.steps]  # it may have gone further before it ended
+    steady = steps[WARM_UP_STEPS:]
     if not steady:
         errors = [path.read_text() for path in sorted(plan.layout.logs.glob("error-*.json"))]
-        return f"{plan.name:<24} failed: " + (
-            errors[0] if errors else (plan.layout.root / "output").read_text()[-3000:]
-        )
-    speed = statistics.median(record.tokens_per_second for record in steady) / plan.placement.world_size
-    memory = max(record.memory_gib or 0 for record in steady)
-    return f"{plan.name:<24} {speed:>12,.0f} {memory:>9.1f} {plan.memory.total:>9.1f} {steady[-1].loss:>8.4f}"
+        return Result(failure=errors[0] if errors else output.read_text()[-3000:])
+    attention = re.search(r"attention: (\w+)", output.read_text())
+    seconds = statistics.median(step.seconds for step in steady)
+    return Result(
+        tokens_per_second=plan.batch.tokens_per_step / seconds / plan.placement.world_size,
+        memory_gib=max(step.memory_gib for step in steady),
+        first_loss=steps[0].loss,
+        last_loss=steps[-1].loss,
+        attention=attention.group(1) if attention else "",
+    )
+
+
+COLUMNS = "{:<16} {:<17} {:<17} {:>12} {:>7} {:>9} {:>9} {:>10} {:>10}"
+
+
+def row(plan: RunPlan, trainer: str, result: Result, ours: Result) -> str:
+    """Return a row of the table. The ratio is how many times as fast ftkit is."""
+    if result.failure:
+        return f"{plan.name:<16} {trainer:<17} failed: {result.failure}"
+    return COLUMNS.format(
+        plan.name,
+        trainer,
+        result.attention,
+        f"{result.tokens_per_second:,.0f}",
+        f"{ours.tokens_per_second / result.tokens_per_second:.2f}",
+        f"{result.memory_gib:.1f}",
+        f"{plan.memory.total:.1f}" if result is ours else "",
+        f"{result.first_loss:.5f}",
+        f"{result.last_loss:.5f}",
+    )
 
 
 def main() -> None:
     """Measure the cases that are asked for, one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, required=True)
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--peer", action="append", choices=PEERS, default=[])
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpus", type=int, default=1, help="processes, with --device cpu")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--limit-seconds", type=float, default=300, help="for each trainer, its start included")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    print(f"{'case':<24} {'tokens/s/GPU':>12} {'peak GiB':>9} {'predicted':>9} {'loss':>8}")
+    print(COLUMNS.format(
+        "case", "trainer", "attention", "tokens/s/GPU", "ftkit ×", "peak GiB", "predicted", "first loss", "last loss"
+    ))  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(options.case):
-            plan = make_plan(f"{name}-{number}", CASES[name], options.gpus, Path(folder), options.overrides)
-            write_data(plan)
-            print(measure(plan), flush=True)
+        for name in options.case:
+            plan = make_plan(name, CASES[name], options, Path(folder) / name)
+            write_data(plan, CASES[name].num_documents)
+            plan.layout.root.mkdir(parents=True)
+            plan.layout.plan.write_text(plan_to_json(plan))
+            ours = measure_ftkit(plan, options)
+            print(row(plan, "ftkit", ours, ours), flush=True)
+            for peer in options.peer:
+                print(row(plan, peer, measure_peer(plan, PEERS[peer], peer, options), ours), flush=True)
 
 
 if __name__ == "__main__":
