@@ -31,6 +31,8 @@ import numpy as np
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import DataManifest, PackStore, building
 from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.flops import mean_visible_keys, token_flops
+from ftkit.gpus import GPUS
 from ftkit.plan import RunPlan, plan_run, plan_to_json
 from ftkit.records import StepRecord, read_records
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
@@ -230,10 +232,18 @@ def measure(
     )
 
 
-COLUMNS = "{:<16} {:<17} {:<17} {:>12} {:>7} {:>9} {:>9} {:>10} {:>10}"
+def flops_per_token(plan: RunPlan, num_documents: int) -> float:
+    """Count the operations of a token that every trainer must do; what it computes again does not count."""
+    shape, training = plan.recipe.model.architecture, plan.recipe.training
+    document = training.sequence_length // num_documents
+    keys, in_window = mean_visible_keys(document, None), mean_visible_keys(document, shape.sliding_window)
+    return token_flops(shape, training, keys, in_window).total
 
 
-def row(plan: RunPlan, trainer: str, result: Result, ours: Result) -> str:
+COLUMNS = "{:<16} {:<17} {:<17} {:>12} {:>7} {:>6} {:>9} {:>9} {:>10} {:>10}"
+
+
+def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_token: float) -> str:
     """Return a row of the table. The ratio is how many times as fast ftkit is."""
     if result.failure:
         return f"{plan.name:<16} {trainer:<17} failed: {result.failure}"
@@ -243,6 +253,7 @@ def row(plan: RunPlan, trainer: str, result: Result, ours: Result) -> str:
         result.attention,
         f"{result.tokens_per_second:,.0f}",
         f"{ours.tokens_per_second / result.tokens_per_second:.2f}",
+        f"{result.tokens_per_second * mfu_of_one_token:.1%}",
         f"{result.memory_gib:.1f}",
         f"{plan.memory.total:.1f}" if result is ours else "",
         f"{result.first_loss:.5f}",
@@ -258,23 +269,25 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="processes, with --device cpu")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose peak is 100 %% of MFU; it is not looked up")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--limit-seconds", type=float, default=300, help="for each trainer, its start included")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    print(COLUMNS.format(
-        "case", "trainer", "attention", "tokens/s/GPU", "ftkit ×", "peak GiB", "predicted", "first loss", "last loss"
-    ))  # fmt: skip
+    titles = "case,trainer,attention,tokens/s/GPU,ftkit ×,MFU,peak GiB,predicted,first loss,last loss"
+    print(COLUMNS.format(*titles.split(",")))
     with tempfile.TemporaryDirectory() as folder:
         for name in options.case:
             plan = make_plan(name, CASES[name], options, Path(folder) / name)
             write_data(plan, CASES[name].num_documents)
             plan.layout.root.mkdir(parents=True)
             plan.layout.plan.write_text(plan_to_json(plan))
+            mfu_of_one_token = flops_per_token(plan, CASES[name].num_documents) / GPUS[options.gpu].peak_flops
             ours = measure_ftkit(plan, options)
-            print(row(plan, "ftkit", ours, ours), flush=True)
+            print(row(plan, "ftkit", ours, ours, mfu_of_one_token), flush=True)
             for peer in options.peer:
-                print(row(plan, peer, measure_peer(plan, PEERS[peer], peer, options), ours), flush=True)
+                result = measure_peer(plan, PEERS[peer], peer, options)
+                print(row(plan, peer, result, ours, mfu_of_one_token), flush=True)
 
 
 if __name__ == "__main__":
