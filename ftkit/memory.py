@@ -28,7 +28,7 @@ FP32 = 4
 Moment = Literal["loss", "backward", "optimizer"]
 
 CHUNK_LOGITS = 2**28
-"""Logits that the loss has at a time with engine fsdp2: half a GiB in bf16."""
+"""Logits that the loss has at a time with engine fsdp2, about: half a GiB in bf16."""
 LOGITS_ALIGNMENT = 64
 """Multiple that the loss pads a vocabulary to: OLMo-3's 100,278 rows take a third of the time on Hopper so."""
 ZERO3_LIVE_WEIGHTS = 10**9
@@ -103,6 +103,12 @@ def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterC
         return ParameterCounts(total=base, trained=base)
     adapters = count_adapter_parameters(shape, training.adapters)
     return ParameterCounts(base + adapters, adapters, count_quantised_parameters(shape, training))
+
+
+def logits_rows(num_targets: int, vocabulary: int) -> int:
+    """Return how many tokens the loss takes at a time: parts of equal size, as near to `CHUNK_LOGITS` as can be."""
+    num_chunks = max(1, round(num_targets * vocabulary / CHUNK_LOGITS))
+    return -(-num_targets // num_chunks)
 
 
 def predict_memory(
@@ -226,7 +232,7 @@ class _Sizes:
         if self.engine == "zero3":
             return self.tokens * self.shape.vocab_size * (self.width + 8)
         padded = -(-self.shape.vocab_size // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
-        rows = min(self.tokens, max(1, CHUNK_LOGITS // padded))
+        rows = logits_rows(self.tokens, padded)
         table = self.width * self.table if padded != self.shape.vocab_size else 0
         if self.trains_table:
             table += (self.width + 4) * self.table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from ftkit.memory import CHUNK_LOGITS, LOGITS_ALIGNMENT
+from ftkit.memory import LOGITS_ALIGNMENT, logits_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        chunk = max(1, CHUNK_LOGITS // weight.shape[0])
+        chunk = max(1, logits_rows(len(targets), weight.shape[0]))
         for begin in range(0, len(targets), chunk):
             part = slice(begin, begin + chunk)
             logits = hidden[part] @ weight.T

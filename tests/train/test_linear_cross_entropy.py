@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ftkit.train import linear_cross_entropy as module
+from ftkit import memory
 from ftkit.train.linear_cross_entropy import linear_cross_entropy
 
 
@@ -13,7 +13,7 @@ from ftkit.train.linear_cross_entropy import linear_cross_entropy
 def test_loss_and_gradients_are_those_of_whole_logits(
     vocabulary: int, chunk_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(memory, "CHUNK_LOGITS", chunk_logits)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(23, 16, generator=generator, dtype=torch.float64).float().requires_grad_()
     weight = torch.randn(vocabulary, 16, generator=generator, dtype=torch.float64).float().requires_grad_()
