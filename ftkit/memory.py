@@ -163,7 +163,11 @@ class _Sizes:
         return 4 * self.trained * on_device / self.num_shards
 
     def own_states(self) -> float:
-        return 8 * self.trained / self.num_shards if self.training.offload == "none" else 0
+        if self.training.offload != "none":
+            return 0
+        # In fp32, or a byte each and a scale in fp32 for every 256.
+        each = 4 if self.training.optimizer == "adamw" else 1 + 4 / 256
+        return 2 * each * self.trained / self.num_shards
 
     # Weights and gradients in full, for as long as they are needed
 

@@ -74,6 +74,8 @@ class TrainingSpec(Spec):
     """Train for so many optimizer steps; give this or num_epochs."""
     num_epochs: PositiveInt | None = None
     """Go over the data so many times; give this or max_steps."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat
     """Highest learning rate, reached after the warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
@@ -116,7 +118,11 @@ class TrainingSpec(Spec):
     @property
     def only_with_fsdp2(self) -> tuple[str, ...]:
         """The settings that engine zero3 can't serve."""
-        return ("activation_checkpointing",) if self.activation_checkpointing == "selective" else ()
+        needed = {
+            "activation_checkpointing": self.activation_checkpointing == "selective",
+            "optimizer": self.optimizer == "adamw8bit",
+        }
+        return tuple(setting for setting, is_needed in needed.items() if is_needed)
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
@@ -135,6 +141,12 @@ class TrainingSpec(Spec):
     def _only_inputs_are_offloaded(self) -> Self:
         if self.activation_offload and self.activation_checkpointing != "full":
             raise ValueError("activation_offload has no effect without activation_checkpointing 'full'")
+        return self
+
+    @model_validator(mode="after")
+    def _8_bit_states_stay(self) -> Self:
+        if self.optimizer == "adamw8bit" and self.offload != "none":
+            raise ValueError(f"optimizer 'adamw8bit' keeps its states on the device: offload is '{self.offload}'")
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ftkit.errors import TrainingError
 from ftkit.train.activation_offload import ActivationOffload
+from ftkit.train.adamw8bit import AdamW8bit
 from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.facts import Held, gather_facts
 from ftkit.train.model import find_decoder_layers
@@ -190,8 +191,12 @@ def compiles(training: TrainingSpec, device: torch.device) -> bool:
 
 
 def _make_optimizer(model: nn.Module, training: TrainingSpec) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, training)
+    rates: dict[str, Any] = {"lr": training.learning_rate, "betas": training.betas}
+    if training.optimizer == "adamw8bit":
+        return AdamW8bit(groups, **rates)
     kind = HostStateAdamW if training.offload == "optimizer" else torch.optim.AdamW
-    return kind(parameter_groups(model, training), lr=training.learning_rate, betas=training.betas, fused=True)
+    return kind(groups, **rates, fused=True)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -164,14 +164,23 @@ def _quantised(linear: nn.Linear, storage: torch.dtype) -> Nf4Linear:
 
 
 @cache
-def _bitsandbytes() -> Any:
+def import_bitsandbytes(needed_by: str) -> Any:
+    """Return bitsandbytes' functions.
+
+    Raises:
+        PrerequisiteError: it is not installed.
+    """
     try:
         from bitsandbytes import functional as library  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise PrerequisiteError(
-            "method 'qlora' needs bitsandbytes, which is not installed", fix="pip install 'ftkit[qlora]'"
+            f"{needed_by} needs bitsandbytes, which is not installed", fix="pip install 'ftkit[qlora]'"
         ) from error
     return library
+
+
+def _bitsandbytes() -> Any:
+    return import_bitsandbytes("method 'qlora'")
 
 
 @cache

@@ -79,3 +79,10 @@ def test_no_part_is_negative_and_more_shards_never_take_more_of_what_is_kept(
     )
     assert all(part >= 0 for part in one.parts.values())
     assert more.parameters + more.optimizer < one.parameters + one.optimizer
+
+
+def test_states_of_8_bits_take_a_quarter_and_their_scales(architecture: Shapes, training: Specs) -> None:
+    whole, small = (
+        predict_memory(architecture("llama3-8b"), training(optimizer=name), 8) for name in ("adamw", "adamw8bit")
+    )
+    assert small.optimizer == pytest.approx(whole.optimizer * (1 + 1 / 64) / 4)
