@@ -99,13 +99,14 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint is complete."""
+    """A checkpoint is complete: `seconds` after it was begun, for `stalled_seconds` of which training waited."""
 
     event: ClassVar[str] = "checkpoint"
     time: float
     step: int
     path: str
     seconds: float
+    stalled_seconds: float
 
 
 @dataclass(frozen=True)

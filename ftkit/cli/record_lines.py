@@ -33,7 +33,10 @@ def record_line(record: Record) -> str:
         case EvaluationRecord():
             line = evaluation_line(record)
         case CheckpointRecord():
-            line = f"checkpoint of step {record.step} written in {record.seconds:.1f} s"
+            line = (
+                f"checkpoint of step {record.step} written in {record.seconds:.1f} s, "
+                f"training waited {record.stalled_seconds:.1f} s"
+            )
         case EndRecord():
             line = (
                 f"{record.outcome} after {plural(record.step, 'step')}, {duration(record.training_seconds)} of training"

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there.
+"""Checkpoints on disk: complete or not there.
 
 Every rank writes its part under a temporary name; a marker with the files, sizes and digests comes last; then
 the folder takes its final name. A loader looks at final names alone, and checks files against the marker.
@@ -54,26 +54,6 @@ class Marker:
     files: dict[str, SavedFile]
 
 
-def save_checkpoint(engine: Engine, layout: RunLayout, progress: Progress, world: World, *, keep: int) -> Path:
-    """Write a checkpoint and delete the oldest ones. Every rank must call it; all return when it is complete."""
-    final = layout.checkpoint(progress.step)
-    temporary = final.with_name(f".{final.name}.partial")
-    if world.is_first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    world.barrier()
-    engine.save(temporary)
-    own = {path.name: _describe(path) for path in sorted(temporary.glob(f"__{world.rank}_*"))}
-    parts = world.gather_objects(own)
-    if world.is_first:
-        rest = {".metadata": _describe(temporary / ".metadata")}
-        files = {name: file for part in [*parts, rest] for name, file in part.items()}
-        _complete(temporary, final, Marker(progress, world.size, files))
-        _delete_oldest(layout, keep)
-    world.barrier()
-    return final
-
-
 def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: str) -> Progress | None:
     """Load the newest checkpoint that is whole; None if there is none. Every rank must call it.
 
@@ -108,7 +88,8 @@ def read_marker(folder: Path) -> Marker:
     return Marker(Progress(**values["progress"]), values["world_size"], files)
 
 
-def _describe(path: Path) -> SavedFile:
+def describe(path: Path) -> SavedFile:
+    """Return the size and digest of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return SavedFile(path.stat().st_size, digest)
@@ -117,10 +98,25 @@ def _describe(path: Path) -> SavedFile:
 def _find_damage(folder: Path, marker: Marker, world: World) -> list[str]:
     """Return what differs from the marker among this rank's share of the files."""
     share = sorted(marker.files)[world.rank :: world.size]
-    return [name for name in share if not (folder / name).is_file() or _describe(folder / name) != marker.files[name]]
+    return [name for name in share if not (folder / name).is_file() or describe(folder / name) != marker.files[name]]
 
 
-def _complete(temporary: Path, final: Path, marker: Marker) -> None:
+def begin(final: Path) -> Path:
+    """Return an empty folder under the temporary name of a checkpoint."""
+    temporary = temporary_of(final)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def temporary_of(final: Path) -> Path:
+    """Return where a checkpoint is while it is being written."""
+    return final.with_name(f".{final.name}.partial")
+
+
+def complete(final: Path, marker: Marker) -> None:
+    """Write the marker, and let the checkpoint take its name."""
+    temporary = temporary_of(final)
     path = temporary / MARKER
     with path.open("w", encoding="utf-8") as file:
         json.dump(asdict(marker), file, indent=2)
@@ -131,7 +127,8 @@ def _complete(temporary: Path, final: Path, marker: Marker) -> None:
     temporary.rename(final)
 
 
-def _delete_oldest(layout: RunLayout, keep: int) -> None:
+def delete_oldest(layout: RunLayout, keep: int) -> None:
+    """Delete all but the newest complete checkpoints."""
     for folder in list_checkpoints(layout)[:-keep]:
         doomed = folder.with_name(f".{folder.name}.{time.time_ns()}.deleted")
         folder.rename(doomed)  # at once out of every loader's sight

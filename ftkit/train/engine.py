@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -47,11 +47,11 @@ class Engine(Protocol):
             The norm that the gradients had.
         """
 
-    def save(self, folder: Path) -> None:
-        """Write trained weights and optimizer states; every rank writes its own part."""
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds: trained weights and optimizer states, as shards, not copied."""
 
     def load(self, folder: Path) -> None:
-        """Read back what `save` wrote, at any world size."""
+        """Read back a state that was written to a folder, at any world size."""
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -112,26 +112,26 @@ class Fsdp2Engine:
         self.optimizer.zero_grad()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer states; every rank writes its own part."""
-        model, optimizer = self._state()
-        state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-
-    def load(self, folder: Path) -> None:
-        """Read back what `save` wrote, at any world size."""
-        model, optimizer = self._state()
-        # DCP fills the tensors of these dictionaries in place.
-        state_dict_loader.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
-        if isinstance(self.optimizer, HostStateAdamW):
-            self.optimizer.to_host()
-
-    def _state(self) -> tuple[dict[str, Any], Any]:
+    def state(self) -> dict[str, Any]:
         """Return weights and optimizer states as shards."""
         model, optimizer = get_state_dict(self.model, self.optimizer, options=_TRAINED)
         # A second name of a frozen tensor is still among them.
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        return {name: value for name, value in model.items() if name in trained}, optimizer
+        return {"model": {name: value for name, value in model.items() if name in trained}, "optimizer": optimizer}
+
+    def load(self, folder: Path) -> None:
+        """Read a state back, written at any world size."""
+        state = self.state()
+        state_dict_loader.load(state, checkpoint_id=folder)  # fills the tensors of these dictionaries in place
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_TRAINED,
+        )
+        if isinstance(self.optimizer, HostStateAdamW):
+            self.optimizer.to_host()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from ftkit.plan import RunPlan
-from ftkit.records import CheckpointRecord
 from ftkit.train.batches import BatchSchedule, StepBatch
-from ftkit.train.checkpoint import Progress, save_checkpoint
+from ftkit.train.checkpoint import Progress
+from ftkit.train.checkpoint_saver import CheckpointSaver
 from ftkit.train.engine import Engine
 from ftkit.train.evaluate import Evaluator
 from ftkit.train.learning_rate import learning_rate_at
@@ -30,6 +29,7 @@ class Training:
     batches: BatchSchedule
     evaluator: Evaluator
     recorder: Recorder
+    saver: CheckpointSaver
     num_steps: int
     progress: Progress
 
@@ -95,12 +95,7 @@ class Training:
             self.recorder.write(self.evaluator.evaluate(self.engine, step, "during"))
 
     def _save_if_due(self, *, is_last: bool) -> None:
-        training = self.plan.recipe.training
-        if not is_last and self.progress.step % training.checkpoint_every_steps != 0:
-            return
-        begin = time.perf_counter()
-        folder = save_checkpoint(
-            self.engine, self.plan.layout, self.progress, self.world, keep=training.keep_checkpoints
-        )
-        seconds = time.perf_counter() - begin
-        self.recorder.write(CheckpointRecord(time.time(), self.progress.step, str(folder), seconds))
+        if is_last or self.progress.step % self.plan.recipe.training.checkpoint_every_steps == 0:
+            self.saver.save(self.engine, self.progress, in_background=not is_last)
+        else:
+            self.saver.report_ended()

@@ -25,6 +25,7 @@ from ftkit.train.adapters import fill_adapters, prepare_method
 from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.batches import BatchSchedule
 from ftkit.train.checkpoint import Progress, load_newest
+from ftkit.train.checkpoint_saver import CheckpointSaver
 from ftkit.train.engines import make_engine
 from ftkit.train.evaluate import Evaluator
 from ftkit.train.export import ExportedParts, export
@@ -65,11 +66,13 @@ class Session:
         evaluator = Evaluator(self.plan, self.data, self.tokenizer, self.world)
         if progress.step == 0:
             self._evaluate(evaluator, engine, 0, "before")
-        training = Training(
-            self.plan, self.world, engine, self._batches(store), evaluator, self.recorder, num_steps, progress
-        )
         training_began = time.time()
-        outcome = training.train()
+        with CheckpointSaver(self.plan, self.world, self.recorder) as saver:
+            batches = self._batches(store)
+            training = Training(
+                self.plan, self.world, engine, batches, evaluator, self.recorder, saver, num_steps, progress
+            )
+            outcome = training.train()
         training_seconds = time.time() - training_began
         exported = None
         if outcome == "completed":

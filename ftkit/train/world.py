@@ -32,6 +32,8 @@ class World:
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
+    host_mesh: DeviceMesh
+    """The same processes, for tensors in main memory."""
 
     @property
     def is_first(self) -> bool:
@@ -73,7 +75,8 @@ def joined_world(placement: PlacementPlan) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     try:
-        yield World(dist.get_rank(), size, local_rank, device, init_device_mesh(device.type, (size,)))
+        mesh, host_mesh = (init_device_mesh(kind, (size,)) for kind in (device.type, "cpu"))
+        yield World(dist.get_rank(), size, local_rank, device, mesh, host_mesh)
     finally:
         dist.destroy_process_group()
 

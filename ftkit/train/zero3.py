@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
@@ -46,6 +46,8 @@ class Zero3Engine:
 
     def __init__(self, model: nn.Module, training: TrainingSpec, world: World, fill: Fill | None = None) -> None:
         self._world = world
+        # DeepSpeed hands a state that is offloaded over on the device, a parameter at a time: it goes back at once.
+        self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
         self.model = model
         self._deepspeed = _import_deepspeed(world.device)
         config = deepspeed_config(training, world)
@@ -137,13 +139,9 @@ class Zero3Engine:
             return torch.full((), torch.nan, device=self._world.device)
         return torch.as_tensor(optimizer._global_grad_norm, device=self._world.device).float()  # noqa: SLF001
 
-    def save(self, folder: Path) -> None:
-        """Write master weights and optimizer states; every rank writes its own part."""
-        state_dict_saver.save(self._state(), checkpoint_id=folder)
-
     def load(self, folder: Path) -> None:
-        """Read back what `save` wrote, at any world size."""
-        state = self._state()
+        """Read a state back, written at any world size."""
+        state = self.state()
         state_dict_loader.load(state, checkpoint_id=folder)
         write = self._deepspeed.utils
         for name, parameter in self._trained():
@@ -171,8 +169,8 @@ class Zero3Engine:
     def _trained(self) -> list[tuple[str, Any]]:
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
-    def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, as shards of flat tensors: DeepSpeed divides as `torch.chunk` does."""
+    def state(self) -> dict[str, Any]:
+        """Return master weights and optimizer states as shards of flat tensors: DeepSpeed divides as `chunk`."""
         read = self._deepspeed.utils
         trained = self._trained()
         return {
@@ -187,7 +185,7 @@ class Zero3Engine:
     def _shard(self, parameter: Any, values: torch.Tensor) -> DTensor:
         whole, size = parameter.ds_shape.numel(), own_part(parameter).values.numel()
         return DTensor.from_local(
-            values[:size], self._world.mesh, [Shard(0)], run_check=False, shape=torch.Size([whole]), stride=(1,)
+            values[:size], self._state_mesh, [Shard(0)], run_check=False, shape=torch.Size([whole]), stride=(1,)
         )
 
 

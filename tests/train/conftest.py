@@ -47,13 +47,14 @@ class Run:
     def layout(self) -> RunLayout:
         return self.plan.layout
 
-    def train(self, *, expect: int = 0) -> str:
+    def train(self, *program: str, expect: int = 0) -> str:
         """Start the ranks as a job script does; return what they printed."""
         self.layout.root.mkdir(parents=True, exist_ok=True)
         self.layout.plan.write_text(plan_to_json(self.plan))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={self.plan.placement.world_size}", "-m", "ftkit.train", str(self.layout.plan)]
+        command += [f"--nproc-per-node={self.plan.placement.world_size}", *(program or ("-m", "ftkit.train"))]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command += [str(self.layout.plan)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
         assert (done.returncode != 0) == (expect != 0), done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -93,7 +93,7 @@ def test_the_status_tells_all_of_a_completed_run(
     run = make_run()
     folder = run.layout.checkpoint(400)
     folder.mkdir(parents=True)
-    records.write(run, CheckpointRecord(1.0, 400, str(folder), 0.1))
+    records.write(run, CheckpointRecord(1.0, 400, str(folder), 0.5, 0.1))
     finish(run, records)
     result = ftkit("status", "last")
     for part in (run.id, "completed", "6.5000 → 0.5000", "step-000400 in ", "local, 1 × 2 processes (cpu), fsdp2"):

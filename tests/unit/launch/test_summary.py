@@ -26,7 +26,7 @@ def test_first_and_last_are_told_apart(make_run: RunMaker, records: Any) -> None
     before = EvaluationRecord(1.0, 0, "before", 6.0, 400.0, 0.0, ())
     during = EvaluationRecord(2.0, 10, "during", 3.0, 20.0, None, ())
     after = EvaluationRecord(3.0, 20, "after", 1.0, 2.7, 0.9, (sample,))
-    checkpoint = CheckpointRecord(2.0, 20, "/x/step-000020", 0.1)
+    checkpoint = CheckpointRecord(2.0, 20, "/x/step-000020", 0.5, 0.1)
     records.write(run, before, records.step(1, 6.0), during, records.step(20, 1.0), checkpoint, after, records.end())
     summary = summarise(run.layout)
     assert summary.first_step == records.step(1, 6.0)

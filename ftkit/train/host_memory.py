@@ -1,0 +1,60 @@
+"""Main memory: what this process holds of it, and what it may still take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PROC = Path("/proc")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes(proc: Path = PROC, control_groups: Path = CONTROL_GROUPS) -> int:
+    """Return what the processes of this job may still take: what the machine has, or its control groups allow.
+
+    0 where the system does not say.
+    """
+    machine = _kibibytes(proc / "meminfo", "MemAvailable:")
+    return min([machine, *_left_in_groups(proc, control_groups)])
+
+
+def resident_bytes(proc: Path = PROC) -> tuple[int, int]:
+    """Return what this process holds now, and the most since `forget_peak`; zeros where the system does not say."""
+    return _kibibytes(proc / "self" / "status", "VmRSS:"), _kibibytes(proc / "self" / "status", "VmHWM:")
+
+
+def forget_peak(proc: Path = PROC) -> None:
+    """Let the peak begin anew; where that is not allowed it goes on since the process's start."""
+    try:
+        (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return
+
+
+def _left_in_groups(proc: Path, control_groups: Path) -> list[int]:
+    """Return what each control group (version 2) that limits this process leaves; its file cache counts as free."""
+    own = [line.removeprefix("0::/") for line in _lines(proc / "self" / "cgroup") if line.startswith("0::/")]
+    folders = [folder for path in own for folder in (Path(path), *Path(path).parents)]
+    left = []
+    for folder in {control_groups / folder for folder in folders}:
+        limit = "".join(_lines(folder / "memory.max"))
+        if limit.isdigit():
+            used = int("".join(_lines(folder / "memory.current")) or 0)
+            cached = sum(_field(folder / "memory.stat", name) for name in ("inactive_file", "active_file"))
+            left.append(max(0, int(limit) - used + cached))
+    return left
+
+
+def _kibibytes(path: Path, name: str) -> int:
+    return 1024 * _field(path, name)
+
+
+def _field(path: Path, name: str) -> int:
+    """Return the number that follows a name in a file; 0 if there is none."""
+    return next((int(words[1]) for line in _lines(path) if (words := line.split()) and words[0] == name), 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,28 @@
+"""A rank of a run that is killed with its second checkpoint half written; torchrun starts it as the trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit.train import checkpoint_saver
+from ftkit.train.__main__ import main
+from ftkit.train.checkpoint import describe
+
+if TYPE_CHECKING:
+    from ftkit.train.checkpoint import SavedFile
+
+
+def describe_or_die(path: Path) -> SavedFile:
+    if path.parent.name == ".step-000010.partial":
+        assert threading.current_thread() is not threading.main_thread()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return describe(path)
+
+
+checkpoint_saver.describe = describe_or_die
+main(Path(sys.argv[1]))

@@ -1,0 +1,195 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+
+from ftkit.errors import TrainingError
+from ftkit.records import CheckpointRecord, StartRecord, read_records
+from ftkit.train import checkpoint_saver
+from ftkit.train.checkpoint import Progress, list_checkpoints, load_newest
+from ftkit.train.checkpoint_saver import CheckpointSaver
+from ftkit.train.telemetry import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.plan import RunPlan
+    from ftkit.train.world import World
+
+KILLED = Path(__file__).with_name("killed_while_saving.py")
+
+
+class OneWeight:
+    """An engine of one weight."""
+
+    def __init__(self, world: World) -> None:
+        self.weight = torch.distributed.tensor.distribute_tensor(torch.zeros(6), world.mesh)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": {"weight": self.weight}, "steps": [torch.ones(()), 7]}
+
+    def load(self, folder: Path) -> None:
+        torch.distributed.checkpoint.load(self.state(), checkpoint_id=folder)
+
+
+class Gate:
+    """Holds every write up until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._opened = threading.Event()
+        self.error: Exception | None = None
+        patch.setattr(checkpoint_saver, "state_dict_saver", self)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def save(self, *args: Any, **options: Any) -> None:
+        assert self._opened.wait(60)
+        if self.error:
+            raise self.error
+        state_dict_saver.save(*args, **options)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.fixture
+def plan(make_run: Callable[..., Any], request: pytest.FixtureRequest) -> RunPlan:
+    plan: RunPlan = make_run(f"saving-{request.node.name}"[:60], processes=1).plan
+    plan.layout.root.mkdir(parents=True)
+    return plan
+
+
+@pytest.fixture
+def engine(world: World) -> Any:
+    return OneWeight(world)
+
+
+@pytest.fixture
+def saver(plan: RunPlan, world: World) -> CheckpointSaver:
+    return CheckpointSaver(plan, world, Recorder(plan.layout.metrics, world))
+
+
+def steps_on_disk(plan: RunPlan) -> list[str]:
+    return [folder.name for folder in list_checkpoints(plan.layout)]
+
+
+def test_training_goes_on_while_a_checkpoint_of_the_moment_is_written(
+    plan: RunPlan, engine: Any, saver: CheckpointSaver, world: World, gate: Gate
+) -> None:
+    with saver:
+        engine.weight.to_local().fill_(3)
+        saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+        saver.report_ended()
+        assert steps_on_disk(plan) == []
+        assert not read_records(plan.layout.metrics)
+        engine.weight.to_local().fill_(4)  # what the next step does
+        gate.open()
+    assert load_newest(engine, plan.layout, world, plan.fingerprint) == Progress(1, plan.fingerprint)
+    assert engine.weight.to_local().tolist() == [3.0] * 6
+    (record,) = read_records(plan.layout.metrics)
+    assert isinstance(record, CheckpointRecord)
+    assert (record.step, record.path) == (1, str(plan.layout.checkpoint(1)))
+    assert 0 < record.stalled_seconds < record.seconds
+
+
+def test_the_next_checkpoint_waits_for_the_one_before_and_uses_its_buffers(
+    plan: RunPlan, engine: Any, saver: CheckpointSaver, world: World, gate: Gate
+) -> None:
+    with saver:
+        saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+        engine.weight.to_local().fill_(4)
+        threading.Timer(0.2, gate.open).start()
+        saver.save(engine, Progress(2, plan.fingerprint), in_background=True)
+        assert "step-000001" in steps_on_disk(plan)
+    assert steps_on_disk(plan) == ["step-000001", "step-000002"]
+    load_newest(engine, plan.layout, world, plan.fingerprint)
+    assert engine.weight.to_local().tolist() == [4.0] * 6
+
+
+def test_without_room_for_a_copy_training_waits(
+    plan: RunPlan, engine: Any, saver: CheckpointSaver, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_saver, "available_bytes", lambda: 47)  # twice 6 weights and a count are 56 bytes
+    gate.open()
+    with saver:
+        saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+        assert steps_on_disk(plan) == ["step-000001"]
+    (record,) = read_records(plan.layout.metrics)
+    assert isinstance(record, CheckpointRecord)
+    assert record.stalled_seconds == record.seconds
+
+
+@pytest.mark.parametrize("notice", ["report_ended", "wait", "__exit__"])
+def test_an_error_in_the_background_is_the_runs_error(
+    notice: str, plan: RunPlan, engine: Any, saver: CheckpointSaver, gate: Gate
+) -> None:
+    gate.open()
+    saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+    saver.wait()
+    gate.error = OSError(28, "No space left on device")
+    saver.save(engine, Progress(2, plan.fingerprint), in_background=True)
+    assert saver._save is not None
+    saver._save.ended.exception()
+    with pytest.raises(TrainingError, match=r"step 2 can't be written.*No space left[^\0]*ftkit resume saving-test_an"):
+        getattr(saver, notice)(*([None] * 3 if notice == "__exit__" else []))
+    assert steps_on_disk(plan) == ["step-000001"]
+
+
+def test_a_run_that_fails_still_completes_the_checkpoint_on_its_way(
+    plan: RunPlan, engine: Any, saver: CheckpointSaver, gate: Gate
+) -> None:
+    def fail() -> None:
+        with saver:
+            saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+            gate.open()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert steps_on_disk(plan) == ["step-000001"]
+    assert [record.event for record in read_records(plan.layout.metrics)] == ["checkpoint"]
+
+
+def test_of_two_errors_the_first_is_the_runs(
+    plan: RunPlan, engine: Any, saver: CheckpointSaver, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        with saver:
+            saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+            gate.error = OSError(28, "No space left on device")
+            gate.open()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert "checkpoint of step 1 can't be written" in caplog.text
+
+
+def test_a_run_tells_how_long_its_checkpoints_took_and_held_it_up(finished_run: Any) -> None:
+    in_background, last = finished_run.records(CheckpointRecord)
+    assert (in_background.step, last.step) == (10, 20)
+    assert in_background.stalled_seconds < in_background.seconds
+    assert last.stalled_seconds == last.seconds
+
+
+def test_a_run_killed_in_the_middle_of_a_checkpoint_goes_on_from_the_one_before(
+    finished_run: Any, make_run: Callable[..., Any]
+) -> None:
+    run = make_run("killed", "training.checkpoint_every_steps=5")
+    assert "SIGKILL" in run.train(str(KILLED), expect=-9)
+    assert [folder.name for folder in list_checkpoints(run.layout)] == ["step-000005"]
+    assert (run.layout.checkpoints / ".step-000010.partial").is_dir()
+    run.train()
+    assert [record.resumed_from for record in run.records(StartRecord)] == [0, 5]
+    assert run.losses() == finished_run.losses()
+    assert not list(run.layout.checkpoints.glob(".*"))
