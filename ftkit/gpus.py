@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from ftkit.specs.cluster import GpuModel
 
 
+USABLE_MEMORY = 0.95
+"""Part of the memory that tensors can take; CUDA's context, NCCL and gaps between tensors have the rest."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A GPU's numbers, from its vendor's data sheet; the memory as nvidia-smi shows it, where that was seen.
@@ -31,8 +35,8 @@ class Gpu:
 
     @property
     def usable_gib(self) -> float:
-        """What tensors can take of the memory; CUDA's context, NCCL and gaps between tensors have the rest."""
-        return 0.95 * self.memory_gib
+        """What tensors can take of the memory."""
+        return USABLE_MEMORY * self.memory_gib
 
 
 GPUS: dict[GpuModel, Gpu] = {

@@ -1,0 +1,149 @@
+"""What could be changed in a run so that, by prediction, it fits the memory of its devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import TYPE_CHECKING, Any, Literal
+
+from ftkit.memory import predict_memory
+from ftkit.specs.cluster import ClusterProfile
+from ftkit.specs.recipe import RecipeSpec
+from ftkit.specs.training import EngineName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+NUM_PROPOSALS = 3
+SHORTEST = 512
+"""Tokens; nobody trains on shorter packs for memory's sake."""
+
+Change = dict[str, Any]
+"""Fields of `training` with their new values, or `num_nodes` with its."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change as it is typed after a recipe, and the memory of a process that is predicted for it."""
+
+    override: str
+    total_gib: float
+
+    def __str__(self) -> str:
+        return f"{self.override} ({self.total_gib:.1f} GiB)"
+
+
+def propose_changes(
+    recipe: RecipeSpec,
+    cluster: ClusterProfile,
+    num_nodes: int,
+    processes_per_node: int,
+    engine: EngineName,
+    room_gib: float,
+) -> list[Proposal]:
+    """Return the mildest changes that would fit: each alone if three do, else together with others.
+
+    Args:
+        recipe: the recipe that does not fit.
+        cluster: where it runs; decides whether there are more nodes and whether there is something to offload from.
+        num_nodes: as planned.
+        processes_per_node: as planned.
+        engine: as planned.
+        room_gib: what a process's tensors may take.
+    """
+    run = _Run(recipe, cluster, num_nodes, processes_per_node, engine)
+    levers = [lever for lever in run.levers() if lever]
+    found: list[Proposal] = []
+    used: list[set[int]] = []
+    for size in range(1, len(levers) + 1):
+        for chosen in combinations(range(len(levers)), size):
+            if len(found) == NUM_PROPOSALS:
+                return found
+            if any(earlier <= set(chosen) for earlier in used):
+                continue  # less is enough
+            for changes in product(*(levers[index] for index in chosen)):
+                change = {field: value for each in changes for field, value in each.items()}
+                total = run.predict(change)
+                if total <= room_gib:
+                    found.append(Proposal(_typed(change), total))
+                    used.append(set(chosen))
+                    break
+    return found
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is to be changed."""
+
+    recipe: RecipeSpec
+    cluster: ClusterProfile
+    num_nodes: int
+    processes_per_node: int
+    engine: EngineName
+
+    def predict(self, change: Change) -> float:
+        """Return the GiB of a process after a change."""
+        fields = dict(change)
+        num_shards = fields.pop("num_nodes", self.num_nodes) * self.processes_per_node
+        training = self.recipe.training.model_copy(update=fields)
+        device: Literal["cpu", "cuda"] = "cpu" if self.cluster.device == "cpu" else "cuda"
+        return predict_memory(self.recipe.model.architecture, training, num_shards, self.engine, device).total
+
+    def levers(self) -> Iterator[list[Change]]:
+        """Yield what can be changed, what costs least first; each with its values, the mildest first."""
+        training = self.recipe.training
+        yield self._checkpointing()
+        yield [{"micro_batch_size": size} for size in _smaller_divisors(training.micro_batch_size)]
+        if self.cluster.device != "cpu":
+            stronger = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[training.offload]
+            yield [{"offload": value} for value in stronger]
+        yield [{"sequence_length": length} for length in _halves(training.sequence_length)]
+        yield self._more_nodes()
+        lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
+        yield [{"method": value} for value in lighter]
+
+    def _checkpointing(self) -> list[Change]:
+        training = self.recipe.training
+        steps = (("none", False), ("selective", False), ("full", False), ("full", True))
+        now = steps.index((training.activation_checkpointing, training.activation_offload))
+        possible = [
+            (checkpointing, offload)
+            for checkpointing, offload in steps[now + 1 :]
+            if (checkpointing != "selective" or self.engine == "fsdp2")
+            and not (offload and self.cluster.device == "cpu")
+        ]
+        return [
+            ({} if checkpointing == steps[now][0] else {"activation_checkpointing": checkpointing})
+            | ({"activation_offload": True} if offload else {})
+            for checkpointing, offload in possible
+        ]
+
+    def _more_nodes(self) -> list[Change]:
+        """Return twice the nodes, if there are as many and the global batch can be divided among them."""
+        twice = 2 * self.num_nodes
+        training, cluster = self.recipe.training, self.cluster
+        at_once = training.micro_batch_size * twice * self.processes_per_node
+        enough = cluster.scheduler != "local" and (cluster.max_nodes is None or twice <= cluster.max_nodes)
+        return [{"num_nodes": twice}] if enough and training.global_batch_size % at_once == 0 else []
+
+
+def _smaller_divisors(number: int) -> list[int]:
+    """Return the divisors below a number, largest first: with them the global batch stays what it is."""
+    return [divisor for divisor in range(number // 2, 0, -1) if number % divisor == 0]
+
+
+def _halves(length: int) -> list[int]:
+    halves = []
+    while length % 2 == 0 and length // 2 >= SHORTEST:
+        length //= 2
+        halves.append(length)
+    return halves
+
+
+def _typed(change: Change) -> str:
+    """Return a change as it is typed."""
+    words = {field: "true" if value is True else value for field, value in change.items()}
+    return " ".join(
+        f"--nodes {value}" if field == "num_nodes" else f"training.{field}={value}" for field, value in words.items()
+    )
