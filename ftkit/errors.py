@@ -102,6 +102,12 @@ class ImageError(FtkitError):
     exit_code = 10
 
 
+class MemoryExhaustedError(FtkitError):
+    """The run needs more memory than its devices have."""
+
+    exit_code = 11
+
+
 EXIT_CODES: dict[int, str] = {
     0: "success",
     1: "a defect in ftkit: please report it",
@@ -114,5 +120,6 @@ EXIT_CODES: dict[int, str] = {
     DataError.exit_code: "the data can't be used as the recipe asks",
     TrainingError.exit_code: "the trainer refused to start or to go on",
     ImageError.exit_code: "an image can't be built, pushed, imported or trusted",
+    MemoryExhaustedError.exit_code: "a device of the run has no memory left",
     130: "interrupted from the keyboard",
 }

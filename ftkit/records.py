@@ -7,7 +7,7 @@ import socket
 import time
 import traceback
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from ftkit.errors import FtkitError
 
@@ -47,6 +47,24 @@ class ProofRecord:
     event: ClassVar[str] = "proof"
     time: float
     checks: dict[str, str]
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """The memory of the device at the end of a stage, in GiB: on rank 0, and the largest over the ranks.
+
+    The peak is that of the stage. On processors, allocated and reserved are the process's resident set.
+    """
+
+    event: ClassVar[str] = "memory"
+    time: float
+    stage: str
+    allocated_gib: float
+    peak_gib: float
+    reserved_gib: float
+    largest_allocated_gib: float
+    largest_peak_gib: float
+    largest_reserved_gib: float
 
 
 @dataclass(frozen=True)
@@ -121,12 +139,18 @@ class EndRecord:
     export: str | None
 
 
-Record = StageRecord | StartRecord | ProofRecord | StepRecord | EvaluationRecord | CheckpointRecord | EndRecord
+Record = (
+    StageRecord
+    | StartRecord
+    | ProofRecord
+    | MemoryRecord
+    | StepRecord
+    | EvaluationRecord
+    | CheckpointRecord
+    | EndRecord
+)
 
-_KINDS: dict[str, type[Any]] = {
-    kind.event: kind
-    for kind in (StageRecord, StartRecord, ProofRecord, StepRecord, EvaluationRecord, CheckpointRecord, EndRecord)
-}
+_KINDS: dict[str, type[Any]] = {kind.event: kind for kind in get_args(Record)}
 
 
 def to_line(record: Record) -> str:

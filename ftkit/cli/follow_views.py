@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from ftkit.cli.record_lines import record_line
 from ftkit.cli.wording import count, duration
 from ftkit.launch.states import RunState
-from ftkit.records import EndRecord, StageRecord, StepRecord
+from ftkit.records import EndRecord, MemoryRecord, StageRecord, StepRecord
 
 if TYPE_CHECKING:
     from ftkit.cli.terminal import Terminal
@@ -92,7 +92,9 @@ class LiveView:
         self._is_waiting = seen.state is not RunState.RUNNING
 
     def record(self, record: Record) -> None:
-        """Move the bar, or print a line above it."""
+        """Move the bar, or print a line above it. Memory is for the log: there is a record at each stage."""
+        if isinstance(record, MemoryRecord):
+            return
         self._finish_stage(record)
         if isinstance(record, StepRecord):
             self._progress.update(

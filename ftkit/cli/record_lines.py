@@ -9,6 +9,7 @@ from ftkit.records import (
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
+    MemoryRecord,
     ProofRecord,
     StageRecord,
     StartRecord,
@@ -28,6 +29,11 @@ def record_line(record: Record) -> str:
             line = start_line(record)
         case ProofRecord():
             line = "proven: " + "; ".join(f"{name}: {value}" for name, value in record.checks.items())
+        case MemoryRecord():
+            line = (
+                f"memory after {record.stage}: {record.largest_allocated_gib:.2f} GiB, "
+                f"peak {record.largest_peak_gib:.2f} GiB"
+            )
         case StepRecord():
             line = step_line(record)
         case EvaluationRecord():

@@ -15,6 +15,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from ftkit.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -71,9 +73,20 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: st
                 f"{folder} was trained on data {marker.progress.fingerprint}, the plan is for {fingerprint}",
                 fix="start a new run for new data",
             )
-        engine.load(folder)
+        _load(engine, folder)
         return marker.progress
     return None
+
+
+def _load(engine: Engine, folder: Path) -> None:
+    try:
+        engine.load(folder)
+    except CheckpointException as error:  # no Exception: nobody above would notice it
+        raise TrainingError(
+            f"{folder} can't be loaded: {str(error).strip()}",
+            meaning="its files are whole, but are not those of this model, method and engine",
+            fix="resume with the ftkit that began the run, or begin a new one",
+        ) from error
 
 
 def list_checkpoints(layout: RunLayout) -> list[Path]:

@@ -47,6 +47,9 @@ class Engine(Protocol):
             The norm that the gradients had.
         """
 
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return what this rank holds from step to step: its parts of parameters, gradients, optimizer states."""
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds: trained weights and optimizer states, as shards, not copied."""
 

@@ -57,6 +57,8 @@ class Fsdp2Engine:
             materialise(self.model, world.device, parameters_on)
         if fill is not None:
             fill(self.model)
+        self._shards = list(self.model.parameters())
+        """The parameters as they are between steps; the model has whole ones in their place while it uses them."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._training = training
 
@@ -111,6 +113,15 @@ class Fsdp2Engine:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return what this rank holds from step to step."""
+        states = [] if self._optimizer is None else self._optimizer.state.values()
+        return {
+            "parameters": [_local(shard) for shard in self._shards],
+            "gradients": [_local(shard.grad) for shard in self._shards if shard.grad is not None],
+            "optimizer": [_local(value) for state in states for value in state.values() if torch.is_tensor(value)],
+        }
 
     def state(self) -> dict[str, Any]:
         """Return weights and optimizer states as shards."""

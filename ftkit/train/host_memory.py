@@ -17,6 +17,11 @@ def available_bytes(proc: Path = PROC, control_groups: Path = CONTROL_GROUPS) ->
     return min([machine, *_left_in_groups(proc, control_groups)])
 
 
+def total_bytes(proc: Path = PROC) -> int:
+    """Return the main memory of this machine; 0 where the system does not say."""
+    return _kibibytes(proc / "meminfo", "MemTotal:")
+
+
 def resident_bytes(proc: Path = PROC) -> tuple[int, int]:
     """Return what this process holds now, and the most since `forget_peak`; zeros where the system does not say."""
     return _kibibytes(proc / "self" / "status", "VmRSS:"), _kibibytes(proc / "self" / "status", "VmHWM:")

@@ -15,6 +15,7 @@ from ftkit.train.checkpoint_saver import CheckpointSaver
 from ftkit.train.engine import Engine
 from ftkit.train.evaluate import Evaluator
 from ftkit.train.learning_rate import learning_rate_at
+from ftkit.train.memory_trace import MemoryTrace
 from ftkit.train.telemetry import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
 from ftkit.train.world import World
 
@@ -29,13 +30,14 @@ class Training:
     batches: BatchSchedule
     evaluator: Evaluator
     recorder: Recorder
+    trace: MemoryTrace
     saver: CheckpointSaver
     num_steps: int
     progress: Progress
 
     def train(self) -> Literal["completed", "stopped"]:
         """Train to the last step, or until someone asks to stop. Either way the last thing is a checkpoint."""
-        reporter = StepReporter(self.recorder, self.num_steps, self.plan.batch.tokens_per_step)
+        reporter = StepReporter(self.recorder, self.trace, self.num_steps, self.plan.batch.tokens_per_step)
         stopwatch, reducer = Stopwatch(), StepReducer()
         stopped = False
         while self.progress.step < self.num_steps and not stopped:

@@ -30,7 +30,9 @@ from ftkit.train.engines import make_engine
 from ftkit.train.evaluate import Evaluator
 from ftkit.train.export import ExportedParts, export
 from ftkit.train.loop import Training
+from ftkit.train.memory_trace import MemoryTrace
 from ftkit.train.model import build_empty, has_random_weights, make_config, read_config
+from ftkit.train.out_of_memory import OutOfMemoryExplainer
 from ftkit.train.proofs import prove_isolation, prove_sharding
 from ftkit.train.telemetry import Recorder
 from ftkit.train.weights import draw_weights, fetch_weights, load_weights
@@ -51,15 +53,26 @@ class Session:
     data: PreparedData
     tokenizer: PreTrainedTokenizerBase
     recorder: Recorder
+    trace: MemoryTrace
 
     def run(self) -> None:
-        """Build, prove, resume or begin, train, evaluate, export."""
+        """Build, prove, resume or begin, train, evaluate, export.
+
+        Raises:
+            MemoryExhaustedError: with what to change.
+        """
+        with OutOfMemoryExplainer(self.plan, self.world, self.trace) as explainer:
+            self._run(explainer)
+
+    def _run(self, explainer: OutOfMemoryExplainer) -> None:
         began = time.time()
         store = PackStore(self.data.train)
         num_steps = self._num_steps(len(store))
         self._stage("building the model")
         engine, config, class_name = self._build_engine()
+        explainer.engine = engine
         self._prove(engine)
+        self.trace.begin("loading the newest checkpoint")
         progress = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
         progress = progress or Progress(step=0, fingerprint=self.plan.fingerprint)
         self._record_start(num_steps, progress)
@@ -69,10 +82,13 @@ class Session:
         training_began = time.time()
         with CheckpointSaver(self.plan, self.world, self.recorder) as saver:
             batches = self._batches(store)
-            training = Training(
-                self.plan, self.world, engine, batches, evaluator, self.recorder, saver, num_steps, progress
+            training = explainer.training = Training(
+                self.plan, self.world, engine, batches, evaluator, self.recorder, self.trace, saver, num_steps, progress
             )
+            if progress.step < num_steps:
+                self.trace.follow_first_step(engine)
             outcome = training.train()
+        explainer.training = None
         training_seconds = time.time() - training_began
         exported = None
         if outcome == "completed":
@@ -81,6 +97,7 @@ class Session:
             parts = ExportedParts(self.plan.recipe, config, class_name, self.tokenizer)
             export(engine, parts, self.plan.layout.export, self.world)
             exported = str(self.plan.layout.export)
+        self.trace.begin("")
         self.recorder.write(EndRecord(time.time(), outcome, training.progress.step, training_seconds, exported))
         log.info("%s after %d steps, %.0f s in all", outcome, training.progress.step, time.time() - began)
 
@@ -122,6 +139,7 @@ class Session:
             else:
                 load_weights(sharded, folder)
             fill_adapters(sharded, recipe.training.seed)
+            self.trace.begin("making the optimizer")
 
         return make_engine(self.plan.engine.name, model, recipe.training, self.world, fill), config, class_name
 
@@ -163,6 +181,7 @@ class Session:
         return record
 
     def _stage(self, text: str) -> None:
+        self.trace.begin(text)
         self.recorder.write(StageRecord(time.time(), text))
         log.info("%s", text)
 
@@ -177,7 +196,8 @@ def run_session(plan: RunPlan, world: World) -> None:
     data = PreparedData(plan.data_directory)
     data.read_manifest()
     recorder = Recorder(plan.layout.metrics, world)
-    Session(plan, world, data, load_saved_tokenizer(data.tokenizer), recorder).run()
+    tokenizer = load_saved_tokenizer(data.tokenizer)
+    Session(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder)).run()
 
 
 def _device_name(device: torch.device) -> str:

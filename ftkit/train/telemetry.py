@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ftkit.memory import GIB
 from ftkit.records import Record, StepRecord, append_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from ftkit.train.memory_trace import MemoryTrace
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -132,8 +132,9 @@ class StepReducer:
 class StepReporter:
     """Writes a record every so many steps, with speeds over the steps since the last one."""
 
-    def __init__(self, recorder: Recorder, num_steps: int, tokens_per_step: int) -> None:
+    def __init__(self, recorder: Recorder, trace: MemoryTrace, num_steps: int, tokens_per_step: int) -> None:
         self._recorder = recorder
+        self._trace = trace
         self._num_steps = num_steps
         self._tokens_per_step = tokens_per_step
         self._laps: list[Lap] = []
@@ -160,14 +161,10 @@ class StepReporter:
             tokens_per_second=steps * self._tokens_per_step / seconds,
             step_seconds=seconds / steps,
             overhead_ratio=1 - work / seconds,
-            memory_gib=_peak_memory_gib(),
+            memory_gib=self._trace.peak_gib(),
         )
         self._recorder.write(record)
         log.info(
             "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s",
             record.step, record.num_steps, record.loss, learning_rate, record.grad_norm, record.tokens_per_second,
         )  # fmt: skip
-
-
-def _peak_memory_gib() -> float | None:
-    return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None

@@ -139,6 +139,17 @@ class Zero3Engine:
             return torch.full((), torch.nan, device=self._world.device)
         return torch.as_tensor(optimizer._global_grad_norm, device=self._world.device).float()  # noqa: SLF001
 
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return what this rank holds from step to step."""
+        optimizer = self._engine.optimizer
+        masters = optimizer.fp32_partitioned_groups_flat
+        gradients = optimizer.grad_partitions_flat_buffer
+        return {
+            "parameters": [*masters, *(own_part(parameter).values for parameter in self.model.parameters())],
+            "gradients": [] if gradients is None else [gradients],
+            "optimizer": [value for states in optimizer.optimizer.state.values() for value in states.values()],
+        }
+
     def load(self, folder: Path) -> None:
         """Read a state back, written at any world size."""
         state = self.state()

@@ -17,7 +17,7 @@ import pytest
 
 from ftkit.data.prepare import prepare
 from ftkit.plan import RunPlan, plan_run, plan_to_json
-from ftkit.records import Record, StepRecord, read_records
+from ftkit.records import MemoryRecord, Record, StepRecord, read_records
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
 from ftkit.specs.request import RunRequest
 
@@ -65,6 +65,9 @@ class Run:
     def losses(self) -> dict[int, tuple[float, float]]:
         steps = [record for record in read_records(self.layout.metrics) if isinstance(record, StepRecord)]
         return {record.step: (record.loss, record.grad_norm) for record in steps}
+
+    def memory_stages(self) -> list[str]:
+        return [record.stage for record in read_records(self.layout.metrics) if isinstance(record, MemoryRecord)]
 
     def copy_to(self, name: str) -> Run:
         """Return a run that is a copy of this one as it is now, under another id."""

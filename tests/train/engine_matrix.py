@@ -97,7 +97,10 @@ def train(case: tuple[Family, Method, EngineName, Offload, Precision], world: Wo
         held_out = world.sum([float(summed_loss(trained, batch(STEPS, 0, world)))])[0]
     weights = engine.trained_weights()
     length = sum(float(weight.double().square().sum()) for name, weight in weights.items() if name != "lm_head.weight")
-    return {"losses": losses, "norms": norms, "held_out": held_out, "length": length, "checks": checks}
+    held = {part: sum(tensor.numel() for tensor in tensors) for part, tensors in engine.tensors().items()}
+    return {
+        "losses": losses, "norms": norms, "held_out": held_out, "length": length, "checks": checks, "held": held,
+    }  # fmt: skip
 
 
 def main() -> None:

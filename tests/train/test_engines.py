@@ -86,6 +86,17 @@ def test_both_engines_train_alike(family: Family, method: Method, matrix: dict[s
     assert is_quantised == (method == "qlora")
 
 
+@pytest.mark.parametrize(("engine", "copies", "gradients"), [("fsdp2", 1, 0), ("zero3", 2, 1)])
+def test_an_engine_tells_what_it_holds(
+    engine: str, copies: int, gradients: int, matrix: dict[str, dict[str, Any]]
+) -> None:
+    """Between steps FSDP2 has no gradients; ZeRO-3 keeps their memory, and masters beside its weights."""
+    case = matrix[f"llama full {engine} none fp32"]
+    held, parameters = case["held"], int(case["checks"]["parameters"].replace(",", ""))
+    for part, count in {"parameters": copies, "gradients": gradients, "optimizer": 2}.items():
+        assert held[part] == pytest.approx(count * parameters / 2, rel=0.02), part
+
+
 def test_adapters_in_fp32_train_alike_on_4_bit_weights_in_bf16(matrix: dict[str, dict[str, Any]]) -> None:
     results = [matrix[f"olmo3 qlora {engine} none bf16"] for engine in ("fsdp2", "zero3")]
     # Nearly: ZeRO-3's adapters are rounded to bf16 before they become masters.
@@ -109,6 +120,7 @@ def test_a_zero3_run_is_the_fsdp2_run_and_goes_on_with_fewer_processes(
     for step, (loss, _) in run.losses().items():
         assert loss == pytest.approx(straight[step][0], abs=1e-4)
     assert [record.engine for record in run.records(StartRecord)] == ["zero3"]
+    assert run.memory_stages() == finished_run.memory_stages()
     assert run.records(ProofRecord)[0].checks["sharded layers"] == "2"
     answered = finished_run.records(EvaluationRecord)[0].samples, run.records(EvaluationRecord)[0].samples
     assert answered[0] == answered[1]

@@ -1,0 +1,198 @@
+"""What a run tells of its memory, and what it says when there is none left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ftkit.errors import MemoryExhaustedError, TrainingError
+from ftkit.records import EndRecord, MemoryRecord, read_records
+from ftkit.train import memory_trace, session
+from ftkit.train.fsdp2 import Fsdp2Engine
+from ftkit.train.memory_trace import MemoryTrace
+from ftkit.train.out_of_memory import is_out_of_memory
+from ftkit.train.session import run_session
+from ftkit.train.telemetry import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ftkit.plan import RunPlan
+    from ftkit.train.world import World
+
+EXHAUSTED = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@pytest.fixture
+def plan(make_run: Callable[..., Any], request: pytest.FixtureRequest) -> RunPlan:
+    overrides = ("training.micro_batch_size=4", "training.max_steps=3", "evaluation.sql_execution=null")
+    plan: RunPlan = make_run(f"memory-{request.node.name}"[:60], *overrides, processes=1).plan
+    plan.layout.root.mkdir(parents=True)
+    return plan
+
+
+def exhaust(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError(EXHAUSTED)
+
+
+def message(plan: RunPlan, world: World) -> str:
+    with pytest.raises(MemoryExhaustedError) as caught:
+        run_session(plan, world)
+    return str(caught.value)
+
+
+def test_each_stage_of_a_run_leaves_its_memory_and_the_end_comes_last(finished_run: Any) -> None:
+    records = finished_run.records(MemoryRecord)
+    assert finished_run.memory_stages() == [
+        "building the model",
+        "making the optimizer",
+        "proving that the model is sharded and its documents are isolated",
+        "loading the newest checkpoint",
+        "evaluating on the held-out part, before training",
+        "first forward",
+        "first backward",
+        "first step",
+        "training",
+        "evaluating on the held-out part, after training",
+        "exporting the model",
+    ]
+    for record in records:
+        assert 0 < record.allocated_gib == record.reserved_gib <= record.largest_allocated_gib
+        assert record.allocated_gib <= record.peak_gib <= record.largest_peak_gib
+    assert isinstance(read_records(finished_run.layout.metrics)[-1], EndRecord)
+    assert "memory after first backward: " in finished_run.layout.rank_log(1).read_text()
+
+
+class Counters:
+    """The counters of an allocator."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.allocated = self.peak = 0
+        patch.setattr(torch.cuda, "memory_allocated", lambda _: self.allocated)
+        patch.setattr(torch.cuda, "memory_reserved", lambda _: self.peak)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.peak)
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+
+    def reset(self, _: torch.device) -> None:
+        self.peak = self.allocated
+
+    def use(self, peak: int, then: int) -> None:
+        self.allocated, self.peak = then, max(self.peak, peak)
+
+
+@pytest.fixture
+def counters(world: World, monkeypatch: pytest.MonkeyPatch) -> Any:
+    device = world.device
+    object.__setattr__(world, "device", torch.device("cuda", 0))
+    yield Counters(monkeypatch)
+    object.__setattr__(world, "device", device)
+
+
+def test_each_stage_has_a_peak_of_its_own_and_the_run_keeps_the_highest(
+    counters: Counters, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_trace, "GIB", 1)
+    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world))
+    counters.use(peak=9, then=1)  # before the first stage
+    trace.begin("one")
+    counters.use(peak=7, then=2)
+    trace.begin("two")
+    counters.use(peak=5, then=3)
+    assert trace.peak_gib() == 9
+    counters.use(peak=11, then=3)
+    assert trace.peak_gib() == 11
+    trace.begin("")
+    found = [
+        (record.stage, record.allocated_gib, record.peak_gib) for record in read_records(tmp_path / "metrics.jsonl")
+    ]
+    assert found == [("one", 2, 7), ("two", 3, 11)]
+    assert trace.peak_gib() == 11
+
+
+def test_only_the_first_step_is_followed(world: World, tmp_path: Path) -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.summed_loss = lambda: 1
+
+    class Engine:
+        def __init__(self) -> None:
+            self.model = Model()
+
+        def backward(self) -> int:
+            return self.model.summed_loss()
+
+        def step(self) -> int:
+            return 2
+
+    engine: Any = Engine()
+    original = engine.model.summed_loss
+    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world))
+    trace.follow_first_step(engine)
+    results = [getattr(engine, name)() for name in ("backward", "backward", "step", "backward", "step")]
+    assert results == [1, 1, 2, 1, 2]
+    stages = [record.stage for record in read_records(tmp_path / "metrics.jsonl")]
+    assert [*stages, trace.stage] == ["first forward", "first backward", "first step", "training"]
+    assert vars(engine) == {"model": engine.model}
+    assert engine.model.summed_loss is original
+
+
+def test_what_fills_the_device_is_explained_by_part_with_what_would_fit(plan: RunPlan, world: World) -> None:
+    calls = []
+
+    def exhaust_in_step_2(module: torch.nn.Module, _: Any) -> None:
+        if "DecoderLayer" in type(module).__name__ and torch.is_grad_enabled():
+            calls.append(module)
+            if len(calls) > 4:
+                exhaust()
+
+    hook = register_module_forward_pre_hook(exhaust_in_step_2)
+    try:
+        text = message(plan, world)
+    finally:
+        hook.remove()
+    what, held, foreseen, *fix = text.splitlines()
+    assert what.startswith("out of memory in stage 'training', in step 2: ")
+    assert EXHAUSTED in what
+    assert held.startswith("held: parameters 0.0, gradients 0.0, optimizer 0.0, activations, gathered weights and")
+    assert foreseen.startswith("foreseen: parameters 0.0, gradients 0.0,")
+    assert fix[1].startswith("  training.activation_checkpointing=")
+    assert fix[2].startswith("  training.micro_batch_size=")
+
+
+def test_where_memory_runs_out_is_named(plan: RunPlan, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fsdp2Engine, "step", exhaust)
+    assert "'first step', in step 1:" in message(plan, world)
+    monkeypatch.setattr(torch.autograd, "backward", exhaust)
+    assert "'first backward', in step 1:" in message(plan, world)
+    monkeypatch.setattr(session, "draw_weights", exhaust)
+    text = message(plan, world)
+    assert "'building the model':" in text
+    assert "held: not told apart yet" in text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(EXHAUSTED),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("NCCL error: Cuda failure 2 'out of memory'"),
+        CheckpointException("loading", {0: (RuntimeError("CUDA out of memory"), None)}),  # type: ignore[dict-item]
+    ],
+)
+def test_what_allocators_say_is_known(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+    caused = TrainingError("a checkpoint can't be loaded")
+    caused.__cause__ = error
+    assert is_out_of_memory(caused)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(TrainingError("out of memory of an elephant"))
