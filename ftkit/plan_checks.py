@@ -139,6 +139,8 @@ def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
         return
     if recipe.data.format.kind != "prompt-completion":
         yield Problem(where, "evaluation.sql_execution", "needs data.format.kind 'prompt-completion'.")
+    if isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
+        yield Problem(where, "evaluation.sql_execution", f"there is no SQL in generator '{source.generator}'.")
     if not has_heldout:
         yield Problem(where, "evaluation.sql_execution", "there is nothing held out.", "Set data.source.num_heldout.")
     elif isinstance(source, GeneratedSource) and asked.num_questions > source.num_heldout:

@@ -39,6 +39,8 @@ def prepare(plan: RunPlan, report: Callable[[str], None]) -> PreparedData:
     with building(prepared.root) as folder:
         manifest = _build(folder, plan, report)
         folder.write_manifest(manifest)
+    if manifest.num_too_long:
+        report(f"{manifest.num_too_long:,} documents are longer than a pack, and left out")
     report(
         f"data {plan.fingerprint}: {manifest.num_train_documents:,} documents in {manifest.num_train_packs:,} packs of "
         f"{manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} full, {manifest.num_train_targets:,} targets"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.data.text_to_sql import generate
+from ftkit.data import malware_analysis, text_to_sql
 from ftkit.errors import DataError
 from ftkit.specs.data import FilesSource, GeneratedSource, HubSource
 
@@ -34,8 +34,7 @@ def read_examples(source: Source) -> Examples:
     """
     match source:
         case GeneratedSource():
-            task = generate(source.seed, source.num_train, source.num_heldout)
-            return Examples([asdict(example) for example in task.train], [asdict(example) for example in task.heldout])
+            return _generate(source)
         case FilesSource(heldout=str(heldout)):
             train = _take(_read_lines(Path(source.train)), source.num_train, source.seed)
             return Examples(train, _read_lines(Path(heldout)))
@@ -43,6 +42,17 @@ def read_examples(source: Source) -> Examples:
             return _split(_read_lines(Path(source.train)), source)
         case HubSource():
             return _split(_read_hub(source), source)
+
+
+def _generate(source: GeneratedSource) -> Examples:
+    task: text_to_sql.TextToSql | malware_analysis.MalwareAnalysis
+    match source.generator:
+        case "text-to-sql":
+            task = text_to_sql.generate(source.seed, source.num_train, source.num_heldout)
+        case "malware-analysis":
+            sizes = source.binary_sizes.smallest, source.binary_sizes.largest
+            task = malware_analysis.generate(source.seed, source.num_train, source.num_heldout, sizes)
+    return Examples([asdict(example) for example in task.train], [asdict(example) for example in task.heldout])
 
 
 def _split(examples: list[Example], source: FilesSource | HubSource) -> Examples:

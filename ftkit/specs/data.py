@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from ftkit.specs.strict import Spec
+
+
+class BinarySizes(Spec):
+    """Sizes of simulated binaries; all between the two are as likely."""
+
+    smallest: int = Field(default=2048, ge=1024)
+    """Bytes of the smallest binary."""
+    largest: int = Field(default=6144, ge=1024)
+    """Bytes of the largest binary."""
+
+    @model_validator(mode="after")
+    def _smallest_is_not_larger(self) -> Self:
+        if self.smallest > self.largest:
+            raise ValueError(f"smallest ({self.smallest}) is more than largest ({self.largest})")
+        return self
 
 
 class GeneratedSource(Spec):
     """Examples made by a generator that ftkit ships."""
 
     kind: Literal["generated"]
-    generator: Literal["text-to-sql"]
-    """The task."""
+    generator: Literal["text-to-sql", "malware-analysis"]
+    """The task. `text-to-sql`: columns sql_context, sql_prompt, sql. `malware-analysis`: columns binary (simulated, in
+    hexadecimal digits), verdict, analysis; every other one is malicious."""
+    binary_bytes: BinarySizes | None = None
+    """For generator malware-analysis, all sizes between the two being as likely; none: the defaults. A byte, which is
+    two hexadecimal digits, is about 1.2 tokens where up to three digits make a token, and 2 where each stands alone."""
     num_train: PositiveInt
     """Examples to train on."""
     num_heldout: NonNegativeInt = 0
     """Examples held out for evaluation; none of them is in the training part."""
     seed: NonNegativeInt = 0
     """Another seed makes other examples."""
+
+    @property
+    def binary_sizes(self) -> BinarySizes:
+        """How large simulated binaries are."""
+        return self.binary_bytes or BinarySizes()
+
+    @model_validator(mode="after")
+    def _binaries_belong_to_malware_analysis(self) -> Self:
+        if self.generator != "malware-analysis" and self.binary_bytes is not None:
+            raise ValueError(f"binary_bytes has no effect with generator '{self.generator}': leave it out")
+        return self
 
 
 class FilesSource(Spec):

@@ -97,6 +97,11 @@ def test_micro_batch_times_processes_times_accumulation_is_the_global_batch(
     assert batch.tokens_per_step == total * DEMO.training.sequence_length
 
 
+def test_sql_is_not_asked_of_data_without_any() -> None:
+    found = problems(demo("data.source.generator=malware-analysis"))
+    assert "evaluation.sql_execution: there is no SQL in generator 'malware-analysis'" in found
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> None:
     found = problems(demo("training.global_batch_size=33", "training.micro_batch_size=8"))
     assert "33 is not divisible by 16" in found

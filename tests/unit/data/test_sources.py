@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from pydantic import ValidationError
 
 from ftkit.data.sources import read_examples
 from ftkit.errors import DataError
@@ -67,3 +68,33 @@ def test_generated_examples_have_the_columns_of_the_task() -> None:
     examples = read_examples(GeneratedSource(kind="generated", generator="text-to-sql", num_train=3, num_heldout=1))
     assert [len(examples.train), len(examples.heldout)] == [3, 1]
     assert {"sql_prompt", "sql_context", "sql"} <= examples.train[0].keys()
+
+
+def test_simulated_malware_has_the_sizes_that_the_recipe_asks_for() -> None:
+    source = GeneratedSource.model_validate(
+        {
+            "kind": "generated",
+            "generator": "malware-analysis",
+            "num_train": 4,
+            "num_heldout": 2,
+            "binary_bytes": {"smallest": 1500, "largest": 1500},
+        }
+    )
+    examples = read_examples(source)
+    assert [len(examples.train), len(examples.heldout)] == [4, 2]
+    assert {len(example["binary"]) for example in examples.train} == {3000}
+    assert examples.train[0].keys() == {"binary", "verdict", "analysis"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generator": "text-to-sql", "binary_bytes": {}}, "binary_bytes has no effect with generator 'text-to-sql'"),
+        ({"binary_bytes": {"smallest": 9000}}, r"smallest \(9000\) is more than largest \(6144\)"),
+        ({"binary_bytes": {"smallest": 10}}, "greater than or equal to 1024"),
+    ],
+)
+def test_sizes_of_binaries_that_make_no_sense_are_refused(changes: dict[str, object], message: str) -> None:
+    fields = {"kind": "generated", "generator": "malware-analysis", "num_train": 1}
+    with pytest.raises(ValidationError, match=message):
+        GeneratedSource.model_validate(fields | changes)
