@@ -23,6 +23,7 @@ from ftkit.train.activation_offload import ActivationOffload
 from ftkit.train.adamw8bit import AdamW8bit
 from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.facts import Held, gather_facts
+from ftkit.train.library_versions import TORCH, complete_processor_streams
 from ftkit.train.model import find_decoder_layers
 from ftkit.train.objective import MicroBatch, add_objective, summed_loss
 from ftkit.train.optimizer import HostStateAdamW, parameter_groups
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from ftkit.train.engine import Fill
     from ftkit.train.proofs import ShardingFacts
     from ftkit.train.world import World
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Fsdp2Engine:
@@ -176,6 +175,7 @@ def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
     Layers are gathered for their forward and again for their backward; embedding and output projection stay
     gathered in between.
     """
+    complete_processor_streams()
     layers = find_decoder_layers(model)
     checkpoint_layers(
         layers,

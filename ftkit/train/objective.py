@@ -41,7 +41,8 @@ def _hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
     There is never an attention mask and never a cache: either would make transformers overlook the borders of
     packed documents. Kernels find them in the positions, or in the borders.
     """
-    output = model.base_model(
+    # Not base_model: for Gemma 3, transformers 4 calls the whole model so.
+    output = model.get_decoder()(
         input_ids=batch.tokens,
         position_ids=batch.positions,
         attention_mask=None,

@@ -43,6 +43,7 @@ def adapted(finished_run: Any, make_run: Callable[..., Any]) -> Any:
     return run
 
 
+@pytest.mark.oldest
 def test_adapters_alone_are_trained_and_kept(adapted: Any) -> None:
     (proof,) = adapted.records(ProofRecord)
     assert proof.checks["trainable parameters"] == "8,192"
@@ -52,6 +53,7 @@ def test_adapters_alone_are_trained_and_kept(adapted: Any) -> None:
     assert [name for name in kept if name.startswith("model.") and ".lora_" not in name] == []
 
 
+@pytest.mark.oldest
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_peft_loads_the_export_and_merges_it_into_the_trained_model(adapted: Any, finished_run: Any) -> None:
     base = AutoModelForCausalLM.from_pretrained(finished_run.layout.export)
@@ -75,6 +77,7 @@ def test_dropout_is_drawn_again_as_it_was_when_steps_are_taken_again(adapted: An
     assert (resumed.layout.export / name).read_bytes() == (adapted.layout.export / name).read_bytes()
 
 
+@pytest.mark.oldest
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_of_a_4_bit_model_with_dora_are_those_that_bitsandbytes_and_peft_load(
     finished_run: Any, make_run: Callable[..., Any]

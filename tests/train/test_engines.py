@@ -76,6 +76,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert one[what] == pytest.approx(other[what], rel=2e-5), what
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("method", get_args(Method))
 @pytest.mark.parametrize("family", get_args(Family))
 def test_both_engines_train_alike(family: Family, method: Method, matrix: dict[str, dict[str, Any]]) -> None:

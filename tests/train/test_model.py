@@ -57,6 +57,7 @@ def build(family: str, tokenizer: PreTrainedTokenizerBase, **changes: object) ->
     return AutoModelForCausalLM.from_config(make_config(architecture(family, **changes), tokenizer))
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_parameters_of_a_plan_are_those_of_the_real_class(
@@ -69,6 +70,7 @@ def test_the_parameters_of_a_plan_are_those_of_the_real_class(
     assert counted == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(
     family: str, tokenizer: PreTrainedTokenizerBase, world: World
@@ -91,6 +93,7 @@ def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(
     assert loss([documents[0]], [documents[2], documents[1]]) == pytest.approx(separate, rel=1e-5)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("checkpointing", get_args(ActivationCheckpointing))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_the_proofs(
@@ -148,7 +151,7 @@ def test_documents_that_see_each_other_are_noticed(
     tokenizer: PreTrainedTokenizerBase, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Fsdp2Engine(build("llama", tokenizer), TRAINING, world)
-    decoder = type(engine.model.base_model)
+    decoder = type(engine.model.get_decoder())
     forward = decoder.forward
 
     def with_mask(self: nn.Module, input_ids: torch.Tensor, **rest: Any) -> Any:

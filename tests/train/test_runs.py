@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+@pytest.mark.oldest
 def test_a_run_learns_and_records_each_stage(finished_run: Any) -> None:
     losses = finished_run.losses()
     assert sorted(losses) == list(range(1, 21))
@@ -30,6 +31,7 @@ def test_a_run_learns_and_records_each_stage(finished_run: Any) -> None:
     assert proof.checks["units"] == "3"
 
 
+@pytest.mark.oldest
 def test_held_out_questions_are_answered_and_judged(finished_run: Any) -> None:
     before, after = finished_run.records(EvaluationRecord)
     assert before.execution_accuracy == 0.0
@@ -38,6 +40,7 @@ def test_held_out_questions_are_answered_and_judged(finished_run: Any) -> None:
     assert after.perplexity == pytest.approx(math.exp(after.loss))
 
 
+@pytest.mark.oldest
 def test_the_export_is_the_trained_model(finished_run: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished_run.layout.export)
     assert model.config.architectures == ["Qwen3ForCausalLM"]
@@ -61,6 +64,7 @@ def test_the_exported_tokeniser_renders_a_conversation(finished_run: Any) -> Non
     assert text == "<bos><start_of_turn>user\nhi<end_of_turn>\n"
 
 
+@pytest.mark.oldest
 def test_ten_steps_resume_and_ten_more_equal_twenty_bit_for_bit(finished_run: Any) -> None:
     resumed = finished_run.copy_to("resumed")
     resumed.forget_after(10)
@@ -89,6 +93,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(finished_run: Any, make_ru
     assert sorted(alone.losses()) == list(range(11, 21))
 
 
+@pytest.mark.oldest
 def test_pretrained_weights_stream_into_the_shards(finished_run: Any, make_run: Callable[..., Any]) -> None:
     overrides = [f"model.weights={finished_run.layout.export}", "training.max_steps=1", "evaluation.sql_execution=null"]
     continued = make_run("continued", *overrides)
