@@ -23,7 +23,7 @@ from ftkit.train.activation_offload import ActivationOffload
 from ftkit.train.adamw8bit import AdamW8bit
 from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.facts import Held, gather_facts
-from ftkit.train.library_versions import TORCH, complete_processor_streams
+from ftkit.train.library_versions import FSDP2_ON_PROCESSORS, TORCH, complete_processor_streams
 from ftkit.train.model import find_decoder_layers
 from ftkit.train.objective import MicroBatch, add_objective, summed_loss
 from ftkit.train.optimizer import HostStateAdamW, parameter_groups
@@ -49,6 +49,7 @@ class Fsdp2Engine:
         self._world = world
         if not stays_whole(training, world):
             _check_precisions(model)
+        _check_device(world)
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         self.model = shard(model, training, world)
         if is_empty:
@@ -167,6 +168,15 @@ def stays_whole(training: TrainingSpec, world: World) -> bool:
     """Tell whether frozen weights are left alone: on one process there is nothing to gather, only to copy."""
     alone = world.size == 1 and training.adapters is not None and training.offload != "all"
     return alone and "ignored_params" in inspect.signature(fully_shard).parameters  # from torch 2.7 on
+
+
+def _check_device(world: World) -> None:
+    if world.size > 1 and world.device.type == "cpu" and not FSDP2_ON_PROCESSORS:
+        raise TrainingError(
+            f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't train with {world.size} processes without GPUs",
+            meaning="on processors it loses track of gathered weights and sums gradients; newer versions are made for them",
+            fix="take GPUs, one process, or a newer torch",
+        )
 
 
 def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:

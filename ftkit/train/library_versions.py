@@ -1,13 +1,17 @@
-"""What differs between the versions of torch and transformers that ftkit runs on.
-
-Everything else is written for the newest and works with the oldest too.
-"""
+"""What differs between the versions of torch that ftkit runs on: all else is written alike for all of them."""
 
 from __future__ import annotations
 
 import torch
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+FSDP2_ON_PROCESSORS = hasattr(torch.cpu.Stream, "record_event")
+"""Whether FSDP2 is made for several processes without GPUs.
+
+Not in torch 2.6, nor in NGC's 2.7.0a0, which is of its line: autograd refuses weights that are gathered again, and gloo
+sums gradients where NCCL averages them. It is told by the third thing that is missing there.
+"""
 
 
 def complete_processor_streams() -> None:

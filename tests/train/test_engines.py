@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -189,3 +190,12 @@ def test_one_process_leaves_frozen_weights_alone(world: World) -> None:
     model = Fsdp2Engine(build(spec), spec, world).model
     sharded = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
     assert sharded == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_torch_that_is_not_made_for_processors_is_refused_several_of_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp2, "FSDP2_ON_PROCESSORS", False)
+    Fsdp2Engine(build(training()), training(), world)
+    with pytest.raises(TrainingError, match=r"can't train with 2 processes without GPUs"):
+        Fsdp2Engine(build(training()), training(), replace(world, size=2))
