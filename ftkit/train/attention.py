@@ -103,7 +103,13 @@ def _varlen(  # noqa: PLR0913, PLR0917 - operators take tensors and numbers alon
     return output, log_sums
 
 
-@torch.library.custom_op("ftkit::varlen_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "ftkit::varlen_attention_backward",
+    mutates_args=(),
+    # Written out since torch 2.6 does not understand list[Tensor].
+    schema="(Tensor gradient, Tensor[] kept, Tensor borders, int longest, float scale, int? sliding_window)"
+    " -> (Tensor, Tensor, Tensor)",
+)
 def _varlen_backward(
     gradient: torch.Tensor,
     kept: list[torch.Tensor],

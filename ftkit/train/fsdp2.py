@@ -174,7 +174,7 @@ def _check_device(world: World) -> None:
     if world.size > 1 and world.device.type == "cpu" and not FSDP2_ON_PROCESSORS:
         raise TrainingError(
             f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't train with {world.size} processes without GPUs",
-            meaning="on processors it loses track of gathered weights and sums gradients; newer versions are made for them",
+            meaning="it would sum gradients where they are to be averaged; newer versions are made for processors",
             fix="take GPUs, one process, or a newer torch",
         )
 
