@@ -27,7 +27,12 @@ class Held:
 
 
 def gather_facts(
-    model: nn.Module, held: Callable[[nn.Parameter], Held], num_units: int, num_sharded_layers: int
+    model: nn.Module,
+    held: Callable[[nn.Parameter], Held],
+    num_units: int,
+    num_sharded_layers: int,
+    *,
+    is_undivided: bool = False,
 ) -> ShardingFacts:
     """Count; a quantised matrix counts as the weights that it stands for."""
     layers = find_decoder_layers(model)
@@ -46,4 +51,5 @@ def gather_facts(
         largest_local_elements=sum(each.allowed for each in parameters.values()),
         trainable_elements=sum(each.whole for parameter, each in parameters.items() if parameter.requires_grad),
         quantised_elements=quantised,
+        is_undivided=is_undivided,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +26,7 @@ from ftkit.train.library_versions import FSDP2_ON_PROCESSORS, TORCH, complete_pr
 from ftkit.train.model import find_decoder_layers
 from ftkit.train.objective import MicroBatch, add_objective, summed_loss
 from ftkit.train.optimizer import HostStateAdamW, parameter_groups
+from ftkit.train.undivided import cast_where_used, is_undivided
 from ftkit.train.weights import materialise
 
 if TYPE_CHECKING:
@@ -42,12 +42,13 @@ if TYPE_CHECKING:
 class Fsdp2Engine:
     """Master weights, gradients and optimizer states in fp32, each rank holding its shard.
 
-    One process is a mesh of one: the same code with nothing to gather.
+    One process is a mesh of one: the same code with nothing to gather. Adapters on one process are not even that
+    (`ftkit.train.undivided`).
     """
 
     def __init__(self, model: nn.Module, training: TrainingSpec, world: World, fill: Fill | None = None) -> None:
         self._world = world
-        if not stays_whole(training, world):
+        if not is_undivided(training, world):
             _check_precisions(model)
         _check_device(world)
         is_empty = any(parameter.is_meta for parameter in model.parameters())
@@ -79,6 +80,7 @@ class Fsdp2Engine:
             ),
             num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
             num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in layers),
+            is_undivided=is_undivided(self._training, self._world),
         )
 
     def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:
@@ -164,12 +166,6 @@ def _check_precisions(model: nn.Module) -> None:
         )
 
 
-def stays_whole(training: TrainingSpec, world: World) -> bool:
-    """Tell whether frozen weights are left alone: on one process there is nothing to gather, only to copy."""
-    alone = world.size == 1 and training.adapters is not None and training.offload != "all"
-    return alone and "ignored_params" in inspect.signature(fully_shard).parameters  # from torch 2.7 on
-
-
 def _check_device(world: World) -> None:
     if world.size > 1 and world.device.type == "cpu" and not FSDP2_ON_PROCESSORS:
         raise TrainingError(
@@ -183,7 +179,7 @@ def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
     """Shard a model: each decoder layer is a unit, and what is outside the layers is one more.
 
     Layers are gathered for their forward and again for their backward; embedding and output projection stay
-    gathered in between.
+    gathered in between. Adapters on one process are left as they are.
     """
     complete_processor_streams()
     layers = find_decoder_layers(model)
@@ -194,11 +190,14 @@ def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
         offload=ActivationOffload(world.device) if training.activation_offload else None,
     )
     compute = torch.bfloat16 if training.precision == "bf16" else torch.float32
+    if is_undivided(training, world):
+        add_objective(model, in_chunks=True)
+        if training.precision == "bf16":
+            cast_where_used(model, compute, world.device)
+        return model
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
     options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": policy, "offload_policy": offload}
-    if stays_whole(training, world):
-        options["ignored_params"] = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     for layer in layers:
         fully_shard(layer, reshard_after_forward=world.size > 1, **options)
     fully_shard(model, **options)

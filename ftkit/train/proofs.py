@@ -30,7 +30,11 @@ ISOLATION_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class ShardingFacts:
-    """What is true of the sharded model on one rank; elements are numbers of parameters."""
+    """What is true of the sharded model on one rank; elements are numbers of parameters.
+
+    Attributes:
+        is_undivided: nothing is sharded; right on one process alone, where this rank's even share is all.
+    """
 
     num_layers: int
     num_units: int
@@ -41,6 +45,7 @@ class ShardingFacts:
     largest_local_elements: int
     trainable_elements: int
     quantised_elements: int = 0
+    is_undivided: bool = False
 
 
 def prove_sharding(facts: ShardingFacts, training: TrainingSpec, expected: ParameterCounts) -> dict[str, str]:
@@ -53,9 +58,10 @@ def prove_sharding(facts: ShardingFacts, training: TrainingSpec, expected: Param
         TrainingError: naming both numbers of each comparison that failed.
     """
     checkpointing = training.activation_checkpointing
+    units, layers = (0, 0) if facts.is_undivided else (facts.num_layers + 1, facts.num_layers)
     comparisons = {
-        "units": (facts.num_units, facts.num_layers + 1, "decoder layers + 1 for the rest"),
-        "sharded layers": (facts.num_sharded_layers, facts.num_layers, "decoder layers"),
+        "units": (facts.num_units, units, "decoder layers + 1 for the rest"),
+        "sharded layers": (facts.num_sharded_layers, layers, "decoder layers"),
         f"layers with checkpointing '{checkpointing}'": (
             facts.checkpointed_layers.get(checkpointing, 0),
             facts.num_layers,

@@ -61,28 +61,21 @@ class Nf4Layout:
 
     def unpack(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the matrix, as near as 4 bits come."""
-        library = _bitsandbytes()
+        _bitsandbytes()  # defines the operators; its own function around them takes the host longer than they do
+        operators = torch.ops.bitsandbytes
         flat = flat.detach()
         if flat.storage_offset() % _ALIGNMENT:  # an engine may gather it amid others
             flat = flat.clone()
         packed, scales, nested, mean = self._parts(flat)
         blocks = -(-self.num_weights // NF4_BLOCK)
-        state = library.QuantState(
-            absmax=scales[:blocks],
-            shape=torch.Size((self.num_outputs, self.num_inputs)),
-            blocksize=NF4_BLOCK,
-            quant_type="nf4",
-            dtype=self.storage,
-            offset=mean.view(torch.float32)[0],
-            state2=library.QuantState(
-                absmax=nested.view(torch.float32)[: -(-blocks // NF4_NESTED_BLOCK)],
-                code=_code(flat.device),
-                blocksize=NF4_NESTED_BLOCK,
-                dtype=torch.float32,
-            ),
+        scales_of_scales = nested.view(torch.float32)[: -(-blocks // NF4_NESTED_BLOCK)]
+        exact_scales = operators.dequantize_blockwise(
+            scales[:blocks], scales_of_scales, _code(flat.device), NF4_NESTED_BLOCK, torch.float32
         )
+        exact_scales += mean.view(torch.float32)[0]
         weights = packed[: -(-self.num_weights // 2)].unsqueeze(1)
-        matrix: torch.Tensor = library.dequantize_4bit(weights, state)
+        shape = (self.num_outputs, self.num_inputs)
+        matrix: torch.Tensor = operators.dequantize_4bit(weights, exact_scales, NF4_BLOCK, "nf4", shape, self.storage)
         return matrix
 
     def _parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,10 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,7 +22,8 @@ from ftkit.records import EvaluationRecord, ProofRecord, StartRecord
 from ftkit.specs.model import ArchitectureSpec, Family
 from ftkit.specs.training import Method, TrainingSpec
 from ftkit.train import fsdp2
-from ftkit.train.adapters import prepare_method
+from ftkit.train.adapters import fill_adapters, prepare_method
+from ftkit.train.batches import to_micro_batch
 from ftkit.train.fsdp2 import Fsdp2Engine
 from ftkit.train.model import make_config
 from ftkit.train.proofs import prove_sharding
@@ -185,17 +186,20 @@ def test_torch_that_cannot_shard_two_precisions_together_is_refused(
         Fsdp2Engine(build(spec), spec, two)
 
 
-def test_one_process_leaves_frozen_weights_alone(world: World) -> None:
-    spec = training(method="lora", precision="bf16")
-    model = Fsdp2Engine(build(spec), spec, world).model
-    sharded = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
-    assert sharded == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def test_torch_that_is_not_made_for_processors_is_refused_several_of_them(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fsdp2, "FSDP2_ON_PROCESSORS", False)
-    Fsdp2Engine(build(training()), training(), world)
-    with pytest.raises(TrainingError, match=r"can't train with 2 processes without GPUs"):
-        Fsdp2Engine(build(training()), training(), replace(world, size=2))
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_adapters_on_one_process_are_not_divided_and_train_in_bf16(method: Method, world: World) -> None:
+    spec = training(method=method, precision="bf16")
+    model = build(spec)
+    fill_adapters(model, seed=0)
+    engine = Fsdp2Engine(model, spec, world)
+    assert prove_sharding(engine.facts(), spec, method_counts(SHAPE, spec))["units"] == "0"
+    packs = np.random.default_rng(0).integers(0, SHAPE.vocab_size, (1, 3, 16)).astype(np.int32)
+    packs[:, 2] = np.arange(16)
+    batch = to_micro_batch(packs, world.device)
+    losses = [(float(engine.backward(batch, 16, is_last=True)), engine.step(1e-2, 1.0))[0] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert not any(isinstance(parameter, DTensor) for parameter in trained)
+    assert {parameter.dtype for parameter in trained} == {torch.float32}
+    with engine.inference() as answering:
+        assert answering.generate(batch.tokens, max_new_tokens=2, do_sample=False).shape == (1, 18)

@@ -120,6 +120,7 @@ def test_a_model_left_in_one_unit_is_refused_with_both_numbers(
 ) -> None:
     engine = Fsdp2Engine.__new__(Fsdp2Engine)
     engine._world = world
+    engine._training = TRAINING
     engine.model = fully_shard(build("olmo3", tokenizer), mesh=world.mesh)
     with pytest.raises(TrainingError, match=r"units: found 1, expected 5.*sharded layers: found 0, expected 4"):
         prove_sharding(engine.facts(), TRAINING, method_counts(architecture("olmo3"), TRAINING))
