@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftkit import __version__
 from ftkit.errors import ImageError, PrerequisiteError
@@ -79,9 +78,9 @@ def import_sif(name: str, wish: ImportWish, store: ImageStore, *, force: bool, r
 
 
 def _build(program: str, wish: ImportWish, source: ImageSource, partial: Path, report: Report) -> None:
-    """Run the program; its name for spython is always `singularity`."""
+    """Run the program, and report what it says: all of it comes on its standard error."""
     try:
-        from spython.main import Client  # noqa: PLC0415 - an extra
+        from spython.utils import stream_command  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise PrerequisiteError(
             "the Python package 'spython' is not installed", fix="pip install 'ftkit[images]'"
@@ -90,10 +89,9 @@ def _build(program: str, wish: ImportWish, source: ImageSource, partial: Path, r
     address = f"docker-daemon:{source.name}" if isinstance(source, EngineSource) else f"docker://{remote}"
     known = None if isinstance(source, EngineSource) or remote is None else credentials.find(remote.host)
     said: list[str] = []
-    with _named_singularity(program, known):
-        lines: Any = Client.build(recipe=address, image=str(partial), sudo=False, quiet=True, stream=True)[1]
+    with _in_environment(known):
         try:
-            for line in lines:
+            for line in stream_command([program, "build", str(partial), address], output_type="both"):
                 said.append(line.rstrip())
                 report(Progress(f"{Path(program).name} builds SIF", text=said[-1]))
         except subprocess.CalledProcessError as error:
@@ -104,21 +102,18 @@ def _build(program: str, wish: ImportWish, source: ImageSource, partial: Path, r
 
 
 @contextmanager
-def _named_singularity(program: str, known: credentials.Credentials | None) -> Iterator[None]:
-    """Put the program on PATH as `singularity`, and credentials where it reads them: in its environment."""
+def _in_environment(known: credentials.Credentials | None) -> Iterator[None]:
+    """Put credentials where the program reads them: spython gives it this process's environment."""
     before = dict(os.environ)
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "singularity").symlink_to(program)
-        os.environ["PATH"] = f"{folder}:{os.environ.get('PATH', os.defpath)}"
-        if known:
-            for prefix in ("APPTAINER", "SINGULARITY"):
-                os.environ[f"{prefix}_DOCKER_USERNAME"] = known.username
-                os.environ[f"{prefix}_DOCKER_PASSWORD"] = known.password
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+    if known:
+        for prefix in ("APPTAINER", "SINGULARITY"):
+            os.environ[f"{prefix}_DOCKER_USERNAME"] = known.username
+            os.environ[f"{prefix}_DOCKER_PASSWORD"] = known.password
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _describe(
