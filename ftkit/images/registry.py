@@ -74,7 +74,7 @@ class Registry:
             NotFoundError: the registry has no such image.
             ImageError: it does not let us in, or answers with nothing sensible.
         """
-        body = with_retries(lambda: self._get_manifest(wanted), self._report, self._stage)
+        body = with_retries(lambda: self._get_manifest(wanted), self._report, self.stage)
         values = json.loads(body)
         if values.get("mediaType") in _INDEXES or "manifests" in values:
             architecture = _ARCHITECTURES.get(platform.machine(), platform.machine())
@@ -94,7 +94,7 @@ class Registry:
             with self._open(f"blobs/{digest}") as answer:
                 return b"".join(self._chunks(answer))
 
-        data = with_retries(fetch, self._report, self._stage)
+        data = with_retries(fetch, self._report, self.stage)
         _check(digest, hashlib.sha256(data).hexdigest(), self._reference)
         return data
 
@@ -120,12 +120,13 @@ class Registry:
                     running.update(chunk)
                     advance(len(chunk))
 
-        with_retries(attempt, self._report, self._stage)
+        with_retries(attempt, self._report, self.stage)
         _check(digest, running.hexdigest(), self._reference)
 
     @property
-    def _stage(self) -> str:
-        return f"reading {self._reference}"
+    def stage(self) -> str:
+        """What is being done, for those who watch."""
+        return f"downloading {self._reference}"
 
     def _get_manifest(self, wanted: str) -> bytes:
         with self._open(f"manifests/{wanted}", {"Accept": ", ".join((*_INDEXES, *_MANIFESTS))}) as answer:
@@ -228,6 +229,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _last_reason(error: BaseException) -> str:
-    """Return the innermost reason of an error of the HTTP library, without the addresses of objects."""
-    reason = re.sub(r"<[^>]*>:? ?", "", str(error))
-    return reason.rpartition("Caused by ")[2].strip("()'\" ").splitlines()[0][:200] if reason else type(error).__name__
+    """Return the innermost reason of an error of the HTTP library, which wraps it several times."""
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    said = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return said.splitlines()[0][:200]

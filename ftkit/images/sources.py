@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from threading import Event
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ftkit.images import engine, enroot, squashfs
@@ -100,18 +101,27 @@ class RegistrySource:
             self._registry.close()
 
     def _download(self, folder: Path, report: Report) -> list[Path]:
-        """Download every layer once, a few at a time; return them in the manifest's order, the lowest first."""
+        """Download every layer once, a few at a time; return them in the manifest's order, the lowest first.
+
+        When one fails, or the user has had enough, the others stop at their next piece.
+        """
         sizes = dict(self._layers)
-        counter = ByteCounter(report, f"downloading {self._reference}", sum(sizes.values()))
+        counter = ByteCounter(report, self._registry.stage, sum(sizes.values()))
         paths = {digest: folder / digest.replace(":", "-") for digest in sizes}
+        is_over = Event()
+
+        def advance(num_bytes: int) -> None:
+            if is_over.is_set():
+                raise CancelledError
+            counter.advance(num_bytes)
+
         with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
-            jobs = [
-                pool.submit(self._registry.download, digest, path, counter.advance) for digest, path in paths.items()
-            ]
+            jobs = [pool.submit(self._registry.download, digest, path, advance) for digest, path in paths.items()]
             try:
-                for job in jobs:
+                for job in as_completed(jobs):
                     job.result()
             except BaseException:
+                is_over.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         return [paths[digest] for digest, _ in self._layers]

@@ -8,7 +8,7 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -18,9 +18,10 @@ from ftkit.images.credentials import Credentials
 from ftkit.images.progress import say_nothing
 from ftkit.images.references import parse_reference
 from ftkit.images.registry import Registry
+from ftkit.images.sources import RegistrySource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 BLOB = bytes(range(256)) * (4 << 12)
@@ -117,6 +118,44 @@ def test_other_bytes_than_asked_for_are_refused(registry: Registry, faults: Faul
     faults.blob = BLOB[:-1] + b"!"
     with pytest.raises(ImageError, match="sent something else"):
         registry.download(DIGEST, tmp_path / "blob", lambda _: None)
+
+
+def test_when_one_layer_fails_the_others_stop(tmp_path: Path) -> None:
+    class OneFails:
+        stage = "downloading"
+        has_stopped = False
+
+        def manifest(self, _: str) -> tuple[dict[str, Any], str]:
+            layers = [{"digest": name, "size": 1} for name in ("endless", "broken")]
+            return {"config": {"digest": "sha256:c"}, "layers": layers}, "sha256:m"
+
+        def blob_bytes(self, _: str) -> bytes:
+            return b"{}"
+
+        def download(self, digest: str, _: Path, advance: Callable[[int], None]) -> None:
+            if digest == "broken":
+                raise ImageError("the registry went away")
+            try:
+                while True:
+                    advance(1)
+            finally:
+                self.has_stopped = True
+
+        def close(self) -> None: ...
+
+    registry = OneFails()
+    source = RegistrySource(parse_reference("r.io/x:1"), cast("Registry", registry))
+    with pytest.raises(ImageError, match="went away"):
+        source.make_file(tmp_path / "partial", say_nothing)
+    assert registry.has_stopped
+
+
+def test_a_lost_connection_is_said_in_the_system_s_words() -> None:
+    with Registry(parse_reference("127.0.0.1:9/x:1"), None, say_nothing) as made, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retries, "WAITS_SECONDS", ())
+        with pytest.raises(ImageError) as caught:
+            made.manifest("1")
+    assert caught.value.what == "lost the connection to 127.0.0.1:9: Connection refused"
 
 
 def test_a_busy_registry_is_asked_again(registry: Registry, faults: Faults) -> None:
