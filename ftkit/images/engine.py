@@ -9,6 +9,7 @@ import socket
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _TIMEOUT_SECONDS = 600
 _CHUNK = 1 << 20
 _DEFAULT_HOST = "unix:///var/run/docker.sock"
+_OWNER = "ftkit.process"
+"""Label of a container that lives no longer than the process that it names."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def connected() -> Iterator[APIClient]:
         client: APIClient = docker.from_env(timeout=_TIMEOUT_SECONDS).api
     except (docker.errors.DockerException, OSError) as error:
         raise PrerequisiteError(
-            f"no docker engine answers: {_first_line(error)}",
+            f"no docker engine answers at {_address()}: {_reason(error)}",
             meaning="docker is not installed or not started here, or you are not in the group 'docker'",
             fix="see whether 'docker info' works; DOCKER_HOST names an engine elsewhere",
         ) from error
@@ -66,10 +69,18 @@ def connected() -> Iterator[APIClient]:
 
 def _knock() -> None:
     """See whether something listens on the engine's socket: the SDK leaves its own open when nothing does."""
-    address = os.environ.get("DOCKER_HOST") or _DEFAULT_HOST
+    address = _address()
     if address.startswith("unix://"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knocking:
             knocking.connect(address.removeprefix("unix://"))
+
+
+def _address() -> str:
+    return os.environ.get("DOCKER_HOST") or _DEFAULT_HOST
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or _first_line(error)
 
 
 def inspect(client: APIClient, name: str) -> EngineImage | None:
@@ -121,8 +132,11 @@ def container(client: APIClient, image: str, **options: Any) -> Iterator[str]:
     """Make a container, and remove it at the end whatever happens."""
     import docker  # noqa: PLC0415
 
+    remove_abandoned(client)
     try:
-        made: str = client.create_container(image, labels={"ftkit": "temporary"}, **options)["Id"]
+        made: str = client.create_container(image, labels={_OWNER: f"{socket.gethostname()}:{os.getpid()}"}, **options)[
+            "Id"
+        ]
     except docker.errors.APIError as error:
         raise as_image_error(error, f"docker can't make a container of {image}") from error
     try:
@@ -130,6 +144,17 @@ def container(client: APIClient, image: str, **options: Any) -> Iterator[str]:
     finally:
         with contextlib.suppress(docker.errors.APIError):
             client.remove_container(made, force=True, v=True)
+
+
+def remove_abandoned(client: APIClient) -> None:
+    """Remove the containers of processes of this machine that were killed: each holds on to its image."""
+    import docker  # noqa: PLC0415
+
+    for made in client.containers(all=True, filters={"label": _OWNER}):
+        host, _, pid = made["Labels"][_OWNER].rpartition(":")
+        if host == socket.gethostname() and not Path("/proc", pid).exists():
+            with contextlib.suppress(docker.errors.APIError):
+                client.remove_container(made["Id"], force=True, v=True)
 
 
 @contextmanager

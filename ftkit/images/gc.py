@@ -44,9 +44,10 @@ def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]
 
 
 def _of_the_engine() -> list[Removable]:
-    """Return images that ftkit built and that lost their name to a newer one, and containers left by a kill."""
+    """Return images that ftkit built and that lost their name to a newer one."""
     try:
         with engine.connected() as client:
+            engine.remove_abandoned(client)  # they would keep their images
             images = client.images(filters={"label": "ftkit.reference", "dangling": True})
     except PrerequisiteError:
         return []

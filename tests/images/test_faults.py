@@ -80,6 +80,15 @@ def test_a_killed_import_leaves_no_half_file_and_the_next_one_cleans_up(project:
     project.ok("verify", "tiny:1")
 
 
+def test_the_container_of_a_killed_import_goes_with_the_next_one(project: Project, bases: APIClient) -> None:
+    project.define(base="large:1")
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.kill_when(lambda: bool(bases.containers(all=True, filters={"label": "ftkit.process"})), "import", "tiny:1")
+    assert bases.containers(all=True, filters={"label": "ftkit.process"})
+    project.ok("import", "tiny:1")
+    assert bases.containers(all=True, filters={"label": "ftkit.process"}) == []
+
+
 def test_a_killed_import_from_a_registry_cleans_up_its_downloads(project: Project, bases: APIClient) -> None:
     project.define(base="large:1")
     project.ok("build", "tiny:1", "--allow-unpinned")
