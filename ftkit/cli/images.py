@@ -16,6 +16,8 @@ from ftkit.images.overview import ImageState, is_unpinned, look
 from ftkit.specs.load import Surroundings, list_images, load_image
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ftkit.images.overview import ImportedFile
     from ftkit.images.store import ImageStore
     from ftkit.specs.image import ImageSpec
@@ -39,28 +41,27 @@ def command(*, as_json: bool) -> None:
     if as_json:
         terminal.json([_as_json(spec, state, store) for spec, state in both])
         return
-    terminal.table(
-        (
-            Column("IMAGE"),
-            Column("BASE"),
-            Column("BUILT"),
-            Column("PUSHED"),
-            Column("IMPORTED"),
-            Column("DESCRIPTION", takes_cut=True),
-        ),
-        [
-            (state.reference, _base(spec, state), _built(state), _pushed(state), _imported(state), spec.description)
-            for spec, state in both
-        ],
-    )
+    show(both, terminal)
     if not has_engine:
         terminal.say("no docker engine answers here: what was built and pushed is not known")
 
 
+def show(images: Sequence[tuple[ImageSpec, ImageState]], terminal: Terminal) -> None:
+    """Write the table; where it is narrow, without descriptions."""
+    columns = [Column("IMAGE"), Column("BASE"), Column("BUILT"), Column("PUSHED", takes_cut=True), Column("IMPORTED")]
+    rows = [
+        [state.reference, _base(spec, state), _built(state), _pushed(state), _imported(state)] for spec, state in images
+    ]
+    if terminal.is_roomy:
+        columns.append(Column("DESCRIPTION", takes_cut=True))
+        rows = [[*row, spec.description] for row, (spec, _) in zip(rows, images, strict=True)]
+    terminal.table(columns, rows)
+
+
 def _base(spec: ImageSpec, state: ImageState) -> Cell:
-    if state.built and is_unpinned(state.built):
-        return Styled("built unpinned", "yellow")
-    return "pinned" if spec.base.digest else Styled("unpinned", "yellow")
+    if spec.base.digest is None:
+        return Styled("unpinned", "yellow")
+    return Styled("built unpinned", "yellow") if state.built and is_unpinned(state.built) else "pinned"
 
 
 def _built(state: ImageState) -> Cell:
@@ -74,21 +75,19 @@ def _pushed(state: ImageState) -> Cell:
 
 
 def _imported(state: ImageState) -> Cell:
-    words = [_file(file) for file in state.imported]
-    if any(word.startswith("damaged") for word in words):
-        return Styled(", ".join(words), "red")
-    return (
-        Styled(", ".join(words) + ", not what was built last", "yellow")
-        if not state.is_current
-        else (", ".join(words) or _NO)
-    )
+    words = ", ".join(_file(file, state) for file in state.imported)
+    if any(file.manifest is None for file in state.imported):
+        return Styled(words, "red")
+    return (words or _NO) if state.is_current else Styled(words, "yellow")
 
 
-def _file(file: ImportedFile) -> str:
+def _file(file: ImportedFile, state: ImageState) -> str:
     kind = file.link.suffix.removeprefix(".")
     if file.manifest is None:
-        return f"damaged or not by ftkit ({kind})"
-    return f"{kind} {gib(file.size / 2**30)}, {age(time.time() - file.manifest.imported)} ago"
+        return f"{kind} damaged, or not by ftkit"
+    is_current = state.built is None or file.manifest.image_id == state.built.id
+    when = f"{age(time.time() - file.manifest.imported)} ago" if is_current else "not the build"
+    return f"{kind} {gib(file.size / 2**30)}, {when}"
 
 
 def _as_json(spec: ImageSpec, state: ImageState, store: ImageStore) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TaskID
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TaskID, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from ftkit.cli.terminal import Terminal
     from ftkit.images.progress import Progress as Reported
-
-_SETTLED = ("Pull complete", "Download complete", "Pushed", "Layer already exists", "Already exists")
 
 
 class _OfBytes(ProgressColumn):
@@ -51,6 +49,7 @@ class ProgressView:
         self._bars = Progress(
             _OfBytes(BarColumn(bar_width=30)),
             _OfBytes(DownloadColumn(binary_units=True)),
+            TimeElapsedColumn(),
             _Words(),
             console=terminal.talk,
             transient=True,
@@ -78,22 +77,22 @@ class ProgressView:
         if progress.text and not progress.item and progress.done is None:
             if progress.text != self._last_text:
                 self._last_text = progress.text
-                self._terminal.say(f"  {progress.text}")
+                self._terminal.say(progress.text, indent=2)
         elif self._terminal.is_live:
             self._draw(progress)
 
     def _draw(self, progress: Reported) -> None:
         key = progress.item
-        if progress.text in _SETTLED and key in self._tasks:
-            self._bars.remove_task(self._tasks.pop(key))
+        if progress.is_over:
+            if key in self._tasks:
+                self._bars.remove_task(self._tasks.pop(key))
             return
         if key not in self._tasks:
             self._tasks[key] = self._bars.add_task("", total=None, text="", counts=False)
-        words = f"{key} {progress.text}" if progress.done is not None and key else progress.text
         self._bars.update(
             self._tasks[key],
             completed=progress.done or 0,
             total=progress.total,
-            text=words,
+            text=progress.text,
             counts=progress.done is not None,
         )

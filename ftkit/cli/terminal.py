@@ -8,6 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.padding import Padding
 from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
@@ -67,9 +68,9 @@ class Terminal:
         """Write a paragraph, to stdout if that is what was asked for, else to stderr."""
         _print(self._out if is_data else self.talk, _text(cell))
 
-    def say(self, cell: Cell = "") -> None:
+    def say(self, cell: Cell = "", *, indent: int = 0) -> None:
         """Write a paragraph to stderr."""
-        self.text(cell, is_data=False)
+        _print(self.talk, Padding(_text(cell), (0, 0, 0, indent), expand=False) if indent else _text(cell))
 
     def warn(self, text: str) -> None:
         """Write a warning to stderr."""

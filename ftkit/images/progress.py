@@ -16,6 +16,7 @@ class Progress:
         text: what it does now, or a line that it printed.
         done: how many bytes are through; none where that is not counted.
         total: how many bytes there are; none: unknown.
+        is_over: nothing more will be heard of this part.
     """
 
     stage: str
@@ -23,6 +24,7 @@ class Progress:
     text: str = ""
     done: int | None = None
     total: int | None = None
+    is_over: bool = False
 
 
 Report = Callable[[Progress], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,17 @@ if TYPE_CHECKING:
     from ftkit.images.references import ImageReference
 
 _LINES_SHOWN: Final = 15
+_STEP_WIDTH: Final = 76
 _NOISE: Final = ("--->", "Removing intermediate container", "Successfully built")
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+_SETTLED: Final = (
+    "Pull complete",
+    "Download complete",
+    "Pushed",
+    "Layer already exists",
+    "Already exists",
+    "Mounted from",
+)
 _REFUSED: Final = (
     "unauthorized",
     "authentication required",
@@ -60,19 +71,20 @@ def follow_transfer(
     for event in events:
         if "error" in event:
             raise explain_transfer(str(event["error"]), reference, known)
-        detail = event.get("progressDetail") or {}
-        report(
-            Progress(
-                stage,
-                item=str(event.get("id", "")),
-                text=str(event.get("status", "")),
-                done=detail.get("current"),
-                total=detail.get("total"),
-            )
-        )
-        aux = event.get("aux") or {}
-        digest = aux.get("Digest", digest)
         status = str(event.get("status", ""))
+        if layer := str(event.get("id", "")):
+            detail = event.get("progressDetail") or {}
+            report(
+                Progress(
+                    stage,
+                    item=layer,
+                    text=f"{layer} {status}",
+                    done=detail.get("current"),
+                    total=detail.get("total"),
+                    is_over=status.startswith(_SETTLED),
+                )
+            )
+        digest = (event.get("aux") or {}).get("Digest", digest)
         if status.startswith("Digest: "):
             digest = status.removeprefix("Digest: ")
     return digest
@@ -87,7 +99,9 @@ def explain_transfer(said: str, reference: ImageReference, known: Credentials | 
         return who.refused(reference, known, said)
     if any(word in lower for word in _UNKNOWN):
         return NotFoundError(
-            f"there is no image {reference}: {said}", meaning="the name, tag or digest is wrong", fix="check it"
+            f"there is no image {reference}: {said}",
+            meaning="the name, tag or digest is wrong, or the repository is private",
+            fix=f"see which tags it has; if it is private: docker login {reference.host}",
         )
     if any(word in lower for word in _TRANSIENT):
         return TransientError(
@@ -123,9 +137,9 @@ class BuildFollower:
         return self.image_id
 
     def _hear(self, text: str) -> None:
-        for line in text.splitlines():
+        for line in _COLOURS.sub("", text).splitlines():
             if line.startswith("Step "):
-                self.step = " ".join(line.split())[:120]
+                self.step = _one_line(line)
                 self.lines.clear()
                 self.report(Progress("building", text=self.step))
             elif line.strip() and not line.lstrip().startswith(_NOISE):
@@ -133,11 +147,14 @@ class BuildFollower:
                 self.report(Progress("building", item="output", text=line.strip()))
 
     def _failed(self, event: dict[str, Any]) -> ImageError:
-        said = str(event["error"]).strip()
-        tail = "\n".join(f"    {line}" for line in self.lines)
-        return ImageError(
-            f"the build failed in {self.step}\n{tail}\n    {said}".replace("\n\n", "\n"), fix=_advice(tail + said)
-        )
+        said = "\n".join(f"    {line}" for line in (*self.lines, str(event["error"]).strip()))
+        return ImageError(f"the build failed in {self.step}\n{said}", fix=_advice(said))
+
+
+def _one_line(step: str) -> str:
+    """Shorten a step of a Dockerfile to what fits on a narrow screen."""
+    text = " ".join(step.split())
+    return text if len(text) <= _STEP_WIDTH else text[: _STEP_WIDTH - 1] + "…"
 
 
 def _advice(said: str) -> str:

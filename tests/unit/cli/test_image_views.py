@@ -1,0 +1,64 @@
+"""What the commands on images draw."""
+
+from __future__ import annotations
+
+import time
+from io import StringIO
+
+from rich.console import Console
+
+from ftkit.cli.images import show
+from ftkit.cli.progress_view import ProgressView
+from ftkit.cli.terminal import Terminal
+from ftkit.images.engine import EngineImage
+from ftkit.images.overview import ImageState
+from ftkit.images.progress import Progress
+from ftkit.images.root_filesystem import ImageConfig
+from ftkit.specs.image import BaseImageSpec, ImageSpec
+
+SPEC = ImageSpec(
+    name="olmo3",
+    tag="25.02",
+    description="OLMo 3 on a base",
+    base=BaseImageSpec(reference="nvcr.io/nvidia/pytorch:25.02-py3"),
+    families=("olmo3",),
+    default_recipe="demo",
+)
+
+
+def screen(width: int) -> tuple[Terminal, StringIO]:
+    """A terminal of that width without colours, and what is on it."""
+    terminal, output = Terminal(), StringIO()
+    terminal.talk = terminal._out = Console(file=output, force_terminal=True, no_color=True, width=width, markup=False)
+    return terminal, output
+
+
+def test_where_an_image_was_imported_can_be_read_on_80_columns() -> None:
+    pushed = ("registry.example.com/team/olmo3@sha256:1", "127.0.0.1:5000/olmo3@sha256:1")
+    built = EngineImage("sha256:1", 20 << 30, int(time.time()) - 300, {}, pushed, ImageConfig())
+    for width, has_description in ((80, False), (120, True)):
+        terminal, output = screen(width)
+        show([(SPEC, ImageState("olmo3:25.02", built, ()))], terminal)
+        head, row = output.getvalue().splitlines()
+        assert "IMPORTED" in head
+        assert "20.0 GiB, 5 min ago" in row
+        assert ("OLMo 3" in row) is has_description
+
+
+def test_long_messages_keep_their_indentation() -> None:
+    terminal, output = screen(40)
+    with ProgressView(terminal) as view:
+        view.report(Progress("pushing x", text="lost the connection to registry.example.com; trying again in 3 s"))
+    said = [line for line in output.getvalue().splitlines() if "again" in line or "lost" in line]
+    assert len(said) == 2
+    assert all("  " in line[: line.index(word)] for line, word in zip(said, ("lost", "again"), strict=True))
+
+
+def test_a_part_that_is_over_is_drawn_no_more() -> None:
+    terminal, _ = screen(80)
+    with ProgressView(terminal) as view:
+        view.report(Progress("pushing x", item="a1", text="a1 Pushing", done=1, total=2))
+        view.report(Progress("pushing x", item="b2", text="b2 Mounted from y", is_over=True))
+        assert list(view._tasks) == ["a1"]
+        view.report(Progress("pushing x", item="a1", text="a1 Pushed", is_over=True))
+        assert list(view._tasks) == []

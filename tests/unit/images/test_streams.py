@@ -1,0 +1,53 @@
+"""What the docker engine says, and what a user sees of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.errors import ImageError
+from ftkit.images.references import parse_reference
+from ftkit.images.streams import BuildFollower, follow_transfer
+
+if TYPE_CHECKING:
+    from ftkit.images.progress import Progress
+
+
+def test_a_long_step_is_shortened_to_a_narrow_screen() -> None:
+    seen: list[Progress] = []
+    steps = [{"stream": "Step 8/13 : RUN python3 -m pip install " + "--option " * 20}, {"aux": {"ID": "sha256:1"}}]
+    assert BuildFollower(seen.append).follow(steps) == "sha256:1"
+    assert len(seen[0].text) == 76
+    assert seen[0].text.endswith("…")
+
+
+def test_a_failed_step_is_shown_without_docker_s_colours_and_blank_lines() -> None:
+    events = [
+        {"stream": "Step 3/13 : RUN python3"},
+        {"stream": "\x1b[91m/bin/sh: 1: python3: not found\n\x1b[0m"},
+        {"error": "The command returned a non-zero code: 127"},
+    ]
+    with pytest.raises(ImageError) as caught:
+        BuildFollower(lambda _: None).follow(events)
+    assert caught.value.what.splitlines() == [
+        "the build failed in Step 3/13 : RUN python3",
+        "    /bin/sh: 1: python3: not found",
+        "    The command returned a non-zero code: 127",
+    ]
+
+
+def test_of_a_transfer_only_its_layers_are_shown() -> None:
+    seen: list[Progress] = []
+    events = [
+        {"status": "The push refers to repository [r.io/x]"},
+        {"status": "Pushing", "id": "a1", "progressDetail": {"current": 1, "total": 2}},
+        {"status": "Mounted from team/y", "id": "b2", "progressDetail": {}},
+        {"status": "1: digest: sha256:d size: 3"},
+        {"aux": {"Digest": "sha256:d"}},
+    ]
+    assert follow_transfer(events, "pushing", seen.append, parse_reference("r.io/x:1"), None) == "sha256:d"
+    assert [(progress.text, progress.is_over) for progress in seen] == [
+        ("a1 Pushing", False),
+        ("b2 Mounted from team/y", True),
+    ]
