@@ -53,7 +53,7 @@ class ConfigError(FtkitError):
 
     def __init__(self, problems: list[Problem]) -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{count} in the configuration; nothing was submitted")
+        super().__init__(f"{count} in the configuration; nothing was done")
         self.problems = problems
 
     def __str__(self) -> str:

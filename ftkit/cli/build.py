@@ -13,6 +13,7 @@ from ftkit.cli.push import push_and_say
 from ftkit.cli.terminal import Styled, Terminal
 from ftkit.cli.wording import duration, gib, short_path
 from ftkit.images.build import Built, build
+from ftkit.images.overview import is_unpinned
 from ftkit.specs.load import Surroundings, find_image
 
 
@@ -59,7 +60,7 @@ def command(
 
 
 def _say(built: Built, seconds: float, terminal: Terminal) -> None:
-    size = gib(built.image.size / 2**30)
+    size = gib(built.image.size / 2**30) + (", on an unpinned base" if is_unpinned(built.image) else "")
     if built.is_new:
         terminal.say(Styled(f"built {built.name} ({size}) in {duration(seconds)}", "bold"))
     else:

@@ -46,9 +46,11 @@ def command(*, dry_run: bool, yes: bool) -> None:
     )
     if dry_run:
         return
-    if not yes:
-        click.confirm("Remove all of them?", abort=True, err=True)
-    terminal.say(f"removed: {gib(remove_all(removables) / 2**30)} are free again")
+    if not yes and not click.confirm("Remove all of them?", err=True):
+        terminal.say("nothing was removed")
+        return
+    # Not more exactly: images of the engine share layers.
+    terminal.say(f"removed: up to {gib(remove_all(removables) / 2**30)} are free again")
 
 
 def _in_use(workspace: Workspace) -> list[Path]:

@@ -30,7 +30,7 @@ def command(wanted: str, *, deep: bool) -> None:
     terminal = Terminal()
     file = _file(wanted)
     with ProgressView(terminal) as view:
-        verdict = verify(file, view.report)
+        verdict = verify(file, view.report, name="NAME:TAG" if _is_path(wanted) else wanted)
         require_same(verdict)
         if deep:
             check_deep(file, verdict.manifest, view.report)
@@ -48,8 +48,12 @@ def command(wanted: str, *, deep: bool) -> None:
     terminal.say(Styled("it is what was imported", "green"))
 
 
+def _is_path(wanted: str) -> bool:
+    return "/" in wanted or wanted.endswith((".sqsh", ".sif"))
+
+
 def _file(wanted: str) -> Path:
-    if "/" in wanted or wanted.endswith((".sqsh", ".sif")):
+    if _is_path(wanted):
         return Path(wanted).expanduser().absolute()
     check_name(wanted)
     store = image_store()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ftkit.images.store import ImportManifest
 
 _TIMEOUT_SECONDS = 1800
+_ON_A_NODE = "run it on a node of the cluster: srun --container-image=FILE python3 -m ftkit.images.self_check"
 _IN_CHROOT = """set -eu
 mkdir -p "$0/dev" "$0/proc"
 mount --rbind /dev "$0/dev"
@@ -37,6 +38,12 @@ def check_deep(file: Path, manifest: ImportManifest, report: Report) -> None:
     done = _run_inside(file.resolve())
     if done.returncode != 0:
         lines = "\n".join(f"    {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-20:])
+        if not done.stdout.strip():  # the self-check says what it finds there
+            raise ImageError(
+                f"the self-check of {manifest.reference} did not start:\n{lines}",
+                meaning="the file is as it was imported, but can't be run on this machine, or has no python3",
+                fix=_ON_A_NODE,
+            )
         raise ImageError(
             f"{manifest.reference} fails its self-check:\n{lines}",
             meaning="the image is as it was imported, but not as its definition says",
@@ -56,7 +63,7 @@ def _run_inside(file: Path) -> process.ProgramOutput:
     raise PrerequisiteError(
         f"nothing on this machine can start {file.name}",
         meaning="looked for apptainer, singularity, enroot, and (as root) unsquashfs with unshare",
-        fix="run it on a node of the cluster: srun --container-image=FILE python3 -m ftkit.images.self_check",
+        fix=_ON_A_NODE,
     )
 
 

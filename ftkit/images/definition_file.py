@@ -44,14 +44,11 @@ def definition_file(definition: ImageDefinition, files: Path | None = None) -> s
         "%labels": [f"{labels.REFERENCE} {spec.reference}", f"ftkit.lock-sha256 {context.lock_sha256}"],
         "%test": ["python3 -m ftkit.images.self_check"],
     }
-    head = f"# {spec.reference}, as ftkit defines it. {_pinning(definition)}\nBootstrap: docker\nFrom: {base.pinned}\n"
+    pinning = "" if spec.base.digest else " UNPINNED: no digest says which base this is."
+    head = f"# {spec.reference}, as ftkit defines it.{pinning}\nBootstrap: docker\nFrom: {base.pinned}\n"
     return head + "".join(
         f"\n{title}\n" + "".join(f"    {line}\n" for line in lines) for title, lines in sections.items()
     )
-
-
-def _pinning(definition: ImageDefinition) -> str:
-    return "" if definition.spec.base.digest else "UNPINNED: no digest says which base this is."
 
 
 def write_files(definition: ImageDefinition, folder: Path) -> None:

@@ -53,9 +53,10 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
             command += ["--no-emit-package", name]
         done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS, environment=os.environ)
     if done.returncode != 0:
+        said = done.stderr.strip().removeprefix("error: ")
         raise ImageError(
-            f"the packages of {spec.reference} can't be had together: {done.stderr.strip()}",
-            meaning="two of them want different versions of a third, or the package index can't be reached",
+            f"the packages of {spec.reference} can't be had together:\n    {said}",
+            meaning="one does not exist, two want different versions of a third, or the index can't be reached",
             fix=f"change 'packages:' in {definition.lock_file.with_suffix('.yaml')}",
         )
     head = (

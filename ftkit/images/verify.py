@@ -36,33 +36,33 @@ def looks_whole(file: Path) -> ImportManifest | None:
     return manifest
 
 
-def required_manifest(file: Path) -> ImportManifest:
-    """Return the manifest of a file.
+def required_manifest(file: Path, name: str) -> ImportManifest:
+    """Return the manifest of a file, imported as `name`.
 
     Raises:
         NotFoundError: there is no file.
         ImageError: there is no manifest, or it can't be read.
     """
     if not file.exists():
-        raise NotFoundError(f"{file} is not there", fix="import it: ftkit import NAME:TAG")
+        raise NotFoundError(f"{file} is not there", fix=f"import it: ftkit import {name}")
     manifest = read_manifest(file.resolve())
     if manifest is None:
         raise ImageError(
             f"there is nothing to verify {file} against: {manifest_file(file.resolve()).name} is missing or damaged",
             meaning="the file was not made by 'ftkit import', or its manifest was removed",
-            fix="import the image again: ftkit import NAME:TAG --force",
+            fix=f"import the image again: ftkit import {name} --force",
         )
     return manifest
 
 
-def verify(file: Path, report: Report = say_nothing) -> Verdict:
-    """Recompute the digests of a file and compare them with its manifest.
+def verify(file: Path, report: Report = say_nothing, *, name: str = "NAME:TAG") -> Verdict:
+    """Recompute the digests of a file, imported as `name`, and compare them with its manifest.
 
     Raises:
         NotFoundError: there is no file.
         ImageError: there is no manifest.
     """
-    manifest = required_manifest(file)
+    manifest = required_manifest(file, name)
     path = file.resolve()
     size = path.stat().st_size
     done = 0
@@ -73,7 +73,7 @@ def verify(file: Path, report: Report = say_nothing) -> Verdict:
         report(Progress(f"verifying {file.name}", done=done, total=size))
 
     found = digest_file(path, manifest.block_size, advance)
-    differences = list(_of_size(path, found.size, manifest))
+    differences = _of_size(found.size, manifest)
     ranges = differing_ranges(manifest.blocks, found.blocks, manifest.block_size)
     differences += [f"content: {part} differ" for part in ranges[:_NUM_RANGES_SHOWN]]
     if len(ranges) > _NUM_RANGES_SHOWN:
@@ -85,11 +85,11 @@ def verify(file: Path, report: Report = say_nothing) -> Verdict:
     return Verdict(file, manifest, tuple(differences))
 
 
-def _of_size(path: Path, size: int, manifest: ImportManifest) -> list[str]:
+def _of_size(size: int, manifest: ImportManifest) -> list[str]:
     if size == manifest.size:
         return []
     verb = "truncated" if size < manifest.size else "longer than it was"
-    return [f"size: {path.name} is {verb}: {size} bytes, the manifest says {manifest.size}"]
+    return [f"size: {verb}: {size} bytes, the manifest says {manifest.size}"]
 
 
 def require_same(verdict: Verdict) -> None:
@@ -100,7 +100,7 @@ def require_same(verdict: Verdict) -> None:
     """
     if verdict.differences:
         raise ImageError(
-            f"{verdict.file} is not what was imported: " + "; ".join(verdict.differences),
+            "\n    ".join((f"{verdict.file} is not what was imported:", *verdict.differences)),
             meaning="the disk or a copy damaged it, or someone changed it",
             fix=f"import it again: ftkit import {verdict.manifest.reference} --force",
         )

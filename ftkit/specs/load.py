@@ -126,7 +126,9 @@ def find_image(reference: str, around: Surroundings) -> ImageDefinition:
     raise NotFoundError(
         f"no image is defined as '{reference}'",
         meaning=f"defined are: {', '.join(known)}",
-        fix=_closest(reference, known, "give NAME:TAG, the path of a .sqsh file, or a docker:// address"),
+        fix=_closest(
+            reference, known, "give one of these; one of your own is a folder containers/NAME/TAG/ in the project"
+        ),
     )
 
 
