@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 import ftkit
+from ftkit.images.pins import normal_name
 
 _DPKG = Path("/var/lib/dpkg/status")
 _OS_RELEASE = Path("/etc/os-release")
@@ -36,8 +37,7 @@ def _python_packages() -> list[dict[str, Any]]:
     for package in metadata.distributions():
         name = package.metadata["Name"]
         if name:
-            normal = re.sub(r"[-_.]+", "-", name).lower()
-            found[f"pkg:pypi/{normal}@{quote(package.version, safe='')}"] = (name, package)
+            found[f"pkg:pypi/{normal_name(name)}@{quote(package.version, safe='')}"] = (name, package)
     return [
         _component(url, name, package.version, package.metadata.json.get("license_expression"))
         for url, (name, package) in found.items()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.images.pins import normal_name, pins
 from ftkit.images.store import write_whole
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _TIMEOUT_SECONDS: Final = 900
 _NEVER: Final = "sys_platform == 'never'"
 _INPUTS: Final = "# inputs: sha256:"
-_PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
 _HASHED: Final = re.compile(r"^(\S+==[^\n]*)\\\n +--hash=sha256:", re.MULTILINE)
 _PLATFORM: Final = "x86_64-manylinux_2_28"
 
@@ -79,7 +79,7 @@ def read_lock(definition: ImageDefinition) -> str:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ImageError(f"{spec.reference} has no lock: can't read {path}: {error.strerror}", fix=fix) from error
-    replaced = sorted(set(pins(text)) & {_normal(name) for name in spec.provided})
+    replaced = sorted(set(pins(text)) & {normal_name(name) for name in spec.provided})
     if replaced:
         raise ImageError(
             f"{path} would replace {', '.join(replaced)} of the base",
@@ -97,11 +97,6 @@ def read_lock(definition: ImageDefinition) -> str:
     if unhashed:
         raise ImageError(f"{path} has no hash for {', '.join(unhashed)}", fix=fix)
     return text
-
-
-def pins(text: str) -> dict[str, str]:
-    """Return the packages that a lock names, with their versions."""
-    return {_normal(name): version for name, version in _PIN.findall(text)}
 
 
 def inputs_digest(spec: ImageSpec) -> str:
@@ -125,10 +120,6 @@ def _overrides(spec: ImageSpec) -> list[str]:
         f"{name}=={version}" if re.fullmatch(r"\d+(\.\d+)+", version) and name == "numpy" else f"{name}; {_NEVER}"
         for name, version in sorted(spec.provided.items())
     ]
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _uv() -> list[str]:

@@ -1,33 +1,32 @@
 """Whether an image is what its definition says: `python3 -m ftkit.images.self_check`, run inside it.
 
-Standard library and `ftkit.process` only, apart from the modules that the definition names.
+Standard library, `ftkit.process` and `ftkit.images.pins` only, apart from the modules that the definition names.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import re
 import sys
 from importlib import metadata
 from pathlib import Path
 
 from ftkit import process
+from ftkit.images.pins import normal_name, pins
 
 TRAINER = "ftkit.train.session"
 """An image that names this module among its imports can train, and is asked to show it."""
 
 _FOLDER = Path("/opt/ftkit")
-_PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
 
 
 def find_faults(folder: Path = _FOLDER) -> list[str]:
     """Return everything that is not as the definition says."""
     image = json.loads((folder / "image.json").read_text(encoding="utf-8"))
-    base = dict(_PIN.findall((folder / "base-packages.txt").read_text(encoding="utf-8")))
+    base = pins((folder / "base-packages.txt").read_text(encoding="utf-8"))
     return [
         *_lock_faults((folder / "requirements.lock").read_text(encoding="utf-8")),
-        *_base_faults(image["provided"], {_normal(name): version for name, version in base.items()}),
+        *_base_faults(image["provided"], base),
         *_import_faults(image["imports"]),
         *(_training_faults() if TRAINER in image["imports"] else []),
     ]
@@ -35,7 +34,7 @@ def find_faults(folder: Path = _FOLDER) -> list[str]:
 
 def _lock_faults(lock: str) -> list[str]:
     faults = []
-    for name, wanted in _PIN.findall(lock):
+    for name, wanted in pins(lock).items():
         found = _version(name)
         if found != wanted:
             faults.append(f"{name} is {found or 'not there'}, the lock says {wanted}")
@@ -46,7 +45,7 @@ def _base_faults(provided: dict[str, str], base: dict[str, str]) -> list[str]:
     """Compare with what the base had. Versions by their beginning: NVIDIA's end in a name of the release."""
     faults = []
     for name, expected in provided.items():
-        before, now = base.get(_normal(name)), _version(name)
+        before, now = base.get(normal_name(name)), _version(name)
         if before != now:
             faults.append(f"{name} of the base was replaced: it was {before or 'not there'}, now it is {now}")
         elif expected and not (now or "").startswith(expected):
@@ -76,10 +75,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from ftkit.images import self_check
 from ftkit.images.context import assemble
 from ftkit.images.definition_file import definition_file
 from ftkit.images.inventory import bill_of_materials
-from ftkit.images.lock import inputs_digest, pins, read_lock
+from ftkit.images.lock import inputs_digest, read_lock
+from ftkit.images.pins import pins
 from ftkit.images.wheel import make_wheel
 from ftkit.specs.load import ImageDefinition, Surroundings, find_image, list_images
 
