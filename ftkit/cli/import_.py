@@ -15,7 +15,7 @@ from ftkit.cli.terminal import Styled, Terminal
 from ftkit.cli.wording import duration, gib, short_path
 from ftkit.images.choosing import ImportWish, Method, choose_source, name_of
 from ftkit.images.importing import Imported, import_image
-from ftkit.images.sif import import_sif
+from ftkit.images.sif import SifSource
 from ftkit.specs.load import Surroundings, load_cluster, load_settings
 
 if TYPE_CHECKING:
@@ -72,11 +72,8 @@ def import_wished(wish: ImportWish, image_format: Format, terminal: Terminal, *,
     """Import, and say what came of it."""
     started, store, name = time.monotonic(), image_store(), name_of(wish.wanted)
     with ProgressView(terminal) as view:
-        if image_format == "sif":
-            imported = import_sif(name, wish, store, force=force, report=view.report)
-        else:
-            source = choose_source(wish, view.report)
-            imported = import_image(name, source, store, force=force, report=view.report)
+        source = SifSource(wish, view.report) if image_format == "sif" else choose_source(wish, view.report)
+        imported = import_image(name, source, store, force=force, report=view.report)
     where = short_path(imported.link)
     if imported.is_new:
         took = duration(time.monotonic() - started)

@@ -14,13 +14,14 @@ from ftkit.images.digests import BLOCK_SIZE, digest_file
 from ftkit.images.packing import ByteCounter, Made
 from ftkit.images.progress import Progress, Report, say_nothing
 from ftkit.images.squashfs import disk_full
-from ftkit.images.store import ImageStore, ImportManifest
+from ftkit.images.store import ImportManifest
 from ftkit.images.verify import looks_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.images.sources import ImageSource
+    from ftkit.images.store import ImageStore
 
 
 @dataclass(frozen=True)
@@ -47,25 +48,24 @@ def import_image(
         PrerequisiteError: the folder can't be written to, or a program is missing.
         ImageError: the source broke off, or the disk is full.
     """
-    image_id = source.image_id
-    final = store.file(image_id, "sqsh")
-    found = None if force else _existing(reference, final, store)
+    final = store.file(source.image_id, source.format)
+    found = None if force else _existing(reference, source, store)
     if found:
         return found
     store.prepare()
-    with store.locked(image_id, lambda: report(Progress("another import of this image is at work: waiting for it"))):
-        found = None if force else _existing(reference, final, store)
+    with store.locked(final.name, lambda: report(Progress("another import of this image is at work: waiting for it"))):
+        found = None if force else _existing(reference, source, store)
         if found:
             return found
-        with store.partial(final) as partial, full_disk_is_said(store.root):
+        with store.partial(final) as partial, _full_disk_is_said(store.root):
             made = source.make_file(partial, report)
-            manifest = _describe(reference, source, partial, made, report)
+            manifest = _describe(reference, source, partial, final.name, made, report)
             store.publish(partial, manifest, made.contents.sbom)
-    return Imported(final, store.link(reference, "sqsh"), manifest, is_new=True)
+    return Imported(final, store.link(reference, source.format), manifest, is_new=True)
 
 
 @contextmanager
-def full_disk_is_said(folder: Path) -> Iterator[None]:
+def _full_disk_is_said(folder: Path) -> Iterator[None]:
     """Turn the system's error for a full disk into ours."""
     try:
         yield
@@ -75,28 +75,30 @@ def full_disk_is_said(folder: Path) -> Iterator[None]:
         raise
 
 
-def _existing(reference: str, final: Path, store: ImageStore) -> Imported | None:
+def _existing(reference: str, source: ImageSource, store: ImageStore) -> Imported | None:
     """Return the import that is there, with a link of this name."""
+    final = store.file(source.image_id, source.format)
     manifest = looks_whole(final)
     if manifest is None:
         return None
-    link = store.link(reference, "sqsh")
+    link = store.link(reference, source.format)
     if not link.is_symlink() or link.readlink().name != final.name:
         store.prepare()
-        store.point(reference, final, "sqsh")
+        store.point(reference, final, source.format)
     return Imported(final, link, manifest, is_new=False)
 
 
-def _describe(reference: str, source: ImageSource, partial: Path, made: Made, report: Report) -> ImportManifest:
+def _describe(
+    reference: str, source: ImageSource, partial: Path, file: str, made: Made, report: Report
+) -> ImportManifest:
     digests = digest_file(partial, advance=ByteCounter(report, "computing digests", partial.stat().st_size).advance)
-    file = ImageStore(partial.parent).file(source.image_id, "sqsh").name
     return ImportManifest(
         reference=reference,
         image_id=source.image_id,
         registry_digest=source.registry_digest,
         source=source.describe(),
         made_by=made.made_by,
-        format="sqsh",
+        format=source.format,
         file=file,
         size=digests.size,
         sha256=digests.sha256,

@@ -5,31 +5,26 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit import __version__
-from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.errors import ConfigError, ImageError, PrerequisiteError, Problem
 from ftkit.images import credentials
 from ftkit.images.choosing import choose_source, remote_of
-from ftkit.images.digests import BLOCK_SIZE, digest_file
-from ftkit.images.importing import Imported, full_disk_is_said
-from ftkit.images.packing import ByteCounter
+from ftkit.images.packing import Made
 from ftkit.images.progress import Progress
+from ftkit.images.root_filesystem import Contents
 from ftkit.images.sources import EngineSource
 from ftkit.images.squashfs import explain_failure
-from ftkit.images.store import ImportManifest
-from ftkit.images.verify import looks_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.images.choosing import ImportWish
     from ftkit.images.progress import Report
-    from ftkit.images.sources import ImageSource
-    from ftkit.images.store import ImageStore
+    from ftkit.images.store import Format
 
 _PROGRAMS = ("apptainer", "singularity")
 _MAGIC = b"SIF_MAGIC"
@@ -52,53 +47,59 @@ def find_program() -> str:
     )
 
 
-def import_sif(name: str, wish: ImportWish, store: ImageStore, *, force: bool, report: Report) -> Imported:
-    """Import an image as SIF, unless the same image is there already.
+class SifSource:
+    """An image that Apptainer or Singularity fetches; what it is, the engine or the registry says.
 
     Raises:
-        PrerequisiteError: a program is missing.
-        ImageError: it failed.
+        ConfigError: it was to be made on a compute node.
+        NotFoundError: neither engine nor registry has the image.
     """
-    source = choose_source(wish, report)
-    final = store.file(source.image_id, "sif")
-    found = None if force else looks_whole(final)
-    if found is None:
+
+    format: Format = "sif"
+
+    def __init__(self, wish: ImportWish, report: Report) -> None:
+        if wish.on_node:
+            raise ConfigError([Problem("", "--on-node", "SIF files are made on this machine.", "Leave --on-node out.")])
+        self._known = choose_source(replace(wish, method="ftkit"), report)
+        self._name = self._known.name if isinstance(self._known, EngineSource) else ""
+        self._remote = None if self._name else remote_of(wish)
+        self.image_id = self._known.image_id
+        self.registry_digest = self._known.registry_digest
+        self.config = self._known.config
+
+    def describe(self) -> str:
+        """Say where the image comes from."""
+        return self._known.describe()
+
+    def make_file(self, partial: Path, report: Report) -> Made:
+        """Run the program, and report what it says: all of it comes on its standard error.
+
+        Raises:
+            PrerequisiteError: the program or spython is missing.
+            ImageError: it failed.
+        """
         program = find_program()
-        store.prepare()
-        with store.locked(f"{source.image_id}.sif"):
-            found = None if force else looks_whole(final)
-            if found is None:
-                with store.partial(final) as partial, full_disk_is_said(store.root):
-                    _build(program, wish, source, partial, report)
-                    manifest = _describe(name, source, partial, final, program, report)
-                    store.publish(partial, manifest, b"")
-                return Imported(final, store.link(name, "sif"), manifest, is_new=True)
-    store.point(name, final, "sif")
-    return Imported(final, store.link(name, "sif"), found, is_new=False)
-
-
-def _build(program: str, wish: ImportWish, source: ImageSource, partial: Path, report: Report) -> None:
-    """Run the program, and report what it says: all of it comes on its standard error."""
-    try:
-        from spython.utils import stream_command  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise PrerequisiteError(
-            "the Python package 'spython' is not installed", fix="pip install 'ftkit[images]'"
-        ) from error
-    remote = remote_of(wish)
-    address = f"docker-daemon:{source.name}" if isinstance(source, EngineSource) else f"docker://{remote}"
-    known = None if isinstance(source, EngineSource) or remote is None else credentials.find(remote.host)
-    said: list[str] = []
-    with _in_environment(known):
         try:
-            for line in stream_command([program, "build", str(partial), address], output_type="both"):
-                said.append(line.rstrip())
-                report(Progress(f"{Path(program).name} builds SIF", text=said[-1]))
-        except subprocess.CalledProcessError as error:
-            raise explain_failure(program, "\n".join(said), partial) from error
-    with partial.open("rb") as file:
-        if file.read(_MAGIC_AT + len(_MAGIC))[_MAGIC_AT:] != _MAGIC:
-            raise ImageError(f"{program} made no SIF file", fix="see what it says: apptainer build x.sif " + address)
+            from spython.utils import stream_command  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            raise PrerequisiteError(
+                "the Python package 'spython' is not installed", fix="pip install 'ftkit[images]'"
+            ) from error
+        address = f"docker-daemon:{self._name}" if self._name else f"docker://{self._remote}"
+        said: list[str] = []
+        with _in_environment(credentials.find(self._remote.host) if self._remote else None):
+            try:
+                for line in stream_command([program, "build", str(partial), address], output_type="both"):
+                    said.append(line.rstrip())
+                    report(Progress(f"{Path(program).name} builds SIF", text=said[-1]))
+            except subprocess.CalledProcessError as error:
+                raise explain_failure(program, "\n".join(said), partial) from error
+        with partial.open("rb") as file:
+            if file.read(_MAGIC_AT + len(_MAGIC))[_MAGIC_AT:] != _MAGIC:
+                raise ImageError(
+                    f"{program} made no SIF file", fix=f"see what it says: apptainer build x.sif {address}"
+                )
+        return Made(Contents(), Path(program).name)
 
 
 @contextmanager
@@ -114,28 +115,3 @@ def _in_environment(known: credentials.Credentials | None) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _describe(
-    name: str, source: ImageSource, partial: Path, final: Path, program: str, report: Report
-) -> ImportManifest:
-    digests = digest_file(partial, advance=ByteCounter(report, "computing digests", None).advance)
-    return ImportManifest(
-        reference=name,
-        image_id=source.image_id,
-        registry_digest=source.registry_digest,
-        source=source.describe(),
-        made_by=Path(program).name,
-        format="sif",
-        file=final.name,
-        size=digests.size,
-        sha256=digests.sha256,
-        block_size=BLOCK_SIZE,
-        blocks=digests.blocks,
-        root_bytes=0,
-        num_entries=0,
-        labels=source.config.labels,
-        sbom="",
-        imported=time.time(),
-        ftkit_version=__version__,
-    )

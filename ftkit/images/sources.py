@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ftkit.images.progress import Report
     from ftkit.images.references import ImageReference
     from ftkit.images.registry import Registry
+    from ftkit.images.store import Format
 
 _DOWNLOADS_AT_ONCE: Final = 3
 
@@ -32,9 +33,10 @@ class ImageSource(Protocol):
     """An image that can be imported.
 
     `image_id` is the digest of its configuration: what it is, wherever it lies. `registry_digest` is that of its
-    manifest in a registry, empty if it has none.
+    manifest in a registry, empty if it has none. `format` is that of the file that it makes.
     """
 
+    format: Format
     image_id: str
     registry_digest: str
     config: ImageConfig
@@ -43,11 +45,13 @@ class ImageSource(Protocol):
         """Say where the image comes from."""
 
     def make_file(self, partial: Path, report: Report) -> Made:
-        """Make the squashfs file."""
+        """Make the file."""
 
 
 class EngineSource:
     """An image in the docker engine, read from its export."""
+
+    format: Format = "sqsh"
 
     def __init__(self, name: str, image: EngineImage) -> None:
         self.name = name
@@ -75,6 +79,8 @@ def members_of(reader: TarReader) -> Iterator[Entry]:
 
 class RegistrySource:
     """An image in a registry, read from its layers."""
+
+    format: Format = "sqsh"
 
     def __init__(self, reference: ImageReference, registry: Registry) -> None:
         self._reference = reference
@@ -129,6 +135,8 @@ class RegistrySource:
 
 class EnrootSource:
     """An image that enroot imports; `known` knows what it is."""
+
+    format: Format = "sqsh"
 
     def __init__(self, known: EngineSource | RegistrySource, uri: str, node: ComputeNode | None = None) -> None:
         self._uri = uri

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.errors import ImageError, PrerequisiteError
-from ftkit.images import choosing, enroot, sif
+from ftkit.errors import ConfigError, ImageError, PrerequisiteError
+from ftkit.images import choosing, enroot
 from ftkit.images.choosing import ImportWish, choose_source, name_of
 from ftkit.images.importing import import_image
 from ftkit.images.progress import say_nothing
 from ftkit.images.root_filesystem import ImageConfig
+from ftkit.images.sif import SifSource
 from ftkit.images.sources import EnrootSource
 from ftkit.images.store import ImageStore, read_manifest
 from ftkit.specs.load import Surroundings, load_cluster
@@ -128,9 +130,8 @@ def test_a_sif_file_is_made_by_whichever_program_there_is(
     said: list[str] = []
     store = ImageStore(tmp_path / "images")
     wish = ImportWish("docker://r.io/team/olmo3:25.02", None, SLURM)
-    imported = sif.import_sif(
-        "olmo3:25.02", wish, store, force=False, report=lambda progress: said.append(progress.text)
-    )
+    source = SifSource(wish, say_nothing)
+    imported = import_image("olmo3:25.02", source, store, report=lambda progress: said.append(progress.text))
     assert "INFO: Starting build..." in said
     assert capfd.readouterr() == ("", "")
     assert imported.link == store.root / "olmo3+25.02.sif"
@@ -139,7 +140,7 @@ def test_a_sif_file_is_made_by_whichever_program_there_is(
     assert (manifest.format, manifest.made_by) == ("sif", program)
     words = (record / program).read_text().split()
     assert words[-1] == "docker://r.io/team/olmo3:25.02"
-    assert not sif.import_sif("olmo3:25.02", wish, store, force=False, report=say_nothing).is_new
+    assert not import_image("olmo3:25.02", source, store).is_new
 
 
 def test_a_sif_build_that_fails_shows_what_was_said(
@@ -149,16 +150,23 @@ def test_a_sif_build_that_fails_shows_what_was_said(
     monkeypatch.setenv("SAYS", "FATAL: manifest unknown")
     wish = ImportWish("docker://r.io/a:1", None, SLURM)
     with pytest.raises(ImageError, match="manifest unknown"):
-        sif.import_sif("a:1", wish, ImageStore(tmp_path / "images"), force=False, report=say_nothing)
+        import_image("a:1", SifSource(wish, say_nothing), ImageStore(tmp_path / "images"))
     assert json.dumps(sorted(path.name for path in (tmp_path / "images").iterdir())).count("sif") == 1  # its lock
     assert record.is_dir()
 
 
+def test_a_sif_file_is_never_left_to_enroot(record: Path, stand_in: Callable[[str, str], None]) -> None:
+    stand_in("enroot", ENROOT)
+    wish = ImportWish("docker://r.io/a:1", None, SLURM)
+    assert SifSource(wish, say_nothing).describe() == "a registry"
+    with pytest.raises(ConfigError, match="--on-node"):
+        SifSource(replace(wish, on_node=True), say_nothing)
+    assert list(record.glob("enroot*")) == []
+
+
 def test_without_apptainer_sif_says_so(record: Path, tmp_path: Path) -> None:
     with pytest.raises(PrerequisiteError, match="neither 'apptainer' nor 'singularity'"):
-        sif.import_sif(
-            "a:1", ImportWish("docker://r.io/a:1", None, SLURM), ImageStore(tmp_path), force=False, report=say_nothing
-        )
+        import_image("a:1", SifSource(ImportWish("docker://r.io/a:1", None, SLURM), say_nothing), ImageStore(tmp_path))
     assert record.is_dir()
 
 
