@@ -86,10 +86,14 @@ def _warn_of_other_code(labels: Mapping[str, str], plan: RunPlan, terminal: Term
     inside = labels.get("ftkit.version", ""), labels.get("org.opencontainers.image.revision", "")
     if inside != (__version__, here.commit):
         terminal.warn(
-            f"{plan.image} holds ftkit {' at '.join(part for part in inside if part)}, this is "
-            f"{' at '.join(part for part in (__version__, here.commit) if part)}: build and import it again if the "
+            f"{plan.image} holds ftkit {_version_words(*inside)}, this is "
+            f"{_version_words(__version__, here.commit)}: build and import it again if the "
             "job can't read its plan"
         )
+
+
+def _version_words(version: str, commit: str) -> str:
+    return f"{version} at {commit[:12]}" if commit else version
 
 
 def _missing(plan: RunPlan, file: Path) -> NotFoundError:
