@@ -44,11 +44,9 @@ def test_a_build_gives_a_named_and_labelled_image(project: Project, bases: APICl
     assert labels["ftkit.source-date-epoch"].isdigit()
 
 
-def test_an_unchanged_build_builds_nothing_in_two_seconds(project: Project) -> None:
+def test_an_unchanged_build_builds_nothing(project: Project) -> None:
     first = project.ok("build", "tiny:1", "--allow-unpinned")
-    started = time.monotonic()
     second = project.ok("build", "tiny:1", "--allow-unpinned")
-    assert time.monotonic() - started < 2
     assert second.stdout == first.stdout
     assert "up to date" in second.stderr
     assert "Step" not in second.stderr
@@ -83,13 +81,11 @@ def test_a_push_can_be_imported_elsewhere_and_gives_the_same_files(
     assert listing(here) == listing(there)
 
 
-def test_an_unchanged_push_takes_less_than_two_seconds(project: Project) -> None:
+def test_an_unchanged_push_gives_the_same_digest(project: Project) -> None:
     project.define(base="large:1")
     project.ok("build", "tiny:1", "--allow-unpinned")
     first = project.ok("push", "tiny:1")
-    started = time.monotonic()
     assert project.ok("push", "tiny:1").stdout == first.stdout
-    assert time.monotonic() - started < 2
 
 
 def listing(file: Path) -> list[str]:
@@ -148,13 +144,12 @@ def test_the_same_image_gives_the_same_bytes(project: Project, tmp_path: Path) -
     assert sha256(project.images / project.ok("import", "tiny:1").stdout.strip()) == first
 
 
-def test_an_import_that_is_there_returns_at_once(project: Project) -> None:
+def test_an_import_that_is_there_is_not_made_again(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.ok("import", "tiny:1")
-    started = time.monotonic()
     again = project.ok("import", "tiny:1")
-    assert time.monotonic() - started < 2
     assert "is there already" in again.stderr
+    assert "packing" not in again.stderr
 
 
 def test_an_import_has_a_manifest_and_a_list_of_packages(project: Project) -> None:
