@@ -25,6 +25,7 @@ STEP = {
     "tokens_per_second": 12345.6,
     "step_seconds": 0.5,
     "overhead_ratio": 0.1,
+    "data_wait_ratio": 0.0,
     "memory_gib": None,
 }
 

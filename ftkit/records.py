@@ -73,7 +73,8 @@ class StepRecord:
 
     `loss` is the mean over the target tokens of this step, `tokens` counts all input tokens so far,
     `tokens_per_second` is over all processes, `overhead_ratio` is the part of the time since the last
-    record that was not forward, backward or optimizer.
+    record that was not forward, backward or optimizer, `data_wait_ratio` the part in which there was no
+    batch to work on.
     """
 
     event: ClassVar[str] = "step"
@@ -88,6 +89,7 @@ class StepRecord:
     tokens_per_second: float
     step_seconds: float
     overhead_ratio: float
+    data_wait_ratio: float
     memory_gib: float | None
 
 

@@ -13,10 +13,14 @@ from ftkit.data.order import pack_at
 from ftkit.train.objective import MicroBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from ftkit.data.store import PackStore
     from ftkit.plan import BatchPlan
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,17 @@ class StepBatch:
 
     micro_batches: list[MicroBatch]
     num_targets: int
+
+    def pinned(self) -> StepBatch:
+        """Return it in memory that a GPU can read while the host goes on."""
+        return self._each(MicroBatch.pinned)
+
+    def on(self, device: torch.device) -> StepBatch:
+        """Return it on a device."""
+        return self._each(lambda micro_batch: micro_batch.on(device))
+
+    def _each(self, change: Callable[[MicroBatch], MicroBatch]) -> StepBatch:
+        return StepBatch([change(micro_batch) for micro_batch in self.micro_batches], self.num_targets)
 
 
 class BatchSchedule:
@@ -56,8 +71,8 @@ class BatchSchedule:
         """Return how often the data was gone over after `step` steps."""
         return step * self._plan.global_batch_size / len(self._store)
 
-    def step(self, step: int, device: torch.device) -> StepBatch:
-        """Return this process's part of a step, counted from 0."""
+    def step(self, step: int) -> StepBatch:
+        """Return this process's part of a step, counted from 0, in main memory."""
         packs = self.packs_of_step(step)
         micro, length = self._plan.micro_batch_size, self._store.packs.shape[2]
         micro_batches = []
@@ -65,32 +80,30 @@ class BatchSchedule:
             begin = (accumulation * self._size + self._rank) * micro
             chosen = packs[begin : begin + micro]
             rows = np.concatenate([self._store.packs[chosen], _empty_packs(micro - len(chosen), length)])
-            micro_batches.append(to_micro_batch(rows, device))
+            micro_batches.append(to_micro_batch(rows, HOST))
         return StepBatch(micro_batches, int(self._store.num_targets[packs].sum()))
 
 
 def to_micro_batch(packs: NDArray[np.int32], device: torch.device) -> MicroBatch:
-    """Move packs, int32 [B, 3, T], to a device."""
+    """Bring packs, int32 [B, 3, T], to a device in the form in which they are computed on."""
     labels = packs[:, 1].reshape(-1)
     index = np.flatnonzero(labels != IGNORED)
 
-    def moved(values: NDArray[np.integer], dtype: type[np.integer]) -> torch.Tensor:
-        tensor = torch.from_numpy(values.astype(dtype))
-        if device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(device, non_blocking=True)
+    def tensor(values: NDArray[np.integer], dtype: type[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(dtype))
 
     positions = packs[:, 2]
     borders = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
-    return MicroBatch(
-        tokens=moved(packs[:, 0], np.int64),
-        positions=moved(positions, np.int64),
-        target_index=moved(index, np.int64),
-        targets=moved(labels[index], np.int64),
-        document_borders=moved(borders, np.int32),
+    batch = MicroBatch(
+        tokens=tensor(packs[:, 0], np.int64),
+        positions=tensor(positions, np.int64),
+        target_index=tensor(index, np.int64),
+        targets=tensor(labels[index], np.int64),
+        document_borders=tensor(borders, np.int32),
         # A bound that is the same for all batches: kernels are compiled for it.
         longest_document=packs.shape[2],
     )
+    return batch.on(device)
 
 
 def _empty_packs(num: int, length: int) -> NDArray[np.int32]:

@@ -16,6 +16,7 @@ from ftkit.train.engine import Engine
 from ftkit.train.evaluate import Evaluator
 from ftkit.train.learning_rate import learning_rate_at
 from ftkit.train.memory_trace import MemoryTrace
+from ftkit.train.prefetch import prefetched
 from ftkit.train.telemetry import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
 from ftkit.train.world import World
 
@@ -40,20 +41,23 @@ class Training:
         reporter = StepReporter(self.recorder, self.trace, self.num_steps, self.plan.batch.tokens_per_step)
         stopwatch, reducer = Stopwatch(), StepReducer()
         stopped = False
-        while self.progress.step < self.num_steps and not stopped:
-            batch = self.batches.step(self.progress.step, self.world.device)
-            with stopwatch.work():
-                outcome = self._optimise(batch)
-                before = reducer.pop()  # waits for the step before, on a device that runs behind
-            self._advance()
-            stop = self._is_asked_to_stop()
-            reducer.push(self.progress.step, batch.num_targets, outcome, stopwatch.lap(), stop=stop)
-            if before is not None:
-                self._report(reporter, before)
-                stopped = before.stop_requested
-            with stopwatch.paused():
-                self._evaluate_if_due()
-                self._save_if_due(is_last=stopped or self.progress.step == self.num_steps)
+        steps = range(self.progress.step, self.num_steps)
+        with prefetched(self.batches.step, steps, self.world.device) as batches:
+            while self.progress.step < self.num_steps and not stopped:
+                with stopwatch.waiting():
+                    batch = next(batches)
+                with stopwatch.work():
+                    outcome = self._optimise(batch)
+                    before = reducer.pop()  # waits for the step before, on a device that runs behind
+                self._advance()
+                stop = self._is_asked_to_stop()
+                reducer.push(self.progress.step, batch.num_targets, outcome, stopwatch.lap(), stop=stop)
+                if before is not None:
+                    self._report(reporter, before)
+                    stopped = before.stop_requested
+                with stopwatch.paused():
+                    self._evaluate_if_due()
+                    self._save_if_due(is_last=stopped or self.progress.step == self.num_steps)
         if (last := reducer.pop()) is not None:
             self._report(reporter, last)
         return "completed" if self.progress.step == self.num_steps else "stopped"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn import functional
 
 from ftkit.train.linear_cross_entropy import linear_cross_entropy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,20 @@ class MicroBatch:
     targets: torch.Tensor
     document_borders: torch.Tensor
     longest_document: int
+
+    def pinned(self) -> MicroBatch:
+        """Return it in pinned memory, from which copies to a GPU don't stop the host."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def on(self, device: torch.device) -> MicroBatch:
+        """Return it on a device; from pinned memory, the copies are only queued."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **changed)
 
 
 def _hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:

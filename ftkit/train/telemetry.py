@@ -45,21 +45,23 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Lap:
-    """Seconds of one step on the host's clock: in all, and of forward, backward and optimizer alone.
+    """Seconds of one step on the host's clock: in all, of forward, backward and optimizer, and without a batch.
 
     The host runs ahead of a GPU by a step at most, so over several steps these are the GPU's seconds too.
     """
 
     seconds: float
     work_seconds: float
+    wait_seconds: float
 
 
 class Stopwatch:
-    """Tells the time of the work proper (forward, backward, optimizer) from that of everything around it."""
+    """Tells the time of the work proper (forward, backward, optimizer) and of waiting from that of the rest."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
         self._work = 0.0
+        self._wait = 0.0
         self._paused = 0.0
 
     @contextmanager
@@ -68,6 +70,13 @@ class Stopwatch:
         begin = time.perf_counter()
         yield
         self._work += time.perf_counter() - begin
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what is inside as waiting for a batch."""
+        begin = time.perf_counter()
+        yield
+        self._wait += time.perf_counter() - begin
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -79,8 +88,8 @@ class Stopwatch:
     def lap(self) -> Lap:
         """Return the time since the last lap, and begin a new one."""
         now = time.perf_counter()
-        lap = Lap(now - self._begin - self._paused, self._work)
-        self._begin, self._work, self._paused = now, 0.0, 0.0
+        lap = Lap(now - self._begin - self._paused, self._work, self._wait)
+        self._begin, self._work, self._wait, self._paused = now, 0.0, 0.0, 0.0
         return lap
 
 
@@ -147,6 +156,7 @@ class StepReporter:
         """Write the record of the step that was counted last."""
         seconds = sum(lap.seconds for lap in self._laps)
         work = sum(lap.work_seconds for lap in self._laps)
+        wait = sum(lap.wait_seconds for lap in self._laps)
         steps = len(self._laps)
         self._laps = []
         record = StepRecord(
@@ -161,6 +171,7 @@ class StepReporter:
             tokens_per_second=steps * self._tokens_per_step / seconds,
             step_seconds=seconds / steps,
             overhead_ratio=1 - work / seconds,
+            data_wait_ratio=wait / seconds,
             memory_gib=self._trace.peak_gib(),
         )
         self._recorder.write(record)

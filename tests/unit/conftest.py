@@ -95,6 +95,7 @@ def step(number: int, loss: float = 1.5, num_steps: int = 400, **values: Any) ->
         "tokens_per_second": 12345.6,
         "step_seconds": 0.5,
         "overhead_ratio": 0.1,
+        "data_wait_ratio": 0.0,
         "memory_gib": None,
     }
     return StepRecord(step=number, loss=loss, num_steps=num_steps, **(known | values))

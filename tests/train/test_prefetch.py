@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from ftkit.records import StepRecord
+from ftkit.train.batches import HOST, StepBatch, to_micro_batch
+from ftkit.train.prefetch import NUM_AHEAD, prefetched
+
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def batch_of(step: int) -> StepBatch:
+    return StepBatch([], num_targets=step)
+
+
+def threads_that_build() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_batches_come_in_order_and_then_end() -> None:
+    with prefetched(batch_of, range(3, 9), HOST) as batches:
+        assert [batch.num_targets for batch in batches] == [3, 4, 5, 6, 7, 8]
+    with prefetched(batch_of, range(4, 4), HOST) as batches:
+        assert list(batches) == []
+
+
+def test_the_next_batches_are_built_before_they_are_asked_for_but_only_so_many() -> None:
+    built: list[int] = []
+    both = threading.Event()
+
+    def build(step: int) -> StepBatch:
+        built.append(step)
+        if len(built) == 1 + NUM_AHEAD:
+            both.set()
+        return batch_of(step)
+
+    with prefetched(build, range(100), HOST) as batches:
+        assert next(batches).num_targets == 0
+        assert both.wait(timeout=60)
+    assert built == list(range(1 + NUM_AHEAD))
+
+
+def test_an_error_of_the_thread_comes_out_where_its_batch_would_have() -> None:
+    def build(step: int) -> StepBatch:
+        if step == 2:
+            raise OSError("the disk is gone")
+        return batch_of(step)
+
+    with prefetched(build, range(9), HOST) as batches:
+        assert [next(batches).num_targets for _ in range(2)] == [0, 1]
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(batches)
+    assert threads_that_build() == []
+
+
+def test_the_thread_ends_with_a_block_that_fails() -> None:
+    def fail() -> None:
+        with prefetched(batch_of, range(9), HOST) as batches:
+            next(batches)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert threads_that_build() == []
+
+
+def test_a_run_records_how_long_it_waited_for_data(finished_run: Any) -> None:
+    for record in finished_run.records(StepRecord):
+        assert 0 <= record.data_wait_ratio <= record.overhead_ratio < 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_batches_arrive_whole_and_from_pinned_memory() -> None:
+    device = torch.device("cuda", 0)
+    packs = np.arange(3 * 3 * 64, dtype=np.int32).reshape(3, 3, 64)
+    host = StepBatch([to_micro_batch(packs, HOST)], num_targets=1)
+    assert host.pinned().micro_batches[0].tokens.is_pinned()
+    with prefetched(lambda _: host, range(3), device) as batches:
+        for batch in batches:
+            moved, wanted = vars(batch.micro_batches[0]), vars(host.micro_batches[0])
+            for name, value in wanted.items():
+                same = (
+                    torch.equal(moved[name].cpu(), value) if isinstance(value, torch.Tensor) else moved[name] == value
+                )
+                assert same, name
