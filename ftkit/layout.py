@@ -82,6 +82,11 @@ class RunLayout:
         return self.root / "metrics.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        """Event files, if the recipe asks for TensorBoard."""
+        return self.root / "tensorboard"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder for each complete checkpoint."""
         return self.root / "checkpoints"

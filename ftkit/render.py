@@ -37,7 +37,7 @@ _FROM_THE_JOB = (
 )
 """Variables that the script sets, and that an image may have as well."""
 
-_TAKEN_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "NCCL_")
+_TAKEN_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
 """Variables that the script looks for when it runs, because a site's script or the user may have set them."""
 
 

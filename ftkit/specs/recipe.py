@@ -5,6 +5,7 @@ from __future__ import annotations
 from ftkit.specs.data import DataSpec
 from ftkit.specs.model import ModelSpec
 from ftkit.specs.strict import Name, Spec
+from ftkit.specs.tracking import TrackingSpec
 from ftkit.specs.training import EvaluationSpec, ResourcesSpec, TrainingSpec
 
 
@@ -25,5 +26,7 @@ class RecipeSpec(Spec):
     """The optimisation."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """What is measured on the held-out part."""
+    tracking: TrackingSpec = TrackingSpec()
+    """Experiment trackers that the run's numbers go to."""
     resources: ResourcesSpec = ResourcesSpec()
     """How much of a cluster the recipe was made for."""

@@ -35,6 +35,7 @@ from ftkit.train.model import build_empty, has_random_weights, make_config, read
 from ftkit.train.out_of_memory import OutOfMemoryExplainer
 from ftkit.train.proofs import prove_isolation, prove_sharding
 from ftkit.train.telemetry import Recorder
+from ftkit.train.trackers.feed import tracked
 from ftkit.train.weights import draw_weights, fetch_weights, load_weights
 from ftkit.train.world import World
 
@@ -192,12 +193,14 @@ def run_session(plan: RunPlan, world: World) -> None:
     Raises:
         TrainingError: a proof failed, or a checkpoint does not fit.
         DataError: the data is not prepared.
+        PrerequisiteError: a package, or what a tracker needs, is missing.
     """
     data = PreparedData(plan.data_directory)
     data.read_manifest()
-    recorder = Recorder(plan.layout.metrics, world)
     tokenizer = load_saved_tokenizer(data.tokenizer)
-    Session(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder)).run()
+    with tracked(plan, world) as pass_on:
+        recorder = Recorder(plan.layout.metrics, world, pass_on)
+        Session(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder)).run()
 
 
 def _device_name(device: torch.device) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ftkit.records import Record, StepRecord, append_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ftkit.train.memory_trace import MemoryTrace
@@ -32,15 +32,17 @@ class StepOutcome:
 
 
 class Recorder:
-    """Appends records to metrics.jsonl on rank 0; the other ranks write nothing."""
+    """Appends records to metrics.jsonl on rank 0, and passes them on; the other ranks write nothing."""
 
-    def __init__(self, path: Path, world: World) -> None:
+    def __init__(self, path: Path, world: World, pass_on: Callable[[Record], None]) -> None:
         self._path = path if world.is_first else None
+        self._pass_on = pass_on
 
     def write(self, record: Record) -> None:
         """Append a record."""
         if self._path is not None:
             append_record(self._path, record)
+            self._pass_on(record)
 
 
 @dataclass(frozen=True)

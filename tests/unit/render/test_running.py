@@ -250,6 +250,18 @@ def test_the_hub_s_token_is_found_although_its_folder_moves(plan: RunPlan, machi
     assert "its text" not in said + str([call.words for call in machine.calls("srun")])
 
 
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"])
+def test_a_tracker_s_key_reaches_the_trainer_by_name_alone(name: str, make_plan: PlanMaker, machine: Machine) -> None:
+    machine.environment = {name: "its text"}
+    plan = make_plan("slurm", node_local_dir=machine.local_disk)
+    _, said = machine.run(plan)
+    train = machine.calls("srun")[1]
+    (names,) = [word for word in train.words if word.startswith("--container-env=")]
+    assert name in names.partition("=")[2].split(",")
+    assert machine.calls("python3")[1].environment[name] == "its text"
+    assert "its text" not in said + plan.layout.script.read_text(encoding="utf-8") + str(train.words)
+
+
 def test_a_folder_of_the_hub_that_the_user_chose_is_kept_and_mounted(make_plan: PlanMaker, machine: Machine) -> None:
     chosen = f"{machine.root}/hub"
     machine.environment = {"HF_HOME": chosen}

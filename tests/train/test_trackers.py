@@ -1,0 +1,258 @@
+"""What trackers get, read back with their own libraries."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.errors import PrerequisiteError
+from ftkit.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, StepRecord
+from ftkit.specs.tracking import TrackingSpec
+from ftkit.train.telemetry import Recorder
+from ftkit.train.trackers import feed
+from ftkit.train.trackers.feed import check_sinks, tracked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from ftkit.plan import RunPlan
+    from ftkit.records import Record
+    from ftkit.train.world import World
+
+
+def start(resumed_from: int = 0) -> StartRecord:
+    return StartRecord(1.0, 4, resumed_from, 1, "fsdp2", "cpu", 1000, {"torch": "2"})
+
+
+def step(number: int, loss: float) -> StepRecord:
+    return StepRecord(1.0, number, 4, 0.5, loss, 1e-3, 0.7, 100, 50.0, 2.0, 0.1, 0.01, None)
+
+
+def evaluation(number: int, accuracy: float | None) -> EvaluationRecord:
+    return EvaluationRecord(1.0, number, "after", 2.0, 7.4, accuracy, ())
+
+
+def end(outcome: Any, number: int) -> EndRecord:
+    return EndRecord(1.0, outcome, number, 1.0, None)
+
+
+BEGINNING: list[Record] = [
+    StageRecord(0.0, "x"),
+    start(),
+    evaluation(0, None),
+    step(1, 4.0),
+    step(2, 3.0),
+    step(3, 9.0),
+]
+REST: list[Record] = [start(resumed_from=2), step(3, 2.0), step(4, 1.0), evaluation(4, 0.5), end("completed", 4)]
+
+
+@pytest.fixture
+def plan_with(make_run: Callable[..., Any], tmp_path: Path) -> Callable[..., RunPlan]:
+    def make(*sinks: str, **keys: str) -> RunPlan:
+        plan: RunPlan = make_run("tracked").plan
+        tracking = TrackingSpec.model_validate({"sinks": sinks, **keys})
+        plan = replace(plan, workspace=tmp_path, recipe=plan.recipe.model_copy(update={"tracking": tracking}))
+        plan.layout.root.mkdir(parents=True)
+        return plan
+
+    return make
+
+
+def send(plan: RunPlan, world: World, records: list[Record]) -> None:
+    with tracked(plan, world) as pass_on:
+        recorder = Recorder(plan.layout.metrics, world, pass_on)
+        for record in records:
+            recorder.write(record)
+
+
+def test_tensorboard_shows_a_resumed_run_as_one_without_the_steps_taken_twice(
+    plan_with: Callable[..., RunPlan], world: World
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    plan = plan_with("tensorboard")
+    send(plan, world, BEGINNING)
+    send(plan, world, REST)
+    events = EventAccumulator(str(plan.layout.tensorboard))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 4), (2, 3), (3, 2), (4, 1)]
+    assert [event.value for event in events.Scalars("eval/execution_accuracy")] == [0.5]
+    assert {
+        "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "train/data_wait_ratio",
+        "eval/loss", "eval/perplexity",
+    } <= set(events.Tags()["scalars"])  # fmt: skip
+    (text, *_) = events.Tensors("config/text_summary")
+    assert b'"max_steps": 20' in text.tensor_proto.string_val[0]
+
+
+def test_mlflow_goes_on_in_the_same_run(
+    plan_with: Callable[..., RunPlan], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    address = (tmp_path / "mlflow").as_uri()
+    plan = plan_with("mlflow", mlflow_uri=address, project="ours")
+    client = MlflowClient(address)
+
+    send(plan, world, BEGINNING)
+    experiment: Any = client.get_experiment_by_name("ours")
+    (failed,) = client.search_runs([experiment.experiment_id])
+    assert failed.info.status == "FAILED", "no record of an end: the trainer died"
+
+    send(plan, world, REST)
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == (plan.id, "FINISHED")
+    assert run.data.params["recipe.training.max_steps"] == "20"
+    assert run.data.params["versions.torch"] == "2"
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 4), (2, 3), (3, 9), (3, 2), (4, 1)]
+    assert run.data.metrics["eval/execution_accuracy"] == 0.5
+
+
+def test_wandb_offline_keeps_its_run_in_the_run_s_folder(
+    plan_with: Callable[..., RunPlan], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    plan = plan_with("wandb", project="ours")
+    send(plan, world, [*BEGINNING[:-1], end("stopped", 2)])
+    send(plan, world, REST)
+    files = sorted((plan.layout.root / "wandb").glob(f"offline-run-*/run-{plan.id}.wandb"))
+    assert len(files) == 2, "offline, each start leaves a folder; 'wandb sync' makes one run of them"
+    shown = {}
+    for record in (record for file in files for record in _wandb_records(file)):
+        if record.HasField("run"):
+            assert (record.run.run_id, record.run.project) == (plan.id, "ours")
+        if record.HasField("history"):
+            items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+            shown[record.history.step.num] = items.get("train/loss")
+    assert shown == {0: None, 1: "4", 2: "3", 3: "2", 4: "1"}
+
+
+def _wandb_records(file: Path) -> Iterator[Any]:
+    """Read W&B's file: 7 bytes of its own, then a LevelDB log. Here no record crosses a block."""
+    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
+
+    content, position = file.read_bytes(), 7
+    while position + 7 <= len(content):
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        assert kind == 1, "a whole record"
+        position += 7
+        yield WandbRecord.FromString(content[position : position + length])
+        position += length
+
+
+def test_a_tracker_that_is_gone_is_a_warning_once_and_no_secret_is_in_it(
+    plan_with: Callable[..., RunPlan],
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    taken: list[Any] = []
+
+    class Unreliable:
+        def log(self, scalars: dict[str, float], step: int) -> None:
+            if step < 4:
+                raise ConnectionError("no answer from https://me:hunter2@tracker")
+            taken.append(scalars)
+
+        def close(self, outcome: str) -> None:
+            taken.append(outcome)
+
+    monkeypatch.setitem(feed.SINKS, "tensorboard", lambda _: Unreliable())
+    with caplog.at_level(logging.WARNING):
+        send(plan_with("tensorboard"), world, [start(), step(1, 4.0), step(2, 3.0), *REST])
+    (warning,) = [record for record in caplog.records if record.name == feed.__name__]
+    assert "the training goes on: ConnectionError" in warning.message
+    assert "hunter2" not in warning.message
+    train, held_out, outcome = taken
+    assert (train["train/loss"], held_out["eval/loss"], outcome) == (1.0, 2.0, "completed")
+
+
+def test_a_tracker_that_hangs_does_not_hold_the_run_up(
+    plan_with: Callable[..., RunPlan],
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answer = threading.Event()
+
+    class Hanging:
+        def log(self, *_: Any) -> None:
+            answer.wait()
+
+        def close(self, outcome: str) -> None:
+            """Nothing to close."""
+
+    monkeypatch.setitem(feed.SINKS, "tensorboard", lambda _: Hanging())
+    monkeypatch.setattr(feed, "CLOSE_SECONDS", 0.05)
+    send(plan_with("tensorboard"), world, BEGINNING + REST)
+    assert "did not take everything in time" in caplog.text
+    answer.set()
+
+
+def test_other_ranks_than_the_first_open_no_tracker(plan_with: Callable[..., RunPlan], world: World) -> None:
+    plan = plan_with("tensorboard")
+    send(plan, replace(world, rank=1), BEGINNING)
+    assert list(plan.layout.root.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_package_that_is_missing_is_named_with_its_extra(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "find_spec", lambda package: None if package == name else object())
+    with pytest.raises(PrerequisiteError) as caught:
+        check_sinks(TrackingSpec(sinks=(name,)))
+    assert f"ftkit[{name}]" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "enough"),
+    [
+        ("wandb", "WANDB_API_KEY", {"WANDB_API_KEY": "any"}),
+        ("wandb", "WANDB_MODE", {"WANDB_MODE": "offline"}),
+        ("mlflow", "MLFLOW_TRACKING_URI", {"MLFLOW_TRACKING_URI": "http://mlflow"}),
+    ],
+)
+def test_what_a_tracker_needs_of_the_environment_is_asked_for_before_the_model_is_built(
+    name: Any, wanted: str, enough: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for variable in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(PrerequisiteError) as caught:
+        check_sinks(TrackingSpec(sinks=(name,)))
+    assert wanted in caught.value.fix
+    for variable, value in enough.items():
+        monkeypatch.setenv(variable, value)
+    check_sinks(TrackingSpec(sinks=(name,)))
+
+
+def test_a_run_without_trackers_imports_none() -> None:
+    code = (
+        "import sys, ftkit.train.trackers.feed; sys.exit(bool({'wandb', 'mlflow', 'tensorboard'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_whole_run_sends_what_it_records(make_run: Callable[..., Any]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = make_run(
+        "whole-run-tracked",
+        "tracking.sinks=[tensorboard]", "training.max_steps=3", "evaluation.sql_execution=null", processes=1,
+    )  # fmt: skip
+    run.train()
+    events = EventAccumulator(str(run.layout.tensorboard))
+    events.Reload()
+    sent = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert sent == pytest.approx({number: loss for number, (loss, _) in run.losses().items()})
+    assert [event.step for event in events.Scalars("eval/perplexity")] == [0, 3]
