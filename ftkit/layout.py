@@ -87,6 +87,19 @@ class RunLayout:
         return self.root / "tensorboard"
 
     @property
+    def profile(self) -> Path:
+        """Traces and snapshots of the profiler, if the recipe asks for them."""
+        return self.root / "profile"
+
+    def profile_trace(self, rank: int, cycle: int) -> Path:
+        """Return the Chrome trace of one rank in one cycle of the profiler."""
+        return self.profile / f"rank-{rank}-cycle-{cycle}.trace.json.gz"
+
+    def memory_snapshot(self, rank: int) -> Path:
+        """Return the snapshot of one GPU's memory."""
+        return self.profile / f"rank-{rank}.memory.pickle"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder for each complete checkpoint."""
         return self.root / "checkpoints"

@@ -34,6 +34,7 @@ def find_problems(
         *_engine(recipe),
         *_lengths(recipe),
         *_evaluation(recipe),
+        *_profile(recipe, num_nodes * processes_per_node),
         *_image(recipe, cluster, image, request),
         *_paths(cluster, request),
     ]
@@ -147,6 +148,22 @@ def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
         yield Problem(
             where, "evaluation.sql_execution.num_questions",
             f"{asked.num_questions} questions asked for, {source.num_heldout} are held out.",
+        )  # fmt: skip
+
+
+def _profile(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
+    profile, max_steps, where = recipe.profile, recipe.training.max_steps, f"recipe {recipe.name}"
+    if not profile.enabled:
+        return
+    absent = [str(rank) for rank in profile.ranks if rank >= world_size]
+    if absent:
+        yield Problem(
+            where, "profile.ranks", f"there is no rank {', '.join(absent)} in {world_size} processes, counted from 0."
+        )
+    if max_steps is not None and profile.num_steps > max_steps:
+        yield Problem(
+            where, "profile", f"takes {profile.num_steps} steps, the run has {max_steps}.",
+            "Take fewer wait_steps, warmup_steps, active_steps or cycles.",
         )  # fmt: skip
 
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from ftkit.cli.follow_views import state_words
 from ftkit.cli.record_lines import measured
 from ftkit.cli.terminal import Cell, Styled, Terminal
-from ftkit.cli.wording import count, duration, short_path
+from ftkit.cli.wording import count, duration, plural, short_path
 from ftkit.errors import RunFailedError
 from ftkit.launch.states import FAILURES, Observation, RunState
 from ftkit.launch.summary import TrainingSummary, first_error, log_tail, summarise
 
 if TYPE_CHECKING:
     from ftkit.launch.submission import SubmittedRun
+    from ftkit.layout import RunLayout
     from ftkit.records import EvaluationRecord, RankError, Sample
 
 STATE_STYLES = {
@@ -37,7 +38,7 @@ def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
     summary = summarise(run.layout)
     if seen.state is RunState.COMPLETED:
         terminal.say()
-        terminal.facts([("state", state_cell(seen)), *result_facts(summary)], is_data=False)
+        terminal.facts([("state", state_cell(seen)), *result_facts(summary), *profile_facts(run.layout)], is_data=False)
         if summary.after:
             show_samples(summary.after, terminal, is_data=False)
         terminal.facts([("next", "\n".join(next_commands(run.id, seen)))], is_data=False)
@@ -93,6 +94,12 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
     if summary.end and summary.end.export:
         facts.append(("export", short_path(Path(summary.end.export))))
     return facts
+
+
+def profile_facts(layout: RunLayout) -> list[tuple[str, Cell]]:
+    """Return where the profiler's traces are, if there are any."""
+    num_traces = len(list(layout.profile.glob("rank-*.trace.json.gz")))
+    return [("profile", f"{plural(num_traces, 'trace')} in {short_path(layout.profile)}")] if num_traces else []
 
 
 def show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ftkit.cli.arguments import RUN_HELP, json_option, run_argument, run_of, submitted_run_of
-from ftkit.cli.closing import failing_rank, next_commands, result_facts, show_samples, state_cell
+from ftkit.cli.closing import failing_rank, next_commands, profile_facts, result_facts, show_samples, state_cell
 from ftkit.cli.follow import follow as follow_run
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal import Cell, Styled, Terminal
@@ -126,6 +126,7 @@ def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
     checkpoints = [path.name for _, path in list_checkpoints(layout)][-_NUM_CHECKPOINTS_SHOWN:]
     if checkpoints:
         facts.append(("checkpoints", f"{', '.join(checkpoints)} in {short_path(layout.checkpoints)}"))
+    facts += profile_facts(layout)
     return [*facts, ("run folder", short_path(layout.root)), ("log", short_path(layout.job_log))]
 
 

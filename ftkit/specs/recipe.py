@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ftkit.specs.data import DataSpec
 from ftkit.specs.model import ModelSpec
+from ftkit.specs.profile import ProfileSpec
 from ftkit.specs.strict import Name, Spec
 from ftkit.specs.tracking import TrackingSpec
 from ftkit.specs.training import EvaluationSpec, ResourcesSpec, TrainingSpec
@@ -28,5 +29,7 @@ class RecipeSpec(Spec):
     """What is measured on the held-out part."""
     tracking: TrackingSpec = TrackingSpec()
     """Experiment trackers that the run's numbers go to."""
+    profile: ProfileSpec = ProfileSpec()
+    """The profiler."""
     resources: ResourcesSpec = ResourcesSpec()
     """How much of a cluster the recipe was made for."""

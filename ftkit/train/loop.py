@@ -17,6 +17,7 @@ from ftkit.train.evaluate import Evaluator
 from ftkit.train.learning_rate import learning_rate_at
 from ftkit.train.memory_trace import MemoryTrace
 from ftkit.train.prefetch import prefetched
+from ftkit.train.profiler import profiled
 from ftkit.train.telemetry import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
 from ftkit.train.world import World
 
@@ -42,7 +43,10 @@ class Training:
         stopwatch, reducer = Stopwatch(), StepReducer()
         stopped = False
         steps = range(self.progress.step, self.num_steps)
-        with prefetched(self.batches.step, steps, self.world.device) as batches:
+        with (
+            prefetched(self.batches.step, steps, self.world.device) as batches,
+            profiled(self.plan.recipe.profile, self.plan.layout, self.world) as end_profiled_step,
+        ):
             while self.progress.step < self.num_steps and not stopped:
                 with stopwatch.waiting():
                     batch = next(batches)
@@ -58,6 +62,7 @@ class Training:
                 with stopwatch.paused():
                     self._evaluate_if_due()
                     self._save_if_due(is_last=stopped or self.progress.step == self.num_steps)
+                    end_profiled_step()
         if (last := reducer.pop()) is not None:
             self._report(reporter, last)
         return "completed" if self.progress.step == self.num_steps else "stopped"

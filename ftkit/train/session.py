@@ -33,6 +33,7 @@ from ftkit.train.loop import Training
 from ftkit.train.memory_trace import MemoryTrace
 from ftkit.train.model import build_empty, has_random_weights, make_config, read_config
 from ftkit.train.out_of_memory import OutOfMemoryExplainer
+from ftkit.train.profiler import check_profile
 from ftkit.train.proofs import prove_isolation, prove_sharding
 from ftkit.train.telemetry import Recorder
 from ftkit.train.trackers.feed import tracked
@@ -106,6 +107,7 @@ class Session:
         num_steps = count_steps(self.plan.recipe.training, num_packs)
         if not num_steps:
             raise TrainingError("there are no packs to train on", fix="check the data of the recipe")
+        check_profile(self.plan.recipe.profile, num_steps)
         return num_steps
 
     def _batches(self, store: PackStore) -> BatchSchedule:

@@ -172,6 +172,14 @@ def test_what_needs_held_out_data_is_refused_without_it() -> None:
     assert found.count("nothing held out") == 2
 
 
+def test_a_profile_that_cannot_be_taken_is_refused() -> None:
+    found = problems(demo("profile.enabled=true", "profile.ranks=[0,2,3]", "training.max_steps=27"))
+    assert "profile.ranks: there is no rank 2, 3 in 2 processes" in found
+    assert "takes 28 steps, the run has 27" in found
+    plan(demo("profile.enabled=true", "training.max_steps=28"))
+    plan(demo("profile.ranks=[9]"))
+
+
 def test_all_problems_come_at_once() -> None:
     request = replace(REQUEST, num_nodes=3, image="x:1", image_is_explicit=True)
     assert (

@@ -87,6 +87,15 @@ def test_a_loss_that_is_no_number_is_null_in_json(
     assert json.loads(ftkit("status", "last", "--json").out)["last_step"]["loss"] is None
 
 
+def test_the_status_names_the_profiler_s_traces(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    finish(run, records)
+    assert "profile" not in ftkit("status", "last").out
+    run.layout.profile.mkdir()
+    run.layout.profile_trace(0, 0).touch()
+    assert f"1 trace in {short_path(run.layout.profile)}" in " ".join(ftkit("status", "last").out.split())
+
+
 def test_the_status_tells_all_of_a_completed_run(
     ftkit: Callable[..., Result], make_run: RunMaker, records: Any
 ) -> None:

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import gzip
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ftkit.errors import TrainingError
+from ftkit.layout import RunLayout
+from ftkit.specs.profile import ProfileSpec
+from ftkit.train.profiler import check_profile, profiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ftkit.train.world import World
+
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # a trace for each cycle is meant
+
+SPEC = ProfileSpec(enabled=True, wait_steps=1, warmup_steps=1, active_steps=2, cycles=2)
+
+
+def steps_in(trace: Path) -> list[str]:
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    return sorted({event["name"] for event in events if event["name"].startswith("ProfilerStep#")})
+
+
+def take_steps(spec: ProfileSpec, layout: RunLayout, world: World, num_steps: int) -> list[str]:
+    with profiled(spec, layout, world) as end_step:
+        for _ in range(num_steps):
+            torch.ones(8, device=world.device).sum()
+            end_step()
+    return sorted(path.name for path in layout.profile.glob("*"))
+
+
+def test_each_cycle_leaves_a_trace_of_its_active_steps(world: World, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    assert take_steps(SPEC, layout, world, 10) == ["rank-0-cycle-0.trace.json.gz", "rank-0-cycle-1.trace.json.gz"]
+    assert steps_in(layout.profile_trace(0, 0)) == ["ProfilerStep#2", "ProfilerStep#3"]
+    assert steps_in(layout.profile_trace(0, 1)) == ["ProfilerStep#6", "ProfilerStep#7"]
+
+
+def test_a_resumed_run_keeps_its_profile(world: World, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    take_steps(SPEC, layout, world, 8)
+    before = layout.profile_trace(0, 1).stat().st_mtime_ns
+    take_steps(SPEC, layout, world, 8)
+    assert layout.profile_trace(0, 1).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("spec", [ProfileSpec(), SPEC.model_copy(update={"ranks": (1,)})])
+def test_nothing_is_recorded_unasked(spec: ProfileSpec, world: World, tmp_path: Path) -> None:
+    assert take_steps(spec, RunLayout(tmp_path), world, 8) == []
+
+
+def test_a_run_that_fails_leaves_what_was_recorded(world: World, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+
+    def fail() -> None:
+        with profiled(SPEC, layout, world) as end_step:
+            for _ in range(3):
+                end_step()
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    assert steps_in(layout.profile_trace(0, 0))[0] == "ProfilerStep#2"
+
+
+def test_a_run_shorter_than_its_profile_is_refused() -> None:
+    check_profile(SPEC, 8)
+    with pytest.raises(TrainingError, match="takes 8 steps, the run has 7"):
+        check_profile(SPEC, 7)
+
+
+def test_a_whole_run_leaves_a_trace_of_the_chosen_rank(make_run: Callable[..., Any]) -> None:
+    run = make_run(
+        "profiled",
+        "profile.enabled=true", "profile.wait_steps=1", "profile.warmup_steps=1", "profile.active_steps=2",
+        "profile.ranks=[1]", "training.max_steps=4", "evaluation.sql_execution=null",
+    )  # fmt: skip
+    run.train()
+    (trace,) = run.layout.profile.iterdir()
+    assert trace == run.layout.profile_trace(1, 0)
+    assert steps_in(trace) == ["ProfilerStep#2", "ProfilerStep#3"]
+    with gzip.open(trace) as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert "aten::mm" in names
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_memory_s_history_is_written_too(world: World, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    on_gpu = replace(world, device=torch.device("cuda", 0))
+    assert "rank-0.memory.pickle" in take_steps(SPEC, RunLayout(tmp_path), on_gpu, 8)
