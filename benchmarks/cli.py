@@ -26,6 +26,7 @@ STEP = {
     "step_seconds": 0.5,
     "overhead_ratio": 0.1,
     "data_wait_ratio": 0.0,
+    "mfu": None,
     "memory_gib": None,
 }
 

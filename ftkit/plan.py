@@ -15,10 +15,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from ftkit.engine_choice import EnginePlan, choose_engine
 from ftkit.errors import ConfigError, FtkitError
-from ftkit.gpus import GPUS, Gpu
+from ftkit.gpus import GPUS
 from ftkit.layout import RunLayout, Workspace
 from ftkit.memory import MemoryPlan, count_parameters, method_counts, predict_memory
 from ftkit.plan_checks import find_problems
+from ftkit.proposals import propose_changes, propose_faster
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.speed import Network, SpeedPlan, predict_speed
@@ -141,7 +142,7 @@ def plan_run(
         image=request.image if cluster.runtime != "none" else None,
         container_image=_container_image(cluster, image, request),
         python=request.python if cluster.runtime == "none" else "python3",
-        notes=_notes(gpu, memory),
+        notes=_notes(recipe, cluster, placement, engine, memory),
     )
 
 
@@ -200,14 +201,24 @@ def _container_image(cluster: ClusterProfile, image: ImageSpec | None, request: 
     return request.image
 
 
-def _notes(gpu: Gpu | None, memory: MemoryPlan) -> tuple[str, ...]:
-    if gpu is None or memory.total <= gpu.usable_gib:
+def _notes(
+    recipe: RecipeSpec, cluster: ClusterProfile, placement: PlacementPlan, engine: EnginePlan, memory: MemoryPlan
+) -> tuple[str, ...]:
+    """Say what the prediction means: what to change in a run that doesn't fit, or that could be much faster."""
+    if cluster.gpu is None or placement.device != "cuda":
         return ()
+    gpu = GPUS[cluster.gpu]
+    if memory.total <= gpu.usable_gib:
+        faster = propose_faster(recipe, engine.name, gpu, _network(cluster, placement))
+        return () if faster is None else (f"by prediction, faster with the same global batch: {faster}",)
+    proposals = propose_changes(
+        recipe, cluster, placement.num_nodes, placement.processes_per_node, engine.name, gpu.usable_gib
+    )
     note = (
         f"predicted peak of {memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
-        "expect an out-of-memory error; use more nodes, activation checkpointing, offload or shorter sequences"
+        "expect an out-of-memory error"
     )
-    return (note,)
+    return (note, *(f"would fit, by prediction: {proposal}" for proposal in proposals))
 
 
 _PLAN = TypeAdapter(RunPlan)

@@ -10,14 +10,22 @@ from ftkit.memory import predict_memory
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.specs.training import EngineName
+from ftkit.speed import predict_speed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ftkit.gpus import Gpu
+    from ftkit.speed import Network
 
 NUM_PROPOSALS = 3
 SHORTEST = 512
 """Tokens; nobody trains on shorter packs for memory's sake."""
+
+WORTHWHILE = 1.1
+"""Speed-up from which on a change is proposed: predictions are off by as much."""
+LEAST_DIFFERENCE = 1.02
+"""Speed-up over a smaller micro-batch that is worth a larger one."""
 
 Change = dict[str, Any]
 """Fields of `training` with their new values, or `num_nodes` with its."""
@@ -70,6 +78,48 @@ def propose_changes(
                     used.append(set(chosen))
                     break
     return found
+
+
+@dataclass(frozen=True)
+class FasterProposal:
+    """Changes that would make a run faster and still fit, as they are typed after a recipe.
+
+    Attributes:
+        override: what is typed.
+        speedup: how many times as fast.
+        total_gib: predicted memory of a process.
+    """
+
+    override: str
+    speedup: float
+    total_gib: float
+
+    def __str__(self) -> str:
+        return f"{self.override} ({self.speedup:.1f} times as fast, {self.total_gib:.1f} GiB)"
+
+
+def propose_faster(recipe: RecipeSpec, engine: EngineName, gpu: Gpu, network: Network) -> FasterProposal | None:
+    """Return the micro-batch and the checkpointing with which the same global batch takes the least time.
+
+    Only what fits the GPU and is worth a change.
+    """
+    shape, training = recipe.model.architecture, recipe.training
+    per_process = training.global_batch_size // network.size
+    now = predict_speed(shape, training, engine, gpu, network).step_seconds
+    best: FasterProposal | None = None
+    for micro, checkpointing in product(_divisors(per_process), ("none", "selective", "full")):
+        change: Change = {"micro_batch_size": micro, "activation_checkpointing": checkpointing}
+        change = {field: value for field, value in change.items() if value != getattr(training, field)}
+        if (checkpointing == "selective" and engine != "fsdp2") or (
+            checkpointing != "full" and training.activation_offload
+        ):
+            continue
+        changed = training.model_copy(update=change)
+        total = predict_memory(shape, changed, network.size, engine).total
+        speedup = now / predict_speed(shape, changed, engine, gpu, network).step_seconds
+        if total <= gpu.usable_gib and speedup > (best.speedup * LEAST_DIFFERENCE if best else WORTHWHILE):
+            best = FasterProposal(_typed(change), speedup, total)
+    return best
 
 
 @dataclass(frozen=True)
@@ -128,9 +178,13 @@ class _Run:
         return [{"num_nodes": twice}] if enough and training.global_batch_size % at_once == 0 else []
 
 
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
 def _smaller_divisors(number: int) -> list[int]:
     """Return the divisors below a number, largest first: with them the global batch stays what it is."""
-    return [divisor for divisor in range(number // 2, 0, -1) if number % divisor == 0]
+    return _divisors(number)[-2::-1]
 
 
 def _halves(length: int) -> list[int]:

@@ -74,7 +74,7 @@ class StepRecord:
     `loss` is the mean over the target tokens of this step, `tokens` counts all input tokens so far,
     `tokens_per_second` is over all processes, `overhead_ratio` is the part of the time since the last
     record that was not forward, backward or optimizer, `data_wait_ratio` the part in which there was no
-    batch to work on.
+    batch to work on, `mfu` the part of the GPUs' peak that the work comes to (none: their peak is not known).
     """
 
     event: ClassVar[str] = "step"
@@ -90,6 +90,7 @@ class StepRecord:
     step_seconds: float
     overhead_ratio: float
     data_wait_ratio: float
+    mfu: float | None
     memory_gib: float | None
 
 

@@ -19,6 +19,7 @@ from ftkit.train.memory_trace import MemoryTrace
 from ftkit.train.prefetch import prefetched
 from ftkit.train.profiler import profiled
 from ftkit.train.telemetry import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
+from ftkit.train.utilisation import Utilisation
 from ftkit.train.world import World
 
 
@@ -33,13 +34,15 @@ class Training:
     evaluator: Evaluator
     recorder: Recorder
     trace: MemoryTrace
+    utilisation: Utilisation
     saver: CheckpointSaver
     num_steps: int
     progress: Progress
 
     def train(self) -> Literal["completed", "stopped"]:
         """Train to the last step, or until someone asks to stop. Either way the last thing is a checkpoint."""
-        reporter = StepReporter(self.recorder, self.trace, self.num_steps, self.plan.batch.tokens_per_step)
+        tokens_per_step = self.plan.batch.tokens_per_step
+        reporter = StepReporter(self.recorder, self.trace, self.utilisation, self.num_steps, tokens_per_step)
         stopwatch, reducer = Stopwatch(), StepReducer()
         stopped = False
         steps = range(self.progress.step, self.num_steps)

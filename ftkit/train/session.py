@@ -37,6 +37,7 @@ from ftkit.train.profiler import check_profile
 from ftkit.train.proofs import prove_isolation, prove_sharding
 from ftkit.train.telemetry import Recorder
 from ftkit.train.trackers.feed import tracked
+from ftkit.train.utilisation import measure_utilisation
 from ftkit.train.weights import draw_weights, fetch_weights, load_weights
 from ftkit.train.world import World
 
@@ -83,9 +84,18 @@ class Session:
             self._evaluate(evaluator, engine, 0, "before")
         training_began = time.time()
         with CheckpointSaver(self.plan, self.world, self.recorder) as saver:
-            batches = self._batches(store)
             training = explainer.training = Training(
-                self.plan, self.world, engine, batches, evaluator, self.recorder, self.trace, saver, num_steps, progress
+                self.plan,
+                self.world,
+                engine,
+                self._batches(store),
+                evaluator,
+                self.recorder,
+                self.trace,
+                measure_utilisation(self.plan.recipe, store, self.world),
+                saver,
+                num_steps,
+                progress,
             )
             if progress.step < num_steps:
                 self.trace.follow_first_step(engine)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.train.memory_trace import MemoryTrace
+    from ftkit.train.utilisation import Utilisation
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -143,9 +144,12 @@ class StepReducer:
 class StepReporter:
     """Writes a record every so many steps, with speeds over the steps since the last one."""
 
-    def __init__(self, recorder: Recorder, trace: MemoryTrace, num_steps: int, tokens_per_step: int) -> None:
+    def __init__(
+        self, recorder: Recorder, trace: MemoryTrace, utilisation: Utilisation, num_steps: int, tokens_per_step: int
+    ) -> None:
         self._recorder = recorder
         self._trace = trace
+        self._utilisation = utilisation
         self._num_steps = num_steps
         self._tokens_per_step = tokens_per_step
         self._laps: list[Lap] = []
@@ -161,6 +165,7 @@ class StepReporter:
         wait = sum(lap.wait_seconds for lap in self._laps)
         steps = len(self._laps)
         self._laps = []
+        speed = steps * self._tokens_per_step / seconds
         record = StepRecord(
             time=time.time(),
             step=result.step,
@@ -170,14 +175,16 @@ class StepReporter:
             learning_rate=learning_rate,
             grad_norm=result.grad_norm,
             tokens=result.step * self._tokens_per_step,
-            tokens_per_second=steps * self._tokens_per_step / seconds,
+            tokens_per_second=speed,
             step_seconds=seconds / steps,
             overhead_ratio=1 - work / seconds,
             data_wait_ratio=wait / seconds,
+            mfu=self._utilisation.mfu(speed),
             memory_gib=self._trace.peak_gib(),
         )
         self._recorder.write(record)
         log.info(
-            "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s",
+            "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s%s",
             record.step, record.num_steps, record.loss, learning_rate, record.grad_norm, record.tokens_per_second,
+            "" if record.mfu is None else f" ({record.mfu:.1%} MFU)",
         )  # fmt: skip

@@ -96,6 +96,7 @@ def step(number: int, loss: float = 1.5, num_steps: int = 400, **values: Any) ->
         "step_seconds": 0.5,
         "overhead_ratio": 0.1,
         "data_wait_ratio": 0.0,
+        "mfu": None,
         "memory_gib": None,
     }
     return StepRecord(step=number, loss=loss, num_steps=num_steps, **(known | values))

@@ -209,8 +209,10 @@ def test_a_plan_beyond_the_gpus_memory_says_so() -> None:
     llama = load_recipe("llama3.3-70b-full", HERE)
     request = replace(REQUEST, image="/x.sqsh", num_nodes=1)
     small = load_cluster("a3-megagpu-8g", HERE)
-    (note,) = plan(llama, small, None, request).notes
+    note, *proposals = plan(llama, small, None, request).notes
     assert "more than this GPU's 79.6 GiB can hold" in note
+    assert proposals
+    assert all(proposal.startswith("would fit, by prediction: ") for proposal in proposals)
 
 
 def test_steps_follow_from_epochs_once_the_packs_are_known() -> None:

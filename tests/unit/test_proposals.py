@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftkit.gpus import GPUS
 from ftkit.memory import predict_memory
-from ftkit.proposals import NUM_PROPOSALS, propose_changes
+from ftkit.proposals import NUM_PROPOSALS, propose_changes, propose_faster
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
+from ftkit.speed import Network
 
 if TYPE_CHECKING:
     from ftkit.proposals import Proposal
@@ -123,3 +125,24 @@ def test_a_batch_too_small_for_more_nodes_is_left_as_it_is() -> None:
     spec = recipe(*BATCHES, "training.global_batch_size=64")
     for capacity in range(4, 100, 8):
         assert not any("--nodes" in proposal.override for proposal in propose(spec, capacity))
+
+
+def test_small_micro_batches_are_proposed_to_grow_as_far_as_they_fit() -> None:
+    small = load_recipe("gemma3-1b-dolly-lora", NOWHERE)
+    proposal = propose_faster(small, "fsdp2", GPUS["h100-80gb"], Network(1, 1, None))
+    assert proposal is not None
+    assert proposal.override.startswith("training.micro_batch_size=")
+    assert proposal.speedup > 1.1
+    assert proposal.total_gib <= GPUS["h100-80gb"].usable_gib
+
+
+def test_checkpointing_that_nothing_asks_for_is_proposed_to_go() -> None:
+    checkpointed = recipe("training.global_batch_size=16")
+    proposal = propose_faster(checkpointed, "fsdp2", GPUS["h200"], Network(2, 16, None))
+    assert proposal is not None
+    assert "training.activation_checkpointing=none" in proposal.override
+
+
+def test_nothing_is_proposed_to_a_run_that_is_as_fast_as_it_can_be() -> None:
+    fast = recipe("training.activation_checkpointing=none", "training.global_batch_size=16")
+    assert propose_faster(fast, "fsdp2", GPUS["h200"], Network(2, 16, None)) is None
