@@ -95,6 +95,10 @@ def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
     training, where = recipe.training, f"recipe {recipe.name} on cluster {cluster.name}"
     if training.attention in {"flash4", "flex"} and cluster.device == "cpu":
         yield Problem(where, "training.attention", f"'{training.attention}' is a kernel for GPUs.", "Take 'auto'.")
+    if training.attention == "flash4" and training.precision == "fp32":
+        yield Problem(
+            where, "training.attention", "'flash4' computes in bf16 alone.", "Take 'auto', or precision bf16."
+        )
     if training.compile == "layers" and training.engine == "zero3":
         yield Problem(where, "training.compile", "'layers' has no effect with engine 'zero3'.", "Take 'auto'.")
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from ftkit.specs.training import AttentionChoice
+    from ftkit.specs.training import AttentionChoice, Precision
 
 Kernel = Literal["flash4", "flex", "sdpa"]
 
@@ -25,10 +25,10 @@ IMPLEMENTATIONS: dict[Kernel, str] = {"flash4": "ftkit_varlen", "flex": "flex_at
 _HOPPER = (9, 0)
 
 
-def choose_kernel(wanted: AttentionChoice, device: torch.device) -> tuple[Kernel, str]:
+def choose_kernel(wanted: AttentionChoice, precision: Precision, device: torch.device) -> tuple[Kernel, str]:
     """Return the kernel to use, and why.
 
-    flash-attn-4 runs on Hopper and newer and takes packed documents of any length; flex attention is compiled for
+    flash-attn-4 runs on Hopper and newer, in bf16, and takes packed documents of any length; flex attention is compiled for
     any CUDA device; torch's own SDPA runs everywhere, with a mask of sequence length squared.
     """
     if wanted != "auto":
@@ -36,6 +36,8 @@ def choose_kernel(wanted: AttentionChoice, device: torch.device) -> tuple[Kernel
     if device.type != "cuda":
         return "sdpa", "the one that runs on processors"
     has_package = importlib.util.find_spec("flash_attn") is not None and _has_cute()
+    if precision == "fp32":
+        return "flex", "CUDA, in fp32"
     if has_package and torch.cuda.get_device_capability(device) >= _HOPPER:
         return "flash4", f"{torch.cuda.get_device_name(device)} and flash-attn-4 is installed"
     return "flex", "CUDA without flash-attn-4"

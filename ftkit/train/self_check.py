@@ -64,7 +64,7 @@ def _take_step(family: Family, world: World) -> float:
     training = TrainingSpec(
         precision=precision, sequence_length=LENGTH, global_batch_size=1, max_steps=1, learning_rate=1e-3
     )
-    kernel, _ = choose_kernel(training.attention, world.device)
+    kernel, _ = choose_kernel(training.attention, training.precision, world.device)
     config = make_config(shape, learn_tokenizer(["self-check"], 300, "chatml"))
     model = build_empty(config, IMPLEMENTATIONS[kernel])
     engine = make_engine("fsdp2", model, training, world, lambda sharded: draw_weights(sharded, shape, 0))

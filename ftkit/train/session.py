@@ -140,7 +140,7 @@ class Session:
         else:
             folder = fetch_weights(recipe.model, self.world)
             config = read_config(folder, recipe.model.architecture)
-        kernel, reason = choose_kernel(recipe.training.attention, self.world.device)
+        kernel, reason = choose_kernel(recipe.training.attention, recipe.training.precision, self.world.device)
         log.info("attention: %s (%s)", kernel, reason)
         model = build_empty(config, IMPLEMENTATIONS[kernel])
         class_name = type(model).__name__

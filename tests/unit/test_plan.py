@@ -147,6 +147,7 @@ def test_sequences_longer_than_the_models_positions_are_refused() -> None:
 
 def test_kernels_that_can_have_no_effect_are_refused() -> None:
     assert "'flash4' is a kernel for GPUs" in problems(demo("training.attention=flash4"))
+    assert "'flash4' computes in bf16 alone" in problems(demo("training.attention=flash4", "training.precision=fp32"))
     assert "no effect with engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
 
 
