@@ -28,8 +28,8 @@ _HOPPER = (9, 0)
 def choose_kernel(wanted: AttentionChoice, precision: Precision, device: torch.device) -> tuple[Kernel, str]:
     """Return the kernel to use, and why.
 
-    flash-attn-4 runs on Hopper and newer, in bf16, and takes packed documents of any length; flex attention is compiled for
-    any CUDA device; torch's own SDPA runs everywhere, with a mask of sequence length squared.
+    flash-attn-4 runs on Hopper and newer, in bf16, and takes packed documents of any length; flex attention is
+    compiled for any CUDA device; torch's own SDPA runs everywhere, with a mask of sequence length squared.
     """
     if wanted != "auto":
         return wanted, "the recipe asks for it"
