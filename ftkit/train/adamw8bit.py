@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ftkit.train.quantise import import_bitsandbytes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BLOCK = 256
 """States that share a scale: bitsandbytes' optimizers know no other number."""
@@ -22,10 +25,20 @@ class AdamW8bit(torch.optim.Optimizer):
 
     Its `state_dict` is that of AdamW: shards in fp32, in main memory, of which any number of ranks can take theirs.
     Reading one back rounds the states once more, as a step does.
+
+    Args:
+        params: as any optimizer takes them.
+        lr: the learning rate.
+        betas: AdamW's decay rates.
+        host_mesh: the ranks' main memories, on which the shards of a state_dict lie.
+        eps: AdamW's.
     """
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], host_mesh: DeviceMesh, eps: float = 1e-8
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._host_mesh = host_mesh
         _library()  # a missing package is noticed before step 1
 
     @torch.no_grad()
@@ -59,8 +72,23 @@ class AdamW8bit(torch.optim.Optimizer):
         """Return AdamW's states, a parameter's at a time dequantised and sent to main memory."""
         result = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        result["state"] = {index: _dequantised(parameters[index], state) for index, state in result["state"].items()}
+        result["state"] = {
+            index: self._dequantised(parameters[index], state) for index, state in result["state"].items()
+        }
         return result
+
+    def _dequantised(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        values = {name: _dequantised_state(state, name) for name in _STATES}
+        if isinstance(parameter, DTensor):
+            values = {name: self._sharded(value, parameter) for name, value in values.items()}
+        return {"step": state["step"].clone()} | values
+
+    def _sharded(self, values: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+        """Return values as the shard that they are. On the parameter's own mesh they would go back to its device."""
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(
+            values, self._host_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take AdamW's states, a parameter's at a time sent to its device and quantised."""
@@ -89,23 +117,14 @@ def _quantise_into(state: dict[str, torch.Tensor], name: str, values: torch.Tens
     state[name], state[name + _SCALE] = quantised, how.absmax
 
 
-def _dequantised(parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {"step": state["step"].clone()} | {name: _dequantised_state(parameter, state, name) for name in _STATES}
-
-
-def _dequantised_state(parameter: torch.Tensor, state: dict[str, Any], name: str) -> torch.Tensor:
+def _dequantised_state(state: dict[str, Any], name: str) -> torch.Tensor:
+    """Return a state in fp32 and main memory."""
     quantised = state[name]
     values: torch.Tensor = quantised.float()
     if quantised.numel():
         code = _codes(quantised.device)[name]
         values = _library().dequantize_blockwise(quantised, absmax=state[name + _SCALE], code=code, blocksize=BLOCK)
-    values = values.cpu()
-    if not isinstance(parameter, DTensor):
-        return values
-    return DTensor.from_local(
-        values, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+    return values.cpu()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

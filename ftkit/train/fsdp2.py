@@ -67,7 +67,7 @@ class Fsdp2Engine:
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer, made when it is first needed: by then the weights are in place."""
         if self._optimizer is None:
-            self._optimizer = _make_optimizer(self.model, self._training)
+            self._optimizer = _make_optimizer(self.model, self._training, self._world)
         return self._optimizer
 
     def facts(self) -> ShardingFacts:
@@ -210,11 +210,11 @@ def compiles(training: TrainingSpec, device: torch.device) -> bool:
     return training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
 
 
-def _make_optimizer(model: nn.Module, training: TrainingSpec) -> torch.optim.Optimizer:
+def _make_optimizer(model: nn.Module, training: TrainingSpec, world: World) -> torch.optim.Optimizer:
     groups = parameter_groups(model, training)
     rates: dict[str, Any] = {"lr": training.learning_rate, "betas": training.betas}
     if training.optimizer == "adamw8bit":
-        return AdamW8bit(groups, **rates)
+        return AdamW8bit(groups, host_mesh=world.host_mesh, **rates)
     kind = HostStateAdamW if training.offload == "optimizer" else torch.optim.AdamW
     return kind(groups, **rates, fused=True)
 

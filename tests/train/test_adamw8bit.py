@@ -17,6 +17,8 @@ from ftkit.train.adamw8bit import AdamW8bit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ftkit.train.world import World
+
 SMALL = "training.optimizer=adamw8bit"
 NO_QUESTIONS = "evaluation.sql_execution=null"
 
@@ -38,33 +40,33 @@ def descend(optimizer: torch.optim.Optimizer, values: list[nn.Parameter], steps:
         optimizer.step()
 
 
-def test_twenty_steps_end_where_adamws_do() -> None:
+def test_twenty_steps_end_where_adamws_do(world: World) -> None:
     small, whole = parameters(), parameters()
-    descend(AdamW8bit(groups(small), lr=1e-2, betas=(0.9, 0.95)), small, 20)
+    descend(AdamW8bit(groups(small), lr=1e-2, betas=(0.9, 0.95), host_mesh=world.host_mesh), small, 20)
     descend(torch.optim.AdamW(groups(whole), lr=1e-2, betas=(0.9, 0.95)), whole, 20)
     for one, other, start in zip(small, whole, parameters(), strict=True):
         assert (one - other).norm() <= 0.03 * (other - start).norm()
 
 
-def test_a_state_takes_a_byte_and_its_part_of_a_scale() -> None:
+def test_a_state_takes_a_byte_and_its_part_of_a_scale(world: World) -> None:
     values = parameters()
-    optimizer = AdamW8bit(values, lr=1e-2, betas=(0.9, 0.95))
+    optimizer = AdamW8bit(values, lr=1e-2, betas=(0.9, 0.95), host_mesh=world.host_mesh)
     descend(optimizer, values, 1)
     state = optimizer.state[values[0]]
     stored = sum(tensor.nbytes for name, tensor in state.items() if name != "step")
     assert stored == 2 * (1200 + 4 * 5)
 
 
-def test_a_state_dict_is_adamws_and_what_is_read_back_goes_on_alike() -> None:
+def test_a_state_dict_is_adamws_and_what_is_read_back_goes_on_alike(world: World) -> None:
     values = parameters()
-    optimizer = AdamW8bit(groups(values), lr=1e-2, betas=(0.9, 0.95))
+    optimizer = AdamW8bit(groups(values), lr=1e-2, betas=(0.9, 0.95), host_mesh=world.host_mesh)
     descend(optimizer, values, 5)
     saved = optimizer.state_dict()
     assert {name: tensor.dtype for name, tensor in saved["state"][0].items()} == {
         "step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32,
     }  # fmt: skip
     copies = [nn.Parameter(value.detach().clone()) for value in values]
-    resumed = AdamW8bit(groups(copies), lr=1e-2, betas=(0.9, 0.95))
+    resumed = AdamW8bit(groups(copies), lr=1e-2, betas=(0.9, 0.95), host_mesh=world.host_mesh)
     resumed.load_state_dict(saved)
     assert resumed.param_groups[0]["weight_decay"] == 0.1
     before = [value.detach().clone() for value in values]
@@ -75,11 +77,11 @@ def test_a_state_dict_is_adamws_and_what_is_read_back_goes_on_alike() -> None:
         assert (one - other).norm() <= 0.05 * (one - start).norm()
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_extra(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     quantise.import_bitsandbytes.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(PrerequisiteError, match="adamw8bit") as caught:
-        AdamW8bit(parameters(), lr=1e-2, betas=(0.9, 0.95))
+        AdamW8bit(parameters(), lr=1e-2, betas=(0.9, 0.95), host_mesh=world.host_mesh)
     assert "ftkit[qlora]" in str(caught.value.fix)
 
 
