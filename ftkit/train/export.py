@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.train.adapters import peft_config, to_peft_names
-from ftkit.train.model import plain_config
+from ftkit.train.model import TextConfig, plain_config
+from ftkit.train.stored_names import wrapped_name, wrapped_targets
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +28,7 @@ class ExportedParts:
     """What belongs to a model besides its weights."""
 
     recipe: RecipeSpec
-    config: PretrainedConfig
+    config: TextConfig
     class_name: str
     tokenizer: PreTrainedTokenizerBase
 
@@ -53,17 +54,23 @@ def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> 
 
 
 def _write_model(weights: dict[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
-    """Write what `AutoModelForCausalLM.from_pretrained` loads."""
-    tied = {"lm_head.weight"} if parts.config.tie_word_embeddings else set()
+    """Write what `AutoModelForCausalLM.from_pretrained` loads: the text model, whatever was around it."""
+    config = parts.config.text
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     save_torch_state_dict({name: tensor for name, tensor in weights.items() if name not in tied}, folder)
     dtype = next(iter(weights.values())).dtype
-    plain_config(parts.config, parts.class_name, dtype).save_pretrained(folder)
+    plain_config(config, parts.class_name, dtype).save_pretrained(folder)
 
 
 def _write_adapters(weights: dict[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
-    """Write what `PeftModel.from_pretrained` loads on top of the pretrained model."""
+    """Write what `PeftModel.from_pretrained` loads on top of the pretrained model, the multimodal one if it is."""
     lora = parts.recipe.training.adapters
     if lora is None:
         raise AssertionError("there are adapters to write, or the whole model is written")
-    save_file(to_peft_names(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    peft_config(lora, base=parts.recipe.model.weights).save_pretrained(str(folder))
+    name_of = wrapped_name if parts.config.is_wrapped else str
+    named = to_peft_names({name_of(name): tensor for name, tensor in weights.items()})
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = peft_config(lora, base=parts.recipe.model.weights)
+    if parts.config.is_wrapped:
+        config.target_modules = wrapped_targets(lora.targets)
+    config.save_pretrained(str(folder))

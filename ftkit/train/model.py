@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,13 +39,22 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
     )
 
 
-def read_config(folder: Path, shape: ArchitectureSpec) -> PretrainedConfig:
-    """Read the configuration that lies beside the weights.
+@dataclass(frozen=True)
+class TextConfig:
+    """The configuration of a text model, and whether a multimodal one was wrapped around it where it came from."""
+
+    text: PretrainedConfig
+    is_wrapped: bool = False
+
+
+def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
+    """Read the configuration that lies beside the weights; of a multimodal model's, the text part.
 
     Raises:
         TrainingError: it is not of the shape that the plan was made for.
     """
-    config = AutoConfig.from_pretrained(folder)
+    stored = AutoConfig.from_pretrained(folder)
+    config = stored.get_text_config(decoder=True)
     compared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     wrong = [
         f"{key}: {getattr(shape, key)} in the recipe, {getattr(config, key, None)} in the weights"
@@ -57,7 +67,7 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> PretrainedConfig:
             meaning="the plan's memory and speed are for another model",
             fix="correct model.architecture in the recipe",
         )
-    return config
+    return TextConfig(config, is_wrapped=config is not stored)
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:

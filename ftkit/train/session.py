@@ -13,7 +13,7 @@ import accelerate
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
@@ -31,7 +31,7 @@ from ftkit.train.evaluate import Evaluator
 from ftkit.train.export import ExportedParts, export
 from ftkit.train.loop import Training
 from ftkit.train.memory_trace import MemoryTrace
-from ftkit.train.model import build_empty, has_random_weights, make_config, read_config
+from ftkit.train.model import TextConfig, build_empty, has_random_weights, make_config, read_config
 from ftkit.train.out_of_memory import OutOfMemoryExplainer
 from ftkit.train.profiler import check_profile
 from ftkit.train.proofs import prove_isolation, prove_sharding
@@ -131,18 +131,18 @@ class Session:
             size=self.world.size,
         )
 
-    def _build_engine(self) -> tuple[Engine, PretrainedConfig, str]:
+    def _build_engine(self) -> tuple[Engine, TextConfig, str]:
         """Return the engine with its weights in place, the model's configuration and the name of its class."""
         recipe = self.plan.recipe
         folder = None
         if has_random_weights(recipe.model):
-            config = make_config(recipe.model.architecture, self.tokenizer)
+            config = TextConfig(make_config(recipe.model.architecture, self.tokenizer))
         else:
             folder = fetch_weights(recipe.model, self.world)
             config = read_config(folder, recipe.model.architecture)
         kernel, reason = choose_kernel(recipe.training.attention, recipe.training.precision, self.world.device)
         log.info("attention: %s (%s)", kernel, reason)
-        model = build_empty(config, IMPLEMENTATIONS[kernel])
+        model = build_empty(config.text, IMPLEMENTATIONS[kernel])
         class_name = type(model).__name__
         prepare_method(model, recipe.training)
 

@@ -22,6 +22,7 @@ from ftkit.specs.load import is_path
 from ftkit.train.adapters import DORA_LENGTHS, is_adapter
 from ftkit.train.quantise import Nf4Linear
 from ftkit.train.shards import OwnPart, own_part
+from ftkit.train.stored_names import text_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,16 +76,19 @@ def materialise(model: nn.Module, device: torch.device, parameters_on: torch.dev
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Fill a sharded model's parameters, apart from adapters.
+    """Fill a sharded model's parameters, apart from adapters. Of a multimodal model's files, only the text is read.
 
     Raises:
         TrainingError: a parameter is missing from the files, or is there in another shape.
     """
     wanted = _destinations(model)
     for path, names in _files(folder).items():
+        own = sorted(stored for stored in names if text_name(stored) in wanted)
+        if not own:
+            continue
         with safe_open(path, framework="pt") as file:
-            for name in sorted(names & wanted.keys()):
-                wanted.pop(name).fill(file.get_slice(name), name)
+            for stored in own:
+                wanted.pop(text_name(stored)).fill(file.get_slice(stored), stored)
     if wanted:
         raise TrainingError(
             f"{len(wanted)} of the model's parameters are not in {folder}: {', '.join(sorted(wanted)[:3])} …",

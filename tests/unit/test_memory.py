@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     Specs = Callable[..., TrainingSpec]
 
 PUBLISHED = {
+    "gemma3-12b": 11_766_034_176,  # without the vision tower
     "gemma3-1b": 999_885_952,
     "llama3-8b": 8_030_261_248,
     "llama3.3-70b": 70_553_706_496,
