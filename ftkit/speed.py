@@ -29,6 +29,8 @@ OPTIMIZER_BYTES = 28
 """Read and written of a trained parameter in AdamW's step: weight, gradient and two states, and the norm's pass."""
 CAST_BYTES = 26
 """Read and written of a trained parameter to cast, gather and reduce it."""
+DEQUANTISE_BYTES = 11
+"""Read and written of a 4-bit weight in a micro-batch, to have it in the compute precision forward and backward."""
 NETWORK_EFFICIENCY = 0.75
 """Part of a link's bandwidth that collectives reach."""
 HOST_BANDWIDTH = 50e9
@@ -110,8 +112,9 @@ def _gpu_seconds(shape: ArchitectureSpec, training: TrainingSpec, engine: Engine
         ATTENTION_EFFICIENCY[fast] * gpu.peak_flops
     )
     seconds += moved / gpu.memory_bandwidth
-    casts = CAST_BYTES * method_counts(shape, training).trained / gpu.memory_bandwidth
-    return tokens * seconds + casts
+    counts = method_counts(shape, training)
+    weights = CAST_BYTES * counts.trained + DEQUANTISE_BYTES * counts.quantised
+    return tokens * seconds + weights / gpu.memory_bandwidth
 
 
 def _network_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, network: Network) -> float:

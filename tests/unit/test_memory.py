@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -87,3 +87,31 @@ def test_states_of_8_bits_take_a_quarter_and_their_scales(architecture: Shapes, 
         predict_memory(architecture("llama3-8b"), training(optimizer=name), 8) for name in ("adamw", "adamw8bit")
     )
     assert small.optimizer == pytest.approx(whole.optimizer * (1 + 1 / 64) / 4)
+
+
+MEASURED = [
+    # On one H200, docs/benchmarks.md: architecture, layers (none: all), changes to the training, GiB.
+    ("olmo3-7b", 8, {}, 45.40),
+    ("olmo3-7b", 8, {"activation_checkpointing": "selective"}, 42.55),
+    ("olmo3-7b", 8, {"activation_checkpointing": "full"}, 39.49),
+    (
+        "olmo3-7b", 8,
+        {"activation_checkpointing": "full", "activation_offload": True, "sequence_length": 32768}, 41.59,
+    ),
+    ("llama3-8b", None, {"method": "lora"}, 51.35),
+    ("qwen3-8b", None, {"method": "lora", "activation_checkpointing": "full"}, 20.13),
+    ("gemma3-12b", None, {"method": "lora", "sequence_length": 2048}, 39.89),
+    ("gemma3-12b", None, {"method": "qlora", "sequence_length": 2048}, 25.08),
+    ("gemma3-1b", None, {"sequence_length": 4096, "micro_batch_size": 2, "global_batch_size": 2}, 28.07),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layers", "changes", "gib"), MEASURED)
+def test_a_prediction_is_within_a_tenth_of_what_was_measured(
+    name: str, layers: int | None, changes: dict[str, Any], gib: float, architecture: Shapes, training: Specs
+) -> None:
+    shape = architecture(name)
+    if layers is not None:
+        shape = shape.model_copy(update={"num_hidden_layers": layers})
+    plan = predict_memory(shape, training(**({"global_batch_size": 1} | changes)), 1)
+    assert plan.total == pytest.approx(gib, rel=0.1)
