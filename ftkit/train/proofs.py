@@ -17,6 +17,7 @@ from ftkit.train.objective import packed_hidden_states
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
     from torch import nn
 
     from ftkit.methods import ParameterCounts
@@ -89,6 +90,25 @@ def prove_sharding(facts: ShardingFacts, training: TrainingSpec, expected: Param
         )
     found = {name: f"{found:,}" for name, (found, _, _) in comparisons.items()}
     return found | {"parameters on this rank": f"{facts.local_elements:,} of {facts.total_elements:,}"}
+
+
+def prove_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
+    """Prove that each pack has something to learn from.
+
+    Args:
+        num_targets: target tokens of each pack.
+
+    Raises:
+        TrainingError: some have none.
+    """
+    without = np.flatnonzero(num_targets == 0)
+    if len(without):
+        raise TrainingError(
+            f"{len(without):,} of {len(num_targets):,} packs have no target token, the first is number {without[0]:,}",
+            meaning="the chat template marks no answers as such, or data.train_on leaves nothing to train on",
+            fix="look at data.train_on, data.format and data.chat_template of the recipe",
+        )
+    return {"fewest targets in a pack": f"{int(num_targets.min()):,}"}
 
 
 def prove_isolation(engine: Engine, world: World, vocab_size: int, length: int = 48) -> dict[str, str]:

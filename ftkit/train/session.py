@@ -34,7 +34,7 @@ from ftkit.train.memory_trace import MemoryTrace
 from ftkit.train.model import TextConfig, build_empty, has_random_weights, make_config, read_config
 from ftkit.train.out_of_memory import OutOfMemoryExplainer
 from ftkit.train.profiler import check_profile
-from ftkit.train.proofs import prove_isolation, prove_sharding
+from ftkit.train.proofs import prove_isolation, prove_sharding, prove_targets
 from ftkit.train.telemetry import Recorder
 from ftkit.train.trackers.feed import tracked
 from ftkit.train.utilisation import measure_utilisation
@@ -74,7 +74,7 @@ class Session:
         self._stage("building the model")
         engine, config, class_name = self._build_engine()
         explainer.engine = engine
-        self._prove(engine)
+        self._prove(engine, store)
         self.trace.begin("loading the newest checkpoint")
         progress = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
         progress = progress or Progress(step=0, fingerprint=self.plan.fingerprint)
@@ -156,13 +156,14 @@ class Session:
 
         return make_engine(self.plan.engine.name, model, recipe.training, self.world, fill), config, class_name
 
-    def _prove(self, engine: Engine) -> None:
+    def _prove(self, engine: Engine, store: PackStore) -> None:
         self._stage("proving that the model is sharded and its documents are isolated")
         recipe = self.plan.recipe
         checks = prove_sharding(
             engine.facts(), recipe.training, method_counts(recipe.model.architecture, recipe.training)
         )
         vocabulary = recipe.model.architecture.vocab_size
+        checks |= prove_targets(store.num_targets)
         checks |= prove_isolation(engine, self.world, vocabulary)
         self.recorder.write(ProofRecord(time.time(), checks))
         log.info("proven: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))

@@ -23,7 +23,7 @@ from ftkit.train.batches import to_micro_batch
 from ftkit.train.fsdp2 import Fsdp2Engine
 from ftkit.train.model import build_empty, find_decoder_layers, make_config
 from ftkit.train.objective import summed_loss
-from ftkit.train.proofs import ShardingFacts, prove_isolation, prove_sharding
+from ftkit.train.proofs import ShardingFacts, prove_isolation, prove_sharding, prove_targets
 
 if TYPE_CHECKING:
     from typing import Any
@@ -146,6 +146,12 @@ def test_each_proof_names_what_was_found_and_what_was_expected(changes: dict[str
     assert prove_sharding(GOOD, TRAINING, ParameterCounts(1000, 1000))["units"] == "65"
     with pytest.raises(TrainingError, match=message):
         prove_sharding(ShardingFacts(**(vars(GOOD) | changes)), TRAINING, ParameterCounts(1000, 1000))
+
+
+def test_packs_without_a_target_are_refused_by_number() -> None:
+    assert prove_targets(np.array([3, 7])) == {"fewest targets in a pack": "3"}
+    with pytest.raises(TrainingError, match="2 of 4 packs have no target token, the first is number 1"):
+        prove_targets(np.array([3, 0, 7, 0]))
 
 
 def test_documents_that_see_each_other_are_noticed(
