@@ -13,6 +13,7 @@ from ftkit.cli.image_ready import ensure_image
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.plan_view import plan_facts
 from ftkit.cli.terminal import Styled, Terminal
+from ftkit.hub import check_weights
 from ftkit.launch.jobs import start
 from ftkit.launch.manifest import describe
 from ftkit.launch.prerequisites import check_prerequisites
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
 @what_to_run
 @click.option("--dry-run", is_flag=True, help="Print the job script to stdout; write and submit nothing.")
 @click.option("--import", "does_import", is_flag=True, help="Import the image first if it is not there.")
+@click.option(
+    "--hf-token-file",
+    metavar="PATH",
+    type=click.Path(exists=True, dir_okay=False, readable=True, resolve_path=True),
+    help="File with the token for gated models; the job must see it too. Instead of HF_TOKEN.",
+)
 @follow_option
 @click.pass_obj
 def command(
@@ -50,6 +57,7 @@ def command(
     *,
     dry_run: bool,
     does_import: bool,
+    hf_token_file: str | None,
     follow: bool,
     **options: Any,
 ) -> None:
@@ -65,6 +73,13 @@ def command(
     if dry_run:
         terminal.data(script)
         return
+    if hf_token_file:
+        # The job's script reads the file: the token itself is in no variable of a process until then.
+        os.environ.pop("HF_TOKEN", None)
+        os.environ["HF_TOKEN_PATH"] = hf_token_file
+    warning = check_weights(plan.recipe.model, os.environ, is_here=plan.cluster.scheduler == "local")
+    if warning:
+        terminal.warn(warning)
     image_facts = ensure_image(plan, terminal, does_import=does_import)
     check_prerequisites(plan)
     if plan.cluster.scheduler == "slurm":
