@@ -20,6 +20,7 @@ class WandbSink:
         import wandb  # noqa: PLC0415 - an extra
 
         plan = run.plan
+        self._teardown = wandb.teardown
         self._run = wandb.init(
             project=plan.recipe.tracking.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             id=plan.id,
@@ -37,6 +38,7 @@ class WandbSink:
     def close(self, outcome: Outcome) -> None:
         """Wait until all is sent, or on disk when offline."""
         self._run.finish(exit_code=1 if outcome == "failed" else 0)
+        self._teardown()  # W&B's process writes its last when it ends; the trainer leaves without exit handlers
 
 
 def check_wandb() -> None:
