@@ -97,7 +97,7 @@ def test_each_stage_has_a_peak_of_its_own_and_the_run_keeps_the_highest(
     counters: Counters, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_trace, "GIB", 1)
-    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world))
+    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world, lambda _: None))
     counters.use(peak=9, then=1)  # before the first stage
     trace.begin("one")
     counters.use(peak=7, then=2)
@@ -131,7 +131,7 @@ def test_only_the_first_step_is_followed(world: World, tmp_path: Path) -> None:
 
     engine: Any = Engine()
     original = engine.model.summed_loss
-    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world))
+    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world, lambda _: None))
     trace.follow_first_step(engine)
     results = [getattr(engine, name)() for name in ("backward", "backward", "step", "backward", "step")]
     assert results == [1, 1, 2, 1, 2]

@@ -76,7 +76,7 @@ def engine(world: World) -> Any:
 
 @pytest.fixture
 def saver(plan: RunPlan, world: World) -> CheckpointSaver:
-    return CheckpointSaver(plan, world, Recorder(plan.layout.metrics, world))
+    return CheckpointSaver(plan, world, Recorder(plan.layout.metrics, world, lambda _: None))
 
 
 def steps_on_disk(plan: RunPlan) -> list[str]:
