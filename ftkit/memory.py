@@ -1,7 +1,7 @@
 """How many parameters a model has and how much memory a process needs, from the architecture alone.
 
 Formulas count the tensors of the Hugging Face implementations of the four families; the tests
-compare the parameter counts with the real classes.
+compare the parameter counts with the real classes. For other families they are estimates.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def layer_parameters(shape: ArchitectureSpec) -> int:
         "qwen3": 2 * hidden + 2 * shape.head_dim,
         "olmo3": 2 * hidden + heads + keys,
         "gemma3_text": 4 * hidden + 2 * shape.head_dim,
-    }[shape.family]
+    }.get(shape.family, 2 * hidden)
     return attention + feed_forward + norms
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ftkit.specs.model import ArchitectureSpec
-    from ftkit.specs.training import LoraSpec, Projection, TrainingSpec
+    from ftkit.specs.training import LoraSpec, TrainingSpec
 
 NF4_BLOCK = 64
 """Weights that share a scale."""
@@ -24,7 +24,7 @@ class ParameterCounts:
     quantised: int = 0
 
 
-def projections(shape: ArchitectureSpec) -> dict[Projection, tuple[int, int]]:
+def projections(shape: ArchitectureSpec) -> dict[str, tuple[int, int]]:
     """Return the linear projections of a decoder layer, each with its numbers of inputs and outputs."""
     hidden, wide = shape.hidden_size, shape.intermediate_size
     heads = shape.num_attention_heads * shape.head_dim
@@ -43,11 +43,14 @@ def projections(shape: ArchitectureSpec) -> dict[Projection, tuple[int, int]]:
 def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
     """Count the parameters of all adapters: two narrow matrices a projection, and DoRA's lengths of outputs."""
     sizes = projections(shape)
-    one_layer = sum(
-        lora.rank * (sizes[name][0] + sizes[name][1]) + (sizes[name][1] if lora.use_dora else 0)
-        for name in lora.targets
-    )
-    return shape.num_hidden_layers * one_layer
+    unknown = (shape.hidden_size, shape.hidden_size)  # an estimate, for families with projections of their own
+    targets = [sizes.get(name, unknown) for name in lora.targets]
+    return shape.num_hidden_layers * sum(adapter_size(lora, inputs, outputs) for inputs, outputs in targets)
+
+
+def adapter_size(lora: LoraSpec, num_inputs: int, num_outputs: int) -> int:
+    """Count the parameters of the adapter of one projection."""
+    return lora.rank * (num_inputs + num_outputs) + (num_outputs if lora.use_dora else 0)
 
 
 def count_quantised_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:

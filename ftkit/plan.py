@@ -18,7 +18,7 @@ from ftkit.errors import ConfigError, FtkitError
 from ftkit.gpus import GPUS
 from ftkit.layout import RunLayout, Workspace
 from ftkit.memory import MemoryPlan, count_parameters, method_counts, predict_memory
-from ftkit.plan_checks import find_problems
+from ftkit.plan_checks import find_notes, find_problems
 from ftkit.proposals import propose_changes, propose_faster
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.recipe import RecipeSpec
@@ -142,7 +142,7 @@ def plan_run(
         image=request.image if cluster.runtime != "none" else None,
         container_image=_container_image(cluster, image, request),
         python=request.python if cluster.runtime == "none" else "python3",
-        notes=_notes(recipe, cluster, placement, engine, memory),
+        notes=(*_notes(recipe, cluster, placement, engine, memory), *find_notes(recipe, cluster, image)),
     )
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from ftkit.errors import Problem
 from ftkit.specs.data import GeneratedSource
 from ftkit.specs.layers import COMMAND_LINE
+from ftkit.specs.model import FAMILIES
+from ftkit.specs.training import ALL_PROJECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +34,7 @@ def find_problems(
         *_offload(recipe, cluster),
         *_kernels(recipe, cluster),
         *_engine(recipe),
+        *_targets(recipe),
         *_lengths(recipe),
         *_evaluation(recipe),
         *_profile(recipe, num_nodes * processes_per_node),
@@ -113,6 +116,16 @@ def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def _targets(recipe: RecipeSpec) -> Iterator[Problem]:
+    adapters, shape = recipe.training.adapters, recipe.model.architecture
+    unknown = [name for name in adapters.targets if name not in ALL_PROJECTIONS] if adapters else []
+    if unknown and not shape.is_estimated:
+        yield Problem(
+            f"recipe {recipe.name}", "training.lora.targets",
+            f"{', '.join(unknown)}: {shape.family} has no such projection.", f"It has {', '.join(ALL_PROJECTIONS)}.",
+        )  # fmt: skip
+
+
 def _lengths(recipe: RecipeSpec) -> Iterator[Problem]:
     shape, where = recipe.model.architecture, f"recipe {recipe.name}"
     if recipe.training.sequence_length > shape.max_position_embeddings:
@@ -191,12 +204,25 @@ def _image(
             f"docker can't run a file: {request.image}.",
             "Take NAME:TAG, built by ftkit build.",
         )
-    family = recipe.model.architecture.family
-    if image is not None and cluster.runtime != "none" and family not in image.families:
+    shape, family = recipe.model.architecture, recipe.model.architecture.family
+    if image is not None and cluster.runtime != "none" and family not in image.families and not shape.is_estimated:
         yield Problem(
             COMMAND_LINE, "--image", f"'{image.reference}' serves {', '.join(image.families)}, not {family}.",
             "Take an image made for this family: ftkit images.",
         )  # fmt: skip
+
+
+def find_notes(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None) -> Iterator[str]:
+    """Return what is possible, but not as sure as the rest of the plan."""
+    shape = recipe.model.architecture
+    if not shape.is_estimated:
+        return
+    yield (
+        f"'{shape.family}' is none of {', '.join(FAMILIES)}: parameters and memory are estimates, and whether it can "
+        "be trained is proven when the job starts"
+    )
+    if image is not None and cluster.runtime != "none" and shape.family not in image.families:
+        yield f"'{image.reference}' is not made for '{shape.family}': its transformers must know it"
 
 
 def _paths(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:

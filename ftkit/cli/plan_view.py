@@ -37,8 +37,9 @@ def _model(plan: RunPlan) -> str:
     model = plan.recipe.model
     shape = model.architecture
     weights = "untrained" if model.weights == "random" else model.weights
+    about = "about " if shape.is_estimated else ""
     return (
-        f"{shape.family}, {weights}: {plan.num_parameters:,} parameters "
+        f"{shape.family}, {weights}: {about}{plan.num_parameters:,} parameters "
         f"({shape.num_hidden_layers} layers, width {shape.hidden_size})"
     )
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from pydantic import Field
 
-from ftkit.specs.model import Family
+from ftkit.specs.model import ModelType
 from ftkit.specs.strict import Name, OneLine, Spec, VariableName
 
 ENGINE_PREFIX: Final = "ftkit/"
@@ -41,8 +41,9 @@ class ImageSpec(Spec):
     """Packages to add, as pip writes requirements; `ftkit lock NAME:TAG` fixes them and what they need."""
     imports: tuple[str, ...] = ()
     """Modules that the self-check after a build imports."""
-    families: tuple[Family, ...]
-    """Model families that it serves."""
+    families: tuple[ModelType, ...]
+    """Model families that it serves. One of the four that are planned exactly is refused when it is not listed; any
+    other gets a note."""
     default_recipe: Name
     """Recipe that `ftkit run --image NAME:TAG` runs when none is named."""
     environment: dict[VariableName, OneLine] = Field(default_factory=dict)

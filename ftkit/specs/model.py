@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from ftkit.specs.strict import Spec
 
 Family = Literal["gemma3_text", "llama", "olmo3", "qwen3"]
+"""Families whose parameters and memory are planned exactly, and which every image and engine is tested with."""
+FAMILIES: tuple[Family, ...] = get_args(Family)
+ModelType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+"""What Hugging Face calls an architecture."""
 
 
 class ArchitectureSpec(Spec):
     """The shape of a decoder, under the names that Hugging Face configurations use."""
 
-    family: Family
-    """The model family: Hugging Face's `model_type`."""
+    family: ModelType
+    """Hugging Face's `model_type`. `gemma3_text`, `llama`, `olmo3` and `qwen3` are planned exactly; any other causal
+    language model of transformers is planned by estimates, and trained if it passes the proofs before step 1."""
     vocab_size: PositiveInt
     """Rows of the embedding table."""
     hidden_size: PositiveInt
@@ -44,6 +49,11 @@ class ArchitectureSpec(Spec):
     """Epsilon of the RMS normalisation."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the weights of a model that is trained from nothing."""
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether counts that follow from this shape are estimates, because its family is not one of `FAMILIES`."""
+        return self.family not in FAMILIES
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:

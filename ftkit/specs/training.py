@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import (
     Field,
@@ -25,6 +25,8 @@ Offload = Literal["none", "optimizer", "all"]
 Precision = Literal["bf16", "fp32"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+ProjectionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""A linear layer within a decoder layer, of a family that may have others than these seven."""
 
 
 class LoraSpec(Spec):
@@ -36,8 +38,8 @@ class LoraSpec(Spec):
     """The adapters' output is scaled by alpha / rank, or alpha / sqrt(rank) with use_rslora."""
     dropout: NonNegativeFloat = Field(default=0.0, lt=1)
     """Part of an adapter's inputs that is left out at random in training."""
-    targets: tuple[Projection, ...] = Field(default=ALL_PROJECTIONS, min_length=1)
-    """Projections of each decoder layer that get an adapter."""
+    targets: tuple[ProjectionName, ...] = Field(default=ALL_PROJECTIONS, min_length=1)
+    """Projections of each decoder layer that get an adapter; families other than the four have names of their own."""
     use_rslora: bool = False
     """Rank-stabilised scaling (Kalajdzievski 2023)."""
     use_dora: bool = False

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import AttentionInterface
 
+from ftkit.errors import TrainingError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -23,6 +25,8 @@ IMPLEMENTATIONS: dict[Kernel, str] = {"flash4": "ftkit_varlen", "flex": "flex_at
 """What transformers calls each kernel."""
 
 _HOPPER = (9, 0)
+_UNKNOWN_TO_FLASH4 = {"softcap", "s_aux", "position_bias"}
+"""What some models pass to a kernel to change the scores: caps, sinks, biases."""
 
 
 def choose_kernel(wanted: AttentionChoice, precision: Precision, device: torch.device) -> tuple[Kernel, str]:
@@ -64,6 +68,12 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
 
     Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D].
     """
+    for name in _UNKNOWN_TO_FLASH4 & unused.keys():
+        if unused[name] is not None:
+            raise TrainingError(
+                f"{type(module).__name__} changes its attention scores ('{name}'), which flash-attn-4 is not told",
+                fix="set training.attention=flex",
+            )
     del module, attention_mask, unused
     batch, _, length, width = query.shape
     flat = [tensor.transpose(1, 2).reshape(batch * length, -1, width) for tensor in (query, key, value)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
@@ -18,25 +20,48 @@ if TYPE_CHECKING:
 
     from ftkit.specs.model import ArchitectureSpec, ModelSpec
 
-_WINDOWED = ("gemma3_text", "olmo3")
+_NEVER_WINDOWED = ("llama", "qwen3")
 
 
 def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """Make the Hugging Face configuration of an architecture, for a model without weights of its own."""
-    fields = shape.model_dump(exclude={"family", "sliding_window", "full_attention_every"})
-    if shape.family in _WINDOWED:
-        every, layers = shape.full_attention_every, shape.num_hidden_layers
-        fields["sliding_window"] = shape.sliding_window or shape.max_position_embeddings
-        fields["layer_types"] = [
-            "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)
-        ]
-    return AutoConfig.for_model(
-        shape.family,
-        **fields,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    """Make the Hugging Face configuration of an architecture, for a model without weights of its own.
+
+    What only its family has stays as transformers has it.
+
+    Raises:
+        TrainingError: transformers knows no such family.
+    """
+    fields = shape.model_dump(exclude={"family", "sliding_window", "full_attention_every"}) | _windows(shape)
+    try:
+        return AutoConfig.for_model(
+            shape.family,
+            **fields,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    except ValueError as error:
+        raise TrainingError(
+            f"transformers {transformers.__version__} can't configure a '{shape.family}': {_first_line(error)}",
+            meaning="the name is not a model_type, or only a newer version knows it",
+            fix="correct model.architecture.family, or take an image with a newer transformers",
+        ) from error
+
+
+def _windows(shape: ArchitectureSpec) -> dict[str, Any]:
+    """Return the fields that say how far each layer looks back, of families that may have them."""
+    every, layers = shape.full_attention_every, shape.num_hidden_layers
+    if shape.family in _NEVER_WINDOWED:
+        return {}
+    if shape.is_estimated and shape.sliding_window is None:
+        return {"sliding_window": None}
+    return {
+        "sliding_window": shape.sliding_window or shape.max_position_embeddings,
+        "layer_types": ["full_attention" if (n + 1) % every == 0 else "sliding_attention" for n in range(layers)],
+    }
+
+
+_COMPARED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -55,11 +80,12 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
     """
     stored = AutoConfig.from_pretrained(folder)
     config = stored.get_text_config(decoder=True)
-    compared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    planned = {"family": shape.family} | {key: getattr(shape, key) for key in _COMPARED}
+    read = {"family": config.model_type} | {key: getattr(config, key, None) for key in _COMPARED}
+    if shape.is_estimated:  # not every family has all of them
+        read = {key: value for key, value in read.items() if value is not None}
     wrong = [
-        f"{key}: {getattr(shape, key)} in the recipe, {getattr(config, key, None)} in the weights"
-        for key in compared
-        if getattr(shape, key) != getattr(config, key, None)
+        f"{key}: {planned[key]} in the recipe, {read[key]} in the weights" for key in read if planned[key] != read[key]
     ]
     if wrong:
         raise TrainingError(
@@ -71,11 +97,41 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
-    """Build a model whose parameters take no memory yet; its buffers are real."""
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    model.tie_weights()  # emptying gave each name a parameter of its own, which would be sharded twice
-    return _prepared(model)
+    """Build a model whose parameters take no memory yet; its buffers are real.
+
+    Raises:
+        TrainingError: it is no causal language model that takes packed documents through this attention kernel.
+    """
+    try:
+        with init_empty_weights(include_buffers=False):
+            built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    except ValueError as error:
+        raise TrainingError(
+            f"transformers {transformers.__version__} can't build a '{config.model_type}' with attention "
+            f"'{attention}': {_first_line(error)}",
+            meaning="it is not a causal language model, or its class does not know this attention kernel",
+            fix="try training.attention=flex on GPUs, or choose another model",
+        ) from error
+    built.tie_weights()  # a parameter that took its memory from another is an object of its own again
+    _check_takes_packs(built)
+    return _prepared(built)
+
+
+def _check_takes_packs(model: Any) -> None:
+    """Refuse a model whose decoder can't be told where documents begin, by positions or by borders for kernels."""
+    decoder = model.get_decoder()
+    taken = inspect.signature(decoder.forward).parameters.values()
+    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken)
+    if decoder is model or not takes_more or not any(each.name == "position_ids" for each in taken):
+        raise TrainingError(
+            f"{type(decoder).__name__} does not take the positions of packed documents",
+            meaning="it keeps no track of positions, or its class in transformers is of an older kind",
+            fix="choose another model, or an image with a newer transformers",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
 
 
 def _prepared(model: Any) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -53,24 +53,28 @@ class MicroBatch:
 
 
 def _hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Return the last hidden states, [B * T, H].
+    """Return the last hidden states, [B * T, H]."""
+    # Not base_model: for Gemma 3, transformers 4 calls the whole model so.
+    hidden: torch.Tensor = model.get_decoder()(**_inputs(batch)).last_hidden_state
+    return hidden.flatten(0, 1)
+
+
+def _inputs(batch: MicroBatch) -> dict[str, Any]:
+    """Return what a decoder is called with.
 
     There is never an attention mask and never a cache: either would make transformers overlook the borders of
     packed documents. Kernels find them in the positions, or in the borders.
     """
-    # Not base_model: for Gemma 3, transformers 4 calls the whole model so.
-    output = model.get_decoder()(
-        input_ids=batch.tokens,
-        position_ids=batch.positions,
-        attention_mask=None,
-        use_cache=False,
-        cu_seq_lens_q=batch.document_borders,
-        cu_seq_lens_k=batch.document_borders,
-        max_length_q=batch.longest_document,
-        max_length_k=batch.longest_document,
-    )
-    hidden: torch.Tensor = output.last_hidden_state
-    return hidden.flatten(0, 1)
+    return {
+        "input_ids": batch.tokens,
+        "position_ids": batch.positions,
+        "attention_mask": None,
+        "use_cache": False,
+        "cu_seq_lens_q": batch.document_borders,
+        "cu_seq_lens_k": batch.document_borders,
+        "max_length_q": batch.longest_document,
+        "max_length_k": batch.longest_document,
+    }
 
 
 def _loss_in_chunks(model: Any, batch: MicroBatch) -> torch.Tensor:
@@ -91,7 +95,8 @@ def add_objective(model: nn.Module, *, in_chunks: bool) -> None:
 
     Methods rather than a wrapper, so that the names of its parameters stay those of the family.
     """
-    loss = _loss_in_chunks if in_chunks else _loss_of_whole
+    has_bias = getattr(cast("Any", model).get_output_embeddings(), "bias", None) is not None
+    loss = _loss_in_chunks if in_chunks and not has_bias else _loss_of_whole
     for name, function in {"summed_loss": loss, "packed_hidden_states": _hidden_states}.items():
         object.__setattr__(model, name, types.MethodType(function, model))
         register_fsdp_forward_method(model, name)
@@ -101,6 +106,12 @@ def summed_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the cross-entropy of a model that has an objective, summed over the targets."""
     loss: torch.Tensor = model.summed_loss(batch)
     return loss
+
+
+def loss_of_own_logits(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Return the same as `summed_loss` from the logits that the model's own class computes."""
+    logits = model(**_inputs(batch)).logits.flatten(0, 1).index_select(0, batch.target_index)
+    return functional.cross_entropy(logits.float(), batch.targets, reduction="sum")
 
 
 def packed_hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:

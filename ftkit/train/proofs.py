@@ -13,7 +13,7 @@ from ftkit.data.packing import build_pack
 from ftkit.errors import TrainingError
 from ftkit.specs.training import ActivationCheckpointing
 from ftkit.train.batches import to_micro_batch
-from ftkit.train.objective import packed_hidden_states
+from ftkit.train.objective import loss_of_own_logits, packed_hidden_states, summed_loss
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ISOLATION_TOLERANCE = 1e-3
 """Largest change of hidden states, relative to their norm, that kernels without a fixed order of sums explain."""
+LOSS_TOLERANCE = 1e-2
+"""Largest difference of the loss, relative to it, that rounding explains."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,7 @@ def prove_isolation(engine: Engine, world: World, vocab_size: int, length: int =
     Raises:
         TrainingError: they are not.
     """
-    tokens = np.random.default_rng(0).integers(0, vocab_size, (3, length)).astype(np.int32)
-    one, other, probe = (Document(row, np.append(row[1:], IGNORED).astype(np.int32)) for row in tokens)
+    one, other, probe = _random_documents(3, vocab_size, length)
 
     def states_behind(model: nn.Module, neighbour: Document) -> torch.Tensor:
         pack = build_pack([neighbour, probe], 2 * length, pad=0)
@@ -138,3 +139,28 @@ def prove_isolation(engine: Engine, world: World, vocab_size: int, length: int =
             fix="update transformers, or choose a model of a family that ftkit knows",
         )
     return {"documents isolated": f"difference {difference:.0e}"}
+
+
+def prove_loss(engine: Engine, world: World, vocab_size: int, length: int = 48) -> dict[str, str]:
+    """Prove that the loss, which needs no whole logits, is that of the logits of the model's own class.
+
+    Raises:
+        TrainingError: it is not.
+    """
+    pack = build_pack(_random_documents(2, vocab_size, length), 2 * length, pad=0)
+    batch = to_micro_batch(pack[None], world.device)
+    with engine.inference() as model:
+        found, expected = float(summed_loss(model, batch)), float(loss_of_own_logits(model, batch))
+    difference = abs(found - expected) / expected
+    if not difference <= LOSS_TOLERANCE:
+        raise TrainingError(
+            f"the loss is not that of the model's own logits: found {found:.4g}, expected {expected:.4g}",
+            meaning="this model scales or caps its logits, which ftkit does not",
+            fix="choose another model",
+        )
+    return {"loss of own logits": f"difference {difference:.0e}"}
+
+
+def _random_documents(count: int, vocab_size: int, length: int) -> list[Document]:
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (count, length)).astype(np.int32)
+    return [Document(row, np.append(row[1:], IGNORED).astype(np.int32)) for row in tokens]

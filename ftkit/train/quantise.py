@@ -84,13 +84,13 @@ class Nf4Layout:
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen linear layer without bias, in 4 bits. It is a `nn.Linear` in name, so that peft adapts it as one."""
+    """A frozen linear layer, its matrix in 4 bits. It is a `nn.Linear` in name, so that peft adapts it as one."""
 
-    def __init__(self, layout: Nf4Layout, device: torch.device) -> None:
+    def __init__(self, layout: Nf4Layout, bias: nn.Parameter | None, device: torch.device) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layout.num_inputs, layout.num_outputs
         self.layout = layout
-        self.register_parameter("bias", None)
+        self.register_parameter("bias", bias)
         empty = torch.empty(layout.num_stored, dtype=layout.storage, device=device)
         self.packed = nn.Parameter(empty, requires_grad=False)
 
@@ -102,7 +102,7 @@ class Nf4Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Multiply by the matrix, which exists only as long as that takes."""
         output: torch.Tensor = _product(input, self.packed, self.out_features)
-        return output
+        return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
         """Describe the layer as torch prints modules."""
@@ -144,13 +144,13 @@ def quantise_linears(layers: Iterable[nn.Module], storage: torch.dtype) -> None:
     """Put every linear layer within decoder layers into 4 bits; those without memory stay without."""
     for layer in layers:
         for name, linear in list(layer.named_modules()):
-            if type(linear) is nn.Linear and linear.bias is None:
+            if type(linear) is nn.Linear:
                 layer.set_submodule(name, _quantised(linear, storage))
 
 
 def _quantised(linear: nn.Linear, storage: torch.dtype) -> Nf4Linear:
     layout = Nf4Layout(linear.out_features, linear.in_features, storage)
-    quantised = Nf4Linear(layout, linear.weight.device)
+    quantised = Nf4Linear(layout, linear.bias, linear.weight.device)
     if not linear.weight.is_meta:
         quantised.packed.data.copy_(layout.pack(linear.weight.data))
     return quantised

@@ -19,6 +19,7 @@ from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import TrainingError
 from ftkit.memory import method_counts
+from ftkit.methods import ParameterCounts
 from ftkit.plan import RunPlan, count_steps
 from ftkit.records import EndRecord, EvaluationRecord, ProofRecord, StageRecord, StartRecord
 from ftkit.train.adapters import fill_adapters, prepare_method
@@ -26,6 +27,7 @@ from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.batches import BatchSchedule
 from ftkit.train.checkpoint import Progress, load_newest
 from ftkit.train.checkpoint_saver import CheckpointSaver
+from ftkit.train.counting import count_method
 from ftkit.train.engines import make_engine
 from ftkit.train.evaluate import Evaluator
 from ftkit.train.export import ExportedParts, export
@@ -34,7 +36,7 @@ from ftkit.train.memory_trace import MemoryTrace
 from ftkit.train.model import TextConfig, build_empty, has_random_weights, make_config, read_config
 from ftkit.train.out_of_memory import OutOfMemoryExplainer
 from ftkit.train.profiler import check_profile
-from ftkit.train.proofs import prove_isolation, prove_sharding, prove_targets
+from ftkit.train.proofs import prove_isolation, prove_loss, prove_sharding, prove_targets
 from ftkit.train.telemetry import Recorder
 from ftkit.train.trackers.feed import tracked
 from ftkit.train.utilisation import measure_utilisation
@@ -45,6 +47,21 @@ if TYPE_CHECKING:
     from ftkit.train.engine import Engine
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model besides its weights.
+
+    Attributes:
+        num_parameters: without adapters.
+        expected: what the proofs must find when it is sharded.
+    """
+
+    config: TextConfig
+    class_name: str
+    num_parameters: int
+    expected: ParameterCounts
 
 
 @dataclass(frozen=True)
@@ -72,13 +89,13 @@ class Session:
         store = PackStore(self.data.train)
         num_steps = self._num_steps(len(store))
         self._stage("building the model")
-        engine, config, class_name = self._build_engine()
+        engine, built = self._build_engine()
         explainer.engine = engine
-        self._prove(engine, store)
+        self._prove(engine, built.expected, store)
         self.trace.begin("loading the newest checkpoint")
         progress = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
         progress = progress or Progress(step=0, fingerprint=self.plan.fingerprint)
-        self._record_start(num_steps, progress)
+        self._record_start(num_steps, progress, built.num_parameters)
         evaluator = Evaluator(self.plan, self.data, self.tokenizer, self.world)
         if progress.step == 0:
             self._evaluate(evaluator, engine, 0, "before")
@@ -106,7 +123,7 @@ class Session:
         if outcome == "completed":
             self._evaluate(evaluator, engine, num_steps, "after")
             self._stage("exporting the model")
-            parts = ExportedParts(self.plan.recipe, config, class_name, self.tokenizer)
+            parts = ExportedParts(self.plan.recipe, built.config, built.class_name, self.tokenizer)
             export(engine, parts, self.plan.layout.export, self.world)
             exported = str(self.plan.layout.export)
         self.trace.begin("")
@@ -131,8 +148,8 @@ class Session:
             size=self.world.size,
         )
 
-    def _build_engine(self) -> tuple[Engine, TextConfig, str]:
-        """Return the engine with its weights in place, the model's configuration and the name of its class."""
+    def _build_engine(self) -> tuple[Engine, BuiltModel]:
+        """Return the engine with its weights in place, and what there is to know of its model."""
         recipe = self.plan.recipe
         folder = None
         if has_random_weights(recipe.model):
@@ -143,7 +160,11 @@ class Session:
         kernel, reason = choose_kernel(recipe.training.attention, recipe.training.precision, self.world.device)
         log.info("attention: %s (%s)", kernel, reason)
         model = build_empty(config.text, IMPLEMENTATIONS[kernel])
-        class_name = type(model).__name__
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        expected = count_method(model, recipe.training)
+        if not recipe.model.architecture.is_estimated:
+            expected = method_counts(recipe.model.architecture, recipe.training)
+        built = BuiltModel(config, type(model).__name__, num_parameters, expected)
         prepare_method(model, recipe.training)
 
         def fill(sharded: nn.Module) -> None:
@@ -154,21 +175,20 @@ class Session:
             fill_adapters(sharded, recipe.training.seed)
             self.trace.begin("making the optimizer")
 
-        return make_engine(self.plan.engine.name, model, recipe.training, self.world, fill), config, class_name
+        return make_engine(self.plan.engine.name, model, recipe.training, self.world, fill), built
 
-    def _prove(self, engine: Engine, store: PackStore) -> None:
+    def _prove(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> None:
         self._stage("proving that the model is sharded and its documents are isolated")
         recipe = self.plan.recipe
-        checks = prove_sharding(
-            engine.facts(), recipe.training, method_counts(recipe.model.architecture, recipe.training)
-        )
+        checks = prove_sharding(engine.facts(), recipe.training, expected)
         vocabulary = recipe.model.architecture.vocab_size
         checks |= prove_targets(store.num_targets)
         checks |= prove_isolation(engine, self.world, vocabulary)
+        checks |= prove_loss(engine, self.world, vocabulary)
         self.recorder.write(ProofRecord(time.time(), checks))
         log.info("proven: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
 
-    def _record_start(self, num_steps: int, progress: Progress) -> None:
+    def _record_start(self, num_steps: int, progress: Progress, num_parameters: int) -> None:
         record = StartRecord(
             time=time.time(),
             num_steps=num_steps,
@@ -176,7 +196,7 @@ class Session:
             world_size=self.world.size,
             engine=self.plan.engine.name,
             device=_device_name(self.world.device),
-            num_parameters=self.plan.num_parameters,
+            num_parameters=num_parameters,
             versions=_versions(),
         )
         self.recorder.write(record)

@@ -25,7 +25,7 @@ class Utilisation:
 
     Attributes:
         flops_per_token: operations, forward and backward (`ftkit.flops`).
-        peak_flops: of all GPUs, a second; none: their kind is not known.
+        peak_flops: of all GPUs, a second; none: their kind is not known, or the operations are an estimate.
     """
 
     flops_per_token: float
@@ -43,11 +43,10 @@ def measure_utilisation(recipe: RecipeSpec, store: PackStore, world: World) -> U
     """
     packs = store.packs[:: -(-len(store) // NUM_SAMPLED_PACKS)]
     keys = packs[:, 2] + 1
-    window = recipe.model.architecture.sliding_window
+    shape, window = recipe.model.architecture, recipe.model.architecture.sliding_window
     in_window = keys if window is None else np.minimum(keys, window)
     targets = float(store.num_targets.sum()) / store.packs[:, 0].size
-    flops = token_flops(
-        recipe.model.architecture, recipe.training, float(keys.mean()), float(in_window.mean()), targets
-    )
-    gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    flops = token_flops(shape, recipe.training, float(keys.mean()), float(in_window.mean()), targets)
+    is_known = world.device.type == "cuda" and not shape.is_estimated
+    gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if is_known else None
     return Utilisation(flops.total, None if gpu is None else world.size * gpu.peak_flops)

@@ -20,7 +20,7 @@ from torch import nn
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.specs.load import is_path
 from ftkit.train.adapters import DORA_LENGTHS, is_adapter
-from ftkit.train.quantise import Nf4Linear
+from ftkit.train.quantise import Nf4Layout, Nf4Linear
 from ftkit.train.shards import OwnPart, own_part
 from ftkit.train.stored_names import text_name
 
@@ -76,19 +76,24 @@ def materialise(model: nn.Module, device: torch.device, parameters_on: torch.dev
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Fill a sharded model's parameters, apart from adapters. Of a multimodal model's files, only the text is read.
+    """Fill a sharded model's parameters, apart from adapters, and those of its buffers that files hold.
+
+    Of a multimodal model's files, only the text is read.
 
     Raises:
         TrainingError: a parameter is missing from the files, or is there in another shape.
     """
-    wanted = _destinations(model)
+    wanted, buffers = _destinations(model), dict(model.named_buffers())
     for path, names in _files(folder).items():
-        own = sorted(stored for stored in names if text_name(stored) in wanted)
+        own = {stored: name for stored in sorted(names) if (name := text_name(stored)) in wanted or name in buffers}
         if not own:
             continue
         with safe_open(path, framework="pt") as file:
-            for stored in own:
-                wanted.pop(text_name(stored)).fill(file.get_slice(stored), stored)
+            for stored, name in own.items():
+                if name in wanted:
+                    wanted.pop(name).fill(file.get_slice(stored), stored)
+                else:
+                    buffers[name].copy_(file.get_tensor(stored))
     if wanted:
         raise TrainingError(
             f"{len(wanted)} of the model's parameters are not in {folder}: {', '.join(sorted(wanted)[:3])} …",
@@ -101,12 +106,16 @@ def draw_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
     """Fill a sharded model's parameters, apart from adapters, with random values: the same at any number of shards.
 
     Each matrix is drawn whole and each rank keeps its part, so there is never more than one of them beside the
-    shards. Vectors scale what was normalised: they begin as one (Gemma adds the one itself).
+    shards. Vectors scale what was normalised: they begin as one (Gemma adds the one itself); biases as zero.
     """
-    norm = 0.0 if shape.family == "gemma3_text" else 1.0
+    norm = 0.0 if shape.family in _ADDS_ONE else 1.0
     for name, destination in _destinations(model).items():
-        drawn = _Drawn(destination, zlib.crc32(f"{seed} {name}".encode()), shape.initializer_range, norm)
+        constant = 0.0 if name.endswith(".bias") else norm
+        drawn = _Drawn(destination, zlib.crc32(f"{seed} {name}".encode()), shape.initializer_range, constant)
         destination.fill(drawn, name)
+
+
+_ADDS_ONE = ("gemma", "gemma2", "gemma3_text")
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ class _Drawn:
     destination: _Destination
     seed: int
     deviation: float
-    norm: float
+    constant: float
 
     def get_shape(self) -> list[int]:
         return self.destination.wanted
@@ -124,46 +133,44 @@ class _Drawn:
     def __getitem__(self, rows: slice) -> torch.Tensor:
         shape, device = self.get_shape(), self.destination.part.values.device
         if len(shape) == 1:
-            return torch.full(shape, self.norm, device=device)[rows]
+            return torch.full(shape, self.constant, device=device)[rows]
         generator = torch.Generator(device).manual_seed(self.seed)
         return torch.empty(shape, device=device).normal_(std=self.deviation, generator=generator)[rows]
 
 
 @dataclass(frozen=True)
 class _Destination:
-    """A parameter that is to be filled from the files, with the module that it belongs to.
+    """A parameter that is to be filled from the files.
 
     Attributes:
+        layout: how it is packed, if it is kept in 4 bits.
         lengths: DoRA's lengths of the parameter's rows, which begin as those of the pretrained weights.
     """
 
     part: OwnPart
-    owner: nn.Module
+    layout: Nf4Layout | None
     lengths: OwnPart | None
 
     @property
     def wanted(self) -> list[int]:
         """The shape that a tensor must have to go here."""
-        if isinstance(self.owner, Nf4Linear):
-            return [self.owner.layout.num_outputs, self.owner.layout.num_inputs]
-        return [*self.part.shape]
+        return [*self.part.shape] if self.layout is None else [self.layout.num_outputs, self.layout.num_inputs]
 
     def fill(self, source: Any, name: str) -> None:
         """Read this rank's part of a tensor; the whole, where every part depends on it."""
-        layout = self.owner.layout if isinstance(self.owner, Nf4Linear) else None
         shape = list(source.get_shape())
         if shape != self.wanted:
             raise TrainingError(
                 f"'{name}' has shape {shape} in the files and {self.wanted} in the model",
                 fix="check model.architecture against the weights' config.json",
             )
-        if layout is None and self.lengths is None:
+        if self.layout is None and self.lengths is None:
             self.part.fill_from_rows(lambda first, last: source[first:last])
             return
         whole = source[:].to(self.part.values.device)
-        if layout is not None:
-            packed = layout.pack(whole)
-            whole = layout.unpack(packed)
+        if self.layout is not None:
+            packed = self.layout.pack(whole)
+            whole = self.layout.unpack(packed)
             self.part.fill_from(packed)
         else:
             self.part.fill_from(whole)
@@ -178,11 +185,16 @@ def _destinations(model: nn.Module) -> dict[str, _Destination]:
     for name, parameter in parameters.items():
         if is_adapter(name):
             continue
-        owner = name.rpartition(".")[0]
-        lengths = parameters.get(owner.removesuffix("base_layer") + DORA_LENGTHS)
+        owner, _, own_name = name.rpartition(".")
+        module = model.get_submodule(owner)
+        layout = module.layout if isinstance(module, Nf4Linear) and own_name == "packed" else None
+        has_lengths = own_name in ("packed", "weight")
+        lengths = parameters.get(owner.removesuffix("base_layer") + DORA_LENGTHS) if has_lengths else None
         stored = name.replace(".base_layer.", ".").replace(".packed", ".weight")
         found[stored] = _Destination(
-            own_part(parameter), model.get_submodule(owner), None if lengths is None else own_part(lengths)
+            own_part(parameter),
+            layout,
+            None if lengths is None else own_part(lengths),
         )
     return found
 

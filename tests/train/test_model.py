@@ -17,13 +17,14 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
 from ftkit.memory import count_parameters, method_counts
 from ftkit.methods import ParameterCounts
-from ftkit.specs.model import ArchitectureSpec
+from ftkit.specs.model import FAMILIES, ArchitectureSpec
 from ftkit.specs.training import ActivationCheckpointing, TrainingSpec
 from ftkit.train.batches import to_micro_batch
+from ftkit.train.counting import count_method
 from ftkit.train.fsdp2 import Fsdp2Engine
 from ftkit.train.model import build_empty, find_decoder_layers, make_config
 from ftkit.train.objective import summed_loss
-from ftkit.train.proofs import ShardingFacts, prove_isolation, prove_sharding, prove_targets
+from ftkit.train.proofs import ShardingFacts, prove_isolation, prove_loss, prove_sharding, prove_targets
 
 if TYPE_CHECKING:
     from typing import Any
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
     from ftkit.train.world import World
 
-FAMILIES = ("gemma3_text", "llama", "olmo3", "qwen3")
+OTHERS = ("gpt_neox", "mistral", "phi3", "qwen2", "qwen3_moe")
+"""Of other kinds: projections fused, biases, norms with biases, other names, experts."""
+TRIED = [*(pytest.param(family, marks=pytest.mark.oldest) for family in FAMILIES), *OTHERS]
 TRAINING = TrainingSpec(sequence_length=32, global_batch_size=4, max_steps=1, learning_rate=1e-3, precision="fp32")
 
 
@@ -70,8 +73,7 @@ def test_the_parameters_of_a_plan_are_those_of_the_real_class(
     assert counted == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRIED)
 def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(
     family: str, tokenizer: PreTrainedTokenizerBase, world: World
 ) -> None:
@@ -93,9 +95,8 @@ def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(
     assert loss([documents[0]], [documents[2], documents[1]]) == pytest.approx(separate, rel=1e-5)
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("checkpointing", get_args(ActivationCheckpointing))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRIED)
 def test_every_family_passes_the_proofs(
     family: str,
     checkpointing: ActivationCheckpointing,
@@ -103,11 +104,16 @@ def test_every_family_passes_the_proofs(
     world: World,
 ) -> None:
     training = TRAINING.model_copy(update={"activation_checkpointing": checkpointing})
-    engine = Fsdp2Engine(build(family, tokenizer), training, world)
-    checks = prove_sharding(engine.facts(), training, method_counts(architecture(family), training))
+    model = build(family, tokenizer)
+    expected = count_method(model, training)
+    if family in FAMILIES:
+        assert expected == method_counts(architecture(family), training)
+    engine = Fsdp2Engine(model, training, world)
+    checks = prove_sharding(engine.facts(), training, expected)
     assert checks["units"] == "5"
     assert checks[f"layers with checkpointing '{checkpointing}'"] == "4"
     assert "documents isolated" in prove_isolation(engine, world, 320)
+    assert "loss of own logits" in prove_loss(engine, world, 320)
 
 
 def test_a_tied_table_is_sharded_once(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -167,6 +173,59 @@ def test_documents_that_see_each_other_are_noticed(
     monkeypatch.setattr(decoder, "forward", with_mask)
     with pytest.raises(TrainingError, match="documents in one pack see each other"):
         prove_isolation(engine, world, 320)
+
+
+def test_a_model_that_passes_documents_on_by_convolution_is_refused(
+    tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    config = make_config(architecture("lfm2", initializer_range=0.2), tokenizer)
+    config.layer_types = ["conv", "full_attention"] * 2
+    torch.manual_seed(3)
+    engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), TRAINING, world)
+    with pytest.raises(TrainingError, match="documents in one pack see each other"):
+        prove_isolation(engine, world, 320)
+
+
+def test_a_model_that_scales_its_logits_is_refused(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    config = make_config(architecture("granite", initializer_range=0.2), tokenizer)
+    config.logits_scaling = 8.0
+    engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), TRAINING, world)
+    with pytest.raises(TrainingError, match="not that of the model's own logits: found"):
+        prove_loss(engine, world, 320)
+
+
+def test_a_bias_of_the_output_projection_counts_in_the_loss(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    model = build("phi", tokenizer)
+    torch.nn.init.normal_(model.lm_head.bias)
+    prove_loss(Fsdp2Engine(model, TRAINING, world), world, 320)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "message"),
+    [
+        ("t5", "sdpa", "can't build a 't5' with attention 'sdpa'"),
+        ("gpt_oss", "sdpa", "can't build a 'gpt_oss'.*\n.*\n.*attention=flex"),
+        ("bloom", "eager", "BloomModel does not take the positions of packed documents"),
+    ],
+)
+def test_a_model_that_cannot_take_packs_is_refused(
+    family: str, attention: str, message: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(TrainingError, match=message):
+        build_empty(make_config(architecture(family), tokenizer), attention)
+
+
+def test_a_family_that_transformers_does_not_know_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(TrainingError, match=r"can't configure a 'llama9'.*\n.*model_type"):
+        make_config(architecture("llama9"), tokenizer)
+
+
+def test_a_projection_that_the_model_lacks_is_one_error_that_names_those_it_has(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    lora = TRAINING.model_copy(update={"method": "lora"})
+    with pytest.raises(TrainingError, match=r"no linear layer q_proj, .*\n.*: qkv_proj, gate_up_proj|o_proj, qkv_proj"):
+        count_method(build("phi3", tokenizer), lora)
 
 
 def test_a_model_without_decoder_layers_is_refused() -> None:

@@ -132,6 +132,22 @@ def test_an_image_of_another_family_is_refused() -> None:
     assert "serves olmo3, not qwen3" in found
 
 
+def test_a_family_beyond_the_four_is_planned_by_estimates_in_any_image_with_a_note() -> None:
+    recipe = demo("model.architecture.family=mistral", "training.global_batch_size=32")
+    request = replace(REQUEST, image="olmo3:25.02")
+    notes = " ".join(plan(recipe, A4, IMAGE, request).notes)
+    assert "'mistral' is none of gemma3_text, llama, olmo3, qwen3: parameters and memory are estimates" in notes
+    assert "'olmo3:25.02' is not made for 'mistral'" in notes
+    listed = IMAGE.model_copy(update={"families": ("olmo3", "mistral")})
+    assert "not made for" not in " ".join(plan(recipe, A4, listed, request).notes)
+
+
+def test_projections_that_one_of_the_four_families_lacks_are_refused() -> None:
+    asked = ("training.method=lora", "training.lora.targets=[q_proj, qkv_proj]")
+    assert "qkv_proj: qwen3 has no such projection. It has q_proj, k_proj" in problems(demo(*asked))
+    assert plan(demo(*asked, "model.architecture.family=phi3")).num_parameters
+
+
 def test_paths_that_pyxis_cannot_mount_are_refused() -> None:
     request = replace(REQUEST, image="/x.sqsh", workspace=Path("/shared/a,b"))
     cluster = A4.model_copy(update={"mounts": ("relative", "/ok:/ok:ro")})

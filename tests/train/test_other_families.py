@@ -1,0 +1,67 @@
+"""Whole runs of models that ftkit knows only by what transformers knows of them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from ftkit.records import EvaluationRecord, ProofRecord, StartRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHORT = ("training.max_steps=3", "evaluation.sql_execution=null")
+
+
+@pytest.fixture(scope="module")
+def with_biases(make_run: Callable[..., Any]) -> Any:
+    """A Qwen 2, which has biases, trained from nothing."""
+    run = make_run("qwen2", "model.architecture.family=qwen2", *SHORT)
+    run.train()
+    return run
+
+
+def test_a_plan_calls_its_numbers_estimates_and_the_record_has_the_true_ones(with_biases: Any) -> None:
+    (note,) = with_biases.plan.notes
+    assert "'qwen2' is none of gemma3_text, llama, olmo3, qwen3: parameters and memory are estimates" in note
+    model = AutoModelForCausalLM.from_pretrained(with_biases.layout.export)
+    true = sum(parameter.numel() for parameter in model.parameters())
+    (start,) = with_biases.records(StartRecord)
+    assert start.num_parameters == true
+    assert start.num_parameters > with_biases.plan.num_parameters
+    (proof,) = with_biases.records(ProofRecord)
+    assert proof.checks["parameters"] == f"{true:,}"
+
+
+def test_its_export_is_trained_further_with_4_bit_matrices_beside_their_biases(
+    with_biases: Any, make_run: Callable[..., Any]
+) -> None:
+    source = f"model.weights={with_biases.layout.export}"
+    for method, tolerance in (("lora", 1e-6), ("qlora", 1e-2)):
+        run = make_run(
+            f"qwen2-{method}", source, "model.architecture.family=qwen2", f"training.method={method}", *SHORT
+        )
+        run.train()
+        before, after = run.records(EvaluationRecord)
+        assert before.loss == pytest.approx(with_biases.records(EvaluationRecord)[-1].loss, rel=tolerance)
+        assert after.loss < before.loss
+        is_quantised = run.records(ProofRecord)[0].checks["4-bit parameters"] != "0"
+        assert is_quantised == (method == "qlora")
+
+
+def test_weights_of_another_family_are_refused(with_biases: Any, make_run: Callable[..., Any]) -> None:
+    run = make_run(
+        "mistaken", f"model.weights={with_biases.layout.export}", "model.architecture.family=mistral", *SHORT
+    )
+    assert "family: mistral in the recipe, qwen2 in the weights" in run.train(expect=9)
+
+
+def test_adapters_on_projections_that_are_not_there_are_refused_before_training(make_run: Callable[..., Any]) -> None:
+    run = make_run("fused", "model.architecture.family=phi3", "training.method=lora", *SHORT)
+    run.train(expect=9)
+    error = json.loads(run.layout.rank_error(0).read_text())
+    assert "no linear layer q_proj, k_proj, v_proj, gate_proj, up_proj" in error["message"]
+    assert "qkv_proj" in error["message"]
