@@ -27,6 +27,11 @@ class Workspace:
         """Imported images, named by digest, with readable links."""
         return self.root / "images"
 
+    @property
+    def hub_home(self) -> Path:
+        """What jobs download from the Hugging Face hub, unless HF_HOME is set."""
+        return self.root / "huggingface"
+
     def image_file(self, reference: str, suffix: str = ".sqsh") -> Path:
         """Return where the imported image of `NAME:TAG` lies: squashfs, or SIF with the suffix `.sif`."""
         return self.images / (reference.replace(":", "+") + suffix)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -37,6 +39,23 @@ _WHAT_TO_RUN = (
     click.option("--name", metavar="NAME", help="Name of the run; the recipe's if not given."),
 )
 
+
+def _use_token_file(_context: click.Context, _option: click.Parameter, path: Path | None) -> None:
+    """Name the file to the job, whose script reads it: until then the token is in no variable of a process."""
+    if path is not None:
+        for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            os.environ.pop(variable, None)
+        os.environ["HF_TOKEN_PATH"] = str(path)
+
+
+hf_token_option = click.option(
+    "--hf-token-file",
+    metavar="PATH",
+    type=click.Path(exists=True, dir_okay=False, readable=True, resolve_path=True, path_type=Path),
+    callback=_use_token_file,
+    expose_value=False,
+    help="File with the token for gated models; the job must see it too. Instead of HF_TOKEN.",
+)
 follow_option = click.option(
     "--follow/--no-follow", default=True, help="Watch the run until it ends (default), or return at once."
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, follow_option, run_argument, run_of
+from ftkit.cli.arguments import RUN_HELP, follow_option, hf_token_option, run_argument, run_of
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.run import after_submission
 from ftkit.cli.terminal import Terminal
@@ -24,6 +24,7 @@ from ftkit.records import RecordTail
     """,
 )
 @run_argument
+@hf_token_option
 @follow_option
 def command(reference: str, *, follow: bool) -> None:
     """Submit a run again."""

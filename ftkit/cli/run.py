@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import follow_option, run_words, what_to_run
+from ftkit.cli.arguments import follow_option, hf_token_option, run_words, what_to_run
 from ftkit.cli.follow import follow
 from ftkit.cli.image_ready import ensure_image
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.plan_view import plan_facts
 from ftkit.cli.terminal import Styled, Terminal
-from ftkit.hub import check_weights
 from ftkit.launch.jobs import start
 from ftkit.launch.manifest import describe
-from ftkit.launch.prerequisites import check_prerequisites
+from ftkit.launch.prerequisites import check_prerequisites, check_weights
 from ftkit.launch.resolve import resolve
 from ftkit.launch.slurm import overriding_variables
 from ftkit.render import render_job
@@ -42,12 +41,7 @@ if TYPE_CHECKING:
 @what_to_run
 @click.option("--dry-run", is_flag=True, help="Print the job script to stdout; write and submit nothing.")
 @click.option("--import", "does_import", is_flag=True, help="Import the image first if it is not there.")
-@click.option(
-    "--hf-token-file",
-    metavar="PATH",
-    type=click.Path(exists=True, dir_okay=False, readable=True, resolve_path=True),
-    help="File with the token for gated models; the job must see it too. Instead of HF_TOKEN.",
-)
+@hf_token_option
 @follow_option
 @click.pass_obj
 def command(
@@ -57,7 +51,6 @@ def command(
     *,
     dry_run: bool,
     does_import: bool,
-    hf_token_file: str | None,
     follow: bool,
     **options: Any,
 ) -> None:
@@ -73,11 +66,7 @@ def command(
     if dry_run:
         terminal.data(script)
         return
-    if hf_token_file:
-        # The job's script reads the file: the token itself is in no variable of a process until then.
-        os.environ.pop("HF_TOKEN", None)
-        os.environ["HF_TOKEN_PATH"] = hf_token_file
-    warning = check_weights(plan.recipe.model, os.environ, is_here=plan.cluster.scheduler == "local")
+    warning = check_weights(plan, os.environ)
     if warning:
         terminal.warn(warning)
     image_facts = ensure_image(plan, terminal, does_import=does_import)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 
 from ftkit.data.prepare import prepare
 from ftkit.errors import FtkitError
-from ftkit.layout import RunLayout
+from ftkit.hub import check_weights
+from ftkit.layout import RunLayout, Workspace
 from ftkit.plan import read_plan
 from ftkit.records import RankError, StageRecord, append_record, write_rank_error
 
 
 def main(plan_path: Path) -> int:
-    """Prepare the data; say why not, as a rank of the trainer would."""
+    """Prepare the data; say why not, as a rank of the trainer would. Weights that can't be had end the job here."""
     layout = RunLayout(plan_path.parent)
 
     def report(text: str) -> None:
@@ -22,7 +24,11 @@ def main(plan_path: Path) -> int:
         append_record(layout.metrics, StageRecord(time.time(), text))
 
     try:
-        prepare(read_plan(layout), report)
+        plan = read_plan(layout)
+        warning = check_weights(plan.recipe.model, os.environ, Workspace(plan.workspace).hub_home, is_here=True)
+        if warning:
+            report(f"warning: {warning}")
+        prepare(plan, report)
     except FtkitError as error:
         sys.stderr.write(f"prepare: error: {error}\n")
         write_rank_error(layout.rank_error(0), RankError.from_exception(error, rank=0))

@@ -11,6 +11,8 @@ from ftkit.launch.data_files import named_paths
 from ftkit.layout import Workspace
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ftkit.plan import RunPlan
 
 
@@ -30,6 +32,23 @@ def check_prerequisites(plan: RunPlan) -> None:
                 meaning="the path is wrong, or its file system is not mounted on this machine",
                 fix=f"give the right path: {key}=PATH; relative ones belong to the file that names them",
             )
+
+
+def check_weights(plan: RunPlan, environment: Mapping[str, str]) -> str | None:
+    """Check that the job will get its weights; return a warning where that can't be told from here.
+
+    Raises:
+        NotFoundError: there are no such weights.
+        PrerequisiteError: they are gated.
+    """
+    from ftkit import hub  # noqa: PLC0415 - HTTP, which only a submission needs
+
+    return hub.check_weights(
+        plan.recipe.model,
+        {**environment, **plan.cluster.environment},
+        Workspace(plan.workspace).hub_home,
+        is_here=plan.cluster.scheduler == "local",
+    )
 
 
 def _check_packages(plan: RunPlan) -> None:

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ftkit.errors import NotFoundError, TrainingError
+from ftkit.hub import WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.specs.load import is_path
 from ftkit.train.adapters import DORA_LENGTHS, is_adapter
 from ftkit.train.quantise import Nf4Layout, Nf4Linear
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
     from ftkit.specs.model import ArchitectureSpec, ModelSpec
     from ftkit.train.world import World
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 
 
 def fetch_weights(model: ModelSpec, world: World) -> Path:
@@ -201,11 +199,11 @@ def _destinations(model: nn.Module) -> dict[str, _Destination]:
 
 def _files(folder: Path) -> dict[Path, set[str]]:
     """Return which tensors are in which file."""
-    if (folder / _INDEX).is_file():
-        places = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+    if (folder / WEIGHTS_INDEX).is_file():
+        places = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(places.values()))
         return {folder / file: {name for name, place in places.items() if place == file} for file in files}
-    if not (folder / _SINGLE).is_file():
+    if not (folder / WEIGHTS_FILE).is_file():
         raise NotFoundError(f"there are no safetensors files in {folder}", fix="convert the weights to safetensors")
-    with safe_open(folder / _SINGLE, framework="pt") as file:
-        return {folder / _SINGLE: set(file.keys())}
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        return {folder / WEIGHTS_FILE: set(file.keys())}

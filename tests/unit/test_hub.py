@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit import hub
+from ftkit.data.__main__ import main as prepare_data
 from ftkit.errors import NotFoundError, PrerequisiteError
-from ftkit.hub import check_weights, read_token
+from ftkit.hub import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, read_token
+from ftkit.plan import plan_to_json
 from ftkit.specs.model import ArchitectureSpec, ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from ftkit.plan import RunPlan
 
 SHAPE = ArchitectureSpec(
     family="llama", vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -28,6 +35,14 @@ ANSWERS = {
     "org/empty": (404, "EntryNotFound"),
     "org/broken": (503, ""),
 }
+RENAMED = {"org/old": "org/gated"}
+NOWHERE = Path("/nowhere")
+
+
+def check_weights(
+    spec: ModelSpec, environment: dict[str, str], home: Path = NOWHERE, *, is_here: bool = True
+) -> str | None:
+    return hub.check_weights(spec, environment, home, is_here=is_here)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -36,13 +51,18 @@ class Hub(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         token = self.headers.get("Authorization")
         self.asked.append((self.path, token))
-        model, revision = self.path[1:].removesuffix("/config.json").split("/resolve/")
+        model, _, rest = self.path[1:].partition("/resolve/")
+        revision, _, name = rest.partition("/")
         status, code = ANSWERS.get(model, (200, ""))
         if model == "org/gated" and token != "Bearer right":  # noqa: S105 - a test's
             status, code = (403 if token else 401), "GatedRepo"
         if revision == "gone":
             status, code = 404, "RevisionNotFound"
-        self.send_response(status)
+        if model == "org/pickled" and name != CONFIG_FILE:
+            status, code = 404, "EntryNotFound"
+        self.send_response(307 if model in RENAMED else status)
+        if model in RENAMED:
+            self.send_header("Location", self.path.replace(model, RENAMED[model]))
         if code:
             self.send_header("X-Error-Code", code)
         if status == 307:
@@ -73,18 +93,26 @@ def model(weights: str, revision: str | None = None) -> ModelSpec:
 def test_a_model_that_may_be_read_is_passed_and_no_redirect_is_followed(
     weights: str, environment: dict[str, str]
 ) -> None:
-    assert check_weights(model(weights), environment | {"HF_TOKEN": "secret"}, is_here=True) is None
-    assert Hub.asked == [(f"/{weights}/resolve/main/config.json", "Bearer secret")]
+    assert check_weights(model(weights), environment | {"HF_TOKEN": "secret"}) is None
+    folder = f"/{weights}/resolve/main"
+    assert Hub.asked == [(f"{folder}/{name}", "Bearer secret") for name in (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX)]
+
+
+def test_a_renamed_model_is_asked_for_by_its_new_name_with_the_token(environment: dict[str, str]) -> None:
+    assert check_weights(model("org/old"), environment | {"HF_TOKEN": "right"}) is None
+    assert Hub.asked[1] == ("/org/gated/resolve/main/config.json", "Bearer right")
+    with pytest.raises(PrerequisiteError, match="'org/old' is gated"):
+        check_weights(model("org/old"), environment)
 
 
 def test_a_gated_model_is_refused_without_a_token_and_with_one_that_has_no_right(environment: dict[str, str]) -> None:
     with pytest.raises(PrerequisiteError, match="'org/gated' is gated, and there is no token") as caught:
-        check_weights(model("org/gated"), environment, is_here=True)
+        check_weights(model("org/gated"), environment)
     assert "--hf-token-file" in caught.value.fix
     with pytest.raises(PrerequisiteError, match="your token may not read it") as caught:
-        check_weights(model("org/gated"), environment | {"HF_TOKEN": "wrong"}, is_here=True)
+        check_weights(model("org/gated"), environment | {"HF_TOKEN": "wrong"})
     assert "wrong" not in str(caught.value)
-    assert check_weights(model("org/gated"), environment | {"HF_TOKEN": "right"}, is_here=True) is None
+    assert check_weights(model("org/gated"), environment | {"HF_TOKEN": "right"}) is None
 
 
 @pytest.mark.parametrize(
@@ -93,6 +121,7 @@ def test_a_gated_model_is_refused_without_a_token_and_with_one_that_has_no_right
         ("org/nowhere", None, "the hub has no model 'org/nowhere' that can be read without a token"),
         ("org/private", None, "the hub has no model 'org/private'"),
         ("org/empty", None, "'org/empty' has no config.json"),
+        ("org/pickled", None, r"'org/pickled' has no model\.safetensors and no model\.safetensors\.index\.json"),
         ("org/open", "gone", "'org/open' has no revision 'gone'"),
     ],
 )
@@ -100,34 +129,58 @@ def test_what_is_not_there_is_named(
     weights: str, revision: str | None, message: str, environment: dict[str, str]
 ) -> None:
     with pytest.raises(NotFoundError, match=message):
-        check_weights(model(weights, revision), environment, is_here=True)
+        check_weights(model(weights, revision), environment)
 
 
 def test_a_hub_that_is_out_of_order_or_out_of_reach_is_a_warning(environment: dict[str, str]) -> None:
-    assert "answered 503" in str(check_weights(model("org/broken"), environment, is_here=True))
+    assert "answered 503" in str(check_weights(model("org/broken"), environment))
     unreachable = environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    assert "can't ask the hub" in str(check_weights(model("org/open"), unreachable, is_here=True))
+    assert "can't ask the hub" in str(check_weights(model("org/open"), unreachable))
 
 
-def test_nobody_is_asked_offline_or_for_random_weights(environment: dict[str, str]) -> None:
-    assert check_weights(model("org/nowhere"), environment | {"HF_HUB_OFFLINE": "1"}, is_here=True) is None
+def test_what_is_in_the_cache_is_not_asked_for_and_offline_it_must_be_there(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    offline = environment | {"HF_HUB_OFFLINE": "1"}
+    stored = tmp_path / "hub" / "models--org--gated"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("abc")
+    (stored / "snapshots" / "abc").mkdir(parents=True)
+    (stored / "snapshots" / "abc" / CONFIG_FILE).touch()
+    with pytest.raises(NotFoundError, match="HF_HUB_OFFLINE is set, and not all files of 'org/gated' are in"):
+        check_weights(model("org/gated"), offline, tmp_path)
+    assert "not to be seen from here" in str(check_weights(model("org/gated"), offline, tmp_path / "on-a-node"))
+    (stored / "snapshots" / "abc" / WEIGHTS_FILE).touch()
+    assert check_weights(model("org/gated"), offline, tmp_path) is None
+    assert check_weights(model("org/gated"), environment | {"HF_HOME": str(tmp_path)}) is None
+    assert not Hub.asked
+
+
+def test_nobody_is_asked_for_random_weights(environment: dict[str, str]) -> None:
     tokenizer = {"source": "trained", "vocab_size": 320}
     random = ModelSpec.model_validate({"weights": "random", "architecture": SHAPE, "tokenizer": tokenizer})
-    assert check_weights(random, environment, is_here=True) is None
+    assert check_weights(random, environment) is None
     assert not Hub.asked
 
 
 def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     assert "not to be seen from here" in str(check_weights(model(str(folder)), {}, is_here=False))
-    with pytest.raises(NotFoundError, match=r"has no config\.json and no safetensors files"):
-        check_weights(model(str(folder)), {}, is_here=True)
+    with pytest.raises(NotFoundError, match=r"has no config\.json and no model\.safetensors or"):
+        check_weights(model(str(folder)), {})
     folder.mkdir()
     (folder / "config.json").touch()
-    with pytest.raises(NotFoundError, match="has no safetensors files"):
+    with pytest.raises(NotFoundError, match=r"has no model\.safetensors or"):
         check_weights(model(str(folder)), {}, is_here=False)
-    (folder / "model.safetensors").touch()
-    assert check_weights(model(str(folder)), {}, is_here=True) is None
+    (folder / WEIGHTS_FILE).touch()
+    assert check_weights(model(str(folder)), {}) is None
+    (folder / WEIGHTS_INDEX).write_text("half of")
+    with pytest.raises(NotFoundError, match="has no readable model"):
+        check_weights(model(str(folder)), {})
+    places = {"one": "a.safetensors", "two": WEIGHTS_FILE}
+    (folder / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(NotFoundError, match=r"has no a\.safetensors"):
+        check_weights(model(str(folder)), {})
 
 
 def test_the_token_comes_from_the_variable_or_from_the_file_that_the_library_keeps(tmp_path: Path) -> None:
@@ -138,3 +191,21 @@ def test_the_token_comes_from_the_variable_or_from_the_file_that_the_library_kee
     (tmp_path / "other").write_text("other")
     assert read_token(home | {"HF_TOKEN_PATH": str(tmp_path / "other")}) == "other"
     assert read_token({"HOME": str(tmp_path / "nobody")}) is None
+    assert read_token(home | {"HUGGING_FACE_HUB_TOKEN": "older"}) == "older"
+    with pytest.raises(PrerequisiteError, match="what HF_TOKEN holds is not a token") as caught:
+        read_token({"HF_TOKEN": "two words"})
+    assert "two words" not in str(caught.value)
+
+
+def test_the_first_stage_of_a_job_ends_at_gated_weights(
+    plan: RunPlan, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (environment | {"HF_TOKEN": "unwelcome", "HF_HUB_OFFLINE": "", "HF_HOME": ""}).items():
+        monkeypatch.setenv(name, value)
+    recipe = plan.recipe.model_copy(update={"model": model("org/gated")})
+    gated = replace(plan, recipe=recipe)
+    gated.layout.logs.mkdir(parents=True)
+    gated.layout.plan.write_text(plan_to_json(gated))
+    assert prepare_data(gated.layout.plan) == PrerequisiteError.exit_code
+    assert "'org/gated' is gated, and your token may not read it" in capsys.readouterr().err
+    assert "unwelcome" not in "".join(path.read_text() for path in gated.layout.root.rglob("*") if path.is_file())

@@ -35,11 +35,13 @@ def ftkit(
     project = tmp_path / "project"
     project.mkdir()
     monkeypatch.chdir(project)
-    for name in [name for name in os.environ if name.startswith(("FTKIT_", "SBATCH_", "XDG_"))]:
+    for name in [name for name in os.environ if name.startswith(("FTKIT_", "HF_", "HUGGING", "SBATCH_", "XDG_"))]:
         monkeypatch.delenv(name)
     for name, value in {
         "HOME": str(tmp_path / "home"),
         "FTKIT_WORKSPACE": str(workspace.root),
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody there: no test asks the real hub
+        "HF_TOKEN_PATH": "",
         "CUDA_VISIBLE_DEVICES": "",
         "COLUMNS": "80",
     }.items():

@@ -10,6 +10,7 @@ from ftkit.render import RenderedJob, render_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from conftest import FakePrograms, Result
 
@@ -199,5 +200,32 @@ def test_a_missing_image_is_found_out_before_anything_is_submitted(
     result = ftkit("run", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g")
     assert result.code == 4
     assert str(workspace.image_file("olmo3:25.02")) in result.err
+    assert programs.calls() == []
+    assert not workspace.runs.exists()
+
+
+def test_the_file_with_the_token_is_named_to_the_job_and_the_token_stays_in_it(
+    ftkit: Callable[..., Result], job: Callable[[str], None], workspace: Workspace, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
+        monkeypatch.setenv(name, "of-the-shell")
+    (tmp_path / "token").write_text("of-the-file")
+    job('echo "${HF_TOKEN-none} ${HUGGING_FACE_HUB_TOKEN-none} $HF_TOKEN_PATH"; echo 0 >exit-code')
+    result = ftkit("run", "demo", "--hf-token-file", str(tmp_path / "token"))
+    (folder,) = workspace.runs.iterdir()
+    assert (folder / "logs" / "job.log").read_text() == f"none none {tmp_path / 'token'}\n"
+    written = "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+    assert "of-the-file" not in written + result.out + result.err
+
+
+def test_weights_that_are_not_there_end_the_command_before_anything_is_submitted(
+    ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace, tmp_path: Path
+) -> None:
+    (tmp_path / "weights").mkdir()
+    words = ("run", "olmo3-7b-full", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g")
+    result = ftkit(*words, f"model.weights={tmp_path / 'weights'}")
+    assert result.code == 4
+    assert "has no config.json and no model.safetensors" in result.err
     assert programs.calls() == []
     assert not workspace.runs.exists()

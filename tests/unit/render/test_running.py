@@ -250,6 +250,12 @@ def test_the_hub_s_token_is_found_although_its_folder_moves(plan: RunPlan, machi
     assert "its text" not in said + str([call.words for call in machine.calls("srun")])
 
 
+def test_the_token_s_older_variable_is_as_good(make_plan: PlanMaker, machine: Machine) -> None:
+    machine.environment = {"HUGGING_FACE_HUB_TOKEN": "its text"}
+    machine.run(make_plan("slurm", node_local_dir=machine.local_disk))
+    assert machine.calls("python3")[1].environment["HF_TOKEN"] == "its text"
+
+
 @pytest.mark.parametrize("name", ["WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"])
 def test_a_tracker_s_key_reaches_the_trainer_by_name_alone(name: str, make_plan: PlanMaker, machine: Machine) -> None:
     machine.environment = {name: "its text"}
