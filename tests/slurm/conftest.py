@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,3 +79,11 @@ def cluster() -> Iterator[Cluster]:
     assert up.returncode == 0, up.stdout + up.stderr
     yield Cluster()
     subprocess.run([str(DEV_CLUSTER), "down"], check=True, capture_output=True, timeout=120)
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder that all machines see and everybody may read: each has a /tmp of its own."""
+    with tempfile.TemporaryDirectory(prefix=".weights-", dir=CHECKOUT) as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)

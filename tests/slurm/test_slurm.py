@@ -7,6 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import Cluster
 
 # Four processes, and enough steps that there is time to disturb them.
@@ -49,15 +51,22 @@ def test_the_log_is_followed_to_the_end_of_the_run(cluster: Cluster) -> None:
     assert "completed after 20 steps" in log
 
 
-def test_a_failing_rank_is_shown_with_its_traceback(cluster: Cluster) -> None:
-    # The folder is there, but holds no model: every rank finds that out when it looks for the weights.
+def test_a_failing_rank_is_shown_with_its_traceback(cluster: Cluster, shared_folder: Path) -> None:
+    # All that can be seen without reading it is there: every rank finds out that it is another model.
+    (shared_folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    (shared_folder / "model.safetensors").touch()
     arguments = ("run", "tests/train/tiny.yaml", "--cluster", "dev", "--nodes", "2", "--name", "failing", FOUR)
-    done = cluster.ftkit(*arguments, "model.weights=/tmp", expect=7)
-    assert "there is no config.json in /tmp" in done.stderr
+    done = cluster.ftkit(*arguments, f"model.weights={shared_folder}", expect=7)
+    assert "are of another shape than model.architecture" in done.stderr
     shown = cluster.ftkit("status", "failing").stdout
-    assert "NotFoundError" in shown
-    assert "fetch_weights" in shown
+    assert "TrainingError" in shown
+    assert "read_config" in shown
     assert cluster.status("failing")["state"] == "failed"
+
+
+def test_weights_that_are_not_there_are_refused_before_anything_is_submitted(cluster: Cluster) -> None:
+    refused = cluster.ftkit("run", "tests/train/tiny.yaml", "--cluster", "dev", "model.weights=/tmp", expect=4)
+    assert "/tmp has no config.json" in refused.stderr
 
 
 def test_a_run_survives_the_death_of_a_node(cluster: Cluster) -> None:
