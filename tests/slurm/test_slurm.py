@@ -65,8 +65,8 @@ def test_a_failing_rank_is_shown_with_its_traceback(cluster: Cluster, shared_fol
 
 
 def test_weights_that_are_not_there_are_refused_before_anything_is_submitted(cluster: Cluster) -> None:
-    refused = cluster.ftkit("run", "tests/train/tiny.yaml", "--cluster", "dev", "model.weights=/tmp", expect=4)
-    assert "/tmp has no config.json" in refused.stderr
+    refused = cluster.ftkit("run", "tests/train/tiny.yaml", "--cluster", "dev", "model.weights=/etc", expect=4)
+    assert "/etc has no config.json" in refused.stderr
 
 
 def test_a_run_survives_the_death_of_a_node(cluster: Cluster) -> None:
