@@ -119,7 +119,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
 
 def _check_takes_packs(model: Any) -> None:
     """Refuse a model whose decoder can't be told where documents begin, by positions or by borders for kernels."""
-    decoder = model.get_decoder()
+    decoder = find_decoder(model)
     taken = inspect.signature(decoder.forward).parameters.values()
     takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken)
     if decoder is model or not takes_more or not any(each.name == "position_ids" for each in taken):
@@ -139,6 +139,12 @@ def _prepared(model: Any) -> nn.Module:
     model.config.use_cache = False
     result: nn.Module = model.train()
     return result
+
+
+def find_decoder(model: Any) -> Any:
+    """Return what is under the output projection; transformers 4 has some whole models under one of its two names."""
+    decoder = model.get_decoder()
+    return model.base_model if decoder is model else decoder
 
 
 def find_decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn import functional
 
 from ftkit.train.linear_cross_entropy import linear_cross_entropy
+from ftkit.train.model import find_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,8 +55,7 @@ class MicroBatch:
 
 def _hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the last hidden states, [B * T, H]."""
-    # Not base_model: for Gemma 3, transformers 4 calls the whole model so.
-    hidden: torch.Tensor = model.get_decoder()(**_inputs(batch)).last_hidden_state
+    hidden: torch.Tensor = find_decoder(model)(**_inputs(batch)).last_hidden_state
     return hidden.flatten(0, 1)
 
 
