@@ -31,7 +31,7 @@ import numpy as np
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import DataManifest, PackStore, building
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.flops import mean_visible_keys, token_flops
+from ftkit.flops import document_flops
 from ftkit.gpus import GPUS
 from ftkit.plan import RunPlan, plan_run, plan_to_json
 from ftkit.records import StepRecord, read_records
@@ -232,14 +232,6 @@ def measure(
     )
 
 
-def flops_per_token(plan: RunPlan, num_documents: int) -> float:
-    """Count the operations of a token that every trainer must do; what it computes again does not count."""
-    shape, training = plan.recipe.model.architecture, plan.recipe.training
-    document = training.sequence_length // num_documents
-    keys, in_window = mean_visible_keys(document, None), mean_visible_keys(document, shape.sliding_window)
-    return token_flops(shape, training, keys, in_window).total
-
-
 COLUMNS = "{:<16} {:<17} {:<17} {:>12} {:>7} {:>6} {:>9} {:>9} {:>10} {:>10}"
 
 
@@ -282,7 +274,9 @@ def main() -> None:
             write_data(plan, CASES[name].num_documents)
             plan.layout.root.mkdir(parents=True)
             plan.layout.plan.write_text(plan_to_json(plan))
-            mfu_of_one_token = flops_per_token(plan, CASES[name].num_documents) / GPUS[options.gpu].peak_flops
+            shape, training = plan.recipe.model.architecture, plan.recipe.training
+            document = training.sequence_length // CASES[name].num_documents
+            mfu_of_one_token = document_flops(shape, training, document).total / GPUS[options.gpu].peak_flops
             ours = measure_ftkit(plan, options)
             print(row(plan, "ftkit", ours, ours, mfu_of_one_token), flush=True)
             for peer in options.peer:

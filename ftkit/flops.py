@@ -32,11 +32,7 @@ class TokenFlops:
 
 def count_full_layers(shape: ArchitectureSpec) -> int:
     """Count the layers whose attention sees all; the others have the window."""
-    return (
-        shape.num_hidden_layers
-        if shape.sliding_window is None
-        else (shape.num_hidden_layers // shape.full_attention_every)
-    )
+    return shape.num_hidden_layers // (1 if shape.sliding_window is None else shape.full_attention_every)
 
 
 def mean_visible_keys(length: int, window: int | None) -> float:
@@ -69,3 +65,10 @@ def token_flops(
     heads = shape.num_attention_heads * shape.head_dim
     seen = full * keys + (layers - full) * keys_in_window
     return TokenFlops(passes * matrices + 6 * adapters, 12 * heads * seen)
+
+
+def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int) -> TokenFlops:
+    """Count the operations of one token in documents of `length` tokens, each of them a target."""
+    return token_flops(
+        shape, training, mean_visible_keys(length, None), mean_visible_keys(length, shape.sliding_window)
+    )

@@ -105,6 +105,11 @@ def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterC
     return ParameterCounts(base + adapters, adapters, count_quantised_parameters(shape, training))
 
 
+def compute_width(training: TrainingSpec) -> int:
+    """Return the bytes of a number in the precision of forward and backward."""
+    return 2 if training.precision == "bf16" else FP32
+
+
 def logits_rows(num_targets: int, vocabulary: int) -> int:
     """Return how many tokens the loss takes at a time: parts of equal size, as near to `CHUNK_LOGITS` as can be."""
     num_chunks = max(1, round(num_targets * vocabulary / CHUNK_LOGITS))
@@ -139,7 +144,7 @@ class _Sizes:
         self.shape, self.training, self.num_shards, self.engine = shape, training, num_shards, engine
         self.compiled = engine == "fsdp2" and training.compile != "none" and device == "cuda"
         self.plain_attention = device == "cpu" or training.attention == "sdpa"
-        self.width = 2 if training.precision == "bf16" else 4
+        self.width = compute_width(training)
         self.tokens = training.micro_batch_size * training.sequence_length
         counts = method_counts(shape, training)
         self.trained, self.total = counts.trained, counts.total

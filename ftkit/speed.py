@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.activations import layer_bytes
-from ftkit.flops import TokenFlops, mean_visible_keys, token_flops
-from ftkit.memory import count_parameters, method_counts
+from ftkit.flops import document_flops
+from ftkit.memory import compute_width, count_parameters, method_counts
 
 if TYPE_CHECKING:
     from ftkit.gpus import Gpu
@@ -89,25 +89,20 @@ def predict_speed(
     bound: Bound = slowest  # type: ignore[assignment] # the keys are the words
     step = accumulation * micro[slowest] + _optimizer_seconds(shape, training, gpu, network)
     total = training.global_batch_size * training.sequence_length / step
-    flops = _flops(shape, training).total
+    flops = document_flops(shape, training, training.sequence_length).total
     return SpeedPlan(bound, step, total, total * flops / (network.size * gpu.peak_flops))
 
 
-def _flops(shape: ArchitectureSpec, training: TrainingSpec) -> TokenFlops:
-    keys, in_window = (mean_visible_keys(training.sequence_length, window) for window in (None, shape.sliding_window))
-    return token_flops(shape, training, keys, in_window)
-
-
 def _gpu_seconds(shape: ArchitectureSpec, training: TrainingSpec, engine: EngineName, gpu: Gpu, tokens: int) -> float:
-    flops = _flops(shape, training)
+    flops = document_flops(shape, training, training.sequence_length)
     again = {"none": 0.0, "selective": 0.0, "full": 1.0}[training.activation_checkpointing]
     # A third of full training is its forward pass; with frozen weights it is a half.
     matrices = flops.matrices * (1 + again / (3 if training.adapters is None else 2))
     attention = flops.attention * (1 + again / 3)
     fast = gpu.has_fast_attention and training.attention in {"auto", "flash4"}
     compiled = engine == "fsdp2" and training.compile != "none"
-    width = 2 if training.precision == "bf16" else 4
-    moved = shape.num_hidden_layers * layer_bytes(shape, width, compiled=compiled) * ELEMENTWISE_PASSES
+    kept = layer_bytes(shape, compute_width(training), compiled=compiled)
+    moved = shape.num_hidden_layers * kept * ELEMENTWISE_PASSES
     seconds = matrices / (MATRIX_EFFICIENCY * gpu.peak_flops) + attention / (
         ATTENTION_EFFICIENCY[fast] * gpu.peak_flops
     )
@@ -118,24 +113,26 @@ def _gpu_seconds(shape: ArchitectureSpec, training: TrainingSpec, engine: Engine
 
 
 def _network_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, network: Network) -> float:
-    """Weights are gathered for the forward pass and for the backward pass, gradients reduced in fp32."""
+    """Weights are gathered for the forward pass and for the backward pass, gradients reduced."""
     if network.size == 1:
         return 0.0
-    width = 2 if training.precision == "bf16" else 4
-    moved = 2 * width * count_parameters(shape) + 4 * method_counts(shape, training).trained
     bandwidth = gpu.link_bandwidth
     if network.num_nodes > 1 and network.node_bandwidth is not None:
         bandwidth = min(bandwidth, network.node_bandwidth)
-    return moved / (NETWORK_EFFICIENCY * bandwidth)
+    return _carried_bytes(shape, training) / (NETWORK_EFFICIENCY * bandwidth)
+
+
+def _carried_bytes(shape: ArchitectureSpec, training: TrainingSpec) -> int:
+    """Count the bytes of weights that come twice in a micro-batch, and of fp32 gradients that go."""
+    return 2 * compute_width(training) * count_parameters(shape) + 4 * method_counts(shape, training).trained
 
 
 def _offload_seconds(shape: ArchitectureSpec, training: TrainingSpec, tokens: int) -> float:
-    width = 2 if training.precision == "bf16" else 4
     moved = 0
     if training.activation_offload:  # out and in again
-        moved += 2 * width * tokens * shape.hidden_size * shape.num_hidden_layers
+        moved += 2 * compute_width(training) * tokens * shape.hidden_size * shape.num_hidden_layers
     if training.offload == "all":
-        moved += 2 * width * count_parameters(shape) + 4 * method_counts(shape, training).trained
+        moved += _carried_bytes(shape, training)
     return moved / HOST_BANDWIDTH
 
 
