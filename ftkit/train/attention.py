@@ -25,7 +25,7 @@ IMPLEMENTATIONS: dict[Kernel, str] = {"flash4": "ftkit_varlen", "flex": "flex_at
 """What transformers calls each kernel."""
 
 _HOPPER = (9, 0)
-_UNKNOWN_TO_FLASH4 = {"softcap", "s_aux", "position_bias"}
+_UNKNOWN_TO_FLASH4 = ("softcap", "s_aux", "position_bias")
 """What some models pass to a kernel to change the scores: caps, sinks, biases."""
 
 
@@ -68,8 +68,8 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
 
     Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D].
     """
-    for name in _UNKNOWN_TO_FLASH4 & unused.keys():
-        if unused[name] is not None:
+    for name in _UNKNOWN_TO_FLASH4:
+        if unused.get(name) is not None:
             raise TrainingError(
                 f"{type(module).__name__} changes its attention scores ('{name}'), which flash-attn-4 is not told",
                 fix="set training.attention=flex",

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ftkit.train.compiling import compiled_whole
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -66,7 +68,7 @@ def checkpoint_layers(
         if mode == "selective":
             layer.forward = _recomputing(layer.forward, mode, context_fn=_select)
         if compiled:
-            layer.forward = torch.compile(layer.forward)
+            layer.forward = compiled_whole(layer.forward)
         if mode == "full":
             layer.forward = _recomputing(layer.forward, mode)
             if offload is not None:

@@ -1,0 +1,45 @@
+"""Compiled decoder layers: each as a whole, or the log says that it is not."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo import exc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+def compiled_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that is compiled as a whole.
+
+    Left to itself, torch compiles what it can and says nothing of the rest, which then runs as slowly, and keeps as
+    much, as without a compiler. Here that is a warning. A forward that has come in too many shapes is the same case.
+    """
+    chosen = torch.compile(forward, fullgraph=True)
+
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal chosen
+        try:
+            return chosen(*args, **kwargs)
+        except exc.Unsupported as error:
+            _say_once(forward.__qualname__, str(error).splitlines()[0])
+            chosen = torch.compile(forward)
+        except exc.FailOnRecompileLimitHit:
+            _say_once(forward.__qualname__, "It is called in more ways than torch compiles (recompile_limit).")
+            chosen = torch.compile(forward)
+        return chosen(*args, **kwargs)
+
+    return call
+
+
+@cache
+def _say_once(name: str, reason: str) -> None:
+    """Warn, but not for each of many layers that are alike."""
+    log.warning("%s can't be compiled as a whole: it is slower and takes more memory. %s", name, reason)

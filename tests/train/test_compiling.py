@@ -1,0 +1,57 @@
+"""Compiled layers are whole, or the log says so."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+from ftkit.train.compiling import compiled_whole
+
+
+@pytest.fixture(autouse=True)
+def _without_code_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+
+def test_what_cannot_be_compiled_as_a_whole_is_said_once_and_computes_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(values: torch.Tensor) -> torch.Tensor:
+        doubled = values * 2
+        torch._dynamo.graph_break()  # noqa: SLF001 - what a model's own code does by accident
+        return doubled + 1
+
+    values = torch.arange(4.0)
+    with caplog.at_level(logging.WARNING, logger="ftkit"):
+        results = [compiled_whole(broken)(values) for _ in range(2)]
+    assert all(torch.equal(result, values * 2 + 1) for result in results)
+    assert len(_said(caplog)) == 1
+    assert "broken can't be compiled as a whole" in _said(caplog)[0]
+
+
+def test_nothing_is_said_of_what_is_compiled_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    def plain(values: torch.Tensor) -> torch.Tensor:
+        return values * 2 + 1
+
+    with caplog.at_level(logging.WARNING, logger="ftkit"):
+        forward = compiled_whole(plain)
+        assert torch.equal(forward(torch.arange(4.0)), torch.arange(4.0) * 2 + 1)
+    assert not _said(caplog)
+
+
+def test_a_forward_of_ever_other_shapes_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def numbered(values: torch.Tensor, number: str) -> torch.Tensor:
+        return values + int(number)
+
+    with caplog.at_level(logging.WARNING, logger="ftkit"), torch._dynamo.config.patch(recompile_limit=2):  # noqa: SLF001
+        forward = compiled_whole(numbered)
+        results = [forward(torch.zeros(2), str(number)) for number in range(4)]
+    assert [result[0].item() for result in results] == [0, 1, 2, 3]
+    assert ["recompile_limit" in message for message in _said(caplog)] == [True]
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("ftkit")]
