@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
 from ftkit.gpus import GPUS
@@ -10,8 +10,11 @@ from ftkit.memory import predict_memory
 from ftkit.specs.training import EngineName, Method
 
 if TYPE_CHECKING:
+    from ftkit.gpus import Gpu
     from ftkit.specs.cluster import GpuModel
+    from ftkit.specs.model import ArchitectureSpec
     from ftkit.specs.recipe import RecipeSpec
+    from ftkit.specs.training import TrainingSpec
 
 _ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 _SHARDED: dict[Method, str] = {
@@ -19,18 +22,47 @@ _SHARDED: dict[Method, str] = {
     "lora": "frozen weights and adapters",
     "qlora": "4-bit weights and adapters",
 }
+SPARE = 0.8
+"""Part of a GPU's usable memory up to which weights are kept that could be gathered again: predictions have missed by
+a twelfth."""
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """How the model is spread over the processes, and why so."""
+    """How the model is spread over the processes, and why so.
+
+    Attributes:
+        name: the engine.
+        reason: why it is this one.
+        keeps_weights: whether layers keep the weights that they gathered for the forward pass until the backward pass.
+    """
 
     name: EngineName
     reason: str
+    keeps_weights: bool = False
 
 
 def choose_engine(recipe: RecipeSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
     """Return the engine that the recipe asks for; with `auto`, FSDP2 unless only ZeRO-3 fits the GPU."""
+    plan = _by_name(recipe, world_size, gpu)
+    known = None if gpu is None else GPUS[gpu]
+    if not keeps_weights(recipe.model.architecture, recipe.training, world_size, plan.name, known):
+        return plan
+    return replace(plan, reason=f"{plan.reason}; layers keep gathered weights", keeps_weights=True)
+
+
+def keeps_weights(
+    shape: ArchitectureSpec, training: TrainingSpec, world_size: int, engine: EngineName, gpu: Gpu | None
+) -> bool:
+    """Tell whether layers keep their gathered weights: if the recipe says so, or leaves it open and there is room."""
+    if world_size == 1 or engine == "zero3" or training.reshard_after_forward != "auto":
+        return world_size > 1 and training.reshard_after_forward == "never"
+    if gpu is None or training.offload != "none":
+        return False
+    return predict_memory(shape, training, world_size, keeps_weights=True).total <= SPARE * gpu.usable_gib
+
+
+def _by_name(recipe: RecipeSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
     wanted, only = recipe.training.engine, recipe.training.only_with_fsdp2
     if wanted != "auto":
         return EnginePlan(wanted, "the recipe asks for it")

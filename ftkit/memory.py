@@ -110,6 +110,11 @@ def compute_width(training: TrainingSpec) -> int:
     return 2 if training.precision == "bf16" else FP32
 
 
+def reduce_width(training: TrainingSpec) -> int:
+    """Return the bytes of a gradient that is summed over the processes."""
+    return 2 if training.reduce_precision == "bf16" else FP32
+
+
 def logits_rows(num_targets: int, vocabulary: int) -> int:
     """Return how many tokens the loss takes at a time: parts of equal size, as near to `CHUNK_LOGITS` as can be."""
     num_chunks = max(1, round(num_targets * vocabulary / CHUNK_LOGITS))
@@ -122,15 +127,17 @@ def predict_memory(
     num_shards: int,
     engine: EngineName = "fsdp2",
     device: Literal["cpu", "cuda"] = "cuda",
+    *,
+    keeps_weights: bool = False,
 ) -> MemoryPlan:
     """Predict the peak memory of one of `num_shards` processes: the largest of three moments of a step.
 
     Trained weights have fp32 masters, gradients and two states of AdamW (16 bytes a parameter in all; ZeRO-3 has
     them in the compute precision as well); frozen ones are there once. All are sharded. While a layer runs, its
     whole weights are there in the compute precision, those of the next one are on their way, and so are those
-    outside the layers.
+    outside the layers; `keeps_weights`: those of all layers, from the forward pass to the backward pass.
     """
-    sizes = _Sizes(shape, training, num_shards, engine, device)
+    sizes = _Sizes(shape, training, num_shards, engine, device, keeps_weights=keeps_weights)
     moments = (sizes.in_loss(), sizes.in_backward(), sizes.in_optimizer())
     return max(moments, key=lambda moment: moment.total)
 
@@ -139,8 +146,16 @@ class _Sizes:
     """Bytes of everything that a process holds at one time or another."""
 
     def __init__(
-        self, shape: ArchitectureSpec, training: TrainingSpec, num_shards: int, engine: EngineName, device: str
+        self,
+        shape: ArchitectureSpec,
+        training: TrainingSpec,
+        num_shards: int,
+        engine: EngineName,
+        device: str,
+        *,
+        keeps_weights: bool,
     ) -> None:
+        self.keeps_weights = keeps_weights
         self.shape, self.training, self.num_shards, self.engine = shape, training, num_shards, engine
         self.compiled = engine == "fsdp2" and training.compile != "none" and device == "cuda"
         self.plain_attention = device == "cpu" or training.attention == "sdpa"
@@ -200,17 +215,18 @@ class _Sizes:
         if self.engine == "zero3":
             return self.width * min(ZERO3_LIVE_WEIGHTS, self.total)
         if self.num_shards > 1 or self.training.offload == "all":
-            return self.around() + self.layer()
+            return self.around() + self.layer() * (self.shape.num_hidden_layers if self.keeps_weights else 1)
         # One process: frozen weights are used as they are, trained ones stay in the compute precision.
         return self.width * self.trained if self.width < FP32 else 0
 
     def in_flight(self) -> float:
         """Return what the backward pass of a layer adds: weights that come, and gradients that go."""
         if self.engine == "zero3":
-            return (self.width + 4) * ZERO3_BUCKET + self.matrix()
-        going = (self.width + 4) * self.trained_layer()
+            return (self.width + reduce_width(self.training)) * ZERO3_BUCKET + self.matrix()
+        reduced = reduce_width(self.training) * self.trained_layer()
+        going = self.width * self.trained_layer() + reduced
         if self.num_shards > 1:  # the next layer's come and the last one's go meanwhile
-            going += 2 * self.layer() + 4 * self.trained_layer()
+            going += reduced + (0 if self.keeps_weights else 2 * self.layer())
         return going + self.matrix()
 
     # Activations and logits
@@ -279,7 +295,7 @@ class _Sizes:
         if self.engine == "zero3":
             leaving = 4 * min(ZERO3_LIVE_WEIGHTS, self.trained / self.num_shards)
         else:
-            leaving = (4 + 2 * self.width) * self.trained_around()
+            leaving = (reduce_width(self.training) + 2 * self.width) * self.trained_around()
         if self.training.offload == "optimizer" and self.engine == "fsdp2":  # a tensor's states at a time
             leaving += 8 * self.table / self.num_shards
         return self._plan("optimizer", gradients=self.own_gradients(), communication=leaving)

@@ -118,7 +118,8 @@ def plan_run(
     shape, training = recipe.model.architecture, recipe.training
     gpu = GPUS[cluster.gpu] if cluster.gpu and placement.device == "cuda" else None
     engine = choose_engine(recipe, placement.world_size, cluster.gpu)
-    memory = predict_memory(shape, training, placement.world_size, engine.name, placement.device)
+    kept = engine.keeps_weights
+    memory = predict_memory(shape, training, placement.world_size, engine.name, placement.device, keeps_weights=kept)
     counts = method_counts(shape, training)
     name = request.name or recipe.name
     return RunPlan(

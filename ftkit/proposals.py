@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, Literal
 
+from ftkit.engine_choice import keeps_weights
 from ftkit.memory import predict_memory
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.recipe import RecipeSpec
@@ -115,7 +116,8 @@ def propose_faster(recipe: RecipeSpec, engine: EngineName, gpu: Gpu, network: Ne
         ):
             continue
         changed = training.model_copy(update=change)
-        total = predict_memory(shape, changed, network.size, engine).total
+        kept = keeps_weights(shape, changed, network.size, engine, gpu)
+        total = predict_memory(shape, changed, network.size, engine, keeps_weights=kept).total
         speedup = now / predict_speed(shape, changed, engine, gpu, network).step_seconds
         if total <= gpu.usable_gib and speedup > (best.speedup * LEAST_DIFFERENCE if best else WORTHWHILE):
             best = FasterProposal(_typed(change), speedup, total)
@@ -138,11 +140,16 @@ class _Run:
         num_shards = fields.pop("num_nodes", self.num_nodes) * self.processes_per_node
         training = self.recipe.training.model_copy(update=fields)
         device: Literal["cpu", "cuda"] = "cpu" if self.cluster.device == "cpu" else "cuda"
-        return predict_memory(self.recipe.model.architecture, training, num_shards, self.engine, device).total
+        # Left open, weights are kept only where there is room.
+        kept = training.reshard_after_forward == "never" and num_shards > 1
+        shape = self.recipe.model.architecture
+        return predict_memory(shape, training, num_shards, self.engine, device, keeps_weights=kept).total
 
     def levers(self) -> Iterator[list[Change]]:
         """Yield what can be changed, what costs least first; each with its values, the mildest first."""
         training = self.recipe.training
+        if training.reshard_after_forward == "never":
+            yield [{"reshard_after_forward": "auto"}]
         yield self._checkpointing()
         yield [{"micro_batch_size": size} for size in _smaller_divisors(training.micro_batch_size)]
         if self.cluster.device != "cpu":

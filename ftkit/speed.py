@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.activations import layer_bytes
+from ftkit.engine_choice import keeps_weights
 from ftkit.flops import document_flops
-from ftkit.memory import compute_width, count_parameters, method_counts
+from ftkit.memory import compute_width, count_parameters, method_counts, reduce_width
 
 if TYPE_CHECKING:
     from ftkit.gpus import Gpu
@@ -81,7 +82,7 @@ def predict_speed(
     accumulation = max(1, training.global_batch_size // (training.micro_batch_size * network.size))
     micro = {
         "gpu": _gpu_seconds(shape, training, engine, gpu, tokens),
-        "network": _network_seconds(shape, training, gpu, network),
+        "network": _network_seconds(shape, training, engine, gpu, network),
         "host": shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[engine],
         "main memory": _offload_seconds(shape, training, tokens),
     }
@@ -112,19 +113,23 @@ def _gpu_seconds(shape: ArchitectureSpec, training: TrainingSpec, engine: Engine
     return tokens * seconds + weights / gpu.memory_bandwidth
 
 
-def _network_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, network: Network) -> float:
-    """Weights are gathered for the forward pass and for the backward pass, gradients reduced."""
+def _network_seconds(
+    shape: ArchitectureSpec, training: TrainingSpec, engine: EngineName, gpu: Gpu, network: Network
+) -> float:
+    """Weights are gathered for the forward pass and, if they aren't kept, for the backward pass, gradients reduced."""
     if network.size == 1:
         return 0.0
     bandwidth = gpu.link_bandwidth
     if network.num_nodes > 1 and network.node_bandwidth is not None:
         bandwidth = min(bandwidth, network.node_bandwidth)
-    return _carried_bytes(shape, training) / (NETWORK_EFFICIENCY * bandwidth)
+    times = 1 if keeps_weights(shape, training, network.size, engine, gpu) else 2
+    return _carried_bytes(shape, training, times) / (NETWORK_EFFICIENCY * bandwidth)
 
 
-def _carried_bytes(shape: ArchitectureSpec, training: TrainingSpec) -> int:
-    """Count the bytes of weights that come twice in a micro-batch, and of fp32 gradients that go."""
-    return 2 * compute_width(training) * count_parameters(shape) + 4 * method_counts(shape, training).trained
+def _carried_bytes(shape: ArchitectureSpec, training: TrainingSpec, times: int) -> int:
+    """Count the bytes of weights that come so many times in a micro-batch, and of gradients that go."""
+    weights = times * compute_width(training) * count_parameters(shape)
+    return weights + reduce_width(training) * method_counts(shape, training).trained
 
 
 def _offload_seconds(shape: ArchitectureSpec, training: TrainingSpec, tokens: int) -> float:
@@ -132,7 +137,7 @@ def _offload_seconds(shape: ArchitectureSpec, training: TrainingSpec, tokens: in
     if training.activation_offload:  # out and in again
         moved += 2 * compute_width(training) * tokens * shape.hidden_size * shape.num_hidden_layers
     if training.offload == "all":
-        moved += _carried_bytes(shape, training)
+        moved += _carried_bytes(shape, training, 2)
     return moved / HOST_BANDWIDTH
 
 

@@ -103,6 +103,12 @@ class TrainingSpec(Spec):
     third more time."""
     activation_offload: bool = False
     """With `full` checkpointing: the inputs of decoder layers wait in main memory for the backward pass."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Whether decoder layers give their gathered weights back after the forward pass and gather them again for the
+    backward pass. `never`, with engine fsdp2: they are kept, less traffic for more memory; `auto`: kept if the GPU
+    has memory to spare."""
+    reduce_precision: Precision = "fp32"
+    """Precision in which gradients are summed over the processes; `bf16`: half the traffic, and each sum rounded."""
     checkpoint_every_steps: PositiveInt = 300
     """A checkpoint every so many steps; there is always one at the end."""
     keep_checkpoints: PositiveInt = 2
@@ -123,6 +129,7 @@ class TrainingSpec(Spec):
         needed = {
             "activation_checkpointing": self.activation_checkpointing == "selective",
             "optimizer": self.optimizer == "adamw8bit",
+            "reshard_after_forward": self.reshard_after_forward == "never",
         }
         return tuple(setting for setting, is_needed in needed.items() if is_needed)
 
@@ -149,6 +156,12 @@ class TrainingSpec(Spec):
     def _8_bit_states_stay(self) -> Self:
         if self.optimizer == "adamw8bit" and self.offload != "none":
             raise ValueError(f"optimizer 'adamw8bit' keeps its states on the device: offload is '{self.offload}'")
+        return self
+
+    @model_validator(mode="after")
+    def _sums_are_no_coarser_than_wanted(self) -> Self:
+        if self.precision == "fp32" and self.reduce_precision == "bf16":
+            raise ValueError("reduce_precision 'bf16' would round the gradients of precision 'fp32'")
         return self
 
     @model_validator(mode="after")

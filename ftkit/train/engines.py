@@ -14,8 +14,18 @@ if TYPE_CHECKING:
     from ftkit.train.world import World
 
 
-def make_engine(name: EngineName, model: nn.Module, training: TrainingSpec, world: World, fill: Fill) -> Engine:
+def make_engine(
+    name: EngineName,
+    model: nn.Module,
+    training: TrainingSpec,
+    world: World,
+    fill: Fill,
+    *,
+    keeps_weights: bool = False,
+) -> Engine:
     """Shard a model, give its parameters memory and values, and return what trains it.
+
+    `keeps_weights`: layers keep what they gathered for the forward pass until the backward pass; with fsdp2 alone.
 
     Raises:
         PrerequisiteError: the engine's package is not installed.
@@ -24,4 +34,4 @@ def make_engine(name: EngineName, model: nn.Module, training: TrainingSpec, worl
         from ftkit.train.zero3 import Zero3Engine  # noqa: PLC0415 - DeepSpeed is an extra
 
         return Zero3Engine(model, training, world, fill)
-    return Fsdp2Engine(model, training, world, fill)
+    return Fsdp2Engine(model, training, world, fill, keeps_weights=keeps_weights)

@@ -46,13 +46,21 @@ class Fsdp2Engine:
     (`ftkit.train.undivided`).
     """
 
-    def __init__(self, model: nn.Module, training: TrainingSpec, world: World, fill: Fill | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        training: TrainingSpec,
+        world: World,
+        fill: Fill | None = None,
+        *,
+        keeps_weights: bool = False,
+    ) -> None:
         self._world = world
         if not is_undivided(training, world):
             _check_precisions(model)
         _check_device(world)
         is_empty = any(parameter.is_meta for parameter in model.parameters())
-        self.model = shard(model, training, world)
+        self.model = shard(model, training, world, keeps_weights=keeps_weights)
         if is_empty:
             parameters_on = torch.device("cpu") if training.offload == "all" else world.device
             materialise(self.model, world.device, parameters_on)
@@ -175,11 +183,11 @@ def _check_device(world: World) -> None:
         )
 
 
-def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
+def shard(model: nn.Module, training: TrainingSpec, world: World, *, keeps_weights: bool) -> nn.Module:
     """Shard a model: each decoder layer is a unit, and what is outside the layers is one more.
 
-    Layers are gathered for their forward and again for their backward; embedding and output projection stay
-    gathered in between. Adapters on one process are left as they are.
+    Layers are gathered for their forward and again for their backward, unless they keep their weights; embedding and
+    output projection stay gathered in between. Adapters on one process are left as they are.
     """
     complete_processor_streams()
     layers = find_decoder_layers(model)
@@ -195,11 +203,12 @@ def shard(model: nn.Module, training: TrainingSpec, world: World) -> nn.Module:
         if training.precision == "bf16":
             cast_where_used(model, compute, world.device)
         return model
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    reduced = torch.bfloat16 if training.reduce_precision == "bf16" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
     options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": policy, "offload_policy": offload}
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=world.size > 1, **options)
+        fully_shard(layer, reshard_after_forward=world.size > 1 and not keeps_weights, **options)
     fully_shard(model, **options)
     add_objective(model, in_chunks=True)
     return model

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from ftkit.memory import LOGITS_ALIGNMENT, logits_rows
+from ftkit.train.library_versions import TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[part]
+                _add_product(grad_weight, grad_logits.T, hidden[part])
         if grad_weight is not None:
             grad_weight = grad_weight[:vocabulary].to(weight.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -57,6 +58,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         grad_hidden, grad_weight = (None if grad is None else grad * grad_output for grad in ctx.saved_tensors)
         return grad_hidden, grad_weight, None
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add the product of two matrices to an fp32 one: on GPUs in one go, where torch can, else from a product apart."""
+    if total.device.type == "cuda" and right.dtype != total.dtype and TORCH >= (2, 11):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
 
 
 def _padded(weight: torch.Tensor) -> torch.Tensor:

@@ -175,7 +175,9 @@ class Session:
             fill_adapters(sharded, recipe.training.seed)
             self.trace.begin("making the optimizer")
 
-        return make_engine(self.plan.engine.name, model, recipe.training, self.world, fill), built
+        engine = self.plan.engine
+        made = make_engine(engine.name, model, recipe.training, self.world, fill, keeps_weights=engine.keeps_weights)
+        return made, built
 
     def _prove(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> None:
         self._stage("proving that the model is sharded and its documents are isolated")

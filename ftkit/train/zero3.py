@@ -218,7 +218,7 @@ def deepspeed_config(training: TrainingSpec, world: World) -> dict[str, Any]:
         "gradient_clipping": training.max_grad_norm,
         "bf16": {"enabled": training.precision == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
+        "communication_data_type": training.reduce_precision,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own would be compiled at each start
         "steps_per_print": 2**31,

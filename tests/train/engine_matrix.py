@@ -5,15 +5,17 @@ One start for all of them, since starting takes longer than a few steps of a tin
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from ftkit.memory import method_counts
@@ -46,13 +48,41 @@ TRIED = (*FAMILIES, "gpt_neox", "qwen2")
 ADAPTED = {"gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")}
 
 
-def cases() -> Iterator[tuple[str, Method, EngineName, Offload, Precision]]:
-    for family, method, engine in product(TRIED, get_args(Method), get_args(EngineName)):
-        yield family, method, engine, "none", "fp32"
+class Case(NamedTuple):
+    """What is trained, and how."""
+
+    family: str
+    method: Method
+    engine: EngineName
+    offload: Offload = "none"
+    precision: Precision = "fp32"
+    reduced: Precision = "fp32"
+    weights: Literal["given back", "kept"] = "given back"
+
+    @property
+    def name(self) -> str:
+        """The words, without those that are nothing special."""
+        return " ".join(word for word in self if word not in {"none", "fp32", "given back"})
+
+
+class Gathers(TorchDispatchMode):  # type: ignore[misc] # torch has no types for it
+    """Counts collectives that gather."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "allgather" in operation.name()
+        return operation(*args, **(kwargs or {}))
+
+
+def cases() -> Iterator[Case]:
+    yield from itertools.starmap(Case, product(TRIED, get_args(Method), get_args(EngineName)))
     for offload, engine in product(("optimizer", "all"), get_args(EngineName)):
-        yield "llama", "full", engine, offload, "fp32"
+        yield Case("llama", "full", engine, offload)
     for engine in get_args(EngineName):
-        yield "olmo3", "qlora", engine, "none", "bf16"
+        yield Case("olmo3", "qlora", engine, precision="bf16")
+        yield from (Case("llama", "full", engine, precision="bf16", reduced=reduced) for reduced in get_args(Precision))
+    yield from (Case(family, "full", "fsdp2", weights="kept") for family in ("llama", "olmo3"))
 
 
 def architecture(family: str) -> ArchitectureSpec:
@@ -81,14 +111,14 @@ def batch(step: int, accumulation: int, world: World) -> MicroBatch:
     return MicroBatch(tokens, positions, index, tokens.flatten()[1:], borders, tokens.numel())
 
 
-def train(case: tuple[str, Method, EngineName, Offload, Precision], world: World) -> dict[str, Any]:
-    family, method, engine_name, offload, precision = case
+def train(case: Case, world: World) -> dict[str, Any]:
+    family, method, engine_name, offload, precision, reduced, weights = case
     shape = architecture(family)
     adapters = LoraSpec(targets=ADAPTED.get(family, ALL_PROJECTIONS)) if method != "full" else None
     training = TrainingSpec(
         method=method, lora=adapters, engine=engine_name, offload=offload, precision=precision, sequence_length=LENGTH,
         global_batch_size=2 * ACCUMULATION * world.size, max_steps=STEPS, learning_rate=1e-2, weight_decay=0.1,
-        activation_checkpointing=checkpointing(family, engine_name),
+        activation_checkpointing=checkpointing(family, engine_name), reduce_precision=reduced,
     )  # fmt: skip
     ids = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     torch.manual_seed(5)
@@ -98,32 +128,36 @@ def train(case: tuple[str, Method, EngineName, Offload, Precision], world: World
     if family in FAMILIES:
         assert expected == method_counts(shape, training)
     prepare_method(model, training)
-    engine = make_engine(engine_name, model, training, world, lambda sharded: fill_adapters(sharded, 5))
+    engine = make_engine(
+        engine_name, model, training, world, lambda sharded: fill_adapters(sharded, 5), keeps_weights=weights == "kept"
+    )
     checks = prove_sharding(engine.facts(), training, expected)
     prove_isolation(engine, world, VOCABULARY, length=16)
     prove_loss(engine, world, VOCABULARY, length=16)
     num_targets = (2 * LENGTH - 1) * ACCUMULATION * world.size
     losses, norms = [], []
     for step in range(STEPS):
-        loss = sum(
-            engine.backward(batch(step, number, world), num_targets, is_last=number == ACCUMULATION - 1)
-            for number in range(ACCUMULATION)
-        )
+        with Gathers() as gathers:
+            loss = sum(
+                engine.backward(batch(step, number, world), num_targets, is_last=number == ACCUMULATION - 1)
+                for number in range(ACCUMULATION)
+            )
         losses.append(world.sum([float(loss)])[0] / num_targets)
         norms.append(float(engine.step(1e-2, max_norm=0.5)))
     with engine.inference() as trained:
         held_out = world.sum([float(summed_loss(trained, batch(STEPS, 0, world)))])[0]
-    weights = engine.trained_weights()
-    length = sum(float(weight.double().square().sum()) for name, weight in weights.items() if name != "lm_head.weight")
+    trained_weights = engine.trained_weights().items()
+    length = sum(float(weight.double().square().sum()) for name, weight in trained_weights if name != "lm_head.weight")
     held = {part: sum(tensor.numel() for tensor in tensors) for part, tensors in engine.tensors().items()}
     return {
         "losses": losses, "norms": norms, "held_out": held_out, "length": length, "checks": checks, "held": held,
+        "gathered": gathers.count,
     }  # fmt: skip
 
 
 def main() -> None:
     with joined_world(PlacementPlan(1, 2, "cpu", 1)) as world:
-        results = {" ".join(case): train(case, world) for case in cases()}
+        results = {case.name: train(case, world) for case in cases()}
         if world.is_first:
             Path(sys.argv[1]).write_text(json.dumps(results), encoding="utf-8")
 

@@ -21,7 +21,7 @@ def test_what_cannot_be_compiled_as_a_whole_is_said_once_and_computes_the_same(
 ) -> None:
     def broken(values: torch.Tensor) -> torch.Tensor:
         doubled = values * 2
-        torch._dynamo.graph_break()  # noqa: SLF001 - what a model's own code does by accident
+        torch._dynamo.graph_break()
         return doubled + 1
 
     values = torch.arange(4.0)
@@ -46,7 +46,7 @@ def test_a_forward_of_ever_other_shapes_goes_on(caplog: pytest.LogCaptureFixture
     def numbered(values: torch.Tensor, number: str) -> torch.Tensor:
         return values + int(number)
 
-    with caplog.at_level(logging.WARNING, logger="ftkit"), torch._dynamo.config.patch(recompile_limit=2):  # noqa: SLF001
+    with caplog.at_level(logging.WARNING, logger="ftkit"), torch._dynamo.config.patch(recompile_limit=2):
         forward = compiled_whole(numbered)
         results = [forward(torch.zeros(2), str(number)) for number in range(4)]
     assert [result[0].item() for result in results] == [0, 1, 2, 3]

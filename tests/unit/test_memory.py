@@ -115,3 +115,17 @@ def test_a_prediction_is_within_a_tenth_of_what_was_measured(
         shape = shape.model_copy(update={"num_hidden_layers": layers})
     plan = predict_memory(shape, training(**({"global_batch_size": 1} | changes)), 1)
     assert plan.total == pytest.approx(gib, rel=0.1)
+
+
+def test_layers_that_keep_their_weights_hold_all_of_them_whole(architecture: Shapes, training: Specs) -> None:
+    shape = architecture("llama3-8b")
+    given_back, kept = (predict_memory(shape, training(), 4, keeps_weights=keeps).total for keeps in (False, True))
+    layers = 2 * (count_parameters(shape) - 2 * shape.vocab_size * shape.hidden_size) / GIB
+    assert kept - given_back == pytest.approx(layers, rel=0.1)
+
+
+def test_gradients_that_are_summed_in_bf16_take_less_on_their_way(architecture: Shapes, training: Specs) -> None:
+    shape = architecture("llama3-8b")
+    exact, rounded = (predict_memory(shape, training(reduce_precision=width), 4) for width in ("fp32", "bf16"))
+    assert rounded.communication < exact.communication
+    assert rounded.total < exact.total

@@ -81,3 +81,24 @@ def test_auto_takes_zero3_where_it_alone_fits_and_says_why() -> None:
     assert choose_engine(recipe, 8, None).name == "fsdp2"
     asked = recipe.model_copy(update={"training": recipe.training.model_copy(update={"engine": "zero3"})})
     assert choose_engine(asked, 32, "h200").reason == "the recipe asks for it"
+
+
+def test_layers_keep_their_weights_where_a_gpu_has_memory_to_spare() -> None:
+    here = Surroundings(assets.RECIPES, assets.RECIPES, {})
+    small, large = (load_recipe(name, here) for name in ("qwen3-8b-tools-full", "llama3.3-70b-full"))
+    chosen = choose_engine(small, 8, "h200")
+    assert chosen.keeps_weights
+    assert chosen.reason.endswith("layers keep gathered weights")
+    assert not choose_engine(large, 8, "h200").keeps_weights
+    assert not choose_engine(small, 8, None).keeps_weights  # nobody knows what it has
+    always = small.training.model_copy(update={"reshard_after_forward": "always"})
+    assert not choose_engine(small.model_copy(update={"training": always}), 8, "h200").keeps_weights
+    never = large.training.model_copy(update={"reshard_after_forward": "never"})
+    assert choose_engine(large.model_copy(update={"training": never}), 8, None).keeps_weights
+    assert not choose_engine(large.model_copy(update={"training": never}), 1, None).keeps_weights
+
+
+def test_gradients_of_fp32_are_not_summed_in_bf16() -> None:
+    here = Surroundings(assets.RECIPES, assets.RECIPES, {})
+    with pytest.raises(ConfigError, match="would round the gradients"):
+        load_recipe("demo", here, ("training.precision=fp32", "training.reduce_precision=bf16"))

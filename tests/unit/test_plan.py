@@ -178,6 +178,7 @@ def test_what_zero3_cannot_do_is_refused_and_auto_takes_fsdp2() -> None:
     selective = "training.activation_checkpointing=selective"
     assert "'selective' doesn't go with engine 'zero3'" in problems(demo(selective, "training.engine=zero3"))
     assert "'adamw8bit' doesn't go" in problems(demo("training.optimizer=adamw8bit", "training.engine=zero3"))
+    assert "'never' doesn't go" in problems(demo("training.reshard_after_forward=never", "training.engine=zero3"))
     with pytest.raises(ConfigError, match="keeps its states on the device: offload is 'optimizer'"):
         demo("training.optimizer=adamw8bit", "training.offload=optimizer")
     chosen = plan(demo(selective)).engine

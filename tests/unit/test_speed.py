@@ -62,3 +62,17 @@ def test_more_accumulation_takes_as_many_times_longer(architecture: Shapes, trai
 def test_a_gpu_of_another_kind_is_unknown() -> None:
     assert gpu_of_device("NVIDIA H200") is H200
     assert gpu_of_device("NVIDIA H100 PCIe") is None
+
+
+def test_kept_weights_and_gradients_in_bf16_halve_what_a_slow_network_carries(
+    architecture: Shapes, training: Specs
+) -> None:
+    shape, network = architecture("llama3-8b"), Network(2, 16, 5e9)
+
+    def seconds(**changes: str) -> float:
+        return predict_speed(shape, training(**changes), "fsdp2", H200, network).step_seconds
+
+    # Of 2 + 2 + 4 bytes a parameter, and the optimizer's step.
+    assert seconds(reshard_after_forward="never") < 0.8 * seconds(reshard_after_forward="always")
+    lightest = seconds(reshard_after_forward="never", reduce_precision="bf16")
+    assert lightest == pytest.approx(0.5 * seconds(reshard_after_forward="always"), rel=0.05)
