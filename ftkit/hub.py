@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -33,14 +34,13 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 
 
-def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home: Path, *, is_here: bool) -> str | None:
+def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
     """Check that a model's weights are there and may be read.
 
     Args:
         model: its weights are a folder, a hub id, or random.
         environment: where the hub, its token and its cache are named, as Hugging Face's libraries read them.
         default_home: where the job keeps what it downloads, unless HF_HOME is set.
-        is_here: whether the job will see the folders of this machine.
 
     Returns:
         A warning, if that can't be told from here.
@@ -52,7 +52,8 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
     if model.weights == "random":
         return None
     if is_path(model.weights):
-        return _check_folder(Path(model.weights), is_here=is_here)
+        _check_folder(Path(model.weights))
+        return None
     cache = _cache(environment, default_home)
     if not missing_files(_snapshot(cache, model)):
         return None
@@ -104,9 +105,13 @@ def missing_files(folder: Path) -> list[str]:
     return missing + [file for file in sorted(set(places)) if not (folder / file).is_file()]
 
 
-def _check_folder(folder: Path, *, is_here: bool) -> str | None:
-    if not folder.is_dir() and not is_here:
-        return f"model.weights: {folder} is not to be seen from here; the job must see it"
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise NotFoundError(
+            f"model.weights: there is no folder {folder} on {socket.gethostname()}",
+            meaning="the path is wrong, or its file system is not mounted there",
+            fix="give the right path: model.weights=PATH",
+        )
     missing = missing_files(folder)
     if missing:
         raise NotFoundError(
@@ -114,7 +119,6 @@ def _check_folder(folder: Path, *, is_here: bool) -> str | None:
             meaning="its weights are of another format, or a copy was interrupted",
             fix="give a folder in Hugging Face's layout, with weights as safetensors",
         )
-    return None
 
 
 def _cache(environment: Mapping[str, str], default_home: Path) -> Path:

@@ -25,7 +25,7 @@ def main(plan_path: Path) -> int:
 
     try:
         plan = read_plan(layout)
-        warning = check_weights(plan.recipe.model, os.environ, Workspace(plan.workspace).hub_home, is_here=True)
+        warning = check_weights(plan.recipe.model, os.environ, Workspace(plan.workspace).hub_home)
         if warning:
             report(f"warning: {warning}")
         prepare(plan, report)

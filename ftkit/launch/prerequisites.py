@@ -14,40 +14,54 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ftkit.plan import RunPlan
+    from ftkit.specs.cluster import ClusterProfile
 
 
 def check_prerequisites(plan: RunPlan) -> None:
-    """Check that the image, the files that the recipe names, and what trains on this machine are there.
+    """Check that the image, and what trains on this machine, are there.
 
     Raises:
-        NotFoundError: the image or a file is not.
+        NotFoundError: the image is not.
         PrerequisiteError: the training packages are not.
     """
     _check_image(plan)
     _check_packages(plan)
-    for key, path in named_paths(plan.recipe):
-        if not path.exists():
-            raise NotFoundError(
-                f"{key} names {path}, which is not there",
-                meaning="the path is wrong, or its file system is not mounted on this machine",
-                fix=f"give the right path: {key}=PATH; relative ones belong to the file that names them",
-            )
 
 
-def check_weights(plan: RunPlan, environment: Mapping[str, str]) -> str | None:
-    """Check that the job will get its weights; return a warning where that can't be told from here.
+def check_sources(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
+    """Check that the job will get the files and the weights that its recipe names.
+
+    Returns:
+        Warnings, about what can't be told from here.
 
     Raises:
-        NotFoundError: there are no such weights.
-        PrerequisiteError: they are gated.
+        NotFoundError: a file, a folder or the weights are not there.
+        PrerequisiteError: the weights are gated.
     """
     from ftkit import hub  # noqa: PLC0415 - HTTP, which only a submission needs
 
-    return hub.check_weights(
-        plan.recipe.model,
-        {**environment, **plan.cluster.environment},
-        Workspace(plan.workspace).hub_home,
-        is_here=plan.cluster.scheduler == "local",
+    unseen = {key: path for key, path in named_paths(plan.recipe) if not path.exists()}
+    warnings = [_check_unseen(key, path, plan.cluster) for key, path in unseen.items()]
+    if "model.weights" not in unseen:
+        environment = {**environment, **plan.cluster.environment}
+        warning = hub.check_weights(plan.recipe.model, environment, Workspace(plan.workspace).hub_home)
+        warnings += [warning] if warning else []
+    return warnings
+
+
+def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> str:
+    """Refuse a path that should be here; return a warning about one that the nodes alone may have.
+
+    Those are models on a file system that is not mounted here. Data must be here, where its changes are noticed.
+    """
+    mounts = [Path(mount.partition(":")[0]) for mount in cluster.mounts]
+    within = next((mount for mount in mounts if path.is_relative_to(mount)), path.parent)
+    if cluster.scheduler == "slurm" and key.startswith("model.") and not within.exists():
+        return f"{key}: {path} is not to be seen from here, nor is {within}: the job will look for it on its nodes"
+    raise NotFoundError(
+        f"{key} names {path}, which is not there",
+        meaning="the path is wrong, or its file system is not mounted on this machine",
+        fix=f"give the right path: {key}=PATH; relative ones belong to the file that names them",
     )
 
 

@@ -69,6 +69,14 @@ def test_weights_that_are_not_there_are_refused_before_anything_is_submitted(clu
     assert "/etc has no config.json" in refused.stderr
 
 
+def test_weights_that_only_the_nodes_could_have_are_looked_for_by_the_first_stage(cluster: Cluster) -> None:
+    arguments = ("run", "tests/train/tiny.yaml", "--cluster", "dev", "--name", "unseen")
+    done = cluster.ftkit(*arguments, "model.weights=/mnt/localssd/model", expect=7)
+    assert "not to be seen from here, nor is /mnt/localssd" in done.stderr
+    assert "there is no folder /mnt/localssd/model on n" in done.stderr
+    assert cluster.status("unseen")["start"] is None
+
+
 def test_a_run_survives_the_death_of_a_node(cluster: Cluster) -> None:
     run = cluster.submit("survivor", *LONG, "training.max_steps=150")
     cluster.wait(run, is_training)

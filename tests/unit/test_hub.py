@@ -39,10 +39,8 @@ RENAMED = {"org/old": "org/gated"}
 NOWHERE = Path("/nowhere")
 
 
-def check_weights(
-    spec: ModelSpec, environment: dict[str, str], home: Path = NOWHERE, *, is_here: bool = True
-) -> str | None:
-    return hub.check_weights(spec, environment, home, is_here=is_here)
+def check_weights(spec: ModelSpec, environment: dict[str, str], home: Path = NOWHERE) -> str | None:
+    return hub.check_weights(spec, environment, home)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -165,13 +163,14 @@ def test_nobody_is_asked_for_random_weights(environment: dict[str, str]) -> None
 
 def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
-    assert "not to be seen from here" in str(check_weights(model(str(folder)), {}, is_here=False))
-    with pytest.raises(NotFoundError, match=r"has no config\.json and no model\.safetensors or"):
+    with pytest.raises(NotFoundError, match=f"there is no folder {folder} on"):
         check_weights(model(str(folder)), {})
     folder.mkdir()
+    with pytest.raises(NotFoundError, match=r"has no config\.json and no model\.safetensors or"):
+        check_weights(model(str(folder)), {})
     (folder / "config.json").touch()
     with pytest.raises(NotFoundError, match=r"has no model\.safetensors or"):
-        check_weights(model(str(folder)), {}, is_here=False)
+        check_weights(model(str(folder)), {})
     (folder / WEIGHTS_FILE).touch()
     assert check_weights(model(str(folder)), {}) is None
     (folder / WEIGHTS_INDEX).write_text("half of")

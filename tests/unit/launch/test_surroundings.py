@@ -14,7 +14,7 @@ from ftkit.errors import NotFoundError
 from ftkit.launch.data_files import data_stamp
 from ftkit.launch.local_machine import with_this_machine
 from ftkit.launch.manifest import describe, git_commit
-from ftkit.launch.prerequisites import check_prerequisites
+from ftkit.launch.prerequisites import check_prerequisites, check_sources
 from ftkit.launch.redact import without_secrets
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
 
@@ -76,6 +76,13 @@ def test_a_profile_that_names_its_device_is_left_alone() -> None:
     assert with_this_machine(profile, {}) is profile
 
 
+def with_weights(plan: RunPlan, weights: str, **changes: object) -> RunPlan:
+    """Make a plan for weights in a folder, on a cluster with changes."""
+    model = plan.recipe.model.model_copy(update={"weights": weights})
+    recipe = plan.recipe.model_copy(update={"model": model})
+    return replace(plan, recipe=recipe, cluster=plan.cluster.model_copy(update=changes))
+
+
 def recipe_with_files(folder: Path) -> RecipeSpec:
     (folder / "train.jsonl").write_text("{}\n")
     (folder / "model").mkdir()
@@ -109,11 +116,30 @@ def test_generated_data_has_no_stamp() -> None:
 
 
 def test_a_data_file_that_is_not_there_stops_a_run_before_it_queues(plan: RunPlan, tmp_path: Path) -> None:
-    here = replace(plan, recipe=recipe_with_files(tmp_path))
-    check_prerequisites(here)
+    here = replace(plan, recipe=recipe_with_files(tmp_path).model_copy(update={"model": plan.recipe.model}))
+    assert check_sources(here, {}) == []
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(NotFoundError, match=r"data\.source\.train names .*train\.jsonl"):
-        check_prerequisites(here)
+        check_sources(here, {})
+
+
+@pytest.mark.parametrize("mounts", [(), ("/nowhere:/nowhere:ro",)], ids=["not mounted", "mounted by the profile"])
+def test_a_model_that_only_the_nodes_may_see_is_a_warning(plan: RunPlan, mounts: tuple[str, ...]) -> None:
+    elsewhere = with_weights(plan, "/nowhere/models/olmo", scheduler="slurm", mounts=mounts)
+    within = "/nowhere" if mounts else "/nowhere/models"
+    (warning,) = check_sources(elsewhere, {})
+    assert f"/nowhere/models/olmo is not to be seen from here, nor is {within}:" in warning
+    with pytest.raises(NotFoundError, match=r"model\.weights names /nowhere/models/olmo, which is not there"):
+        check_sources(replace(elsewhere, cluster=plan.cluster), {})
+
+
+def test_a_misspelt_model_in_a_folder_that_is_here_is_refused(plan: RunPlan, tmp_path: Path) -> None:
+    misspelt = with_weights(plan, f"{tmp_path}/modle", scheduler="slurm")
+    with pytest.raises(NotFoundError, match=r"model\.weights names .*/modle, which is not there"):
+        check_sources(misspelt, {})
+    mounted = with_weights(plan, f"{tmp_path}/modles/olmo", scheduler="slurm", mounts=(str(tmp_path),))
+    with pytest.raises(NotFoundError, match=r"model\.weights names .*/modles/olmo, which is not there"):
+        check_sources(mounted, {})
 
 
 def test_an_image_that_is_not_there_is_told_with_those_that_are(plan: RunPlan, workspace: Workspace) -> None:
