@@ -31,6 +31,11 @@ class FtkitError(Exception):
         return "\n".join(part for part in (self.what, self.meaning, self.fix) if part)
 
 
+def in_short(error: Exception) -> str:
+    """Return what a library's exception says, on one line."""
+    return " ".join(str(error).split())[:200]
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong in what the user gave: where it stands, what it is, what to do."""

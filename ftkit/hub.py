@@ -105,6 +105,31 @@ def missing_files(folder: Path) -> list[str]:
     return missing + [file for file in sorted(set(places)) if not (folder / file).is_file()]
 
 
+def read_model_type(folder: Path) -> str:
+    """Return which architecture a model's configuration names, in transformers' words.
+
+    Raises:
+        NotFoundError: it can't be read, or names none.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NotFoundError(
+            f"can't read {path}: {error}",
+            meaning="a copy was interrupted, or the file was changed by hand",
+            fix="copy or download it again: it is one JSON object",
+        ) from error
+    model_type = stored.get("model_type") if isinstance(stored, dict) else None
+    if not isinstance(model_type, str):
+        raise NotFoundError(
+            f"{path} has no model_type",
+            meaning="it is not a model's that transformers reads: those of other libraries are laid out otherwise",
+            fix="convert the model to transformers' layout, or choose another with model.weights",
+        )
+    return model_type
+
+
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise NotFoundError(
@@ -119,6 +144,7 @@ def _check_folder(folder: Path) -> None:
             meaning="its weights are of another format, or a copy was interrupted",
             fix="give a folder in Hugging Face's layout, with weights as safetensors",
         )
+    read_model_type(folder)
 
 
 def _cache(environment: Mapping[str, str], default_home: Path) -> Path:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ftkit.data.chat_templates import TEMPLATES
-from ftkit.errors import DataError
+from ftkit.errors import DataError, in_short
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,11 +60,11 @@ def load_tokenizer(model: ModelSpec, template_name: str) -> PreTrainedTokenizerB
     revision = model.revision if model.tokenizer.source == "model" else None
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # it reads the model's configuration too, whose odd values raise anything
         raise DataError(
-            f"can't load the tokeniser of '{source}': {str(error).splitlines()[0]}",
-            meaning="the name is wrong, the model is gated, or this machine can't reach the hub",
-            fix="check model.weights; for a gated model accept its licence and set HF_TOKEN",
+            f"can't load the tokeniser of '{source}': {in_short(error)}",
+            meaning="the name is wrong, a file is broken, the model is gated, or this machine can't reach the hub",
+            fix="check model.weights and its files; for a gated model accept its licence and set HF_TOKEN",
         ) from error
     return _with_template(tokenizer, source, template_name)
 

@@ -11,9 +11,10 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from ftkit.errors import TrainingError
+from ftkit.errors import TrainingError, in_short
+from ftkit.hub import CONFIG_FILE, read_model_type
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +43,7 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
         )
     except ValueError as error:
         raise TrainingError(
-            f"transformers {transformers.__version__} can't configure a '{shape.family}': {_first_line(error)}",
+            f"transformers {transformers.__version__} can't configure a '{shape.family}': {in_short(error)}",
             meaning="the name is not a model_type, or only a newer version knows it",
             fix="correct model.architecture.family, or take an image with a newer transformers",
         ) from error
@@ -76,9 +77,10 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
     """Read the configuration that lies beside the weights; of a multimodal model's, the text part.
 
     Raises:
-        TrainingError: it is not of the shape that the plan was made for.
+        NotFoundError: it can't be read, or says nothing of an architecture.
+        TrainingError: transformers can't take it, or it is not of the shape that the plan was made for.
     """
-    stored = AutoConfig.from_pretrained(folder)
+    stored = _read_stored(folder)
     config = stored.get_text_config(decoder=True)
     planned = {"family": shape.family} | {key: getattr(shape, key) for key in _COMPARED}
     read = {"family": config.model_type} | {key: getattr(config, key, None) for key in _COMPARED}
@@ -96,6 +98,24 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
     return TextConfig(config, is_wrapped=config is not stored)
 
 
+def _read_stored(folder: Path) -> PretrainedConfig:
+    model_type, version = read_model_type(folder), transformers.__version__
+    if model_type not in CONFIG_MAPPING:
+        raise TrainingError(
+            f"transformers {version} knows no architecture '{model_type}', which {folder / CONFIG_FILE} names",
+            meaning="only a newer version knows it, or it comes with code of its own, which is never run",
+            fix="take an image with a newer transformers, or choose another model",
+        )
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # what odd values raise is up to each architecture and version
+        raise TrainingError(
+            f"transformers {version} can't take {folder / CONFIG_FILE} for a '{model_type}': {in_short(error)}",
+            meaning="the file was changed by hand, or is of another version of the architecture",
+            fix="correct it, or copy or download it again",
+        ) from error
+
+
 def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
     """Build a model whose parameters take no memory yet; its buffers are real.
 
@@ -108,7 +128,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
     except ValueError as error:
         raise TrainingError(
             f"transformers {transformers.__version__} can't build a '{config.model_type}' with attention "
-            f"'{attention}': {_first_line(error)}",
+            f"'{attention}': {in_short(error)}",
             meaning="it is not a causal language model, or its class does not know this attention kernel",
             fix="try training.attention=flex on GPUs, or choose another model",
         ) from error
@@ -128,10 +148,6 @@ def _check_takes_packs(model: Any) -> None:
             meaning="it keeps no track of positions, or its class in transformers is of an older kind",
             fix="choose another model, or an image with a newer transformers",
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
 
 
 def _prepared(model: Any) -> nn.Module:

@@ -39,10 +39,7 @@ def fetch_weights(model: ModelSpec, world: World) -> Path:
         NotFoundError: there is no such folder or hub model, or this token may not read it.
     """
     if is_path(model.weights):
-        folder = Path(model.weights)
-        if not (folder / "config.json").is_file():
-            raise NotFoundError(f"there is no config.json in {folder}", fix="give a folder in Hugging Face's layout")
-        return folder
+        return Path(model.weights)
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
     if world.local_rank == 0:
         _download(model, patterns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -13,20 +14,21 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
-from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.errors import TrainingError
+from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
+from ftkit.errors import DataError, TrainingError
 from ftkit.memory import count_parameters, method_counts
 from ftkit.methods import ParameterCounts
-from ftkit.specs.model import FAMILIES, ArchitectureSpec
+from ftkit.specs.model import FAMILIES, ArchitectureSpec, ModelSpec
 from ftkit.specs.training import ActivationCheckpointing, TrainingSpec
 from ftkit.train.batches import to_micro_batch
 from ftkit.train.counting import count_method
 from ftkit.train.fsdp2 import Fsdp2Engine
-from ftkit.train.model import build_empty, find_decoder_layers, make_config
+from ftkit.train.model import build_empty, find_decoder_layers, make_config, read_config
 from ftkit.train.objective import summed_loss
 from ftkit.train.proofs import ShardingFacts, prove_isolation, prove_loss, prove_sharding, prove_targets
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from typing import Any
 
     from transformers import PreTrainedTokenizerBase
@@ -233,3 +235,27 @@ def test_a_model_without_decoder_layers_is_refused() -> None:
     model.config = type("Config", (), {"num_hidden_layers": 3})()  # type: ignore[assignment]
     with pytest.raises(TrainingError, match=r"3 decoder layers were not found.*1 x Linear"):
         find_decoder_layers(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "llama9"}, r"knows no architecture 'llama9', which .*config\.json names\n.*\n.*newer transf"),
+        ({"model_type": "llama", "hidden_size": "wide"}, r"can't take .*config\.json for a 'llama': .*hidden_size"),
+    ],
+)
+def test_a_configuration_that_transformers_cannot_take_is_named(
+    fields: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(TrainingError, match=message):
+        read_config(tmp_path, architecture("llama"))
+
+
+def test_a_tokeniser_beside_an_odd_configuration_is_an_error_of_the_data(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('["llama"]')
+    with pytest.raises(DataError, match="can't load the tokeniser of"):
+        load_tokenizer(ModelSpec(weights=str(tmp_path), architecture=architecture("llama")), "model")

@@ -168,7 +168,7 @@ def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
     folder.mkdir()
     with pytest.raises(NotFoundError, match=r"has no config\.json and no model\.safetensors or"):
         check_weights(model(str(folder)), {})
-    (folder / "config.json").touch()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(NotFoundError, match=r"has no model\.safetensors or"):
         check_weights(model(str(folder)), {})
     (folder / WEIGHTS_FILE).touch()
@@ -180,6 +180,25 @@ def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
     (folder / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(NotFoundError, match=r"has no a\.safetensors"):
         check_weights(model(str(folder)), {})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"can't read .*config\.json: Expecting value"),
+        (b'{"model_type": "lla', r"can't read .*config\.json: Unterminated string"),
+        (b"\xff\xfe", r"can't read .*config\.json: 'utf-8' codec"),
+        (b"[]", r"config\.json has no model_type"),
+        (b'{"hidden_size": 32}', r"config\.json has no model_type"),
+        (b'{"model_type": 3}', r"config\.json has no model_type"),
+    ],
+)
+def test_a_configuration_that_is_broken_or_of_no_model_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / WEIGHTS_FILE).touch()
+    (tmp_path / CONFIG_FILE).write_bytes(content)
+    with pytest.raises(NotFoundError, match=message) as caught:
+        check_weights(model(str(tmp_path)), {})
+    assert caught.value.fix
 
 
 def test_the_token_comes_from_the_variable_or_from_the_file_that_the_library_keeps(tmp_path: Path) -> None:
