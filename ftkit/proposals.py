@@ -152,9 +152,7 @@ class _Run:
             yield [{"reshard_after_forward": "auto"}]
         yield self._checkpointing()
         yield [{"micro_batch_size": size} for size in _smaller_divisors(training.micro_batch_size)]
-        if self.cluster.device != "cpu":
-            stronger = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[training.offload]
-            yield [{"offload": value} for value in stronger]
+        yield self._optimizer_states()
         yield [{"sequence_length": length} for length in _halves(training.sequence_length)]
         yield self._more_nodes()
         lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
@@ -174,6 +172,21 @@ class _Run:
             ({} if checkpointing == steps[now][0] else {"activation_checkpointing": checkpointing})
             | ({"activation_offload": True} if offload else {})
             for checkpointing, offload in possible
+        ]
+
+    def _optimizer_states(self) -> list[Change]:
+        """Return how the optimizer's states, and more, leave the device: 8 bits and offload exclude each other.
+
+        8 bits come first: to round the states costs no time, to fetch them from main memory does in each step. Those of
+        adapters are too few to matter.
+        """
+        training = self.recipe.training
+        stays = training.optimizer == "adamw" and training.offload == "none"
+        does_round = stays and self.engine == "fsdp2" and training.adapters is None
+        stronger = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[training.offload]
+        whole: Change = {} if training.optimizer == "adamw" else {"optimizer": "adamw"}
+        return ([{"optimizer": "adamw8bit"}] if does_round else []) + [
+            whole | {"offload": value} for value in stronger if self.cluster.device != "cpu"
         ]
 
     def _more_nodes(self) -> list[Change]:

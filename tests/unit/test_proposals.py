@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ftkit.proposals import Proposal
     from ftkit.specs.cluster import ClusterProfile
     from ftkit.specs.recipe import RecipeSpec
+    from ftkit.specs.training import EngineName
 
 NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
 CLUSTER = load_cluster("slurm", NOWHERE)
@@ -99,6 +100,33 @@ def test_a_layers_inputs_are_offloaded_where_recomputing_all_else_is_not_enough(
 def test_with_zero3_only_whole_layers_are_recomputed() -> None:
     proposals = propose_changes(recipe(*BATCHES), CLUSTER, 2, 8, "zero3", 70)
     assert proposals[0].override.startswith("training.activation_checkpointing=full")
+
+
+SMALL = ("training.activation_checkpointing=full", "training.micro_batch_size=1")
+
+
+def test_states_of_8_bits_are_proposed_before_offload() -> None:
+    rounded = total(recipe(*SMALL, "training.optimizer=adamw8bit"), 16)
+    assert propose(recipe(*SMALL), rounded)[0].override == "training.optimizer=adamw8bit"
+    offloaded = total(recipe(*SMALL, "training.offload=optimizer"), 16)
+    assert offloaded < rounded
+    assert propose(recipe(*SMALL), offloaded)[0].override == "training.offload=optimizer"
+    rounding = recipe(*SMALL, "training.optimizer=adamw8bit")
+    words = "training.optimizer=adamw training.offload=optimizer"
+    assert words in [proposal.override for proposal in propose(rounding, offloaded)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine"),
+    [((), "zero3"), (("training.method=lora",), "fsdp2"), (("training.offload=optimizer",), "fsdp2")],
+    ids=["zero3", "adapters", "offloaded already"],
+)
+def test_states_of_8_bits_are_not_proposed_where_they_have_no_place(
+    changes: tuple[str, ...], engine: EngineName
+) -> None:
+    for capacity in range(4, 100, 8):
+        for proposal in propose_changes(recipe(*BATCHES, *changes), CLUSTER, 2, 8, engine, capacity):
+            assert "adamw8bit" not in proposal.override
 
 
 def test_changes_are_put_together_where_none_is_enough() -> None:
