@@ -1,37 +1,37 @@
-"""Whether a model's weights can be had, asked before a GPU is held: a missing right must not cost a night.
+"""Whether weights and data can be had, asked before a GPU is held: a missing right must not cost a night.
 
 Asked twice, where the job is submitted and by its first stage; of the standard library alone.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import socket
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal
 from urllib.parse import quote, urlsplit
 
 from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, missing_files
+from ftkit.specs.data import HubSource
 from ftkit.specs.load import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from email.message import Message
 
+    from ftkit.specs.data import Source
     from ftkit.specs.model import ModelSpec
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT_SECONDS = 10
 FALSE = ("", "0", "no", "off", "false")
-CONFIG_FILE = "config.json"
-WEIGHTS_INDEX = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
+CARD = "README.md"
+"""Of a data set: what `datasets` asks for first, gated with the rest. One without it may be read as well."""
 
 
 def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
@@ -52,15 +52,31 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
     if model.weights == "random":
         return None
     if is_path(model.weights):
-        _check_folder(Path(model.weights))
+        check_folder(Path(model.weights))
         return None
-    cache = _cache(environment, default_home)
+    wanted = _Repository("model", "model.weights", model.weights, model.revision)
+    cache = _cache(environment, default_home, "hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
     if not missing_files(_snapshot(cache, model)):
         return None
-    offline = environment.get("HF_HUB_OFFLINE") or environment.get("TRANSFORMERS_OFFLINE") or ""
-    if offline.lower() not in FALSE:
-        return _not_cached(model, cache)
-    return _ask_hub(model, environment)
+    if offline := _offline(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        return _not_cached(wanted, cache, offline, f"HF_HUB_CACHE={cache} hf download {model.weights}")
+    warning, missing = _ask(wanted, (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX), environment)
+    _check_complete(wanted, missing)
+    return warning
+
+
+def check_data(source: Source, environment: Mapping[str, str], default_home: Path) -> str | None:
+    """Check that a data set of the hub is there and may be read, as `check_weights` does; others have no hub."""
+    if not isinstance(source, HubSource) or is_path(source.dataset) or "://" in source.dataset:
+        return None
+    wanted = _Repository("data set", "data.source.dataset", source.dataset, source.revision)
+    cache = _cache(environment, default_home, "datasets", "HF_DATASETS_CACHE")
+    if any(_bare(folder.name) == _bare(source.dataset) for folder in cache.glob("*")):
+        return None
+    if offline := _offline(environment, "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        load = f"import datasets; datasets.load_dataset({source.dataset!r}, {source.subset!r})"
+        return _not_cached(wanted, cache, offline, f'HF_DATASETS_CACHE={cache} python -c "{load}"')
+    return _ask(wanted, (CARD,), environment)[0]
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
@@ -90,66 +106,12 @@ def _read(path: Path) -> str:
         return ""
 
 
-# --- Folders and the cache -----------------------------------------------------------------------
+# --- The caches ----------------------------------------------------------------------------------
 
 
-def missing_files(folder: Path) -> list[str]:
-    """Return what a folder lacks of a model in Hugging Face's layout."""
-    missing = [] if (folder / CONFIG_FILE).is_file() else [CONFIG_FILE]
-    if not (folder / WEIGHTS_INDEX).is_file():
-        return missing if (folder / WEIGHTS_FILE).is_file() else [*missing, f"{WEIGHTS_FILE} or {WEIGHTS_INDEX}"]
-    try:
-        places = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return [*missing, f"readable {WEIGHTS_INDEX}"]
-    return missing + [file for file in sorted(set(places)) if not (folder / file).is_file()]
-
-
-def read_model_type(folder: Path) -> str:
-    """Return which architecture a model's configuration names, in transformers' words.
-
-    Raises:
-        NotFoundError: it can't be read, or names none.
-    """
-    path = folder / CONFIG_FILE
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise NotFoundError(
-            f"can't read {path}: {error}",
-            meaning="a copy was interrupted, or the file was changed by hand",
-            fix="copy or download it again: it is one JSON object",
-        ) from error
-    model_type = stored.get("model_type") if isinstance(stored, dict) else None
-    if not isinstance(model_type, str):
-        raise NotFoundError(
-            f"{path} has no model_type",
-            meaning="it is not a model's that transformers reads: those of other libraries are laid out otherwise",
-            fix="convert the model to transformers' layout, or choose another with model.weights",
-        )
-    return model_type
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise NotFoundError(
-            f"model.weights: there is no folder {folder} on {socket.gethostname()}",
-            meaning="the path is wrong, or its file system is not mounted there",
-            fix="give the right path: model.weights=PATH",
-        )
-    missing = missing_files(folder)
-    if missing:
-        raise NotFoundError(
-            f"model.weights: {folder} has no {' and no '.join(missing)}",
-            meaning="its weights are of another format, or a copy was interrupted",
-            fix="give a folder in Hugging Face's layout, with weights as safetensors",
-        )
-    read_model_type(folder)
-
-
-def _cache(environment: Mapping[str, str], default_home: Path) -> Path:
-    named = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
-    return Path(named or Path(environment.get("HF_HOME") or default_home, "hub")).expanduser()
+def _cache(environment: Mapping[str, str], default_home: Path, name: str, *variables: str) -> Path:
+    named = next((environment[variable] for variable in variables if environment.get(variable)), None)
+    return Path(named or Path(environment.get("HF_HOME") or default_home, name)).expanduser()
 
 
 def _snapshot(cache: Path, model: ModelSpec) -> Path:
@@ -158,18 +120,43 @@ def _snapshot(cache: Path, model: ModelSpec) -> Path:
     return folder / "snapshots" / (_read(folder / "refs" / revision) or revision)
 
 
-def _not_cached(model: ModelSpec, cache: Path) -> str:
-    what = f"model.weights: HF_HUB_OFFLINE is set, and not all files of '{model.weights}' are in {cache}"
+def _bare(name: str) -> str:
+    """Return what `datasets` leaves of a name in its cache, where `org/MyData` is `org___my_data`."""
+    return re.sub("[/_]", "", name).lower()
+
+
+def _offline(environment: Mapping[str, str], *variables: str) -> str | None:
+    """Return the variable that says that the hub is not to be asked."""
+    return next((name for name in variables if environment.get(name, "").lower() not in FALSE), None)
+
+
+def _not_cached(wanted: _Repository, cache: Path, offline: str, command: str) -> str:
+    what = f"{wanted.key}: {offline} is set, and not all files of '{wanted.name}' are in {cache}"
     if not cache.is_dir():
         return f"{what}, which is not to be seen from here"
     raise NotFoundError(
         what,
-        meaning="nothing is downloaded while HF_HUB_OFFLINE is set",
-        fix=f"where there is a network: HF_HUB_CACHE={cache} hf download {model.weights}; or unset HF_HUB_OFFLINE",
+        meaning=f"nothing is downloaded while {offline} is set",
+        fix=f"where there is a network: {command}; or unset {offline}",
     )
 
 
 # --- The hub -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """What a recipe names of the hub, and under which key."""
+
+    kind: Literal["model", "data set"]
+    key: str
+    name: str
+    revision: str | None
+
+    def address(self, endpoint: str) -> str:
+        """Return where its files are."""
+        folder = "" if self.kind == "model" else "datasets/"
+        return f"{endpoint}/{folder}{quote(self.name)}/resolve/{quote(self.revision or 'main', safe='')}"
 
 
 @dataclass(frozen=True)
@@ -190,26 +177,25 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
         return urllib.request.Request(newurl, headers=dict(req.headers), method="HEAD")  # noqa: S310 - the same host
 
 
-def _ask_hub(model: ModelSpec, environment: Mapping[str, str]) -> str | None:
-    """Ask for files, not about the model: of a gated one, everybody may know that it is there."""
-    endpoint = (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-    folder = f"{endpoint}/{quote(model.weights)}/resolve/{quote(model.revision or 'main', safe='')}"
+def _ask(wanted: _Repository, files: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str | None, list[str]]:
+    """Ask for files, not about the repository: of a gated one, everybody may know that it is there.
+
+    Returns:
+        A warning, if there is no answer; and the files that are not there.
+    """
+    folder = wanted.address((environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"))
     token = read_token(environment)
-    try:
-        refused = _head(f"{folder}/{CONFIG_FILE}", token)
-        if refused:
-            return _explain(model, refused, has_token=token is not None)
-        answers = [_head(f"{folder}/{name}", token) for name in (WEIGHTS_FILE, WEIGHTS_INDEX)]
-    except (OSError, ValueError, HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        return f"can't ask the hub whether '{model.weights}' may be read ({reason}): the job will find out"
-    if all(answer and answer.code == "EntryNotFound" for answer in answers):
-        raise NotFoundError(
-            f"model.weights: '{model.weights}' has no {WEIGHTS_FILE} and no {WEIGHTS_INDEX}",
-            meaning="its weights are of another format, or these are adapters and not a model",
-            fix="choose another model or revision; or convert the weights, and give model.weights the folder",
-        )
-    return None
+    missing: list[str] = []
+    for file in files:
+        try:
+            refused = _head(f"{folder}/{file}", token)
+        except (OSError, ValueError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            return f"can't ask the hub whether '{wanted.name}' may be read ({reason}): the job will find out", missing
+        if refused and refused.code != "EntryNotFound":
+            return _explain(wanted, refused, has_token=token is not None), missing
+        missing += [file] if refused else []
+    return None, missing
 
 
 def _head(address: str, token: str | None) -> _Refusal | None:
@@ -225,30 +211,40 @@ def _head(address: str, token: str | None) -> _Refusal | None:
         return _Refusal(error.code, error.headers.get("X-Error-Code", "")) if is_refusal else None
 
 
-def _explain(model: ModelSpec, refused: _Refusal, *, has_token: bool) -> str:
-    """Raise what an answer of the hub means; return a warning where it means nothing for the model."""
+def _check_complete(wanted: _Repository, missing: list[str]) -> None:
+    """Refuse a model that is not laid out as transformers does it, or has no safetensors."""
+    if CONFIG_FILE in missing:
+        raise NotFoundError(
+            f"{wanted.key}: '{wanted.name}' has no {CONFIG_FILE}",
+            fix="give a model in transformers' layout: others can't be trained",
+        )
+    if {WEIGHTS_FILE, WEIGHTS_INDEX} <= {*missing}:
+        raise NotFoundError(
+            f"{wanted.key}: '{wanted.name}' has no {WEIGHTS_FILE} and no {WEIGHTS_INDEX}",
+            meaning="its weights are of another format, or these are adapters and not a model",
+            fix="choose another model or revision; or convert the weights, and give model.weights the folder",
+        )
+
+
+def _explain(wanted: _Repository, refused: _Refusal, *, has_token: bool) -> str:
+    """Raise what an answer of the hub means; return a warning where it means nothing for the repository."""
     if refused.code == "RevisionNotFound":
         raise NotFoundError(
-            f"model.revision: '{model.weights}' has no revision '{model.revision or 'main'}'",
-            fix="give a branch, a tag or a commit that the model's page lists",
-        )
-    if refused.code == "EntryNotFound":
-        raise NotFoundError(
-            f"model.weights: '{model.weights}' has no {CONFIG_FILE}",
-            fix="give a model in transformers' layout: others can't be trained",
+            f"{wanted.key.rpartition('.')[0]}.revision: '{wanted.name}' has no revision '{wanted.revision or 'main'}'",
+            fix=f"give a branch, a tag or a commit that the {wanted.kind}'s page lists",
         )
     if refused.code == "GatedRepo" or refused.status == HTTPStatus.FORBIDDEN:
         raise PrerequisiteError(
-            f"model.weights: '{model.weights}' is gated, and "
+            f"{wanted.key}: '{wanted.name}' is gated, and "
             + ("your token may not read it" if has_token else "there is no token"),
             meaning="its owner shares it with those who have accepted its licence",
-            fix="accept the licence on the model's page; then set HF_TOKEN, or give --hf-token-file",
+            fix=f"accept the licence on the {wanted.kind}'s page; then set HF_TOKEN, or give --hf-token-file",
         )
     if refused.code == "RepoNotFound" or refused.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND}:
         raise NotFoundError(
-            f"model.weights: the hub has no model '{model.weights}' that "
+            f"{wanted.key}: the hub has no {wanted.kind} '{wanted.name}' that "
             + ("your token may read" if has_token else "can be read without a token"),
-            meaning="the name is misspelt, the model is private, or the token is wrong",
-            fix="check the name; set HF_TOKEN, or give --hf-token-file, for a private model",
+            meaning=f"the name is misspelt, the {wanted.kind} is private, or the token is wrong",
+            fix=f"check the name; set HF_TOKEN, or give --hf-token-file, for a private {wanted.kind}",
         )
-    return f"the hub answered {refused.status} when asked for '{model.weights}': the job will find out more"
+    return f"the hub answered {refused.status} when asked for '{wanted.name}': the job will find out more"

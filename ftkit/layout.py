@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+DATA_MANIFEST = "manifest.json"
+"""In a folder of prepared data; written last, when preparation has come to its end."""
+
 
 @dataclass(frozen=True)
 class Workspace:

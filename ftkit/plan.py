@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from ftkit.engine_choice import EnginePlan, choose_engine
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.gpus import GPUS
-from ftkit.layout import RunLayout, Workspace
+from ftkit.layout import DATA_MANIFEST, RunLayout, Workspace
 from ftkit.memory import MemoryPlan, count_parameters, method_counts, predict_memory
 from ftkit.plan_checks import find_notes, find_problems
 from ftkit.proposals import propose_changes, propose_faster
@@ -99,6 +99,11 @@ class RunPlan:
     def data_directory(self) -> Path:
         """Folder of the tokenised and packed data."""
         return Workspace(self.workspace).data / self.fingerprint
+
+    @property
+    def is_data_prepared(self) -> bool:
+        """Whether an earlier run on the same data left it there: this one asks nobody for it."""
+        return (self.data_directory / DATA_MANIFEST).is_file()
 
 
 def plan_run(

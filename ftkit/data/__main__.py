@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ftkit.data.prepare import prepare
 from ftkit.errors import FtkitError
-from ftkit.hub import check_weights
+from ftkit.hub import check_data, check_weights
 from ftkit.layout import RunLayout, Workspace
 from ftkit.plan import read_plan
 from ftkit.records import RankError, StageRecord, append_record, write_rank_error
@@ -25,8 +25,11 @@ def main(plan_path: Path) -> int:
 
     try:
         plan = read_plan(layout)
-        warning = check_weights(plan.recipe.model, os.environ, Workspace(plan.workspace).hub_home)
-        if warning:
+        home = Workspace(plan.workspace).hub_home
+        warnings = [check_weights(plan.recipe.model, os.environ, home)]
+        if not plan.is_data_prepared:
+            warnings.append(check_data(plan.recipe.data.source, os.environ, home))
+        for warning in filter(None, warnings):
             report(f"warning: {warning}")
         prepare(plan, report)
     except FtkitError as error:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ftkit.data.encoding import IGNORED
 from ftkit.errors import DataError
+from ftkit.layout import DATA_MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +70,7 @@ class PreparedData:
     @property
     def manifest_path(self) -> Path:
         """Written last."""
-        return self.root / "manifest.json"
+        return self.root / DATA_MANIFEST
 
     @property
     def tokenizer(self) -> Path:

@@ -29,24 +29,25 @@ def check_prerequisites(plan: RunPlan) -> None:
 
 
 def check_sources(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
-    """Check that the job will get the files and the weights that its recipe names.
+    """Check that the job will get the files, the weights and the data that its recipe names.
 
     Returns:
         Warnings, about what can't be told from here.
 
     Raises:
-        NotFoundError: a file, a folder or the weights are not there.
-        PrerequisiteError: the weights are gated.
+        NotFoundError: a file, a folder, the weights or the data set are not there.
+        PrerequisiteError: the weights or the data set are gated.
     """
     from ftkit import hub  # noqa: PLC0415 - HTTP, which only a submission needs
 
     unseen = {key: path for key, path in named_paths(plan.recipe) if not path.exists()}
-    warnings = [_check_unseen(key, path, plan.cluster) for key, path in unseen.items()]
+    warnings: list[str | None] = [_check_unseen(key, path, plan.cluster) for key, path in unseen.items()]
+    environment, home = {**environment, **plan.cluster.environment}, Workspace(plan.workspace).hub_home
     if "model.weights" not in unseen:
-        environment = {**environment, **plan.cluster.environment}
-        warning = hub.check_weights(plan.recipe.model, environment, Workspace(plan.workspace).hub_home)
-        warnings += [warning] if warning else []
-    return warnings
+        warnings.append(hub.check_weights(plan.recipe.model, environment, home))
+    if not plan.is_data_prepared:
+        warnings.append(hub.check_data(plan.recipe.data.source, environment, home))
+    return [warning for warning in warnings if warning]
 
 
 def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> str:

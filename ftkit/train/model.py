@@ -14,7 +14,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from ftkit.errors import TrainingError, in_short
-from ftkit.hub import CONFIG_FILE, read_model_type
+from ftkit.model_folder import CONFIG_FILE, read_model_type
 
 if TYPE_CHECKING:
     from pathlib import Path

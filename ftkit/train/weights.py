@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ftkit.errors import NotFoundError, TrainingError
-from ftkit.hub import WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.specs.load import is_path
 from ftkit.train.adapters import DORA_LENGTHS, is_adapter
 from ftkit.train.quantise import Nf4Layout, Nf4Linear

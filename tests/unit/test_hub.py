@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -13,14 +12,19 @@ import pytest
 
 from ftkit import hub
 from ftkit.data.__main__ import main as prepare_data
+from ftkit.data.store import PreparedData
 from ftkit.errors import NotFoundError, PrerequisiteError
-from ftkit.hub import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, read_token
+from ftkit.hub import check_data, read_token
+from ftkit.launch.prerequisites import check_sources
+from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.plan import plan_to_json
+from ftkit.specs.data import HubSource
 from ftkit.specs.model import ArchitectureSpec, ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ftkit.errors import FtkitError
     from ftkit.plan import RunPlan
 
 SHAPE = ArchitectureSpec(
@@ -49,7 +53,7 @@ class Hub(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         token = self.headers.get("Authorization")
         self.asked.append((self.path, token))
-        model, _, rest = self.path[1:].partition("/resolve/")
+        model, _, rest = self.path[1:].removeprefix("datasets/").partition("/resolve/")
         revision, _, name = rest.partition("/")
         status, code = ANSWERS.get(model, (200, ""))
         if model == "org/gated" and token != "Bearer right":  # noqa: S105 - a test's
@@ -161,44 +165,58 @@ def test_nobody_is_asked_for_random_weights(environment: dict[str, str]) -> None
     assert not Hub.asked
 
 
-def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "weights"
-    with pytest.raises(NotFoundError, match=f"there is no folder {folder} on"):
-        check_weights(model(str(folder)), {})
-    folder.mkdir()
-    with pytest.raises(NotFoundError, match=r"has no config\.json and no model\.safetensors or"):
-        check_weights(model(str(folder)), {})
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(NotFoundError, match=r"has no model\.safetensors or"):
-        check_weights(model(str(folder)), {})
-    (folder / WEIGHTS_FILE).touch()
-    assert check_weights(model(str(folder)), {}) is None
-    (folder / WEIGHTS_INDEX).write_text("half of")
-    with pytest.raises(NotFoundError, match="has no readable model"):
-        check_weights(model(str(folder)), {})
-    places = {"one": "a.safetensors", "two": WEIGHTS_FILE}
-    (folder / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(NotFoundError, match=r"has no a\.safetensors"):
-        check_weights(model(str(folder)), {})
+def dataset(name: str, revision: str | None = None) -> HubSource:
+    return HubSource(kind="hub", dataset=name, revision=revision)
+
+
+@pytest.mark.parametrize("name", ["org/open", "org/small", "org/empty", "org/old"])
+def test_a_data_set_that_may_be_read_is_passed_with_or_without_a_card(name: str, environment: dict[str, str]) -> None:
+    assert check_data(dataset(name, "v1"), environment | {"HF_TOKEN": "right"}, NOWHERE) is None
+    assert Hub.asked[0] == (f"/datasets/{name}/resolve/v1/README.md", "Bearer right")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "revision", "error", "message"),
     [
-        (b"", r"can't read .*config\.json: Expecting value"),
-        (b'{"model_type": "lla', r"can't read .*config\.json: Unterminated string"),
-        (b"\xff\xfe", r"can't read .*config\.json: 'utf-8' codec"),
-        (b"[]", r"config\.json has no model_type"),
-        (b'{"hidden_size": 32}', r"config\.json has no model_type"),
-        (b'{"model_type": 3}', r"config\.json has no model_type"),
+        ("org/gated", None, PrerequisiteError, "data.source.dataset: 'org/gated' is gated, and there is no token"),
+        ("org/nowhere", None, NotFoundError, "the hub has no data set 'org/nowhere' that can be read without a token"),
+        ("org/private", None, NotFoundError, "the hub has no data set 'org/private'"),
+        ("org/open", "gone", NotFoundError, "data.source.revision: 'org/open' has no revision 'gone'"),
     ],
 )
-def test_a_configuration_that_is_broken_or_of_no_model_is_named(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / WEIGHTS_FILE).touch()
-    (tmp_path / CONFIG_FILE).write_bytes(content)
-    with pytest.raises(NotFoundError, match=message) as caught:
-        check_weights(model(str(tmp_path)), {})
-    assert caught.value.fix
+def test_a_data_set_that_cannot_be_had_is_refused_in_the_words_of_weights(
+    name: str, revision: str | None, error: type[FtkitError], message: str, environment: dict[str, str]
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        check_data(dataset(name, revision), environment, NOWHERE)
+    assert "model" not in str(caught.value)
+
+
+def test_a_data_set_is_left_to_the_job_where_the_hub_does_not_answer(environment: dict[str, str]) -> None:
+    assert "answered 503" in str(check_data(dataset("org/broken"), environment, NOWHERE))
+    unreachable = environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert "can't ask the hub whether 'org/open'" in str(check_data(dataset("org/open"), unreachable, NOWHERE))
+
+
+def test_a_data_set_in_the_cache_is_not_asked_for_and_offline_it_must_be_there(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    offline = environment | {"HF_DATASETS_OFFLINE": "1"}
+    wanted = dataset("org/MyData")
+    assert "not to be seen from here" in str(check_data(wanted, offline, tmp_path))
+    (tmp_path / "datasets").mkdir()
+    with pytest.raises(NotFoundError, match="HF_DATASETS_OFFLINE is set, and not all files of 'org/MyData' are in"):
+        check_data(wanted, offline, tmp_path)
+    (tmp_path / "datasets" / "org___my_data").mkdir()
+    assert check_data(wanted, offline, tmp_path) is None
+    assert check_data(wanted, environment | {"HF_HOME": str(tmp_path)}, NOWHERE) is None
+    assert not Hub.asked
+
+
+def test_nobody_is_asked_for_data_that_is_not_of_the_hub(plan: RunPlan, environment: dict[str, str]) -> None:
+    assert check_data(plan.recipe.data.source, environment, NOWHERE) is None
+    assert check_data(dataset("./folder"), environment, NOWHERE) is None
+    assert not Hub.asked
 
 
 def test_the_token_comes_from_the_variable_or_from_the_file_that_the_library_keeps(tmp_path: Path) -> None:
@@ -215,15 +233,30 @@ def test_the_token_comes_from_the_variable_or_from_the_file_that_the_library_kee
     assert "two words" not in str(caught.value)
 
 
-def test_the_first_stage_of_a_job_ends_at_gated_weights(
-    plan: RunPlan, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("gated", ["model", "data"])
+def test_the_first_stage_of_a_job_ends_at_what_is_gated(
+    gated: str, plan: RunPlan, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     for name, value in (environment | {"HF_TOKEN": "unwelcome", "HF_HUB_OFFLINE": "", "HF_HOME": ""}).items():
         monkeypatch.setenv(name, value)
-    recipe = plan.recipe.model_copy(update={"model": model("org/gated")})
-    gated = replace(plan, recipe=recipe)
-    gated.layout.logs.mkdir(parents=True)
-    gated.layout.plan.write_text(plan_to_json(gated))
-    assert prepare_data(gated.layout.plan) == PrerequisiteError.exit_code
+    data = plan.recipe.data.model_copy(update={"source": dataset("org/gated")})
+    change = {"model": model("org/gated")} if gated == "model" else {"data": data}
+    refused = replace(plan, recipe=plan.recipe.model_copy(update=change))
+    refused.layout.logs.mkdir(parents=True)
+    refused.layout.plan.write_text(plan_to_json(refused))
+    assert prepare_data(refused.layout.plan) == PrerequisiteError.exit_code
     assert "'org/gated' is gated, and your token may not read it" in capsys.readouterr().err
-    assert "unwelcome" not in "".join(path.read_text() for path in gated.layout.root.rglob("*") if path.is_file())
+    assert "unwelcome" not in "".join(path.read_text() for path in refused.layout.root.rglob("*") if path.is_file())
+
+
+def test_before_a_submission_data_is_asked_for_unless_it_is_prepared(
+    plan: RunPlan, environment: dict[str, str]
+) -> None:
+    data = plan.recipe.data.model_copy(update={"source": dataset("org/gated")})
+    gated = replace(plan, recipe=plan.recipe.model_copy(update={"data": data}))
+    with pytest.raises(PrerequisiteError, match=r"data\.source\.dataset: 'org/gated' is gated"):
+        check_sources(gated, environment)
+    gated.data_directory.mkdir(parents=True)
+    PreparedData(gated.data_directory).manifest_path.touch()
+    assert check_sources(gated, environment) == []

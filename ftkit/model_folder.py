@@ -1,0 +1,75 @@
+"""A folder with a model in Hugging Face's layout: whether it is whole, and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import TYPE_CHECKING
+
+from ftkit.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIG_FILE = "config.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder of weights is there, with a configuration and safetensors.
+
+    Raises:
+        NotFoundError: it is not.
+    """
+    if not folder.is_dir():
+        raise NotFoundError(
+            f"model.weights: there is no folder {folder} on {socket.gethostname()}",
+            meaning="the path is wrong, or its file system is not mounted there",
+            fix="give the right path: model.weights=PATH",
+        )
+    missing = missing_files(folder)
+    if missing:
+        raise NotFoundError(
+            f"model.weights: {folder} has no {' and no '.join(missing)}",
+            meaning="its weights are of another format, or a copy was interrupted",
+            fix="give a folder in Hugging Face's layout, with weights as safetensors",
+        )
+    read_model_type(folder)
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Return what a folder lacks of a model in Hugging Face's layout."""
+    missing = [] if (folder / CONFIG_FILE).is_file() else [CONFIG_FILE]
+    if not (folder / WEIGHTS_INDEX).is_file():
+        return missing if (folder / WEIGHTS_FILE).is_file() else [*missing, f"{WEIGHTS_FILE} or {WEIGHTS_INDEX}"]
+    try:
+        places = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return [*missing, f"readable {WEIGHTS_INDEX}"]
+    return missing + [file for file in sorted(set(places)) if not (folder / file).is_file()]
+
+
+def read_model_type(folder: Path) -> str:
+    """Return which architecture a model's configuration names, in transformers' words.
+
+    Raises:
+        NotFoundError: it can't be read, or names none.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NotFoundError(
+            f"can't read {path}: {error}",
+            meaning="a copy was interrupted, or the file was changed by hand",
+            fix="copy or download it again: it is one JSON object",
+        ) from error
+    model_type = stored.get("model_type") if isinstance(stored, dict) else None
+    if not isinstance(model_type, str):
+        raise NotFoundError(
+            f"{path} has no model_type",
+            meaning="it is not a model's that transformers reads: those of other libraries are laid out otherwise",
+            fix="convert the model to transformers' layout, or choose another with model.weights",
+        )
+    return model_type
