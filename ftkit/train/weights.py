@@ -6,12 +6,14 @@ No rank ever holds a whole model: of each tensor it reads the rows that are its 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import safe_open
@@ -78,8 +80,8 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     Raises:
         TrainingError: a parameter is missing from the files, or is there in another shape.
     """
-    wanted, buffers = _destinations(model), dict(model.named_buffers())
-    for path, names in _files(folder).items():
+    wanted, buffers, files = _destinations(model), dict(model.named_buffers()), _files(folder)
+    for path, names in files.items():
         own = {stored: name for stored in sorted(names) if (name := text_name(stored)) in wanted or name in buffers}
         if not own:
             continue
@@ -90,11 +92,23 @@ def load_weights(model: nn.Module, folder: Path) -> None:
                 else:
                     buffers[name].copy_(file.get_tensor(stored))
     if wanted:
+        _refuse_missing(sorted(wanted), set().union(*files.values()), folder)
+
+
+def _refuse_missing(missing: list[str], stored: set[str], folder: Path) -> NoReturn:
+    single = next((name for name in sorted(stored) if re.search(r"\.experts\.\d+\.", name)), None)
+    fused = next((name for name in missing if ".experts." in name), None)
+    if single and fused:
         raise TrainingError(
-            f"{len(wanted)} of the model's parameters are not in {folder}: {', '.join(sorted(wanted)[:3])} …",
-            meaning="the files are incomplete, or of another model",
-            fix="download them again; check model.weights and model.architecture",
+            f"the experts in {folder} are stored one by one ('{single}'), and the model has them in one ('{fused}')",
+            meaning=f"transformers {transformers.__version__} fuses experts as it loads them, which ftkit can't yet",
+            fix="choose a model without experts, or one whose files have them as the model does",
         )
+    raise TrainingError(
+        f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
+        meaning="the files are incomplete, of another model, or have names that transformers changes as it loads them",
+        fix="download them again; check model.weights and model.architecture",
+    )
 
 
 def draw_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:

@@ -26,6 +26,7 @@ from ftkit.train.fsdp2 import Fsdp2Engine
 from ftkit.train.model import build_empty, find_decoder_layers, make_config, read_config
 from ftkit.train.objective import summed_loss
 from ftkit.train.proofs import ShardingFacts, prove_isolation, prove_loss, prove_sharding, prove_targets
+from ftkit.train.weights import load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -259,3 +260,21 @@ def test_a_tokeniser_beside_an_odd_configuration_is_an_error_of_the_data(
     (tmp_path / "config.json").write_text('["llama"]')
     with pytest.raises(DataError, match="can't load the tokeniser of"):
         load_tokenizer(ModelSpec(weights=str(tmp_path), architecture=architecture("llama")), "model")
+
+
+def test_experts_that_are_stored_one_by_one_are_refused_by_name(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    model = build("qwen3_moe", tokenizer)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        TrainingError, match=r"stored one by one \('.*experts\.0\.down_proj\.weight'\).*\n.*fuses"
+    ) as caught:
+        load_weights(model, tmp_path)
+    assert "without experts" in caught.value.fix
+
+
+def test_a_parameter_that_no_file_has_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    build("llama", tokenizer, num_hidden_layers=3).save_pretrained(tmp_path)
+    with pytest.raises(TrainingError, match=r"9 of the model's parameters are not in .*: model\.layers\.3\."):
+        load_weights(build("llama", tokenizer), tmp_path)
