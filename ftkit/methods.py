@@ -63,11 +63,8 @@ def count_quantised_parameters(shape: ArchitectureSpec, training: TrainingSpec) 
 def nf4_parts(num_weights: int) -> tuple[int, int, int, int]:
     """Return the bytes that a matrix takes in NF4: 4-bit weights, their scales, the scales of these, their mean.
 
-    Each part begins where a GPU can load 16 bytes at once.
+    Weights and scales fill their blocks, and each part begins where a GPU can load 16 bytes at once.
     """
     blocks = -(-num_weights // NF4_BLOCK)
     nested = -(-blocks // NF4_NESTED_BLOCK)
-    weights, scales, scales_of_scales, mean = (
-        -(-size // 16) * 16 for size in (-(-num_weights // 2), blocks, 4 * nested, 4)
-    )
-    return weights, scales, scales_of_scales, mean
+    return blocks * NF4_BLOCK // 2, nested * NF4_NESTED_BLOCK, -(-4 * nested // 16) * 16, 16

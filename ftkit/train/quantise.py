@@ -73,10 +73,12 @@ class Nf4Layout:
             scales[:blocks], scales_of_scales, _code(flat.device), NF4_NESTED_BLOCK, torch.float32
         )
         exact_scales += mean.view(torch.float32)[0]
-        weights = packed[: -(-self.num_weights // 2)].unsqueeze(1)
-        shape = (self.num_outputs, self.num_inputs)
-        matrix: torch.Tensor = operators.dequantize_4bit(weights, exact_scales, NF4_BLOCK, "nf4", shape, self.storage)
-        return matrix
+        bytes_of_weights = packed[: -(-self.num_weights // 2)].unsqueeze(1)
+        # Not by rows: on processors the operator takes other rows' scales where a row ends within a block.
+        weights: torch.Tensor = operators.dequantize_4bit(
+            bytes_of_weights, exact_scales, NF4_BLOCK, "nf4", (self.num_weights,), self.storage
+        )
+        return weights.view(self.num_outputs, self.num_inputs)
 
     def _parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the parts of a flat form, as bytes."""

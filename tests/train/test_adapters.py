@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from bitsandbytes import functional as bitsandbytes
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.records import EvaluationRecord, ProofRecord, StartRecord
-from ftkit.train.quantise import Nf4Layout, Nf4Linear, quantise_linears
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,29 +99,3 @@ def test_adapters_of_a_4_bit_model_with_dora_are_those_that_bitsandbytes_and_pef
     assert held_out_loss(base.train(), run) == pytest.approx(before.loss, rel=1e-5)
     model = PeftModel.from_pretrained(base, str(run.layout.export)).train()
     assert held_out_loss(model, run) == pytest.approx(after.loss, rel=1e-5)
-
-
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(64, 32), (300, 257), (7, 13)])
-def test_a_flat_nf4_matrix_is_bitsandbytes_own(size: tuple[int, int], storage: torch.dtype) -> None:
-    weight = torch.randn(size, generator=torch.Generator().manual_seed(1))
-    packed, state = bitsandbytes.quantize_4bit(weight.to(storage), compress_statistics=True, quant_type="nf4")
-    layout = Nf4Layout(*size, storage)
-    expected = bitsandbytes.dequantize_4bit(packed, state)
-    flat = layout.pack(weight)
-    assert torch.equal(layout.unpack(flat), expected)
-    amid_others = torch.cat([flat[:3], flat])[3:]
-    assert torch.equal(layout.unpack(amid_others), expected)
-
-
-def test_the_gradient_through_a_4_bit_layer_is_that_of_its_matrix() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64, bias=False))
-    quantise_linears([model], torch.float32)
-    (layer,) = model
-    assert isinstance(layer, Nf4Linear)
-    inputs = torch.randn(3, 32, requires_grad=True)
-    model(inputs).square().sum().backward()
-    through_layer, inputs.grad = inputs.grad, None
-    torch.nn.functional.linear(inputs, layer.weight).square().sum().backward()
-    assert torch.equal(through_layer, inputs.grad)
-    assert layer.packed.grad is None
