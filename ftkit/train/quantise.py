@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ftkit.errors import PrerequisiteError
 from ftkit.methods import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
+from ftkit.train.nf4_compiled import dequantise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,11 +60,24 @@ class Nf4Layout:
             part[: len(content)] = content
         return flat
 
-    def unpack(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the matrix, as near as 4 bits come."""
+    def unpack(self, flat: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the matrix, as near as 4 bits come.
+
+        Args:
+            flat: the flat form.
+            after: what a compiled one waits for; see `ftkit.train.nf4_compiled.dequantise`.
+        """
+        flat = flat.detach()
+        if torch.compiler.is_compiling():
+            tables = _tables(flat.device)
+            weights = dequantise(self._parts(flat), tables, self.storage, after)[: self.num_weights]
+        else:
+            weights = self._unpack_uncompiled(flat)
+        return weights.view(self.num_outputs, self.num_inputs)
+
+    def _unpack_uncompiled(self, flat: torch.Tensor) -> torch.Tensor:
         _bitsandbytes()  # defines the operators; its own function around them takes the host longer than they do
         operators = torch.ops.bitsandbytes
-        flat = flat.detach()
         if flat.storage_offset() % _ALIGNMENT:  # an engine may gather it amid others
             flat = flat.clone()
         packed, scales, nested, mean = self._parts(flat)
@@ -78,7 +92,7 @@ class Nf4Layout:
         weights: torch.Tensor = operators.dequantize_4bit(
             bytes_of_weights, exact_scales, NF4_BLOCK, "nf4", (self.num_weights,), self.storage
         )
-        return weights.view(self.num_outputs, self.num_inputs)
+        return weights
 
     def _parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the parts of a flat form, as bytes."""
@@ -103,7 +117,8 @@ class Nf4Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Multiply by the matrix, which exists only as long as that takes."""
-        output: torch.Tensor = _product(input, self.packed, self.out_features)
+        product: Any = _CompiledProduct.apply if torch.compiler.is_compiling() else _product
+        output: torch.Tensor = product(input, self.packed, self.out_features)
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
@@ -111,8 +126,8 @@ class Nf4Linear(nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, NF4"
 
 
-# An operator, so that no compiler sees the dequantised matrix and keeps it for the backward pass. Autograd keeps the
-# parameter, not views of it: an engine may free and gather it in between.
+# An operator, so that activation checkpointing knows it by name. Autograd keeps the parameter, not views of it: an
+# engine may free and gather it in between.
 @torch.library.custom_op("ftkit::nf4_product", mutates_args=())
 def _product(inputs: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
     return functional.linear(inputs, Nf4Layout(num_outputs, inputs.shape[-1], packed.dtype).unpack(packed))
@@ -140,6 +155,23 @@ def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, No
 
 
 _product.register_autograd(_gradients, setup_context=_keep_packed)
+
+
+class _CompiledProduct(torch.autograd.Function):
+    """The same product for a compiler, which sees into it. It is written to dequantise twice, as `after` makes sure."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.num_inputs = inputs.shape[-1]
+        layout = Nf4Layout(num_outputs, inputs.shape[-1], packed.dtype)
+        return functional.linear(inputs, layout.unpack(packed, after=inputs))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        layout = Nf4Layout(gradient.shape[-1], ctx.num_inputs, packed.dtype)
+        return gradient @ layout.unpack(packed, after=gradient), None, None
 
 
 def quantise_linears(layers: Iterable[nn.Module], storage: torch.dtype) -> None:
@@ -178,8 +210,19 @@ def _bitsandbytes() -> Any:
     return import_bitsandbytes("method 'qlora'")
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers that 4-bit weights stand for, and those that 8-bit scales do."""
+    return _levels(device), _code(device)
+
+
+@cache
+def _levels(device: torch.device) -> torch.Tensor:
+    levels: torch.Tensor = _bitsandbytes().get_4bit_type("nf4", device=device)
+    return levels
+
+
 @cache
 def _code(device: torch.device) -> torch.Tensor:
-    """Return the numbers that 8-bit scales stand for."""
     code: torch.Tensor = _bitsandbytes().create_dynamic_map().to(device)
     return code

@@ -1,23 +1,62 @@
-"""Weights of 4 bits: dequantised as bitsandbytes does."""
+"""Weights of 4 bits: dequantised as bitsandbytes does, compiled or not, and never kept."""
 
 from __future__ import annotations
 
+import shutil
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+import torch._dynamo
 from bitsandbytes import functional as bitsandbytes
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ftkit.train.quantise import Nf4Layout, Nf4Linear, quantise_linears
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
+COMPILERS = (
+    "aot_eager_decomp_partition",
+    pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")),
+)
+"""One divides forward and backward as the other does, but generates no code."""
+
+pytestmark = [
+    # What torch.compile of torch 2.13 says of itself.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.SiLU(), nn.Linear(512, 256, bias=False))
+    quantise_linears([model], torch.float32)
+    return model
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(64, 128), (300, 257), (7, 13)])
-def test_a_flat_nf4_matrix_is_bitsandbytes_own(size: tuple[int, int], storage: torch.dtype) -> None:
+def test_a_flat_nf4_matrix_is_bitsandbytes_own(size: tuple[int, int], storage: torch.dtype, compiler: str) -> None:
     weight = torch.randn(size, generator=torch.Generator().manual_seed(1))
     packed, state = bitsandbytes.quantize_4bit(weight.to(storage), compress_statistics=True, quant_type="nf4")
     layout = Nf4Layout(*size, storage)
     expected = bitsandbytes.dequantize_4bit(packed, state)
     flat = layout.pack(weight)
     assert torch.equal(layout.unpack(flat), expected)
+    compiled = torch.compile(layout.unpack, dynamic=False, fullgraph=True, backend=compiler)
+    assert torch.equal(compiled(flat), expected)
     amid_others = torch.cat([flat[:3], flat])[3:]
     assert torch.equal(layout.unpack(amid_others), expected)
 
@@ -39,3 +78,23 @@ def test_the_gradient_through_a_4_bit_layer_is_that_of_its_matrix() -> None:
     torch.nn.functional.linear(inputs, layer.weight).square().sum().backward()
     assert torch.equal(through_layer, inputs.grad)
     assert layer.packed.grad is None
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_compiled_model_keeps_no_dequantised_matrix_for_the_backward_pass(compiler: str) -> None:
+    model, inputs, kept = two_layers(), torch.randn(3, 256, requires_grad=True), []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = torch.compile(model, fullgraph=True, backend=compiler)(inputs)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    new = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in parameters]
+    assert 0 < sum(tensor.nbytes for tensor in new) < 256 * 512 / 4
+    outputs.square().sum().backward()
+    compiled_gradient, inputs.grad = inputs.grad, None
+    model(inputs).square().sum().backward()
+    torch.testing.assert_close(compiled_gradient, inputs.grad)
