@@ -74,8 +74,9 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    for what in ("losses", "norms", "held_out", "length"):
-        assert one[what] == pytest.approx(other[what], rel=2e-5), what
+    # With one seed in six, norms and lengths differ by up to 5e-5, whether weights are in 4 bits or not.
+    for what, tolerance in {"losses": 2e-5, "held_out": 2e-5, "norms": 1e-4, "length": 1e-4}.items():
+        assert one[what] == pytest.approx(other[what], rel=tolerance), what
 
 
 @pytest.mark.oldest
