@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CHECKOUT = Path(__file__).parent.parent
-WARM_UP_STEPS = 4
 LONG = "training.sequence_length=65536"
 SHORT = "training.sequence_length=8192"
 ADAPTED = ("training.sequence_length=2048", "training.learning_rate=1e-4")
@@ -147,7 +146,8 @@ def make_plan(name: str, case: Case, options: argparse.Namespace, workspace: Pat
     ]
     recipe = load_recipe("demo", around, overrides)
     local = load_cluster("local", around)
-    cluster = local.model_copy(update={"device": options.device, "gpus_per_node": num, "cpus_per_node": 8 * num})
+    machine = {"device": options.device, "gpus_per_node": num, "cpus_per_node": 8 * num}
+    cluster = local.model_copy(update=machine | ({"gpu": options.gpu} if options.device == "cuda" else {}))
     request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "benchmark")  # noqa: FBT003
     return replace(plan_run(recipe, cluster, None, request, ftkit_version="benchmark"), id=name)
 
@@ -188,7 +188,7 @@ def measure_peer(plan: RunPlan, peer: Peer, name: str, options: argparse.Namespa
     results = plan.layout.root / name / "steps.jsonl"
     results.parent.mkdir()
     program = [str(CHECKOUT / "benchmarks" / "peers" / peer.program), str(plan.layout.plan), *peer.options]
-    program += [f"--results={results}", f"--steps={options.steps}", f"--warm-up-steps={WARM_UP_STEPS}"]
+    program += [f"--results={results}", f"--steps={options.steps}", f"--warm-up-steps={options.warm_up_steps}"]
 
     def read_steps() -> list[Step]:
         lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
@@ -217,18 +217,20 @@ def measure(
         trainer.terminate()
         trainer.wait()
     steps = read_steps()[: options.steps]  # it may have gone further before it ended
-    steady = steps[WARM_UP_STEPS:]
+    steady = steps[options.warm_up_steps :]
     if not steady:
         errors = [path.read_text() for path in sorted(plan.layout.logs.glob("error-*.json"))]
         return Result(failure=errors[0] if errors else output.read_text()[-3000:])
-    attention = re.search(r"attention: (\w+)", output.read_text())
+    text = output.read_text()
+    attention = re.search(r"attention: (\w+)", text)
+    is_whole = "can't be compiled as a whole" not in text
     seconds = statistics.median(step.seconds for step in steady)
     return Result(
         tokens_per_second=plan.batch.tokens_per_step / seconds / plan.placement.world_size,
         memory_gib=max(step.memory_gib for step in steady),
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
-        attention=attention.group(1) if attention else "",
+        attention=(attention.group(1) if attention else "") + ("" if is_whole else ", in parts"),
     )
 
 
@@ -261,8 +263,9 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="processes, with --device cpu")
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose peak is 100 %% of MFU; it is not looked up")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="it is; not looked up")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--warm-up-steps", type=int, default=4, help="how many of them are not counted")
     parser.add_argument("--limit-seconds", type=float, default=300, help="for each trainer, its start included")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
