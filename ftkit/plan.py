@@ -17,7 +17,8 @@ from ftkit.engine_choice import EnginePlan, choose_engine
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.gpus import GPUS
 from ftkit.layout import DATA_MANIFEST, RunLayout, Workspace
-from ftkit.memory import MemoryPlan, count_parameters, method_counts, predict_memory
+from ftkit.memory import MemoryPlan, predict_memory
+from ftkit.parameters import count_parameters, method_counts
 from ftkit.plan_checks import find_notes, find_problems
 from ftkit.proposals import propose_changes, propose_faster
 from ftkit.specs.cluster import ClusterProfile

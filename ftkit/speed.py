@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from ftkit.activations import layer_bytes
 from ftkit.engine_choice import keeps_weights
 from ftkit.flops import document_flops
-from ftkit.memory import compute_width, count_parameters, method_counts, reduce_width
+from ftkit.memory import compute_width, reduce_width
+from ftkit.parameters import count_parameters, method_counts
 
 if TYPE_CHECKING:
     from ftkit.gpus import Gpu

@@ -8,7 +8,7 @@ from ftkit.cli.arguments import json_option, load_each
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal import Column, Terminal
 from ftkit.cli.wording import count
-from ftkit.memory import count_parameters
+from ftkit.parameters import count_parameters
 from ftkit.specs.load import Surroundings, list_names, load_recipe
 
 

@@ -12,7 +12,7 @@ import torch
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.memory import method_counts
+from ftkit.parameters import method_counts
 from ftkit.plan import PlacementPlan
 from ftkit.specs.model import ArchitectureSpec, Family
 from ftkit.specs.training import TrainingSpec

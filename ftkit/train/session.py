@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import TrainingError
-from ftkit.memory import method_counts
 from ftkit.methods import ParameterCounts
+from ftkit.parameters import method_counts
 from ftkit.plan import RunPlan, count_steps
 from ftkit.records import EndRecord, EvaluationRecord, ProofRecord, StageRecord, StartRecord
 from ftkit.train.adapters import fill_adapters, prepare_method

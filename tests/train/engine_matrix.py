@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ftkit.memory import method_counts
+from ftkit.parameters import method_counts
 from ftkit.plan import PlacementPlan
 from ftkit.specs.model import FAMILIES, ArchitectureSpec
 from ftkit.specs.training import (

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from ftkit.errors import TrainingError
-from ftkit.memory import method_counts
+from ftkit.parameters import method_counts
 from ftkit.records import EvaluationRecord, ProofRecord, StartRecord
 from ftkit.specs.model import FAMILIES, ArchitectureSpec
 from ftkit.specs.training import Method, TrainingSpec

@@ -16,8 +16,8 @@ from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
-from ftkit.memory import count_parameters, method_counts
 from ftkit.methods import ParameterCounts
+from ftkit.parameters import count_parameters, method_counts
 from ftkit.specs.model import FAMILIES, ArchitectureSpec, ModelSpec
 from ftkit.specs.training import ActivationCheckpointing, TrainingSpec
 from ftkit.train.batches import to_micro_batch

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.flops import count_full_layers, mean_visible_keys, token_flops
-from ftkit.memory import count_parameters
+from ftkit.parameters import count_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,9 @@ import pytest
 
 from ftkit import assets
 from ftkit.errors import ConfigError
-from ftkit.memory import GIB, count_parameters, method_counts, predict_memory
+from ftkit.memory import GIB, predict_memory
 from ftkit.methods import count_adapter_parameters, nf4_parts
+from ftkit.parameters import count_parameters, method_counts
 from ftkit.plan import choose_engine
 from ftkit.specs.layers import read_yaml
 from ftkit.specs.load import Surroundings, load_recipe

@@ -9,7 +9,7 @@ import pytest
 
 from ftkit import assets
 from ftkit.gpus import GPUS
-from ftkit.memory import count_parameters
+from ftkit.parameters import count_parameters
 from ftkit.plan import RunPlan, plan_run
 from ftkit.specs.layers import read_yaml
 from ftkit.specs.load import Surroundings, list_images, list_names, load_cluster, load_image, load_recipe
