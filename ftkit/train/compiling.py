@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._dynamo import exc
 
+from ftkit.train.library_versions import RecompileLimitHit
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -31,7 +33,7 @@ def compiled_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
         except exc.Unsupported as error:
             _say_once(forward.__qualname__, str(error).splitlines()[0])
             chosen = torch.compile(forward)
-        except exc.FailOnRecompileLimitHit:
+        except RecompileLimitHit:
             _say_once(forward.__qualname__, "It is called in more ways than torch compiles (recompile_limit).")
             chosen = torch.compile(forward)
         return chosen(*args, **kwargs)
