@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ftkit.train.compiling import compiled_whole
+from ftkit.train.compiling import allow_a_graph_each, compiled_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -64,6 +64,9 @@ def checkpoint_layers(
         compiled: whether layers are compiled.
         offload: where the inputs of layers that are all computed again wait; none: on the device.
     """
+    layers = list(layers)
+    if compiled:
+        allow_a_graph_each(len(layers))
     for layer in layers:
         if mode == "selective":
             layer.forward = _recomputing(layer.forward, mode, context_fn=_select)

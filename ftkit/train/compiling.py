@@ -7,14 +7,20 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo import exc
-
-from ftkit.train.library_versions import RecompileLimitHit
+from torch._dynamo import config, exc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 log = logging.getLogger(__name__)
+
+
+def allow_a_graph_each(num_layers: int) -> None:
+    """Let torch compile a layer's code as often as there are layers, and some.
+
+    torch 2.6 does so if they compute selectively again, and would leave the ninth and all that follow uncompiled.
+    """
+    config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)
 
 
 def compiled_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,8 +39,8 @@ def compiled_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
         except exc.Unsupported as error:
             _say_once(forward.__qualname__, str(error).splitlines()[0])
             chosen = torch.compile(forward)
-        except RecompileLimitHit:
-            _say_once(forward.__qualname__, "It is called in more ways than torch compiles (recompile_limit).")
+        except exc.FailOnRecompileLimitHit:
+            _say_once(forward.__qualname__, "It is called in more ways than torch compiles.")
             chosen = torch.compile(forward)
         return chosen(*args, **kwargs)
 

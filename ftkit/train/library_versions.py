@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch._dynamo import exc
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -13,9 +12,6 @@ FSDP2_ON_PROCESSORS = hasattr(torch.cpu.Stream, "record_event")
 Not in torch 2.6, nor in NGC's 2.7.0a0, which is of its line: autograd refuses weights that are gathered again, and gloo
 sums gradients where NCCL averages them. It is told by the third thing that is missing there.
 """
-
-RecompileLimitHit: type[Exception] = getattr(exc, "FailOnRecompileLimitHit", exc.Unsupported)
-"""What a compiled function raises that has come in too many ways. Before torch 2.7 it may have another name."""
 
 
 def complete_processor_streams() -> None:
