@@ -77,8 +77,10 @@ def _not_found(program: str) -> PrerequisiteError:
     )
 
 
-def run_fed(args: Sequence[str], feed: Callable[[IO[bytes]], None]) -> ProgramOutput:
-    """Run a program to its end while `feed` writes its standard input.
+def run_fed(
+    args: Sequence[str], feed: Callable[[IO[bytes]], None], environment: Mapping[str, str] | None = None
+) -> ProgramOutput:
+    """Run a program to its end while `feed` writes its standard input; `environment` is added to this process's.
 
     A program that ends early is no error here: its exit status and message tell more than a broken pipe.
     It is killed if `feed` raises.
@@ -88,7 +90,8 @@ def run_fed(args: Sequence[str], feed: Callable[[IO[bytes]], None]) -> ProgramOu
     """
     with tempfile.TemporaryFile() as said:
         try:
-            started = subprocess.Popen(list(args), stdin=subprocess.PIPE, stdout=said, stderr=said)
+            variables = {**os.environ, **(environment or {})}
+            started = subprocess.Popen(list(args), stdin=subprocess.PIPE, stdout=said, stderr=said, env=variables)
         except FileNotFoundError as error:
             raise _not_found(args[0]) from error
         with started:

@@ -66,7 +66,7 @@ def pack_entries(
         with io.FileIO(entrance.fileno(), "w", closefd=False) as raw, io.BufferedWriter(raw, _WRITE_BUFFER) as sink:
             made.append(write_root(entries, config, sink, counter.advance))
 
-    squashfs.pack(packer, feed, partial, lambda: counter.done)
+    squashfs.pack(packer, feed, partial, lambda: counter.done, config.created)
     if not made:
         raise ImageError(f"{packer.program} ended before it had read the whole image", fix="try again")
     return Made(made[0], packer.describe())

@@ -26,11 +26,20 @@ _F_SETPIPE_SZ = 1031
 
 @dataclass(frozen=True)
 class SquashfsPacker:
-    """A program that makes squashfs from a tar stream; `reads_from` is how it is told to read standard input."""
+    """A program that makes squashfs from a tar stream.
+
+    Attributes:
+        program: its name.
+        options: what it is told.
+        reads_from: how it is told to read standard input.
+        clamps_times: whether it has to be told the newest time that a file may have, in SOURCE_DATE_EPOCH: of folders
+            that no member names, as the root, it takes the time at which it runs.
+    """
 
     program: str
     options: tuple[str, ...]
     reads_from: tuple[str, ...] = ()
+    clamps_times: bool = False
 
     def command(self, output: Path) -> list[str]:
         """Return the command line."""
@@ -58,8 +67,8 @@ def find_packer() -> SquashfsPacker:
     if shutil.which("mksquashfs"):
         return SquashfsPacker(
             "mksquashfs", ("-tar", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "3", "-b", "1M",
-                           "-no-xattrs", "-processors", processors, "-mem", "512M", "-mkfs-time", "0",
-                           "-root-time", "0", "-root-mode", "0755"), reads_from=("-",),
+                           "-no-xattrs", "-processors", processors, "-mem", "512M", "-root-mode", "0755"),
+            reads_from=("-",), clamps_times=True,
         )  # fmt: skip
     raise PrerequisiteError(
         "there is no program here that makes squashfs from a tar stream",
@@ -69,9 +78,20 @@ def find_packer() -> SquashfsPacker:
 
 
 def pack(
-    packer: SquashfsPacker, feed: Callable[[IO[bytes]], None], output: Path, count_bytes: Callable[[], int]
+    packer: SquashfsPacker,
+    feed: Callable[[IO[bytes]], None],
+    output: Path,
+    count_bytes: Callable[[], int],
+    created: int,
 ) -> None:
-    """Pack what `feed` writes into `output`; `count_bytes` tells how much that was so far.
+    """Pack what `feed` writes into `output`; the same bytes each time.
+
+    Args:
+        packer: the program.
+        feed: writes a tar stream of which no member is newer than `created`.
+        output: the file.
+        count_bytes: tells how much was written so far.
+        created: when the image was made, in seconds since 1970.
 
     Raises:
         ImageError: the program failed; on a full disk, that.
@@ -83,7 +103,8 @@ def pack(
         fcntl.fcntl(entrance.fileno(), _F_SETPIPE_SZ, _PIPE_BUFFER)
         feed(entrance)
 
-    done = process.run_fed(packer.command(output), widened)
+    environment = {"SOURCE_DATE_EPOCH": str(created)} if packer.clamps_times else {}
+    done = process.run_fed(packer.command(output), widened, environment)
     if done.returncode != 0:
         raise explain_failure(packer.program, done.stderr, output, count_bytes())
     check_whole(output)
