@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="processes, with --device cpu")
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="it is; not looked up")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="the GPU that it is, which is not looked up")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warm-up-steps", type=int, default=4, help="how many of them are not counted")
     parser.add_argument("--limit-seconds", type=float, default=300, help="for each trainer, its start included")

@@ -126,6 +126,7 @@ def plan_run(
     engine = choose_engine(recipe, placement.world_size, cluster.gpu)
     kept = engine.keeps_weights
     memory = predict_memory(shape, training, placement.world_size, engine.name, placement.device, keeps_weights=kept)
+    network = _network(cluster, placement)
     counts = method_counts(shape, training)
     name = request.name or recipe.name
     return RunPlan(
@@ -142,7 +143,7 @@ def plan_run(
         engine=engine,
         batch=_batch(training, placement.world_size),
         memory=memory,
-        speed=None if gpu is None else predict_speed(shape, training, engine.name, gpu, _network(cluster, placement)),
+        speed=None if gpu is None else predict_speed(shape, training, engine.name, gpu, network, keeps_weights=kept),
         num_parameters=count_parameters(shape),
         num_trained=counts.trained,
         num_steps=count_steps(training, request.num_packs),

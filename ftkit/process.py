@@ -80,7 +80,7 @@ def _not_found(program: str) -> PrerequisiteError:
 def run_fed(
     args: Sequence[str], feed: Callable[[IO[bytes]], None], environment: Mapping[str, str] | None = None
 ) -> ProgramOutput:
-    """Run a program to its end while `feed` writes its standard input; `environment` is added to this process's.
+    """Run a program to its end while `feed` writes its standard input; `environment` as `run` has it.
 
     A program that ends early is no error here: its exit status and message tell more than a broken pipe.
     It is killed if `feed` raises.
@@ -90,8 +90,7 @@ def run_fed(
     """
     with tempfile.TemporaryFile() as said:
         try:
-            variables = {**os.environ, **(environment or {})}
-            started = subprocess.Popen(list(args), stdin=subprocess.PIPE, stdout=said, stderr=said, env=variables)
+            started = subprocess.Popen(list(args), stdin=subprocess.PIPE, stdout=said, stderr=said, env=environment)
         except FileNotFoundError as error:
             raise _not_found(args[0]) from error
         with started:

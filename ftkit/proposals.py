@@ -106,7 +106,8 @@ def propose_faster(recipe: RecipeSpec, engine: EngineName, gpu: Gpu, network: Ne
     """
     shape, training = recipe.model.architecture, recipe.training
     per_process = training.global_batch_size // network.size
-    now = predict_speed(shape, training, engine, gpu, network).step_seconds
+    kept = keeps_weights(shape, training, network.size, engine, gpu)
+    now = predict_speed(shape, training, engine, gpu, network, keeps_weights=kept).step_seconds
     best: FasterProposal | None = None
     for micro, checkpointing in product(_divisors(per_process), ("none", "selective", "full")):
         change: Change = {"micro_batch_size": micro, "activation_checkpointing": checkpointing}
@@ -118,7 +119,7 @@ def propose_faster(recipe: RecipeSpec, engine: EngineName, gpu: Gpu, network: Ne
         changed = training.model_copy(update=change)
         kept = keeps_weights(shape, changed, network.size, engine, gpu)
         total = predict_memory(shape, changed, network.size, engine, keeps_weights=kept).total
-        speedup = now / predict_speed(shape, changed, engine, gpu, network).step_seconds
+        speedup = now / predict_speed(shape, changed, engine, gpu, network, keeps_weights=kept).step_seconds
         if total <= gpu.usable_gib and speedup > (best.speedup * LEAST_DIFFERENCE if best else WORTHWHILE):
             best = FasterProposal(_typed(change), speedup, total)
     return best
@@ -140,9 +141,8 @@ class _Run:
         num_shards = fields.pop("num_nodes", self.num_nodes) * self.processes_per_node
         training = self.recipe.training.model_copy(update=fields)
         device: Literal["cpu", "cuda"] = "cpu" if self.cluster.device == "cpu" else "cuda"
-        # Left open, weights are kept only where there is room.
-        kept = training.reshard_after_forward == "never" and num_shards > 1
         shape = self.recipe.model.architecture
+        kept = keeps_weights(shape, training, num_shards, self.engine, None)  # if left open, not where there is no room
         return predict_memory(shape, training, num_shards, self.engine, device, keeps_weights=kept).total
 
     def levers(self) -> Iterator[list[Change]]:

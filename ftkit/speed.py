@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.activations import layer_bytes
-from ftkit.engine_choice import keeps_weights
 from ftkit.flops import document_flops
 from ftkit.memory import compute_width, reduce_width
 from ftkit.parameters import count_parameters, method_counts
@@ -76,14 +75,23 @@ class Network:
 
 
 def predict_speed(
-    shape: ArchitectureSpec, training: TrainingSpec, engine: EngineName, gpu: Gpu, network: Network
+    shape: ArchitectureSpec,
+    training: TrainingSpec,
+    engine: EngineName,
+    gpu: Gpu,
+    network: Network,
+    *,
+    keeps_weights: bool = False,
 ) -> SpeedPlan:
-    """Predict the speed of a run whose packs are one document each, all of its tokens targets."""
+    """Predict the speed of a run whose packs are one document each, all of its tokens targets.
+
+    `keeps_weights`: as `ftkit.memory.predict_memory` has it.
+    """
     tokens = training.micro_batch_size * training.sequence_length
     accumulation = max(1, training.global_batch_size // (training.micro_batch_size * network.size))
     micro = {
         "gpu": _gpu_seconds(shape, training, engine, gpu, tokens),
-        "network": _network_seconds(shape, training, engine, gpu, network),
+        "network": _network_seconds(shape, training, gpu, network, 1 if keeps_weights else 2),
         "host": shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[engine],
         "main memory": _offload_seconds(shape, training, tokens),
     }
@@ -114,16 +122,13 @@ def _gpu_seconds(shape: ArchitectureSpec, training: TrainingSpec, engine: Engine
     return tokens * seconds + weights / gpu.memory_bandwidth
 
 
-def _network_seconds(
-    shape: ArchitectureSpec, training: TrainingSpec, engine: EngineName, gpu: Gpu, network: Network
-) -> float:
-    """Weights are gathered for the forward pass and, if they aren't kept, for the backward pass, gradients reduced."""
+def _network_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, network: Network, times: int) -> float:
+    """Weights are gathered so many times, for the forward and perhaps for the backward pass, and gradients reduced."""
     if network.size == 1:
         return 0.0
     bandwidth = gpu.link_bandwidth
     if network.num_nodes > 1 and network.node_bandwidth is not None:
         bandwidth = min(bandwidth, network.node_bandwidth)
-    times = 1 if keeps_weights(shape, training, network.size, engine, gpu) else 2
     return _carried_bytes(shape, training, times) / (NETWORK_EFFICIENCY * bandwidth)
 
 

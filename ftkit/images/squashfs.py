@@ -103,7 +103,7 @@ def pack(
         fcntl.fcntl(entrance.fileno(), _F_SETPIPE_SZ, _PIPE_BUFFER)
         feed(entrance)
 
-    environment = {"SOURCE_DATE_EPOCH": str(created)} if packer.clamps_times else {}
+    environment = os.environ | {"SOURCE_DATE_EPOCH": str(created)} if packer.clamps_times else None
     done = process.run_fed(packer.command(output), widened, environment)
     if done.returncode != 0:
         raise explain_failure(packer.program, done.stderr, output, count_bytes())

@@ -36,11 +36,10 @@ def compiled_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal chosen
         try:
             return chosen(*args, **kwargs)
-        except exc.Unsupported as error:
-            _say_once(forward.__qualname__, str(error).splitlines()[0])
-            chosen = torch.compile(forward)
-        except exc.FailOnRecompileLimitHit:
-            _say_once(forward.__qualname__, "It is called in more ways than torch compiles.")
+        except (exc.Unsupported, exc.FailOnRecompileLimitHit) as error:
+            is_limit = isinstance(error, exc.FailOnRecompileLimitHit)
+            reason = "It is called in more ways than torch compiles." if is_limit else str(error).splitlines()[0]
+            _say_once(forward.__qualname__, reason)
             chosen = torch.compile(forward)
         return chosen(*args, **kwargs)
 
