@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ftkit.train.pinned import pinned_like
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -25,7 +28,8 @@ class ActivationOffload:
 
     A tensor on its way out is held until the next one goes: by then it has left, and nobody waits for it. A tensor
     that is asked for brings the one before it along, which the layer before will ask for next. On processors the
-    streams are none, and a copy is done when it is called.
+    streams are none, and a copy is done when it is called. Main memory serves again: the next copy into it is on the
+    same stream as the one out of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,6 +38,7 @@ class ActivationOffload:
         self._stream = self._library.Stream()
         self._newest: _Parked | None = None
         self._leaving: torch.Tensor | None = None
+        self._free: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
 
     def around(self, layer_input: torch.Tensor) -> AbstractContextManager[Any]:
         """Give the context in which a layer is called: of all that it keeps, its input alone is parked."""
@@ -50,7 +55,8 @@ class ActivationOffload:
     def _park(self, tensor: torch.Tensor) -> _Parked:
         computing = self._library.current_stream()
         computing.wait_stream(self._stream)  # the one before has left: its memory may be used again
-        host = torch.empty_like(tensor, device="cpu", pin_memory=self._device.type == "cuda")
+        free = self._free[tensor.shape]
+        host = free.pop() if free else pinned_like(tensor)
         self._stream.wait_stream(computing)
         with self._library.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
@@ -61,6 +67,7 @@ class ActivationOffload:
     def _fetch(self, parked: _Parked) -> torch.Tensor:
         tensor = self._bring(parked)
         parked.arriving = None
+        self._free[tensor.shape].append(parked.host)
         self._library.current_stream().wait_stream(self._stream)
         self._leaving = None
         self._newest = parked.before

@@ -130,7 +130,7 @@ class CheckpointSaver:
             needed = count_bytes(state) * self._plan.placement.processes_per_node
             available = available_bytes()
             self._world.barrier()  # one rank's copy must not count against another's
-            self._has_room = 2 * needed <= available  # pinned memory comes in powers of two
+            self._has_room = 1.1 * needed <= available
             if not self._has_room:
                 log.warning(
                     "training waits for its checkpoints: a copy takes %.1f GiB a node, %.1f GiB are free",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ftkit.train.pinned import pinned_like
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class HostCopy:
-    """One copy at a time. Its buffers serve for the next one again: pinned memory takes long to get."""
+    """One copy at a time. Its buffers serve for the next one again."""
 
     def __init__(self, host_mesh: DeviceMesh) -> None:
         self._mesh = host_mesh
@@ -44,7 +46,7 @@ class HostCopy:
 
     def _buffer(self, like: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
         if path not in self._buffers:
-            self._buffers[path] = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+            self._buffers[path] = pinned_like(like)
         return self._buffers[path]
 
 

@@ -119,7 +119,7 @@ def test_the_next_checkpoint_waits_for_the_one_before_and_uses_its_buffers(
 def test_without_room_for_a_copy_training_waits(
     plan: RunPlan, engine: Any, saver: CheckpointSaver, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_saver, "available_bytes", lambda: 47)  # twice 6 weights and a count are 56 bytes
+    monkeypatch.setattr(checkpoint_saver, "available_bytes", lambda: 30)  # 6 weights and a count are 28 bytes
     gate.open()
     with saver:
         saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
