@@ -109,6 +109,7 @@ class Step:
     seconds: float
     loss: float
     memory_gib: float
+    data_wait_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Result:
     first_loss: float = 0.0
     last_loss: float = 0.0
     attention: str = ""
+    data_wait_ratio: float | None = None
     failure: str = ""
 
 
@@ -178,7 +180,10 @@ def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
 
     def read_steps() -> list[Step]:
         records = [record for record in read_records(plan.layout.metrics) if isinstance(record, StepRecord)]
-        return [Step(record.step, record.step_seconds, record.loss, record.memory_gib or 0.0) for record in records]
+        return [
+            Step(record.step, record.step_seconds, record.loss, record.memory_gib or 0.0, record.data_wait_ratio)
+            for record in records
+        ]
 
     return measure(plan, [sys.executable, *torchrun(plan), *command], read_steps, options)
 
@@ -225,16 +230,18 @@ def measure(
     attention = re.search(r"attention: (\w+)", text)
     is_whole = "can't be compiled as a whole" not in text
     seconds = statistics.median(step.seconds for step in steady)
+    waits = [step.data_wait_ratio for step in steady if step.data_wait_ratio is not None]
     return Result(
         tokens_per_second=plan.batch.tokens_per_step / seconds / plan.placement.world_size,
         memory_gib=max(step.memory_gib for step in steady),
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
         attention=(attention.group(1) if attention else "") + ("" if is_whole else ", in parts"),
+        data_wait_ratio=statistics.median(waits) if waits else None,
     )
 
 
-COLUMNS = "{:<16} {:<17} {:<17} {:>12} {:>7} {:>6} {:>9} {:>9} {:>10} {:>10}"
+COLUMNS = "{:<16} {:<17} {:<17} {:>12} {:>7} {:>6} {:>9} {:>9} {:>9} {:>10} {:>10}"
 
 
 def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_token: float) -> str:
@@ -250,6 +257,7 @@ def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_to
         f"{result.tokens_per_second * mfu_of_one_token:.1%}",
         f"{result.memory_gib:.1f}",
         f"{plan.memory.total:.1f}" if result is ours else "",
+        "" if result.data_wait_ratio is None else f"{result.data_wait_ratio:.2%}",
         f"{result.first_loss:.5f}",
         f"{result.last_loss:.5f}",
     )
@@ -269,7 +277,7 @@ def main() -> None:
     parser.add_argument("--limit-seconds", type=float, default=300, help="for each trainer, its start included")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    titles = "case,trainer,attention,tokens/s/GPU,ftkit ×,MFU,peak GiB,predicted,first loss,last loss"
+    titles = "case,trainer,attention,tokens/s/GPU,ftkit ×,MFU,peak GiB,predicted,data wait,first loss,last loss"
     print(COLUMNS.format(*titles.split(",")))
     with tempfile.TemporaryDirectory() as folder:
         for name in options.case:
