@@ -90,7 +90,7 @@ def predict_memory(
     *,
     keeps_weights: bool = False,
 ) -> MemoryPlan:
-    """Predict the peak memory of one of `num_shards` processes: the largest of three moments of a step.
+    """Predict the peak memory of one of `num_shards` processes: the largest of four moments of a step.
 
     Trained weights have fp32 masters, gradients and two states of AdamW (16 bytes a parameter in all; ZeRO-3 has
     them in the compute precision as well); frozen ones are there once. All are sharded. While a layer runs, its
@@ -98,8 +98,7 @@ def predict_memory(
     outside the layers; `keeps_weights`: those of all layers, from the forward pass to the backward pass.
     """
     sizes = _Sizes(shape, training, num_shards, engine, device, keeps_weights=keeps_weights)
-    moments = (sizes.in_loss(), sizes.in_backward(), sizes.in_optimizer())
-    return max(moments, key=lambda moment: moment.total)
+    return max(sizes.moments(), key=lambda moment: moment.total)
 
 
 class _Sizes:
@@ -123,7 +122,7 @@ class _Sizes:
         self.tokens = training.micro_batch_size * training.sequence_length
         counts = method_counts(shape, training)
         self.trained, self.total = counts.trained, counts.total
-        self.accumulates = training.global_batch_size > training.micro_batch_size * num_shards
+        self.keeps_gradients = engine == "zero3" or training.global_batch_size > training.micro_batch_size * num_shards
         self.table = shape.vocab_size * shape.hidden_size
         self.trains_table = training.adapters is None
 
@@ -170,48 +169,53 @@ class _Sizes:
             return 0
         return self.width * max(inputs * outputs for inputs, outputs in projections(self.shape).values())
 
-    def gathered(self) -> float:
-        """Return the bytes of whole weights after the forward pass."""
+    def gathered(self, layers: int) -> float:
+        """Return the bytes of whole weights while so many layers wait for their backward pass."""
         if self.engine == "zero3":
             return self.width * min(ZERO3_LIVE_WEIGHTS, self.total)
         if self.num_shards > 1 or self.training.offload == "all":
-            return self.around() + self.layer() * (self.shape.num_hidden_layers if self.keeps_weights else 1)
+            return self.around() + self.layer() * (layers if self.keeps_weights else 1)
+        if self.width == FP32:
+            return 0
         # One process: frozen weights are used as they are, trained ones stay in the compute precision.
-        return self.width * self.trained if self.width < FP32 else 0
+        return self.width * (self.trained_around() + self.trained_layer() * layers)
 
-    def in_flight(self) -> float:
-        """Return what the backward pass of a layer adds: weights that come, and gradients that go."""
+    def in_flight(self, layers: int) -> float:
+        """Return what the backward pass of a layer adds: gradients that go, and the next layer's weights that come."""
         if self.engine == "zero3":
             return (self.width + reduce_width(self.training)) * ZERO3_BUCKET + self.matrix()
-        reduced = reduce_width(self.training) * self.trained_layer()
-        going = self.width * self.trained_layer() + reduced
-        if self.num_shards > 1:  # the next layer's come and the last one's go meanwhile
-            going += reduced + (0 if self.keeps_weights else 2 * self.layer())
+        going = self.width * self.trained_layer()
+        if self.num_shards > 1:
+            reduced = reduce_width(self.training) * self.trained_layer()
+            # The layer before it is being reduced; by the time that it is itself, it is done with its activations.
+            going += reduced + max(0, reduced - self.used_by_layer())
+            going += 2 * self.layer() if layers and not self.keeps_weights else 0
         return going + self.matrix()
 
     # Activations and logits
 
-    def kept_of_layer(self) -> float:
+    def used_by_layer(self) -> float:
+        """Return what a layer has in its backward pass, all of it computed again or not.
+
+        What it computes there takes the place of what it is done with (measured at 65,536 tokens).
+        """
         return self.tokens * layer_bytes(self.shape, self.width, compiled=self.compiled)
 
-    def activations(self) -> float:
-        layers = self.shape.num_hidden_layers
-        inputs = self.width * self.tokens * self.shape.hidden_size
-        outside = (8 + 2 * self.width) * self.tokens * self.shape.hidden_size  # the last norm's and the loss's
-        if self.plain_attention:
-            outside += self.training.micro_batch_size * self.training.sequence_length**2  # the mask
-        if self.training.activation_checkpointing == "none":
-            return outside + layers * self.kept_of_layer()
-        if self.training.activation_checkpointing == "selective":
-            kept = self.width * self.tokens * selective_numbers(self.shape)
-            return outside + layers * kept
-        # Of the inputs that wait in main memory, one is in use and one on its way.
-        return outside + (2 if self.training.activation_offload else layers) * inputs
+    def hidden(self) -> float:
+        """Return the bytes of the residual stream between two layers."""
+        return self.width * self.tokens * self.shape.hidden_size
 
-    def recomputed(self) -> float:
-        """Return what one layer has of activations and their gradients in its backward pass, beside what was kept."""
-        widest = self.width * self.tokens * (3 * self.shape.intermediate_size + 2 * self.shape.hidden_size)
-        return widest + (0 if self.training.activation_checkpointing == "none" else self.kept_of_layer())
+    def mask(self) -> float:
+        return self.plain_attention * self.training.micro_batch_size * self.training.sequence_length**2
+
+    def waiting(self, layers: int) -> float:
+        """Return what so many layers keep for their backward pass."""
+        if self.training.activation_checkpointing == "none":
+            return layers * self.used_by_layer()
+        if self.training.activation_checkpointing == "selective":
+            return layers * self.width * self.tokens * selective_numbers(self.shape)
+        # Of the inputs that wait in main memory, one is in use and one on its way.
+        return (min(layers, 2) if self.training.activation_offload else layers) * self.hidden()
 
     def loss_logits(self) -> float:
         if self.engine == "zero3":
@@ -226,28 +230,35 @@ class _Sizes:
     def kept_logits(self) -> float:
         if self.engine == "zero3":
             return self.tokens * self.shape.vocab_size * (self.width + 8)
-        return 2 * self.width * self.table if self.trains_table else 0
+        return self.width * self.table if self.trains_table else 0
 
     # The moments
 
+    def moments(self) -> list[MemoryPlan]:
+        # Activations are the most when the last layer's gradients have just gone, gradients at the first layer.
+        at_its_start = self.in_backward(max(0, self.shape.num_hidden_layers - 2))
+        return [self.in_loss(), at_its_start, self.in_backward(0), self.in_optimizer()]
+
     def in_loss(self) -> MemoryPlan:
+        layers = self.shape.num_hidden_layers
+        norm_and_loss = (8 + 2 * self.width) * self.tokens * self.shape.hidden_size
         return self._plan(
             "loss",
-            gradients=self.own_gradients() if self.accumulates or self.engine == "zero3" else 0,
-            activations=self.activations(),
+            gradients=self.own_gradients() if self.keeps_gradients else 0,
+            activations=self.waiting(layers) + norm_and_loss + self.mask(),
             logits=self.loss_logits(),
-            communication=self.gathered(),
+            communication=self.gathered(layers),
         )
 
-    def in_backward(self) -> MemoryPlan:
-        share = 1 / self.shape.num_hidden_layers  # the first layers' gradients meet the last layers' activations
-        accumulated = self.accumulates or self.engine == "zero3"
+    def in_backward(self, layers: int) -> MemoryPlan:
+        """In the backward pass of a layer, while so many others wait for theirs."""
+        done = 1 - (layers + 1) / self.shape.num_hidden_layers
         return self._plan(
             "backward",
-            gradients=self.own_gradients() * (1 if accumulated else share),
-            activations=self.activations() + self.recomputed(),
+            gradients=self.own_gradients() * (1 if self.keeps_gradients else done),
+            activations=self.waiting(layers) + self.used_by_layer() + 2 * self.hidden() + self.mask(),
             logits=self.kept_logits(),
-            communication=self.gathered() + self.in_flight(),
+            communication=self.gathered(layers + 1) + self.in_flight(layers),
         )
 
     def in_optimizer(self) -> MemoryPlan:
@@ -255,7 +266,8 @@ class _Sizes:
         if self.engine == "zero3":
             leaving = 4 * min(ZERO3_LIVE_WEIGHTS, self.trained / self.num_shards)
         else:
-            leaving = (reduce_width(self.training) + 2 * self.width) * self.trained_around()
+            reduced = reduce_width(self.training) if self.num_shards > 1 else 0
+            leaving = (reduced + 2 * self.width) * self.trained_around()
         if self.training.offload == "optimizer" and self.engine == "fsdp2":  # a tensor's states at a time
             leaving += 8 * self.table / self.num_shards
         return self._plan("optimizer", gradients=self.own_gradients(), communication=leaving)
