@@ -33,6 +33,7 @@ def find_problems(
         *_batch(recipe, num_nodes * processes_per_node),
         *_offload(recipe, cluster),
         *_kernels(recipe, cluster),
+        *_collectives(recipe, cluster, num_nodes, processes_per_node),
         *_engine(recipe),
         *_targets(recipe),
         *_lengths(recipe),
@@ -104,6 +105,19 @@ def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
         )
     if training.compile == "layers" and training.engine == "zero3":
         yield Problem(where, "training.compile", "'layers' has no effect with engine 'zero3'.", "Take 'auto'.")
+
+
+def _collectives(
+    recipe: RecipeSpec, cluster: ClusterProfile, num_nodes: int, processes_per_node: int
+) -> Iterator[Problem]:
+    if recipe.training.collectives != "copy_engine":
+        return
+    where = f"recipe {recipe.name} on cluster {cluster.name}"
+    if cluster.device == "cpu" or num_nodes != 1 or processes_per_node == 1:
+        yield Problem(
+            where, "training.collectives", "copy engines copy between the GPUs of one node: this run has "
+            f"{num_nodes} x {processes_per_node} processes with device '{cluster.device}'.", "Take 'auto'.",
+        )  # fmt: skip
 
 
 def _engine(recipe: RecipeSpec) -> Iterator[Problem]:

@@ -109,6 +109,10 @@ class TrainingSpec(Spec):
     has memory to spare."""
     reduce_precision: Precision = "fp32"
     """Precision in which gradients are summed over the processes; `bf16`: half the traffic, and each sum rounded."""
+    collectives: Literal["auto", "nccl", "copy_engine"] = "auto"
+    """What moves weights and gradients between GPUs, with engine fsdp2: NCCL, whose kernels take processors from the
+    arithmetic beside them, or the copy engines, on one host (torch 2.11 or newer); `auto`: copy engines where they
+    work. They move gradients in the precision of training, and add them up in `reduce_precision`."""
     checkpoint_every_steps: PositiveInt = 300
     """A checkpoint every so many steps; there is always one at the end."""
     keep_checkpoints: PositiveInt = 2
@@ -130,6 +134,7 @@ class TrainingSpec(Spec):
             "activation_checkpointing": self.activation_checkpointing == "selective",
             "optimizer": self.optimizer == "adamw8bit",
             "reshard_after_forward": self.reshard_after_forward == "never",
+            "collectives": self.collectives == "copy_engine",
         }
         return tuple(setting for setting, is_needed in needed.items() if is_needed)
 
@@ -156,6 +161,12 @@ class TrainingSpec(Spec):
     def _8_bit_states_stay(self) -> Self:
         if self.optimizer == "adamw8bit" and self.offload != "none":
             raise ValueError(f"optimizer 'adamw8bit' keeps its states on the device: offload is '{self.offload}'")
+        return self
+
+    @model_validator(mode="after")
+    def _copy_engines_copy_between_devices(self) -> Self:
+        if self.collectives == "copy_engine" and self.offload == "all":
+            raise ValueError("collectives 'copy_engine' doesn't go with offload 'all': weights wait in main memory")
         return self
 
     @model_validator(mode="after")

@@ -21,6 +21,7 @@ from ftkit.errors import TrainingError
 from ftkit.train.activation_offload import ActivationOffload
 from ftkit.train.adamw8bit import AdamW8bit
 from ftkit.train.checkpointing import checkpoint_layers
+from ftkit.train.collectives import choose_collectives
 from ftkit.train.facts import Held, gather_facts
 from ftkit.train.library_versions import FSDP2_ON_PROCESSORS, TORCH, complete_processor_streams
 from ftkit.train.model import find_decoder_layers
@@ -203,13 +204,17 @@ def shard(model: nn.Module, training: TrainingSpec, world: World, *, keeps_weigh
         if training.precision == "bf16":
             cast_where_used(model, compute, world.device)
         return model
-    reduced = torch.bfloat16 if training.reduce_precision == "bf16" else torch.float32
+    collectives = choose_collectives(training, world)
+    reduced = compute if collectives or training.reduce_precision == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
     options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": policy, "offload_policy": offload}
     for layer in layers:
         fully_shard(layer, reshard_after_forward=world.size > 1 and not keeps_weights, **options)
     fully_shard(model, **options)
+    if collectives is not None:
+        for module in (*layers, model):
+            collectives.serve(cast("FSDPModule", module))
     add_objective(model, in_chunks=True)
     return model
 

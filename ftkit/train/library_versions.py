@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -12,6 +13,9 @@ FSDP2_ON_PROCESSORS = hasattr(torch.cpu.Stream, "record_event")
 Not in torch 2.6, nor in NGC's 2.7.0a0, which is of its line: autograd refuses weights that are gathered again, and gloo
 sums gradients where NCCL averages them. It is told by the third thing that is missing there.
 """
+
+COPY_ENGINE_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
+"""Whether FSDP2 takes collectives from outside, and its symmetric memory was tried with them."""
 
 
 def complete_processor_streams() -> None:

@@ -29,6 +29,7 @@ class World:
 
     rank: int
     size: int
+    num_hosts: int
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
@@ -76,7 +77,7 @@ def joined_world(placement: PlacementPlan) -> Iterator[World]:
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     try:
         mesh, host_mesh = (init_device_mesh(kind, (size,)) for kind in (device.type, "cpu"))
-        yield World(dist.get_rank(), size, local_rank, device, mesh, host_mesh)
+        yield World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh)
     finally:
         dist.destroy_process_group()
 

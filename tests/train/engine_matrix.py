@@ -9,10 +9,13 @@ import itertools
 import json
 import os
 import sys
+import tempfile
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +34,9 @@ from ftkit.specs.training import (
     Precision,
     TrainingSpec,
 )
+from ftkit.train import fsdp2
 from ftkit.train.adapters import fill_adapters, prepare_method
+from ftkit.train.collectives import make_collectives, wrong_answer
 from ftkit.train.counting import count_method
 from ftkit.train.engines import make_engine
 from ftkit.train.model import make_config
@@ -58,11 +63,30 @@ class Case(NamedTuple):
     precision: Precision = "fp32"
     reduced: Precision = "fp32"
     weights: Literal["given back", "kept"] = "given back"
+    collectives: Literal["auto", "copied"] = "auto"
 
     @property
     def name(self) -> str:
         """The words, without those that are nothing special."""
-        return " ".join(word for word in self if word not in {"none", "fp32", "given back"})
+        return " ".join(word for word in self if word not in {"none", "fp32", "given back", "auto"})
+
+
+class FileMemory:
+    """What GPUs of one host share, as a file that processes share. Copies into it are done when they are called."""
+
+    num_bytes = 1024
+
+    def __init__(self, path: Path, world: World) -> None:
+        self.rank, self.size = world.rank, world.size
+        size = self.size * self.num_bytes
+        self._memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+    def of(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        whole = self._memory[rank * self.num_bytes : (rank + 1) * self.num_bytes].view(dtype)
+        return whole[offset : offset + numel]
+
+    def barrier(self) -> None:
+        torch.distributed.barrier()
 
 
 class Gathers(TorchDispatchMode):  # type: ignore[misc] # torch has no types for it
@@ -83,6 +107,9 @@ def cases() -> Iterator[Case]:
         yield Case("olmo3", "qlora", engine, precision="bf16")
         yield from (Case("llama", "full", engine, precision="bf16", reduced=reduced) for reduced in get_args(Precision))
     yield from (Case(family, "full", "fsdp2", weights="kept") for family in ("llama", "olmo3"))
+    yield from (Case("gemma3_text", method, "fsdp2", collectives="copied") for method in get_args(Method))
+    for reduced in get_args(Precision):
+        yield Case("llama", "full", "fsdp2", precision="bf16", reduced=reduced, collectives="copied")
 
 
 def architecture(family: str) -> ArchitectureSpec:
@@ -111,8 +138,19 @@ def batch(step: int, accumulation: int, world: World) -> MicroBatch:
     return MicroBatch(tokens, positions, index, tokens.flatten()[1:], borders, tokens.numel())
 
 
+@contextmanager
+def copied_collectives(training: TrainingSpec, world: World) -> Iterator[None]:
+    """Let FSDP2 use the collectives of copy engines, on memory that is shared through files."""
+    averaged_in = torch.bfloat16 if training.reduce_precision == "bf16" else torch.float32
+    folder = Path(world.gather_objects(tempfile.mkdtemp())[0])
+    made = make_collectives(*(FileMemory(folder / name, world) for name in ("gathered", "reduced")), averaged_in)
+    assert not wrong_answer(made, world)
+    with patch.object(fsdp2, "choose_collectives", lambda *_: made):
+        yield
+
+
 def train(case: Case, world: World) -> dict[str, Any]:
-    family, method, engine_name, offload, precision, reduced, weights = case
+    family, method, engine_name, offload, precision, reduced, weights, collectives = case
     shape = architecture(family)
     adapters = LoraSpec(targets=ADAPTED.get(family, ALL_PROJECTIONS)) if method != "full" else None
     training = TrainingSpec(
@@ -128,9 +166,11 @@ def train(case: Case, world: World) -> dict[str, Any]:
     if family in FAMILIES:
         assert expected == method_counts(shape, training)
     prepare_method(model, training)
-    engine = make_engine(
-        engine_name, model, training, world, lambda sharded: fill_adapters(sharded, 5), keeps_weights=weights == "kept"
-    )
+    with copied_collectives(training, world) if collectives == "copied" else nullcontext():
+        engine = make_engine(
+            engine_name, model, training, world, lambda sharded: fill_adapters(sharded, 5),
+            keeps_weights=weights == "kept",
+        )  # fmt: skip
     checks = prove_sharding(engine.facts(), training, expected)
     prove_isolation(engine, world, VOCABULARY, length=16)
     prove_loss(engine, world, VOCABULARY, length=16)

@@ -133,6 +133,23 @@ def test_gradients_that_are_summed_in_bf16_train_nearly_alike(engine: str, matri
     assert rounded["norms"] != exact["norms"]
 
 
+@pytest.mark.parametrize("method", get_args(Method))
+def test_what_is_copied_from_peer_to_peer_trains_alike(method: Method, matrix: dict[str, dict[str, Any]]) -> None:
+    copied = matrix[f"gemma3_text {method} fsdp2 copied"]
+    assert_equal(copied, matrix[f"gemma3_text {method} fsdp2"])
+    assert copied["gathered"] == 0
+
+
+def test_copied_gradients_in_bf16_are_summed_in_fp32_unless_the_recipe_says_otherwise(
+    matrix: dict[str, dict[str, Any]],
+) -> None:
+    exact, rounded = matrix["llama full fsdp2 bf16"], matrix["llama full fsdp2 bf16 bf16"]
+    assert_equal(matrix["llama full fsdp2 bf16 copied"], exact)
+    copied = matrix["llama full fsdp2 bf16 bf16 copied"]
+    assert copied["norms"] == pytest.approx(rounded["norms"], rel=1e-3)
+    assert copied["norms"] != exact["norms"]
+
+
 def test_a_zero3_run_is_the_fsdp2_run_and_goes_on_with_fewer_processes(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:

@@ -185,6 +185,14 @@ def test_what_zero3_cannot_do_is_refused_and_auto_takes_fsdp2() -> None:
     assert (chosen.name, "activation_checkpointing" in chosen.reason) == ("fsdp2", True)
 
 
+def test_copy_engines_need_several_gpus_of_one_node() -> None:
+    recipe = demo("training.collectives=copy_engine")
+    assert "this run has 1 x 2 processes with device 'cpu'" in problems(recipe)
+    assert "'copy_engine' doesn't go" in problems(demo("training.collectives=copy_engine", "training.engine=zero3"))
+    with pytest.raises(ConfigError, match="doesn't go with offload 'all'"):
+        demo("training.collectives=copy_engine", "training.offload=all")
+
+
 def test_what_needs_held_out_data_is_refused_without_it() -> None:
     found = problems(demo("data.source.num_heldout=0", "evaluation.every_steps=5"))
     assert found.count("nothing held out") == 2

@@ -1,0 +1,101 @@
+"""Which collectives a run gets, and what is said where copy engines can't be had."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ftkit.errors import TrainingError
+from ftkit.specs.training import TrainingSpec
+from ftkit.train import collectives
+from ftkit.train.collectives import choose_collectives, make_collectives, wrong_answer
+from ftkit.train.copy_engine import ReduceScatter
+
+if TYPE_CHECKING:
+    from ftkit.train.world import World
+
+
+class OwnMemory:
+    """Memory of the only rank there is."""
+
+    num_bytes, rank, size = 4096, 0, 1
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(self.num_bytes, dtype=torch.uint8)
+
+    def of(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        assert rank == 0
+        return self._memory.view(dtype)[offset : offset + numel]
+
+    def barrier(self) -> None:
+        """Nobody is waited for."""
+
+
+class ForgetfulMemory(OwnMemory):
+    def of(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return super().of(rank, offset, numel, dtype).clone()
+
+
+def training(**changes: object) -> TrainingSpec:
+    fields = {"sequence_length": 32, "global_batch_size": 4, "max_steps": 1, "learning_rate": 1e-3}
+    return TrainingSpec.model_validate(fields | changes)
+
+
+def two(world: World, **changes: Any) -> World:
+    return dataclasses.replace(world, size=2, **changes)
+
+
+def test_one_process_needs_no_collectives(world: World) -> None:
+    assert choose_collectives(training(), world) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_hosts", "device", "reason"),
+    [
+        ({}, 1, "cpu", "there are no GPUs"),
+        ({}, 3, "cuda", "the processes are on 3 hosts"),
+        ({"offload": "all"}, 1, "cuda", "weights wait in main memory"),
+    ],
+)
+def test_where_copy_engines_are_out_of_reach_nccl_does_it_and_the_log_says_why(
+    changes: dict[str, object],
+    num_hosts: int,
+    device: str,
+    reason: str,
+    world: World,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        chosen = choose_collectives(training(**changes), two(world, num_hosts=num_hosts, device=torch.device(device)))
+    assert chosen is None
+    assert caplog.messages == [f"collectives: NCCL ({reason})"]
+
+
+def test_an_old_torch_is_a_reason_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "COPY_ENGINE_COLLECTIVES", False)
+    with pytest.raises(TrainingError, match=r"is older than 2\.11"):
+        choose_collectives(training(collectives="copy_engine"), two(world, device=torch.device("cuda")))
+
+
+def test_copy_engines_that_are_asked_for_and_can_not_be_had_are_an_error(world: World) -> None:
+    with pytest.raises(TrainingError, match="copy engines are not possible: there are no GPUs"):
+        choose_collectives(training(collectives="copy_engine"), two(world))
+
+
+def test_collectives_prove_themselves_on_known_numbers(world: World) -> None:
+    assert not wrong_answer(make_collectives(OwnMemory(), OwnMemory(), torch.float32), world)
+    wrong = make_collectives(OwnMemory(), ForgetfulMemory(), torch.float32)
+    assert wrong_answer(wrong, world) == "copies of known numbers came out wrong"
+
+
+def test_a_reduction_that_is_not_the_one_expected_is_refused() -> None:
+    reduce = ReduceScatter(OwnMemory(), torch.float32)
+    group: Any = None
+    with pytest.raises(TrainingError, match="not taught"):
+        reduce(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), group, torch.distributed.ReduceOp.AVG)
+    with pytest.raises(TrainingError, match="not taught"):
+        reduce(torch.zeros(4), torch.zeros(4), group, torch.distributed.ReduceOp.SUM)
