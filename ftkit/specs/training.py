@@ -111,8 +111,8 @@ class TrainingSpec(Spec):
     """Precision in which gradients are summed over the processes; `bf16`: half the traffic, and each sum rounded."""
     collectives: Literal["auto", "nccl", "copy_engine"] = "auto"
     """What moves weights and gradients between GPUs, with engine fsdp2: NCCL, whose kernels take processors from the
-    arithmetic beside them, or the copy engines, on one host (torch 2.11 or newer); `auto`: copy engines where they
-    work. They move gradients in the precision of training, and add them up in `reduce_precision`."""
+    arithmetic beside them, or the copy engines, on one host with NVLink (torch 2.11 or newer); `auto`: copy engines
+    where they work. They move gradients in the precision of training, and add them up in `reduce_precision`."""
     checkpoint_every_steps: PositiveInt = 300
     """A checkpoint every so many steps; there is always one at the end."""
     keep_checkpoints: PositiveInt = 2

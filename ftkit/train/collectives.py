@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ftkit.errors import TrainingError, in_short
 from ftkit.train.copy_engine import AllGather, PeerMemory, ReduceScatter, SymmetricMemory
 from ftkit.train.library_versions import COPY_ENGINE_COLLECTIVES
+from ftkit.train.peer_access import reaches
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -65,8 +66,8 @@ def _hindrance(training: TrainingSpec, world: World) -> str:
     if not COPY_ENGINE_COLLECTIVES:
         return f"torch {torch.__version__} is older than 2.11"
     others = set(range(world.size)) - {world.local_rank}
-    cut_off = [other for other in others if not torch.cuda.can_device_access_peer(world.local_rank, other)]
-    return "the GPUs can't reach each other's memory" if world.sum([len(cut_off)])[0] else ""
+    cut_off = [other for other in others if not reaches(world.local_rank, other)]
+    return "no NVLink between the GPUs" if world.sum([len(cut_off)])[0] else ""
 
 
 def _tried(training: TrainingSpec, world: World) -> tuple[CopyEngineCollectives | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from ftkit.specs.training import TrainingSpec
 from ftkit.train import collectives
 from ftkit.train.collectives import choose_collectives, make_collectives, wrong_answer
 from ftkit.train.copy_engine import ReduceScatter
+from ftkit.train.peer_access import DRIVER, reaches
 
 if TYPE_CHECKING:
     from ftkit.train.world import World
@@ -46,7 +48,7 @@ def training(**changes: object) -> TrainingSpec:
 
 
 def two(world: World, **changes: Any) -> World:
-    return dataclasses.replace(world, size=2, **changes)
+    return dataclasses.replace(world, **{"size": 2, **changes})
 
 
 def test_one_process_needs_no_collectives(world: World) -> None:
@@ -79,6 +81,41 @@ def test_an_old_torch_is_a_reason_too(world: World, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(collectives, "COPY_ENGINE_COLLECTIVES", False)
     with pytest.raises(TrainingError, match=r"is older than 2\.11"):
         choose_collectives(training(collectives="copy_engine"), two(world, device=torch.device("cuda")))
+
+
+class Driver:
+    """The CUDA driver's API, of GPUs with handles of their own: 7, 8 and 9. Only the first two have NVLink."""
+
+    def cuDeviceGet(self, handle: Any, ordinal: int) -> int:  # noqa: N802
+        handle._obj.value = 7 + ordinal
+        return 0 if ordinal < 3 else 101
+
+    def cuDeviceGetP2PAttribute(self, answer: Any, attribute: int, one: Any, other: Any) -> int:  # noqa: N802
+        answer._obj.value = int(attribute == 3 and {one.value, other.value} == {7, 8})
+        return 0
+
+
+def test_gpus_reach_each_other_if_the_driver_knows_of_atomics_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {DRIVER: Driver()}[name])
+    assert reaches(0, 1)
+    assert reaches(1, 0)
+    assert not reaches(0, 2)
+    assert not reaches(0, 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+    assert not reaches(0, 1)
+
+
+def test_without_nvlink_nccl_does_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver())
+    monkeypatch.setattr(collectives, "COPY_ENGINE_COLLECTIVES", True)
+    monkeypatch.setattr("ftkit.train.world.World.sum", lambda _, values: values)
+    with caplog.at_level(logging.INFO):
+        assert choose_collectives(training(), two(world, size=3, device=torch.device("cuda"))) is None
+    assert caplog.messages == ["collectives: NCCL (no NVLink between the GPUs)"]
 
 
 def test_copy_engines_that_are_asked_for_and_can_not_be_had_are_an_error(world: World) -> None:
