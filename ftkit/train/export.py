@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.train.adapters import peft_config, to_peft_names
 from ftkit.train.model import TextConfig, plain_config
+from ftkit.train.stored_layout import split_as_stored
 from ftkit.train.stored_names import wrapped_name, wrapped_targets
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from ftkit.train.engine import Engine
@@ -45,15 +47,17 @@ def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> 
         temporary.mkdir(parents=True)
         dtype = torch.bfloat16 if parts.recipe.training.precision == "bf16" else torch.float32
         converted = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
-        write = _write_model if parts.recipe.training.adapters is None else _write_adapters
-        write(converted, parts, temporary)
+        if parts.recipe.training.adapters is None:
+            _write_model(split_as_stored(engine.model, converted), parts, temporary)
+        else:
+            _write_adapters(converted, parts, temporary)
         parts.tokenizer.save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     world.barrier()
 
 
-def _write_model(weights: dict[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
+def _write_model(weights: Mapping[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
     """Write what `AutoModelForCausalLM.from_pretrained` loads: the text model, whatever was around it."""
     config = parts.config.text
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()

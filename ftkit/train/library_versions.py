@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import transformers
 from torch.distributed.fsdp import FSDPModule
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -16,6 +17,9 @@ sums gradients where NCCL averages them. It is told by the third thing that is m
 
 COPY_ENGINE_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
 """Whether FSDP2 takes collectives from outside, and its symmetric memory was tried with them."""
+
+CONVERTS_WEIGHTS = int(transformers.__version__.split(".")[0]) >= 5  # noqa: PLR2004
+"""Whether transformers has some tensors in other pieces than files on the hub have."""
 
 
 def complete_processor_streams() -> None:

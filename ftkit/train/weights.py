@@ -6,14 +6,13 @@ No rank ever holds a whole model: of each tensor it reads the rows that are its 
 from __future__ import annotations
 
 import json
-import re
 import zlib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import safe_open
@@ -25,7 +24,7 @@ from ftkit.specs.load import is_path
 from ftkit.train.adapters import DORA_LENGTHS, is_adapter
 from ftkit.train.quantise import Nf4Layout, Nf4Linear
 from ftkit.train.shards import OwnPart, own_part
-from ftkit.train.stored_names import text_name
+from ftkit.train.stored_layout import JoinedPieces, Pieces, arrange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,35 +79,42 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     Raises:
         TrainingError: a parameter is missing from the files, or is there in another shape.
     """
-    wanted, buffers, files = _destinations(model), dict(model.named_buffers()), _files(folder)
-    for path, names in files.items():
-        own = {stored: name for stored in sorted(names) if (name := text_name(stored)) in wanted or name in buffers}
-        if not own:
-            continue
-        with safe_open(path, framework="pt") as file:
-            for stored, name in own.items():
-                if name in wanted:
-                    wanted.pop(name).fill(file.get_slice(stored), stored)
-                else:
-                    buffers[name].copy_(file.get_tensor(stored))
-    if wanted:
-        _refuse_missing(sorted(wanted), set().union(*files.values()), folder)
-
-
-def _refuse_missing(missing: list[str], stored: set[str], folder: Path) -> NoReturn:
-    single = next((name for name in sorted(stored) if re.search(r"\.experts\.\d+\.", name)), None)
-    fused = next((name for name in missing if ".experts." in name), None)
-    if single and fused:
+    wanted, buffers = _destinations(model), dict(model.named_buffers())
+    places = {stored: path for path, names in _files(folder).items() for stored in names}
+    arranged = arrange(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys())
+    if missing := sorted(wanted.keys() - arranged.keys()):
         raise TrainingError(
-            f"the experts in {folder} are stored one by one ('{single}'), and the model has them in one ('{fused}')",
-            meaning=f"transformers {transformers.__version__} fuses experts as it loads them, which ftkit can't yet",
-            fix="choose a model without experts, or one whose files have them as the model does",
+            f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
+            meaning="the files are incomplete, or of another model",
+            fix="download them again; check model.weights and model.architecture",
         )
-    raise TrainingError(
-        f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
-        meaning="the files are incomplete, of another model, or have names that transformers changes as it loads them",
-        fix="download them again; check model.weights and model.architecture",
-    )
+    with _OpenFiles(places) as files:
+        for name, stored in sorted(arranged.items(), key=lambda item: places[_first(item[1])]):
+            if name in wanted:
+                source = files.read(stored) if isinstance(stored, str) else JoinedPieces(stored, files.read)
+                wanted[name].fill(source, _first(stored))
+            else:
+                buffers[name].copy_(files.read(_first(stored))[...])
+
+
+def _first(stored: str | Pieces) -> str:
+    return stored if isinstance(stored, str) else stored[0][0]
+
+
+class _OpenFiles(ExitStack):
+    """Files of tensors, opened when they are first read from and closed together."""
+
+    def __init__(self, places: dict[str, Path]) -> None:
+        super().__init__()
+        self._places = places
+        self._opened: dict[Path, Any] = {}
+
+    def read(self, stored: str) -> Any:
+        """Return a tensor of the files, of which only the rows that are asked for are read."""
+        path = self._places[stored]
+        if path not in self._opened:
+            self._opened[path] = self.enter_context(safe_open(path, framework="pt"))
+        return self._opened[path].get_slice(stored)
 
 
 def draw_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:

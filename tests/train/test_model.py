@@ -262,18 +262,6 @@ def test_a_tokeniser_beside_an_odd_configuration_is_an_error_of_the_data(
         load_tokenizer(ModelSpec(weights=str(tmp_path), architecture=architecture("llama")), "model")
 
 
-def test_experts_that_are_stored_one_by_one_are_refused_by_name(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    model = build("qwen3_moe", tokenizer)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(
-        TrainingError, match=r"stored one by one \('.*experts\.0\.down_proj\.weight'\).*\n.*fuses"
-    ) as caught:
-        load_weights(model, tmp_path)
-    assert "without experts" in caught.value.fix
-
-
 def test_a_parameter_that_no_file_has_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     build("llama", tokenizer, num_hidden_layers=3).save_pretrained(tmp_path)
     with pytest.raises(TrainingError, match=r"9 of the model's parameters are not in .*: model\.layers\.3\."):

@@ -1,0 +1,136 @@
+"""Experts, which files have one by one and transformers 5 in one tensor."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.errors import TrainingError
+from ftkit.specs.load import Surroundings, load_recipe
+from ftkit.specs.model import ArchitectureSpec
+from ftkit.train.export import ExportedParts, export
+from ftkit.train.fsdp2 import Fsdp2Engine
+from ftkit.train.library_versions import CONVERTS_WEIGHTS
+from ftkit.train.model import TextConfig, make_config
+from ftkit.train.stored_layout import JoinedPieces, _Conversions, arrange, split_as_stored
+from ftkit.train.weights import load_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ftkit.train.world import World
+
+TOKENIZER = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
+
+needs_conversions = pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="transformers 4 has experts as files have them")
+
+
+def build(family: str) -> Any:
+    shape = ArchitectureSpec.model_validate({
+        "family": family, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    })  # fmt: skip
+    config = make_config(shape, TOKENIZER)
+    for field in ("num_experts", "num_local_experts"):
+        if hasattr(config, field):
+            setattr(config, field, 12)
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen3_moe"])
+def test_experts_that_are_stored_one_by_one_are_loaded_from_any_number_of_files(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert re.search(r"\.experts\.1\.", (tmp_path / "model.safetensors.index.json").read_text())
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 7.0)
+    load_weights(model, tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_of_experts_in_pieces_only_the_wanted_rows_are_read() -> None:
+    tensors = {f"{expert}.{part}": torch.randn(2, 3) for expert in range(4) for part in ("gate", "up")}
+    asked: list[str] = []
+
+    class Slice:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def get_shape(self) -> list[int]:
+            return list(tensors[self.name].shape)
+
+        def __getitem__(self, rows: slice) -> torch.Tensor:
+            asked.append(self.name)
+            return tensors[self.name][rows]
+
+    joined = JoinedPieces([(f"{expert}.gate", f"{expert}.up") for expert in range(4)], Slice)
+    assert joined.get_shape() == [4, 4, 3]
+    assert torch.equal(joined[2:3], torch.cat([tensors["2.gate"], tensors["2.up"]])[None])
+    assert asked == ["2.gate", "2.up"]
+
+
+@needs_conversions
+def test_an_expert_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(
+        TrainingError, match=r"pieces of 'model\.layers\.1\.mlp\.experts\.gate_up_proj' are missing: \d+"
+    ):
+        load_weights(model, tmp_path)
+
+
+@needs_conversions
+def test_tensors_that_are_stored_in_a_way_ftkit_can_not_undo_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("qwen3_moe")
+    name = "model.layers.0.mlp.experts.down_proj"
+    (converter,) = (one for one in _Conversions.of(model).converters if "down_proj" in one.target_patterns[0])
+    from transformers.core_model_loading import Transpose
+
+    converter.operations.append(Transpose())
+    monkeypatch.setattr(_Conversions, "of", lambda _: _Conversions([], [converter]))
+    with pytest.raises(TrainingError, match=f"'{name}' is stored otherwise than .*: MergeModulelist, Transpose"):
+        arrange(model, ["model.layers.0.mlp.experts.0.down_proj.weight"], [name])
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_weights_are_split_as_transformers_saves_them(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    split = split_as_stored(model, model.state_dict())
+    assert split.keys() == saved.keys()
+    save_file({name: tensor.contiguous() for name, tensor in split.items()}, tmp_path / "again.safetensors")
+    for name, tensor in load_file(tmp_path / "again.safetensors").items():
+        assert torch.equal(tensor, saved[name]), name
+
+
+def test_an_export_is_loaded_by_transformers_and_by_ftkit(world: World, tmp_path: Path) -> None:
+    model = build("qwen3_moe")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    around = Surroundings(tmp_path, tmp_path, {})
+    recipe = load_recipe("demo", around, ["training.precision=fp32", "evaluation.sql_execution=null"])
+    parts = ExportedParts(recipe, TextConfig(model.config), type(model).__name__, TOKENIZER)
+    export(Fsdp2Engine(model, recipe.training, world), parts, tmp_path / "export", world)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    again = build("qwen3_moe")
+    nn.init.constant_(again.lm_head.weight, 7.0)
+    load_weights(again, tmp_path / "export")
+    for name, value in expected.items():
+        assert torch.equal(loaded[name], value), name
+        assert torch.equal(again.state_dict()[name], value), name
