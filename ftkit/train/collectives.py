@@ -42,12 +42,13 @@ def choose_collectives(training: TrainingSpec, world: World) -> CopyEngineCollec
     Raises:
         TrainingError: the recipe asks for them, and they don't.
     """
-    if world.size == 1 or training.collectives == "nccl":
+    is_asked = training.collectives == "copy_engine"
+    if world.size == 1 or training.collectives == "nccl" or (world.device.type == "cpu" and not is_asked):
         return None
     made, reason = None, _hindrance(training, world)
     if not reason:
         made, reason = _tried(training, world)
-    if reason and training.collectives == "copy_engine":
+    if reason and is_asked:
         raise TrainingError(
             f"collectives by copy engines are not possible: {reason}", fix="set training.collectives=auto"
         )

@@ -51,28 +51,28 @@ def two(world: World, **changes: Any) -> World:
     return dataclasses.replace(world, **{"size": 2, **changes})
 
 
-def test_one_process_needs_no_collectives(world: World) -> None:
-    assert choose_collectives(training(), world) is None
+def test_one_process_needs_no_collectives_and_processors_have_but_one_kind(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose_collectives(training(), world) is None
+        assert choose_collectives(training(), two(world)) is None
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_hosts", "device", "reason"),
-    [
-        ({}, 1, "cpu", "there are no GPUs"),
-        ({}, 3, "cuda", "the processes are on 3 hosts"),
-        ({"offload": "all"}, 1, "cuda", "weights wait in main memory"),
-    ],
+    ("changes", "num_hosts", "reason"),
+    [({}, 3, "the processes are on 3 hosts"), ({"offload": "all"}, 1, "weights wait in main memory")],
 )
 def test_where_copy_engines_are_out_of_reach_nccl_does_it_and_the_log_says_why(
     changes: dict[str, object],
     num_hosts: int,
-    device: str,
     reason: str,
     world: World,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        chosen = choose_collectives(training(**changes), two(world, num_hosts=num_hosts, device=torch.device(device)))
+        chosen = choose_collectives(training(**changes), two(world, num_hosts=num_hosts, device=torch.device("cuda")))
     assert chosen is None
     assert caplog.messages == [f"collectives: NCCL ({reason})"]
 
