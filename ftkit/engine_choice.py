@@ -24,7 +24,7 @@ _SHARDED: dict[Method, str] = {
 }
 SPARE = 0.8
 """Part of a GPU's usable memory up to which weights are kept that could be gathered again: predictions have missed by
-a twelfth."""
+6 %, and by 12 % before the worst were mended."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ftkit.train.model import find_decoder_layers
+from ftkit.train.precision import DTYPES
 from ftkit.train.quantise import quantise_linears
 from ftkit.train.shards import own_part
 
@@ -35,7 +36,7 @@ def prepare_method(model: nn.Module, training: TrainingSpec) -> None:
     lora = training.adapters
     if lora is None:
         return
-    precision = torch.bfloat16 if training.precision == "bf16" else torch.float32
+    precision = DTYPES[training.precision]
     for parameter in model.parameters():
         parameter.requires_grad_(False)  # noqa: FBT003
         parameter.data = parameter.data.to(precision)

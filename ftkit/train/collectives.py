@@ -13,6 +13,7 @@ from ftkit.errors import TrainingError, in_short
 from ftkit.train.copy_engine import AllGather, PeerMemory, ReduceScatter, SymmetricMemory
 from ftkit.train.library_versions import COPY_ENGINE_COLLECTIVES
 from ftkit.train.peer_access import reaches
+from ftkit.train.precision import DTYPES
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -73,7 +74,7 @@ def _hindrance(training: TrainingSpec, world: World) -> str:
 
 def _tried(training: TrainingSpec, world: World) -> tuple[CopyEngineCollectives | None, str]:
     """Make the collectives and let them gather and average numbers that are known."""
-    precision = torch.bfloat16 if training.reduce_precision == "bf16" else torch.float32
+    precision = DTYPES[training.reduce_precision]
     group, problem, made = world.mesh.get_group(), "", None
     try:
         gathered, reduced = SymmetricMemory(group, world.device), SymmetricMemory(group, world.device)

@@ -6,7 +6,6 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
@@ -14,12 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.train.adapters import peft_config, to_peft_names
 from ftkit.train.model import TextConfig, plain_config
+from ftkit.train.precision import DTYPES
 from ftkit.train.stored_layout import split_as_stored
 from ftkit.train.stored_names import wrapped_name, wrapped_targets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    import torch
 
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
@@ -45,7 +47,7 @@ def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> 
         temporary = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        dtype = torch.bfloat16 if parts.recipe.training.precision == "bf16" else torch.float32
+        dtype = DTYPES[parts.recipe.training.precision]
         converted = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
         if parts.recipe.training.adapters is None:
             _write_model(split_as_stored(engine.model, converted), parts, temporary)

@@ -27,6 +27,7 @@ from ftkit.train.library_versions import FSDP2_ON_PROCESSORS, TORCH, complete_pr
 from ftkit.train.model import find_decoder_layers
 from ftkit.train.objective import MicroBatch, add_objective, summed_loss
 from ftkit.train.optimizer import HostStateAdamW, parameter_groups
+from ftkit.train.precision import DTYPES
 from ftkit.train.undivided import cast_where_used, is_undivided
 from ftkit.train.weights import materialise
 
@@ -198,14 +199,14 @@ def shard(model: nn.Module, training: TrainingSpec, world: World, *, keeps_weigh
         compiled=compiles(training, world.device),
         offload=ActivationOffload(world.device) if training.activation_offload else None,
     )
-    compute = torch.bfloat16 if training.precision == "bf16" else torch.float32
+    compute = DTYPES[training.precision]
     if is_undivided(training, world):
         add_objective(model, in_chunks=True)
         if training.precision == "bf16":
             cast_where_used(model, compute, world.device)
         return model
     collectives = choose_collectives(training, world)
-    reduced = compute if collectives or training.reduce_precision == "bf16" else torch.float32
+    reduced = compute if collectives else DTYPES[training.reduce_precision]
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
     options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": policy, "offload_policy": offload}

@@ -23,6 +23,7 @@ from ftkit.train.facts import Held, gather_facts
 from ftkit.train.model import find_decoder_layers
 from ftkit.train.objective import MicroBatch, add_objective, summed_loss
 from ftkit.train.optimizer import parameter_groups
+from ftkit.train.precision import DTYPES
 from ftkit.train.shards import own_part
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Zero3Engine:
         self.model = model
         self._deepspeed = _import_deepspeed(world.device)
         config = deepspeed_config(training, world)
-        precision = torch.bfloat16 if training.precision == "bf16" else torch.float32
+        precision = DTYPES[training.precision]
         cast("PreTrainedModel", model).tie_weights()  # while a parameter is still one object wherever it is used
         for unit in [*find_decoder_layers(model), model]:
             _give_memory(unit, world.device, precision)

@@ -41,6 +41,7 @@ from ftkit.train.counting import count_method
 from ftkit.train.engines import make_engine
 from ftkit.train.model import make_config
 from ftkit.train.objective import MicroBatch, summed_loss
+from ftkit.train.precision import DTYPES
 from ftkit.train.proofs import prove_isolation, prove_loss, prove_sharding
 from ftkit.train.world import World, joined_world
 
@@ -141,10 +142,11 @@ def batch(step: int, accumulation: int, world: World) -> MicroBatch:
 @contextmanager
 def copied_collectives(training: TrainingSpec, world: World) -> Iterator[None]:
     """Let FSDP2 use the collectives of copy engines, on memory that is shared through files."""
-    averaged_in = torch.bfloat16 if training.reduce_precision == "bf16" else torch.float32
-    folder = Path(world.gather_objects(tempfile.mkdtemp())[0])
-    made = make_collectives(*(FileMemory(folder / name, world) for name in ("gathered", "reduced")), averaged_in)
-    assert not wrong_answer(made, world)
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(world.gather_objects(own)[0])
+        memories = (FileMemory(folder / name, world) for name in ("gathered", "reduced"))
+        made = make_collectives(*memories, DTYPES[training.reduce_precision])
+        assert not wrong_answer(made, world)  # and both have the files open: they go, the memory stays
     with patch.object(fsdp2, "choose_collectives", lambda *_: made):
         yield
 
