@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, missing_files
 from ftkit.specs.data import HubSource
-from ftkit.specs.load import is_path
+from ftkit.specs.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,6 +22,7 @@ from ftkit.parameters import count_parameters, method_counts
 from ftkit.plan_checks import find_notes, find_problems
 from ftkit.proposals import propose_changes, propose_faster
 from ftkit.specs.cluster import ClusterProfile
+from ftkit.specs.image_reference import RegistryImage
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.speed import Network, SpeedPlan, predict_speed
 
@@ -147,7 +148,7 @@ def plan_run(
         num_parameters=count_parameters(shape),
         num_trained=counts.trained,
         num_steps=count_steps(training, request.num_packs),
-        image=request.image if cluster.runtime != "none" else None,
+        image=str(request.image) if request.image and cluster.runtime != "none" else None,
         container_image=_container_image(cluster, image, request),
         python=request.python if cluster.runtime == "none" else "python3",
         notes=(*_notes(recipe, cluster, placement, engine, memory), *find_notes(recipe, cluster, image)),
@@ -198,15 +199,18 @@ def _network(cluster: ClusterProfile, placement: PlacementPlan) -> Network:
 
 
 def _container_image(cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest) -> str | None:
-    """Return what the runtime is given: a path, the engine's name, or an address as the user typed it."""
+    """Return what the runtime is given: a path, the engine's name, or an address in the runtime's words."""
     if cluster.runtime == "none" or request.image is None:
         return None
+    if isinstance(request.image, RegistryImage):
+        uris = {"docker": request.image.pinned, "apptainer": request.image.docker_uri}
+        return uris.get(cluster.runtime, request.image.enroot_uri)
+    if image is None:
+        return str(request.image)
     if cluster.runtime == "docker":
-        return image.engine_name if image else request.image.removeprefix("docker://").replace("#", "/", 1)
-    if image is not None:
-        suffix = ".sif" if cluster.runtime == "apptainer" else ".sqsh"
-        return str(Workspace(request.workspace).image_file(image.reference, suffix))
-    return request.image
+        return image.engine_name
+    suffix = ".sif" if cluster.runtime == "apptainer" else ".sqsh"
+    return str(Workspace(request.workspace).image_file(image.reference, suffix))
 
 
 def _notes(

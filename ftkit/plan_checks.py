@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.errors import Problem
 from ftkit.specs.data import GeneratedSource
+from ftkit.specs.image_reference import ImageFile
 from ftkit.specs.layers import COMMAND_LINE
 from ftkit.specs.model import FAMILIES
 from ftkit.specs.training import ALL_PROJECTIONS
@@ -211,13 +212,18 @@ def _image(
             f"cluster {cluster.name}", "image", f"runtime '{cluster.runtime}' needs an image, and none is named.",
             "Give --image NAME:TAG, or set 'image:' in ftkit.yaml.",
         )  # fmt: skip
-    if cluster.runtime == "docker" and request.image is not None and request.image.endswith((".sqsh", ".sif")):
+    if cluster.runtime == "docker" and isinstance(request.image, ImageFile):
         yield Problem(
             COMMAND_LINE,
             "--image",
             f"docker can't run a file: {request.image}.",
             "Take NAME:TAG, built by ftkit build.",
         )
+    if cluster.runtime == "pyxis" and isinstance(request.image, ImageFile) and request.image.is_sif:
+        yield Problem(
+            COMMAND_LINE, "--image", f"pyxis can't run a SIF file: {request.image}.",
+            "Take a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
+        )  # fmt: skip
     shape, family = recipe.model.architecture, recipe.model.architecture.family
     if image is not None and cluster.runtime != "none" and family not in image.families and not shape.is_estimated:
         yield Problem(

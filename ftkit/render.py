@@ -18,7 +18,7 @@ from ftkit import assets
 from ftkit.errors import ConfigError, Problem
 from ftkit.layout import RunLayout
 from ftkit.specs.data import FilesSource, HubSource
-from ftkit.specs.load import is_path
+from ftkit.specs.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

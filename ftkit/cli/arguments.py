@@ -29,7 +29,7 @@ _WHAT_TO_RUN = (
         "--image",
         metavar="NAME:TAG",
         shell_complete=complete_image,
-        help="Training image: one that 'ftkit images' lists, a .sqsh file, or a docker:// address.",
+        help="Training image: one that 'ftkit images' lists, a .sqsh or .sif file, or HOST/PATH:TAG in a registry.",
     ),
     click.option("--nodes", "num_nodes", metavar="N", type=click.IntRange(min=1), help="Nodes to train on."),
     click.option("--gpus-per-node", metavar="N", type=click.IntRange(min=1), help="GPUs, and so processes, on each."),

@@ -11,9 +11,9 @@ from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
 from ftkit.images import engine
 from ftkit.images import labels as image_labels
 from ftkit.images.choosing import ImportWish
-from ftkit.images.references import local_name
 from ftkit.images.store import manifest_file
 from ftkit.images.verify import looks_whole
+from ftkit.specs.image_reference import NamedImage, local_name, parse_image
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,16 +41,11 @@ def ensure_image(plan: RunPlan, terminal: Terminal, *, does_import: bool) -> dic
     if not wanted.startswith("/"):
         return {}  # an address: the cluster fetches it
     file = Path(wanted)
-    if not file.exists() and is_name(plan.image):
+    if not file.exists() and isinstance(parse_image(plan.image, plan.workspace), NamedImage):
         if not does_import:
             raise _missing(plan, file)
         _import(plan, terminal)
     return _facts(plan, file, terminal) if file.exists() else {}
-
-
-def is_name(image: str) -> bool:
-    """Tell `NAME:TAG` from a file and an address."""
-    return "/" not in image
 
 
 def _import(plan: RunPlan, terminal: Terminal) -> None:

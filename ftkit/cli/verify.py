@@ -12,9 +12,10 @@ from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.progress_view import ProgressView
 from ftkit.cli.terminal import Styled, Terminal
 from ftkit.cli.wording import gib
+from ftkit.errors import ConfigError, Problem
 from ftkit.images.deep_check import check_deep
-from ftkit.images.references import check_name
 from ftkit.images.verify import require_same, verify
+from ftkit.specs.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage, check_name, parse_image
 
 
 @click.command(
@@ -28,9 +29,10 @@ from ftkit.images.verify import require_same, verify
 def command(wanted: str, *, deep: bool) -> None:
     """Recompute the digests of an imported image; name every difference and end with code 10 if there is one."""
     terminal = Terminal()
-    file = _file(wanted)
+    image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE")
+    file = _file(image)
     with ProgressView(terminal) as view:
-        verdict = verify(file, view.report, name="NAME:TAG" if _is_path(wanted) else wanted)
+        verdict = verify(file, view.report, name=wanted if isinstance(image, NamedImage) else "NAME:TAG")
         require_same(verdict)
         if deep:
             check_deep(file, verdict.manifest, view.report)
@@ -48,14 +50,14 @@ def command(wanted: str, *, deep: bool) -> None:
     terminal.say(Styled("it is what was imported", "green"))
 
 
-def _is_path(wanted: str) -> bool:
-    return "/" in wanted or wanted.endswith((".sqsh", ".sif"))
-
-
-def _file(wanted: str) -> Path:
-    if _is_path(wanted):
-        return Path(wanted).expanduser().absolute()
-    check_name(wanted)
+def _file(image: AnyImage) -> Path:
+    if isinstance(image, ImageFile):
+        return image.path
+    if isinstance(image, RegistryImage):
+        raise ConfigError(
+            [Problem("", "NAME:TAG|FILE", f"{image} is in a registry.", f"Import it first: ftkit import {image}")]
+        )
+    check_name(image.reference)
     store = image_store()
-    sif = store.link(wanted, "sif")
-    return sif if sif.exists() and not store.link(wanted, "sqsh").exists() else store.link(wanted, "sqsh")
+    sqsh, sif = store.link(image.reference, "sqsh"), store.link(image.reference, "sif")
+    return sif if sif.exists() and not sqsh.exists() else sqsh

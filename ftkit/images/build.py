@@ -13,16 +13,16 @@ from ftkit.images import credentials, engine, labels
 from ftkit.images.context import assemble
 from ftkit.images.engine import EngineImage
 from ftkit.images.progress import Progress, Report, say_nothing
-from ftkit.images.references import check_name, local_name, parse_reference
 from ftkit.images.retries import with_retries
 from ftkit.images.store import write_whole
 from ftkit.images.streams import BuildFollower, explain_transfer, follow_transfer
+from ftkit.specs.image_reference import check_name, local_name, parse_reference
 
 if TYPE_CHECKING:
     from docker import APIClient
 
     from ftkit.images.context import BuildContext
-    from ftkit.images.references import ImageReference
+    from ftkit.specs.image_reference import RegistryImage
     from ftkit.specs.load import ImageDefinition
 
 SELF_CHECK = ("python3", "-m", "ftkit.images.self_check")
@@ -88,7 +88,7 @@ def build(
     return Built(name, image, is_new=is_new, recorded=recorded, digest_to_record=unrecorded)
 
 
-def _unpinned(definition: ImageDefinition, wanted: ImageReference, *, is_from_definition: bool) -> ImageError:
+def _unpinned(definition: ImageDefinition, wanted: RegistryImage, *, is_from_definition: bool) -> ImageError:
     where = f"'digest:' below 'base:' in {definition.base_file}" if is_from_definition else "--base NAME@sha256:…"
     return ImageError(
         f"the base {wanted} of {definition.spec.reference} is unpinned: no digest says which image it is",
@@ -97,7 +97,7 @@ def _unpinned(definition: ImageDefinition, wanted: ImageReference, *, is_from_de
     )
 
 
-def _base(client: APIClient, wanted: ImageReference, written: str, report: Report) -> EngineImage:
+def _base(client: APIClient, wanted: RegistryImage, written: str, report: Report) -> EngineImage:
     """Return the base, pulled if the engine does not have it."""
     for name in (wanted.pinned, written):
         found = engine.inspect(client, name)
@@ -122,7 +122,7 @@ def _base(client: APIClient, wanted: ImageReference, written: str, report: Repor
     return found
 
 
-def _digest_of(image: EngineImage, wanted: ImageReference) -> str:
+def _digest_of(image: EngineImage, wanted: RegistryImage) -> str:
     """Return the digest that the image has in the registry that it came from."""
     for entry in image.repo_digests:
         repository, _, digest = entry.partition("@")

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
 from ftkit.images import credentials, engine, enroot
 from ftkit.images.push import remote_reference
-from ftkit.images.references import ImageReference, check_name, local_name, parse_reference
 from ftkit.images.registry import Registry
 from ftkit.images.sources import EngineSource, EnrootSource, RegistrySource
 from ftkit.specs.cluster import ClusterProfile
+from ftkit.specs.image_reference import (
+    ImageFile,
+    NamedImage,
+    RegistryImage,
+    check_name,
+    local_name,
+    parse_image,
+    parse_reference,
+)
 
 if TYPE_CHECKING:
     from ftkit.images.progress import Report
@@ -26,7 +35,7 @@ class ImportWish:
     """What was asked for.
 
     Args:
-        wanted: `NAME:TAG`, `docker://HOST#PATH:TAG` or `dockerd://NAME:TAG`.
+        wanted: `NAME:TAG`, `HOST/PATH:TAG` with or without `docker://`, or `dockerd://NAME:TAG`.
         registry: where a `NAME:TAG` that the engine does not have was pushed to.
         cluster: the cluster that it is for.
         on_node: let enroot work on a compute node.
@@ -42,20 +51,38 @@ class ImportWish:
 
 def name_of(wanted: str) -> str:
     """Return the `NAME:TAG` that an import is called: of an address, its last part."""
-    if "://" not in wanted:
-        check_name(wanted)
-        return wanted
-    reference = parse_reference(wanted.removeprefix(_OF_THE_ENGINE))
-    return f"{reference.path.rpartition('/')[2]}:{reference.tag}"
+    image = _parse(wanted)
+    if isinstance(image, RegistryImage):
+        return f"{image.path.rpartition('/')[2]}:{image.tag}"
+    check_name(image.reference)
+    return image.reference
 
 
-def remote_of(wish: ImportWish) -> ImageReference | None:
+def _parse(wanted: str) -> NamedImage | RegistryImage:
+    """Parse what is to be imported.
+
+    Raises:
+        ConfigError: it is nothing that can be.
+    """
+    if wanted.startswith(_OF_THE_ENGINE):
+        return parse_reference(wanted.removeprefix(_OF_THE_ENGINE))
+    image = parse_image(wanted, Path.cwd(), key="NAME:TAG|URI")
+    if isinstance(image, ImageFile):
+        raise ConfigError(
+            [Problem("", "NAME:TAG|URI", f"{wanted} is a file already: there is nothing to import.",
+                     f"Run in it as it is: ftkit run --image {wanted}")]
+        )  # fmt: skip
+    return image
+
+
+def remote_of(wish: ImportWish) -> RegistryImage | None:
     """Return where the image is in a registry; None: nothing says that it is in one."""
     if wish.wanted.startswith(_OF_THE_ENGINE):
         return None
-    if "://" in wish.wanted:
-        return parse_reference(wish.wanted)
-    return remote_reference(wish.wanted, wish.registry) if wish.registry else None
+    image = _parse(wish.wanted)
+    if isinstance(image, RegistryImage):
+        return image
+    return remote_reference(image.reference, wish.registry) if wish.registry else None
 
 
 def choose_source(wish: ImportWish, report: Report) -> ImageSource:
@@ -94,9 +121,9 @@ def _on_node(wish: ImportWish, report: Report) -> EnrootSource:
 
 def _engine_source(wish: ImportWish) -> EngineSource | None:
     """Return the image in the docker engine; None if there is no engine, or it has no such image."""
-    if wish.wanted.startswith("docker://"):
-        return None
     is_named = wish.wanted.startswith(_OF_THE_ENGINE)
+    if not is_named and isinstance(_parse(wish.wanted), RegistryImage):
+        return None
     name = wish.wanted.removeprefix(_OF_THE_ENGINE) if is_named else local_name(wish.wanted)
     try:
         with engine.connected() as client:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ftkit.errors import ImageError, PrerequisiteError
-from ftkit.images.references import DOCKER_HUB
+from ftkit.specs.image_reference import DOCKER_HUB
 
 if TYPE_CHECKING:
-    from ftkit.images.references import ImageReference
+    from ftkit.specs.image_reference import RegistryImage
 
 _NGC_HOST = "nvcr.io"
 _NGC_USER = "$oauthtoken"
@@ -68,7 +68,7 @@ def find(host: str) -> Credentials | None:
     )
 
 
-def refused(reference: ImageReference, credentials: Credentials | None, said: str = "") -> ImageError:
+def refused(reference: RegistryImage, credentials: Credentials | None, said: str = "") -> ImageError:
     """Return the error for a registry that does not let us in."""
     host = "docker.io" if reference.host == DOCKER_HUB else reference.host
     if credentials is None:

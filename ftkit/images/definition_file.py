@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.images import labels
 from ftkit.images.context import assemble, dockerfile
-from ftkit.images.references import parse_reference
+from ftkit.specs.image_reference import parse_reference
 
 if TYPE_CHECKING:
     from pathlib import Path

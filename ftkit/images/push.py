@@ -9,9 +9,9 @@ from ftkit.errors import ImageError
 from ftkit.images import credentials as who
 from ftkit.images import engine
 from ftkit.images.progress import Report, say_nothing
-from ftkit.images.references import ImageReference, check_name, local_name, parse_reference
 from ftkit.images.retries import with_retries
 from ftkit.images.streams import explain_transfer, follow_transfer
+from ftkit.specs.image_reference import RegistryImage, check_name, local_name, parse_reference
 
 if TYPE_CHECKING:
     from ftkit.images.credentials import Credentials
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 class Pushed:
     """An image in a registry."""
 
-    reference: ImageReference
+    reference: RegistryImage
     digest: str
 
 
-def remote_reference(reference: str, registry: str) -> ImageReference:
+def remote_reference(reference: str, registry: str) -> RegistryImage:
     """Return where `NAME:TAG` is pushed to: below `registry`, which is `HOST` or `HOST/PATH`."""
     check_name(reference)
     return parse_reference(f"{registry.removeprefix('docker://').rstrip('/')}/{reference}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ftkit.images.credentials import Credentials
     from ftkit.images.progress import Report
-    from ftkit.images.references import ImageReference
+    from ftkit.specs.image_reference import RegistryImage
 
 _INDEXES: Final = (
     "application/vnd.oci.image.index.v1+json",
@@ -41,7 +41,7 @@ _TRANSIENT: Final = (408, 425, 429, 500, 502, 503, 504)
 class Registry:
     """One repository of a registry."""
 
-    def __init__(self, reference: ImageReference, credentials: Credentials | None, report: Report) -> None:
+    def __init__(self, reference: RegistryImage, credentials: Credentials | None, report: Report) -> None:
         try:
             import requests as library  # noqa: PLC0415 - comes with the extra
         except ImportError as error:
@@ -214,7 +214,7 @@ class Registry:
         self._token = f"Bearer {values.get('token') or values.get('access_token')}"
 
 
-def _check(digest: str, found: str, reference: ImageReference) -> None:
+def _check(digest: str, found: str, reference: RegistryImage) -> None:
     if digest != f"sha256:{found}":
         raise ImageError(
             f"{reference.host} sent something else than {digest} of {reference.path}",

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ftkit.images.engine import EngineImage
     from ftkit.images.enroot import ComputeNode
     from ftkit.images.progress import Report
-    from ftkit.images.references import ImageReference
     from ftkit.images.registry import Registry
     from ftkit.images.store import Format
+    from ftkit.specs.image_reference import RegistryImage
 
 _DOWNLOADS_AT_ONCE: Final = 3
 
@@ -82,7 +82,7 @@ class RegistrySource:
 
     format: Format = "sqsh"
 
-    def __init__(self, reference: ImageReference, registry: Registry) -> None:
+    def __init__(self, reference: RegistryImage, registry: Registry) -> None:
         self._reference = reference
         self._registry = registry
         manifest, self.registry_digest = registry.manifest(reference.wanted)

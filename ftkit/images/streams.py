@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ftkit.images.credentials import Credentials
-    from ftkit.images.references import ImageReference
+    from ftkit.specs.image_reference import RegistryImage
 
 _LINES_SHOWN: Final = 15
 _STEP_WIDTH: Final = 76
@@ -58,7 +58,7 @@ _TRANSIENT: Final = (
 
 
 def follow_transfer(
-    events: Iterable[dict[str, Any]], stage: str, report: Report, reference: ImageReference, known: Credentials | None
+    events: Iterable[dict[str, Any]], stage: str, report: Report, reference: RegistryImage, known: Credentials | None
 ) -> str:
     """Follow a pull or push to its end; return the digest that it told.
 
@@ -90,7 +90,7 @@ def follow_transfer(
     return digest
 
 
-def explain_transfer(said: str, reference: ImageReference, known: Credentials | None) -> ImageError | NotFoundError:
+def explain_transfer(said: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:
     """Turn what the engine says of a registry into an error."""
     lower = said.lower()
     if "no space left" in lower:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.specs.data import FilesSource, HubSource
-from ftkit.specs.load import is_path
+from ftkit.specs.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

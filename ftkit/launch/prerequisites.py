@@ -80,6 +80,12 @@ def _check_image(plan: RunPlan) -> None:
     wanted = plan.container_image
     if wanted is None or not wanted.startswith("/") or Path(wanted).is_file():
         return
+    if plan.image == wanted:
+        raise NotFoundError(
+            f"there is no image file {wanted}",
+            meaning="the path is wrong, or its file system is not mounted on this machine",
+            fix="give the path of a .sqsh or .sif file; relative ones belong to the file that names them",
+        )
     images = Workspace(plan.workspace).images
     there = sorted(path.name for path in images.glob("*.sqsh"))
     raise NotFoundError(

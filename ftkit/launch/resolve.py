@@ -6,7 +6,6 @@ import secrets
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ftkit import __version__
@@ -16,8 +15,10 @@ from ftkit.launch.json_files import read_json
 from ftkit.launch.local_machine import with_this_machine
 from ftkit.layout import Workspace
 from ftkit.plan import fingerprint, plan_run
+from ftkit.specs.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.specs.layers import COMMAND_LINE, Layers
 from ftkit.specs.load import LoadedSettings, Surroundings, load_cluster, load_image, load_recipe, load_settings
+from ftkit.specs.paths import absolute_path
 from ftkit.specs.request import RunRequest
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def settings_of(words: RunWords, around: Surroundings) -> LoadedSettings:
 
 def workspace_of(loaded: LoadedSettings, around: Surroundings) -> Workspace:
     """Return the workspace; a relative path belongs to the project's folder."""
-    return Workspace((around.project / Path(loaded.settings.workspace).expanduser()).absolute())
+    where = loaded.layers.origin(("workspace",))
+    return Workspace(absolute_path(loaded.settings.workspace, around.project, where, "workspace"))
 
 
 def resolve(words: RunWords, around: Surroundings) -> RunPlan:
@@ -91,44 +93,48 @@ def resolve(words: RunWords, around: Surroundings) -> RunPlan:
     loaded = settings_of(words, around)
     problems = _Problems()
     cluster = problems.collect(lambda: load_cluster(loaded.settings.cluster, around))
-    reference = words.image or (loaded.settings.image if cluster is None or cluster.runtime != "none" else None)
-    image = problems.collect(lambda: _load_defined(reference, around))
+    uses_image = words.image is not None or cluster is None or cluster.runtime != "none"
+    wanted = problems.collect(lambda: _image_of(loaded)) if uses_image else None
+    image = problems.collect(lambda: _load_defined(wanted, around))
     name = words.recipe or (image.default_recipe if image else None)
     if name is None:
         problems.raise_if_any()
-        raise _no_recipe(reference)
+        raise _no_recipe(wanted)
     recipe = problems.collect(lambda: load_recipe(name, around, words.overrides))
-    if recipe and cluster and not reference and cluster.runtime != "none" and recipe.image:
-        reference = recipe.image
-        image = problems.collect(lambda: _load_defined(reference, around))
+    if recipe and recipe.image and wanted is None and cluster and cluster.runtime != "none":
+        wanted = parse_image(recipe.image, around.project)
+        image = problems.collect(lambda: _load_defined(wanted, around))
     problems.raise_if_any()
     if recipe is None or cluster is None:
         raise AssertionError("what could not be loaded was raised above")
     cluster = with_this_machine(cluster, around.environment)
-    request = _request(words, recipe, reference, workspace_of(loaded, around))
+    request = _request(words, recipe, wanted, workspace_of(loaded, around))
     return plan_run(recipe, cluster, image, request, ftkit_version=__version__)
 
 
-def _load_defined(reference: str | None, around: Surroundings) -> ImageSpec | None:
+def _image_of(loaded: LoadedSettings) -> AnyImage | None:
+    """Parse the image that was typed, or that the settings name."""
+    text, layers, key = loaded.settings.image, loaded.layers, ("image",)
+    if text is None:
+        return None
+    where = layers.origin(key)
+    return parse_image(text, layers.folder(key), where, "--image" if where == COMMAND_LINE else "image")
+
+
+def _load_defined(image: AnyImage | None, around: Surroundings) -> ImageSpec | None:
     """Read the definition of a `NAME:TAG`; a file or an address has none."""
-    return None if reference is None or _is_file_or_address(reference) else load_image(reference, around)
+    return load_image(image.reference, around) if isinstance(image, NamedImage) else None
 
 
-def _is_file_or_address(reference: str) -> bool:
-    return "/" in reference or reference.endswith(".sqsh")
-
-
-def _request(words: RunWords, recipe: RecipeSpec, reference: str | None, workspace: Workspace) -> RunRequest:
+def _request(words: RunWords, recipe: RecipeSpec, image: AnyImage | None, workspace: Workspace) -> RunRequest:
     stamp = data_stamp(recipe)
     prepared = read_json(workspace.data / fingerprint(recipe, stamp) / "manifest.json") or {}
     num_packs = prepared.get("num_train_packs")
-    if reference and reference.endswith(".sqsh"):
-        reference = str(Path(reference).expanduser().absolute())
     return RunRequest(
         name=words.name,
         num_nodes=words.num_nodes,
         gpus_per_node=words.gpus_per_node,
-        image=reference,
+        image=image,
         image_is_explicit=words.image is not None,
         workspace=workspace.root,
         python=sys.executable,
@@ -139,10 +145,10 @@ def _request(words: RunWords, recipe: RecipeSpec, reference: str | None, workspa
     )
 
 
-def _no_recipe(reference: str | None) -> FtkitError:
-    if reference:
+def _no_recipe(image: AnyImage | None) -> FtkitError:
+    if image:
         return ConfigError(
-            [Problem(COMMAND_LINE, "RECIPE", f"'{reference}' is a file or an address and brings no default recipe.",
+            [Problem(COMMAND_LINE, "RECIPE", f"'{image}' is a file or an address and brings no default recipe.",
                      "Name one; 'ftkit recipes' lists them.")]
         )  # fmt: skip
     return ConfigError(

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
 
 from ftkit.errors import ConfigError, NotFoundError, Problem
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KeyPath = tuple[str, ...]
 
@@ -42,6 +40,11 @@ class Layers:
         while path and path not in self.origins:
             path = path[:-1]
         return self.origins.get(path, "")
+
+    def folder(self, path: KeyPath) -> Path:
+        """Return the folder that a relative path at `path` belongs to: its file's, or the current one."""
+        file, _, line = self.origin(path).rpartition(":")
+        return Path(file).parent if file and line.isdigit() else Path.cwd()
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.data import FilesSource
 from ftkit.specs.image import ImageSpec
-from ftkit.specs.layers import COMMAND_LINE, Layers, parse_override, read_yaml
+from ftkit.specs.image_reference import parse_image
+from ftkit.specs.layers import Layers, parse_override, read_yaml
 from ftkit.specs.model import ArchitectureSpec
+from ftkit.specs.paths import absolute_path, is_path
 from ftkit.specs.problems import validate
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.specs.settings import Settings
@@ -84,7 +86,7 @@ def load_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) 
     for override in overrides:
         layers = _with_architecture(parse_override(override)).over(layers)
     recipe = validate(RecipeSpec, layers)
-    return _with_absolute_paths(recipe, layers, path.parent)
+    return _with_absolute_paths(recipe, layers)
 
 
 def load_cluster(name: str, around: Surroundings) -> ClusterProfile:
@@ -208,15 +210,15 @@ def _with_architecture(layers: Layers) -> Layers:
     return Layers(named, layers.origins | origins)
 
 
-def _with_absolute_paths(recipe: RecipeSpec, layers: Layers, own: Path) -> RecipeSpec:
+def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
     """Make paths absolute: relative ones belong to the file (or the current folder) that names them."""
 
     def absolute(value: str, *key: str) -> str:
-        origin = layers.origin(key)
-        base = Path.cwd() if origin == COMMAND_LINE else Path(origin.rpartition(":")[0] or own / "_").parent
-        return str((base / Path(value).expanduser()).absolute())
+        return str(absolute_path(value, layers.folder(key), layers.origin(key), ".".join(key)))
 
-    model, source = recipe.model, recipe.data.source
+    image, model, source = recipe.image, recipe.model, recipe.data.source
+    if image is not None:
+        image = str(parse_image(image, layers.folder(("image",)), layers.origin(("image",)), "image"))
     if is_path(model.weights):
         model = model.model_copy(update={"weights": absolute(model.weights, "model", "weights")})
     if is_path(model.tokenizer.source):
@@ -226,9 +228,4 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers, own: Path) -> Recip
         files = {key: getattr(source, key) for key in ("train", "heldout") if getattr(source, key)}
         source = source.model_copy(update={key: absolute(value, "data", "source", key) for key, value in files.items()})
     data = recipe.data.model_copy(update={"source": source})
-    return recipe.model_copy(update={"model": model, "data": data})
-
-
-def is_path(text: str) -> bool:
-    """Tell a folder (`/data/model`, `./model`, `~/model`) from a hub id (`org/model`) or a keyword."""
-    return text.startswith(("/", "./", "../", "~"))
+    return recipe.model_copy(update={"image": image, "model": model, "data": data})

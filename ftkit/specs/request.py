@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from ftkit.specs.image_reference import AnyImage
+
 
 @dataclass(frozen=True)
 class RunRequest:
@@ -15,7 +17,7 @@ class RunRequest:
         name: name of the run; none: the recipe's.
         num_nodes: `--nodes`; none: the recipe's.
         gpus_per_node: `--gpus-per-node`; none: the recipe's, else the cluster's.
-        image: image given for this run: `NAME:TAG`, an absolute `.sqsh` path, or a `docker://` address.
+        image: the image to run in; none: nothing names one.
         image_is_explicit: whether `--image` named it, rather than a configuration file.
         workspace: absolute path of the workspace.
         python: the interpreter that ftkit runs in, for runtime `none`.
@@ -28,7 +30,7 @@ class RunRequest:
     name: str | None
     num_nodes: int | None
     gpus_per_node: int | None
-    image: str | None
+    image: AnyImage | None
     image_is_explicit: bool
     workspace: Path
     python: str

@@ -20,7 +20,7 @@ from torch import nn
 
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX
-from ftkit.specs.load import is_path
+from ftkit.specs.paths import is_path
 from ftkit.train.adapters import DORA_LENGTHS, is_adapter
 from ftkit.train.quantise import Nf4Layout, Nf4Linear
 from ftkit.train.shards import OwnPart, own_part

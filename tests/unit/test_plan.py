@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.plan import RunPlan, count_steps, fingerprint, plan_from_json, plan_run, plan_to_json
 from ftkit.specs.image import BaseImageSpec, ImageSpec
+from ftkit.specs.image_reference import ImageFile, NamedImage, parse_reference
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
 from ftkit.specs.request import RunRequest
 
@@ -31,6 +32,7 @@ IMAGE = ImageSpec(
     families=("olmo3",),
     default_recipe="olmo3-7b-full",
 )
+OLMO3 = NamedImage("olmo3:25.02")
 REQUEST = RunRequest(
     None,
     None,
@@ -109,7 +111,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> N
 
 
 def test_more_gpus_than_a_node_has_are_refused() -> None:
-    request = replace(REQUEST, gpus_per_node=16, image="x.sqsh")
+    request = replace(REQUEST, gpus_per_node=16, image=ImageFile(Path("/x.sqsh")))
     assert "16 GPUs asked for, a node has 8" in problems(cluster=A4, request=request)
 
 
@@ -118,9 +120,9 @@ def test_one_machine_has_one_node() -> None:
 
 
 def test_an_image_that_would_have_no_effect_is_refused() -> None:
-    request = replace(REQUEST, image="olmo3:25.02", image_is_explicit=True)
+    request = replace(REQUEST, image=OLMO3, image_is_explicit=True)
     assert "runtime 'none': the image would have no effect" in problems(request=request)
-    assert plan(request=replace(REQUEST, image="olmo3:25.02")).image is None
+    assert plan(request=replace(REQUEST, image=OLMO3)).image is None
 
 
 def test_pyxis_without_an_image_is_refused() -> None:
@@ -128,13 +130,13 @@ def test_pyxis_without_an_image_is_refused() -> None:
 
 
 def test_an_image_of_another_family_is_refused() -> None:
-    found = problems(cluster=A4, image=IMAGE, request=replace(REQUEST, image="olmo3:25.02"))
+    found = problems(cluster=A4, image=IMAGE, request=replace(REQUEST, image=OLMO3))
     assert "serves olmo3, not qwen3" in found
 
 
 def test_a_family_beyond_the_four_is_planned_by_estimates_in_any_image_with_a_note() -> None:
     recipe = demo("model.architecture.family=mistral", "training.global_batch_size=32")
-    request = replace(REQUEST, image="olmo3:25.02")
+    request = replace(REQUEST, image=OLMO3)
     notes = " ".join(plan(recipe, A4, IMAGE, request).notes)
     assert "'mistral' is none of gemma3_text, llama, olmo3, qwen3: parameters and memory are estimates" in notes
     assert "'olmo3:25.02' is not made for 'mistral'" in notes
@@ -149,7 +151,7 @@ def test_projections_that_one_of_the_four_families_lacks_are_refused() -> None:
 
 
 def test_paths_that_pyxis_cannot_mount_are_refused() -> None:
-    request = replace(REQUEST, image="/x.sqsh", workspace=Path("/shared/a,b"))
+    request = replace(REQUEST, image=ImageFile(Path("/x.sqsh")), workspace=Path("/shared/a,b"))
     cluster = A4.model_copy(update={"mounts": ("relative", "/ok:/ok:ro")})
     found = problems(cluster=cluster, request=request)
     assert "comma" in found
@@ -207,7 +209,7 @@ def test_a_profile_that_cannot_be_taken_is_refused() -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    request = replace(REQUEST, num_nodes=3, image="x:1", image_is_explicit=True)
+    request = replace(REQUEST, num_nodes=3, image=NamedImage("x:1"), image_is_explicit=True)
     assert (
         len(
             problems(
@@ -220,9 +222,9 @@ def test_all_problems_come_at_once() -> None:
 
 def test_an_imported_image_is_given_by_its_absolute_path() -> None:
     olmo = demo("model.architecture=olmo3-7b", "training.micro_batch_size=1", "training.global_batch_size=8")
-    with_image = plan(olmo, A4, IMAGE, replace(REQUEST, image="olmo3:25.02"))
+    with_image = plan(olmo, A4, IMAGE, replace(REQUEST, image=OLMO3))
     assert with_image.container_image == "/shared/me/images/olmo3+25.02.sqsh"
-    by_uri = plan(olmo, A4, None, replace(REQUEST, image="docker://host#path:tag"))
+    by_uri = plan(olmo, A4, None, replace(REQUEST, image=parse_reference("docker://host#path:tag")))
     assert by_uri.container_image == "docker://host#path:tag"
 
 
@@ -233,7 +235,7 @@ def test_the_engine_says_why() -> None:
 
 def test_a_plan_beyond_the_gpus_memory_says_so() -> None:
     llama = load_recipe("llama3.3-70b-full", HERE)
-    request = replace(REQUEST, image="/x.sqsh", num_nodes=1)
+    request = replace(REQUEST, image=ImageFile(Path("/x.sqsh")), num_nodes=1)
     small = load_cluster("a3-megagpu-8g", HERE)
     note, *proposals = plan(llama, small, None, request).notes
     assert "more than this GPU's 79.6 GiB can hold" in note

@@ -16,9 +16,9 @@ from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import retries
 from ftkit.images.credentials import Credentials
 from ftkit.images.progress import say_nothing
-from ftkit.images.references import parse_reference
 from ftkit.images.registry import Registry
 from ftkit.images.sources import RegistrySource
+from ftkit.specs.image_reference import parse_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

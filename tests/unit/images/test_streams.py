@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.errors import ImageError
-from ftkit.images.references import parse_reference
 from ftkit.images.streams import BuildFollower, follow_transfer
+from ftkit.specs.image_reference import parse_reference
 
 if TYPE_CHECKING:
     from ftkit.images.progress import Progress

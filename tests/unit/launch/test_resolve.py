@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,6 @@ from ftkit.specs.load import Surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -57,10 +57,48 @@ def test_the_image_of_the_recipe_is_used_where_nothing_else_names_one(project: P
     assert resolve(words, around(project)).image == "olmo3:26.05"
 
 
-def test_an_image_file_is_found_from_the_current_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_cluster(project: Path, extends: str, runtime: str) -> None:
+    (project / "clusters").mkdir()
+    (project / "clusters" / "mine.yaml").write_text(f"extends: {extends}\nname: mine\nruntime: {runtime}\n")
+
+
+@pytest.mark.parametrize("typed", ["my.sqsh", "./my.sqsh", "my.sif", "./my.sif"])
+def test_an_image_file_is_found_from_the_current_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    make_cluster(project, "a4-highgpu-8g", "apptainer")
     monkeypatch.chdir(project)
-    words = RunWords(recipe="olmo3-7b-full", image="my.sqsh", cluster="a4-highgpu-8g")
-    assert resolve(words, around(project)).container_image == str(project / "my.sqsh")
+    words = RunWords(recipe="olmo3-7b-full", image=typed, cluster="mine")
+    assert resolve(words, around(project)).container_image == str(project / Path(typed).name)
+
+
+def test_an_image_file_in_the_settings_or_a_recipe_belongs_to_the_file_that_names_it(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (project / "mine.yaml").write_text("extends: olmo3-7b-full\nname: mine\nimage: ./recipe.sqsh\n")
+    words = RunWords(recipe=str(project / "mine.yaml"), cluster="a4-highgpu-8g")
+    assert resolve(words, around(project)).container_image == str(project / "recipe.sqsh")
+    (project / "ftkit.yaml").write_text("image: settings.sqsh\n")
+    assert resolve(words, around(project)).container_image == str(project / "settings.sqsh")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "given"),
+    [("pyxis", "docker://r.io#team/x:1"), ("apptainer", "docker://r.io/team/x:1"), ("docker", "r.io/team/x:1")],
+)
+@pytest.mark.parametrize("typed", ["r.io/team/x:1", "docker://r.io/team/x:1", "docker://r.io#team/x:1"])
+def test_an_address_is_given_to_each_runtime_in_its_own_words(
+    project: Path, runtime: str, given: str, typed: str
+) -> None:
+    make_cluster(project, "docker" if runtime == "docker" else "a4-highgpu-8g", runtime)
+    words = RunWords(recipe="demo", image=typed, cluster="mine", overrides=("training.global_batch_size=32",))
+    assert resolve(words, around(project)).container_image == given
+
+
+def test_pyxis_is_not_given_a_sif_file(project: Path) -> None:
+    with pytest.raises(ConfigError, match="pyxis can't run a SIF file"):
+        resolve(RunWords(recipe="olmo3-7b-full", image="my.sif", cluster="a4-highgpu-8g"), around(project))
 
 
 @pytest.mark.parametrize("words", [RunWords(), RunWords(image="docker://host#path:tag", cluster="a4-highgpu-8g")])

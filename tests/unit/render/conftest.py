@@ -14,6 +14,7 @@ import pytest
 
 from ftkit.plan import plan_run
 from ftkit.render import render_job
+from ftkit.specs.image_reference import NamedImage
 from ftkit.specs.load import Surroundings, load_cluster, load_image, load_recipe
 from ftkit.specs.request import RunRequest
 
@@ -57,7 +58,7 @@ class PlanMaker:
             name=None,
             num_nodes=num_nodes,
             gpus_per_node=None,
-            image="olmo3:25.02" if profile.runtime != "none" else None,
+            image=NamedImage("olmo3:25.02") if profile.runtime != "none" else None,
             image_is_explicit=False,
             workspace=Path(self.workspace),
             python=self.python,

@@ -11,6 +11,7 @@ from ftkit import assets
 from ftkit.gpus import GPUS
 from ftkit.parameters import count_parameters
 from ftkit.plan import RunPlan, plan_run
+from ftkit.specs.image_reference import NamedImage
 from ftkit.specs.layers import read_yaml
 from ftkit.specs.load import Surroundings, list_images, list_names, load_cluster, load_image, load_recipe
 from ftkit.specs.model import ArchitectureSpec
@@ -83,7 +84,7 @@ def _plan(recipe_name: str, cluster_name: str, num_nodes: int | None) -> RunPlan
         name=None,
         num_nodes=num_nodes,
         gpus_per_node=None,
-        image=recipe.image,
+        image=NamedImage(recipe.image),
         image_is_explicit=False,
         workspace=Path("/shared/ftkit"),
         python="/opt/ftkit/bin/python3",

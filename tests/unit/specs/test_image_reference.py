@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ftkit.errors import ConfigError
-from ftkit.images.references import check_name, parse_reference
+from ftkit.specs.image_reference import (
+    AnyImage,
+    ImageFile,
+    NamedImage,
+    RegistryImage,
+    check_name,
+    parse_image,
+    parse_reference,
+)
 
 DIGEST = "sha256:" + "a" * 64
 
@@ -63,3 +73,33 @@ def test_a_legal_name_passes(name: str) -> None:
 def test_an_illegal_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError):
         check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "image"),
+    [
+        ("olmo3:25.02", NamedImage("olmo3:25.02")),
+        ("foo.sif", ImageFile(Path("/here/foo.sif"))),
+        ("./foo.sif", ImageFile(Path("/here/foo.sif"))),
+        ("../images/foo.sqsh", ImageFile(Path("/here/../images/foo.sqsh"))),
+        ("images/foo.squashfs", ImageFile(Path("/here/images/foo.squashfs"))),
+        ("/images/whatever", ImageFile(Path("/images/whatever"))),
+        ("r.io/team/x:1", RegistryImage("r.io", "team/x", "1")),
+        ("docker://r.io/team/x:1", RegistryImage("r.io", "team/x", "1")),
+        ("docker://r.io#team/x:1", RegistryImage("r.io", "team/x", "1")),
+        ("r.io#team/x:1", RegistryImage("r.io", "team/x", "1")),
+    ],
+)
+def test_names_files_and_addresses_are_told_apart(text: str, image: AnyImage) -> None:
+    assert parse_image(text, Path("/here")) == image
+    assert parse_image(str(image), Path("/elsewhere")) == image
+
+
+@pytest.mark.parametrize(
+    "text", ["gs://bucket/x.sif", "dockerd://x:1", "~nobody-at-all/x.sif", "a" * 300 + ".sif", "a\0.sif"]
+)
+def test_an_image_that_nothing_can_run_is_refused_with_the_place_that_names_it(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_image(text, Path("/here"), "ftkit.yaml:3", "image")
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.key) == ("ftkit.yaml:3", "image")

@@ -1,12 +1,18 @@
-"""Names of images: what docker and registries allow, and how enroot wants an address written."""
+"""The ways to say which image is meant: a name, a file, an address in a registry.
+
+What a user types is parsed here, once; everything after that asks the type, never the text.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from ftkit.errors import ConfigError, Problem
 from ftkit.specs.image import ENGINE_PREFIX
+from ftkit.specs.paths import absolute_path, is_path
 
 DOCKER_HUB = "registry-1.docker.io"
 
@@ -17,8 +23,36 @@ _DIGEST = r"sha256:[0-9a-f]{64}"
 _NAMED = re.compile(rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>{_TAG}))?(?:@(?P<digest>{_DIGEST}))?")
 
 
+_FILE_SUFFIXES: Final = (".sqsh", ".squashfs", ".sif")
+
+
 @dataclass(frozen=True)
-class ImageReference:
+class NamedImage:
+    """An image that has a definition: `NAME:TAG`."""
+
+    reference: str
+
+    def __str__(self) -> str:
+        return self.reference
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """A squashfs or SIF file, by its absolute path."""
+
+    path: Path
+
+    @property
+    def is_sif(self) -> bool:
+        """Whether it is in Apptainer's format, which enroot and pyxis can't read."""
+        return self.path.suffix == ".sif"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class RegistryImage:
     """An image in a registry: `HOST/PATH:TAG@DIGEST`."""
 
     host: str
@@ -43,6 +77,11 @@ class ImageReference:
         return f"{self.repository}@{self.digest}" if self.digest else f"{self.repository}:{self.tag}"
 
     @property
+    def docker_uri(self) -> str:
+        """The address as Apptainer takes it."""
+        return f"docker://{self.pinned}"
+
+    @property
     def enroot_uri(self) -> str:
         """The address in enroot's words, with `#` after the host, which every release understands."""
         return f"docker://{self.host}#{self.path}:{self.tag}"
@@ -51,7 +90,34 @@ class ImageReference:
         return f"{self.repository}:{self.tag}" + (f"@{self.digest}" if self.digest else "")
 
 
-def parse_reference(text: str) -> ImageReference:
+AnyImage = NamedImage | ImageFile | RegistryImage
+"""Whatever `--image` takes. The text of one parses to the same one again."""
+
+
+def parse_image(text: str, folder: Path, where: str = "", key: str = "--image") -> AnyImage:
+    """Parse what names an image.
+
+    Args:
+        text: `NAME:TAG`; a path, or whatever ends like an image file; an address with or without `docker://`.
+        folder: the folder that a relative path belongs to.
+        where: the place of the text, for messages.
+        key: its key or option, for messages.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if is_path(text) or ("://" not in text and text.endswith(_FILE_SUFFIXES)):
+        return ImageFile(absolute_path(text, folder, where, key))
+    if "/" not in text and "#" not in text:
+        return NamedImage(text)
+    if "://" in text and not text.startswith("docker://"):
+        raise ConfigError(
+            [Problem(where, key, f"{text!r} is none of NAME:TAG, a .sqsh or .sif file, and docker://HOST/PATH:TAG.")]
+        )
+    return parse_reference(text, where, key)
+
+
+def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
     """Parse `[docker://][HOST/ or HOST#]PATH[:TAG][@sha256:...]`; without a host it is Docker Hub's.
 
     Raises:
@@ -68,13 +134,13 @@ def parse_reference(text: str) -> ImageReference:
         found = re.fullmatch(_HOST, host)
     named = _NAMED.fullmatch(rest)
     if not found or not named:
-        raise ConfigError([Problem("", "", f"{text!r} is no reference to an image: {_reason(rest)}.", _GRAMMAR)])
+        raise ConfigError([Problem(where, key, f"{text!r} is no reference to an image: {_reason(rest)}.", _GRAMMAR)])
     path = named["path"]
     if host in ("docker.io", "index.docker.io"):
         host = DOCKER_HUB
     if host == DOCKER_HUB and "/" not in path:
         path = f"library/{path}"
-    return ImageReference(host, path, named["tag"] or "latest", named["digest"] or "")
+    return RegistryImage(host, path, named["tag"] or "latest", named["digest"] or "")
 
 
 _GRAMMAR = "It is written HOST/PATH:TAG, PATH in small letters, digits and single '.', '_' or '-' between them."

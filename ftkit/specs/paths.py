@@ -1,0 +1,44 @@
+"""Paths of this machine, as users write them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from ftkit.errors import ConfigError, Problem
+
+_LONGEST_PATH: Final = 4095
+_LONGEST_NAME: Final = 255
+"""Linux' limits, in bytes."""
+
+
+def is_path(text: str) -> bool:
+    """Tell a path (`/data/model`, `./model`, `~/model`) from a hub id (`org/model`), a name or a keyword."""
+    return text.startswith(("/", "./", "../", "~"))
+
+
+def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Path:
+    """Make a path absolute: a relative one belongs to `folder`; `~` and `~user` are home folders.
+
+    Raises:
+        ConfigError: no file can have this path; `where` and `key` say whose it is.
+    """
+    problem = path_problem(text)
+    if problem:
+        raise ConfigError([Problem(where, key, f"{problem}.")])
+    return (folder / Path(text).expanduser()).absolute()
+
+
+def path_problem(text: str) -> str | None:
+    """Return why no file can have this path; None if one can."""
+    if not text or not text.isprintable():
+        return f"a path is one line of printable characters, got {text[:80]!r}"
+    name = max(text.split("/"), key=len)
+    if len(os.fsencode(text)) > _LONGEST_PATH or len(os.fsencode(name)) > _LONGEST_NAME:
+        return f"a path has at most {_LONGEST_PATH} bytes and each name in it {_LONGEST_NAME}, got {text[:80]}…"
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        return f"there is no user {text.partition('/')[0].removeprefix('~')!r} on this machine: {text}"
+    return None
