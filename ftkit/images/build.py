@@ -73,7 +73,7 @@ def build(
     context = assemble(definition)
     with engine.connected() as client:
         found = _base(client, wanted, base or spec.base.reference, report)
-        digest = wanted.digest or _digest_of(found, wanted)
+        digest = wanted.digest or _digest_of(found, wanted) or ""
         key, name = context.digest(f"{found.id} {wanted.digest}"), local_name(spec.reference)
         image = engine.inspect(client, name)
         is_new = no_cache or image is None or image.labels.get(labels.BUILD_KEY) != key

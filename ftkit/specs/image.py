@@ -6,6 +6,7 @@ from typing import Final
 
 from pydantic import Field
 
+from ftkit.specs.digest import Digest
 from ftkit.specs.model import ModelType
 from ftkit.specs.strict import Name, OneLine, Spec, VariableName
 
@@ -18,7 +19,7 @@ class BaseImageSpec(Spec):
 
     reference: str
     """Registry, path and tag, such as `nvcr.io/nvidia/pytorch:25.02-py3`."""
-    digest: str | None = Field(default=None, pattern=r"^sha256:[0-9a-f]{64}$")
+    digest: Digest | None = None
     """Digest of the base; none: unpinned."""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ftkit.errors import ConfigError, Problem
+from ftkit.specs.digest import DIGEST_PATTERN, Digest
 from ftkit.specs.image import ENGINE_PREFIX
 from ftkit.specs.paths import absolute_path, is_path
 
@@ -19,8 +20,7 @@ DOCKER_HUB = "registry-1.docker.io"
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)*(?::[0-9]+)?"
 _TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
-_DIGEST = r"sha256:[0-9a-f]{64}"
-_NAMED = re.compile(rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>{_TAG}))?(?:@(?P<digest>{_DIGEST}))?")
+_NAMED = re.compile(rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>{_TAG}))?(?:@(?P<digest>{DIGEST_PATTERN}))?")
 
 
 _FILE_SUFFIXES: Final = (".sqsh", ".squashfs", ".sif")
@@ -58,7 +58,7 @@ class RegistryImage:
     host: str
     path: str
     tag: str
-    digest: str = ""
+    digest: Digest | None = None
 
     @property
     def repository(self) -> str:
@@ -140,7 +140,8 @@ def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
         host = DOCKER_HUB
     if host == DOCKER_HUB and "/" not in path:
         path = f"library/{path}"
-    return RegistryImage(host, path, named["tag"] or "latest", named["digest"] or "")
+    digest = Digest(named["digest"]) if named["digest"] else None
+    return RegistryImage(host, path, named["tag"] or "latest", digest)
 
 
 _GRAMMAR = "It is written HOST/PATH:TAG, PATH in small letters, digits and single '.', '_' or '-' between them."
