@@ -241,16 +241,22 @@ def plan_to_json(plan: RunPlan) -> str:
     return _PLAN.dump_json(plan, indent=2).decode() + "\n"
 
 
-def plan_from_json(text: str, where: str) -> RunPlan:
+class PlanError(FtkitError):
+    """A plan that was written down can't be read back."""
+
+    exit_code = ConfigError.exit_code
+
+
+def plan_from_json(text: str | bytes, where: str) -> RunPlan:
     """Read a plan back; `where` names the text in messages.
 
     Raises:
-        FtkitError: it is no plan, or one of another version of ftkit.
+        PlanError: it is no plan, or one of another version of ftkit.
     """
     try:
         return _PLAN.validate_json(text)
     except ValidationError as error:
-        raise FtkitError(
+        raise PlanError(
             f"can't read the plan in {where}: {error.error_count()} of its fields are not as expected",
             meaning="the file was changed by hand, or another version of ftkit wrote it",
             fix="use the ftkit that submitted the run, or submit the run anew",
@@ -261,10 +267,10 @@ def read_plan(layout: RunLayout) -> RunPlan:
     """Read the plan of a run.
 
     Raises:
-        FtkitError: it can't be read.
+        PlanError: it can't be read.
     """
     try:
-        text = layout.plan.read_text(encoding="utf-8")
+        content = layout.plan.read_bytes()
     except OSError as error:
-        raise FtkitError(f"can't read {layout.plan}: {error}", fix="check that the run's folder is whole") from error
-    return plan_from_json(text, str(layout.plan))
+        raise PlanError(f"can't read {layout.plan}: {error}", fix="check that the run's folder is whole") from error
+    return plan_from_json(content, str(layout.plan))

@@ -1,4 +1,8 @@
-"""The records of metrics.jsonl: what the trainer says of a run, and what everyone else reads of it."""
+"""The records of metrics.jsonl: what the trainer says of a run, and what everyone else reads of it.
+
+Whatever is in the files, reading them raises nothing and takes bounded memory: run folders are shared, and a
+damaged one must not hide the others.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,11 @@ import json
 import socket
 import time
 import traceback
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
+
+from pydantic import Field, TypeAdapter
+from pydantic_core import from_json
 
 from ftkit.errors import FtkitError
 
@@ -15,13 +22,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+LONGEST_LINE = 2**23
+"""Bytes. Longer lines are passed over: the longest records, evaluations with their samples, take a few hundred KiB."""
+TAIL_BYTES = 2**26
+"""How far from the end of a file its newest record is looked for."""
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+"""A length of time, or a time since the epoch: finite, so that it can be written as hours and days."""
+
 
 @dataclass(frozen=True)
 class StageRecord:
     """The run has come to a stage that takes a while."""
 
     event: ClassVar[str] = "stage"
-    time: float
+    time: Seconds
     stage: str
 
 
@@ -30,13 +46,13 @@ class StartRecord:
     """Training begins, or goes on after `resumed_from` steps."""
 
     event: ClassVar[str] = "start"
-    time: float
-    num_steps: int
-    resumed_from: int
-    world_size: int
+    time: Seconds
+    num_steps: Count
+    resumed_from: Count
+    world_size: Count
     engine: str
     device: str
-    num_parameters: int
+    num_parameters: Count
     versions: dict[str, str]
 
 
@@ -45,7 +61,7 @@ class ProofRecord:
     """What was proven of the sharded model before step 1."""
 
     event: ClassVar[str] = "proof"
-    time: float
+    time: Seconds
     checks: dict[str, str]
 
 
@@ -57,7 +73,7 @@ class MemoryRecord:
     """
 
     event: ClassVar[str] = "memory"
-    time: float
+    time: Seconds
     stage: str
     allocated_gib: float
     peak_gib: float
@@ -78,16 +94,16 @@ class StepRecord:
     """
 
     event: ClassVar[str] = "step"
-    time: float
-    step: int
-    num_steps: int
+    time: Seconds
+    step: Count
+    num_steps: Count
     epoch: float
     loss: float
     learning_rate: float
     grad_norm: float
-    tokens: int
+    tokens: Count
     tokens_per_second: float
-    step_seconds: float
+    step_seconds: Seconds
     overhead_ratio: float
     data_wait_ratio: float
     mfu: float | None
@@ -109,8 +125,8 @@ class EvaluationRecord:
     """A measurement on the held-out part. `execution_accuracy` is a part of 1."""
 
     event: ClassVar[str] = "evaluation"
-    time: float
-    step: int
+    time: Seconds
+    step: Count
     when: Literal["before", "during", "after"]
     loss: float
     perplexity: float
@@ -123,11 +139,11 @@ class CheckpointRecord:
     """A checkpoint is complete: `seconds` after it was begun, for `stalled_seconds` of which training waited."""
 
     event: ClassVar[str] = "checkpoint"
-    time: float
-    step: int
+    time: Seconds
+    step: Count
     path: str
-    seconds: float
-    stalled_seconds: float
+    seconds: Seconds
+    stalled_seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -135,10 +151,10 @@ class EndRecord:
     """The trainer ended as it should: all steps done, or stopped by request after a checkpoint."""
 
     event: ClassVar[str] = "end"
-    time: float
+    time: Seconds
     outcome: Literal["completed", "stopped"]
-    step: int
-    training_seconds: float
+    step: Count
+    training_seconds: Seconds
     export: str | None
 
 
@@ -153,7 +169,9 @@ Record = (
     | EndRecord
 )
 
-_KINDS: dict[str, type[Any]] = {kind.event: kind for kind in get_args(Record)}
+_KINDS: dict[str, TypeAdapter[Record]] = {kind.event: TypeAdapter(kind) for kind in get_args(Record)}
+_STEP_LINE = b'{"event": "step"'
+"""How `to_line` begins a step's record."""
 
 
 def to_line(record: Record) -> str:
@@ -161,28 +179,58 @@ def to_line(record: Record) -> str:
     return json.dumps({"event": record.event, **asdict(record)}, allow_nan=True)
 
 
-def from_line(line: str) -> Record | None:
-    """Read a line back; None for a line that is cut off or that another version wrote."""
+def from_line(line: str | bytes) -> Record | None:
+    """Read a line back; None for a line that is cut off, damaged, or that another version wrote."""
     try:
-        values = json.loads(line)
-        kind = _KINDS[values.pop("event")]
-        known = {field.name for field in fields(kind)}
-        record = kind(**{key: value for key, value in values.items() if key in known})
+        values = from_json(line)
+        return _KINDS[values.pop("event")].validate_python(values)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    if isinstance(record, EvaluationRecord):
-        samples = tuple(sample if isinstance(sample, Sample) else Sample(**sample) for sample in record.samples)
-        return EvaluationRecord(**{**vars(record), "samples": samples})
-    return record  # type: ignore[no-any-return]
 
 
-def read_records(path: Path) -> list[Record]:
-    """Read all records of a run; an empty list if there are none yet."""
+def read_records(path: Path) -> Iterator[Record]:
+    """Read all records of a run, one at a time; none if there are none yet."""
+    return (record for line in _lines(path) if (record := from_line(line)) is not None)
+
+
+def read_outline(path: Path) -> Iterator[Record]:
+    """Read the records of a run that are not steps, and its first step.
+
+    Hundreds of megabytes of steps take a second or two, and no memory.
+    """
+    has_step = False
+    for line in _lines(path):
+        if has_step and line.startswith(_STEP_LINE):
+            continue
+        record = from_line(line)
+        has_step |= isinstance(record, StepRecord)
+        if record is not None:
+            yield record
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file with their line breaks, but none that is longer than `LONGEST_LINE`."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return [record for line in text.splitlines() if (record := from_line(line)) is not None]
+        with _open(path) as file:
+            yield from _short_lines(file)
+    except OSError:
+        return
+
+
+def _short_lines(file: IO[bytes]) -> Iterator[bytes]:
+    is_inside = False
+    while line := file.readline(LONGEST_LINE):
+        is_whole = line.endswith(b"\n") or len(line) < LONGEST_LINE
+        if is_whole and not is_inside:
+            yield line
+        is_inside = not is_whole
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Open a file for reading, but nothing that would never end: a pipe or a device."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    return path.open("rb")
 
 
 def append_record(path: Path, record: Record) -> None:
@@ -195,13 +243,13 @@ def append_record(path: Path, record: Record) -> None:
 class RankError:
     """What ended a rank. `exit_code` is that of the error's class if a user can act on it, else 1."""
 
-    time: float
-    rank: int
+    time: Seconds
+    rank: Count
     host: str
     type: str
     message: str
     traceback: str
-    exit_code: int
+    exit_code: Annotated[int, Field(ge=1, le=255)]
 
     @classmethod
     def from_exception(cls, error: BaseException, *, rank: int) -> RankError:
@@ -217,6 +265,9 @@ class RankError:
         )
 
 
+_RANK_ERROR = TypeAdapter(RankError)
+
+
 def write_rank_error(path: Path, error: RankError) -> None:
     """Write a rank's error beside its log."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,16 +277,16 @@ def write_rank_error(path: Path, error: RankError) -> None:
 def read_rank_error(path: Path) -> RankError | None:
     """Read an error back; None for a file that is no such thing."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return RankError(**{field.name: values[field.name] for field in fields(RankError)})
-    except (OSError, ValueError, KeyError, TypeError):
+        with _open(path) as file:
+            return _RANK_ERROR.validate_json(file.read(LONGEST_LINE))
+    except (OSError, ValueError):
         return None
 
 
 def read_last_step(path: Path, *, tail_bytes: int = 16_384) -> StepRecord | None:
     """Read the newest step's record from the end of the file, without reading the whole if it can be helped."""
     for line in _lines_backwards(path, tail_bytes):
-        record = from_line(line) if '"event": "step"' in line else None
+        record = from_line(line) if line.startswith(_STEP_LINE) else None
         if isinstance(record, StepRecord):
             return record
     return None
@@ -246,39 +297,49 @@ def read_last_record(path: Path, *, tail_bytes: int = 2_048) -> Record | None:
     return next((record for line in _lines_backwards(path, tail_bytes) if (record := from_line(line))), None)
 
 
-def _lines_backwards(path: Path, tail_bytes: int) -> Iterator[str]:
-    """Yield the lines of a file from its last to its first, reading ever longer tails of it."""
+def _lines_backwards(path: Path, tail_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of a file from its last to its first, reading ever longer tails of it, up to `TAIL_BYTES`."""
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             start = size = file.seek(0, 2)
+            end = max(0, size - TAIL_BYTES)
             unfinished = b""
-            while start > 0:
-                start = max(0, size - tail_bytes)
+            while start > end and len(unfinished) < LONGEST_LINE:
+                start = max(end, size - tail_bytes)
                 file.seek(start)
                 chunk = file.read(size - start) + unfinished
                 unfinished, *complete = chunk.split(b"\n") if start else [b"", *chunk.split(b"\n")]
-                yield from (line.decode("utf-8", errors="replace") for line in reversed(complete))
-                size, tail_bytes = start, tail_bytes * 8
-    except FileNotFoundError:
+                yield from reversed(complete)
+                size, tail_bytes = start, min(tail_bytes * 8, LONGEST_LINE)
+    except OSError:
         return
 
 
 class RecordTail:
     """Reads the records that were added to a file since the last look."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, skips_old: bool = False) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = _size(path) if skips_old else 0
 
-    def read_new(self) -> list[Record]:
-        """Return the complete lines that are new."""
+    def read_new(self) -> Iterator[Record]:
+        """Yield what is on the complete lines that are new; a line counts as read once it was yielded."""
         try:
-            with self._path.open("rb") as file:
+            with _open(self._path) as file:
                 file.seek(self._offset)
-                chunk = file.read()
-        except FileNotFoundError:
-            return []
-        complete = chunk[: chunk.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        lines = complete.decode("utf-8", errors="replace").splitlines()
-        return [record for line in lines if (record := from_line(line)) is not None]
+                for line in _short_lines(file):
+                    if not line.endswith(b"\n"):
+                        return
+                    self._offset = file.tell()
+                    record = from_line(line)
+                    if record is not None:
+                        yield record
+        except OSError:
+            return
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

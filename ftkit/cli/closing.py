@@ -25,6 +25,7 @@ STATE_STYLES = {
     RunState.STOPPED: "yellow",
     RunState.CANCELLED: "yellow",
     RunState.UNKNOWN: "dim",
+    RunState.DAMAGED: "red",
     **dict.fromkeys(FAILURES, "red"),
 }
 

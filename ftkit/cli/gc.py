@@ -13,11 +13,12 @@ from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal import Column, Terminal
 from ftkit.cli.wording import gib
 from ftkit.images.gc import find_removable, remove_all
-from ftkit.launch.json_files import read_json
-from ftkit.launch.observe import observe_all
-from ftkit.launch.runs import list_runs
+from ftkit.launch.observe import observe_all, state_of
+from ftkit.launch.runs import glance_at, list_runs
 
 if TYPE_CHECKING:
+    from ftkit.launch.observe import Overview
+    from ftkit.launch.runs import RunGlance
     from ftkit.layout import Workspace
 
 
@@ -54,9 +55,13 @@ def command(*, dry_run: bool, yes: bool) -> None:
 
 
 def _in_use(workspace: Workspace) -> list[Path]:
-    """Return the image files of runs that have not ended."""
-    submitted = [run for folder in list_runs(workspace) if (run := folder.submitted)]
-    states = observe_all(submitted).states if submitted else {}
-    active = [run for run in submitted if run.id not in states or not states[run.id].is_final]
-    files = [(read_json(run.layout.plan) or {}).get("container_image") for run in active]
-    return [Path(file) for file in files if isinstance(file, str) and file.startswith("/")]
+    """Return the image files of runs that have not ended, as far as can be told: damaged ones may go on."""
+    glances = [glance_at(folder) for folder in list_runs(workspace)]
+    overview = observe_all([glance.run for glance in glances if glance.run])
+    active = [glance.plan for glance in glances if glance.damage or not _has_ended(glance, overview)]
+    files = [plan.container_image for plan in active if plan and plan.container_image]
+    return [Path(file) for file in files if file.startswith("/")]
+
+
+def _has_ended(glance: RunGlance, overview: Overview) -> bool:
+    return glance.run is None or state_of(glance, overview).is_final

@@ -30,7 +30,6 @@ def command(reference: str, *, follow: bool) -> None:
     """Submit a run again."""
     terminal = Terminal()
     layout = run_of(reference).layout
-    tail = RecordTail(layout.metrics)
-    tail.read_new()  # what earlier jobs wrote is not shown again
+    tail = RecordTail(layout.metrics, skips_old=True)  # what earlier jobs wrote is not shown again
     run = resume(read_plan(layout))
     after_submission(run, terminal, does_follow=follow, tail=tail)

@@ -13,14 +13,14 @@ from ftkit.cli.arguments import current_workspace, json_option
 from ftkit.cli.closing import STATE_STYLES
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal import Cell, Column, Styled, Terminal
-from ftkit.cli.wording import age
-from ftkit.launch.observe import observe_all
-from ftkit.launch.runs import PlanGlance, RunFolder, glance_at_plan, list_runs
-from ftkit.launch.states import Observation, RunState
+from ftkit.cli.wording import age, short_path
+from ftkit.launch.observe import observe_all, state_of
+from ftkit.launch.runs import RunGlance, glance_at, list_runs
+from ftkit.launch.states import Observation
 from ftkit.records import StepRecord, read_last_step
 
 if TYPE_CHECKING:
-    from ftkit.launch.submission import SubmittedRun
+    from ftkit.layout import Workspace
 
 _COLUMNS = (
     Column("NAME", takes_cut=True),
@@ -36,11 +36,19 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class _Row:
-    folder: RunFolder
-    plan: PlanGlance
-    job_id: str | None
+    glance: RunGlance
     seen: Observation
     step: StepRecord | None
+
+    @property
+    def num_steps(self) -> int | None:
+        if self.step:
+            return self.step.num_steps
+        return self.glance.plan.num_steps if self.glance.plan else None
+
+    @property
+    def job_id(self) -> str | None:
+        return self.glance.run.submission.job_id if self.glance.run else None
 
 
 @click.command(
@@ -52,70 +60,57 @@ class _Row:
 @json_option
 def command(*, as_json: bool) -> None:
     """List all runs of the workspace, newest first."""
-    terminal = Terminal()
-    rows = _read(terminal)
+    terminal, workspace = Terminal(), current_workspace()
+    rows = _read(workspace, terminal)
     if as_json:
         terminal.json([_as_json(row) for row in rows])
     elif rows:
         terminal.table(_COLUMNS, [_cells(row, is_roomy=terminal.is_roomy) for row in rows])
     else:
-        terminal.say("no runs yet: start one with 'ftkit run demo'")
+        terminal.say(f"no runs yet in {short_path(workspace.root)}: start one with 'ftkit run demo'")
 
 
-def _read(terminal: Terminal) -> list[_Row]:
-    """Read all runs, with one question to each scheduler; warn of folders that are damaged."""
-    whole: list[tuple[RunFolder, PlanGlance, SubmittedRun | None]] = []
-    for folder in list_runs(current_workspace()):
-        plan = glance_at_plan(folder.layout)
-        if plan is None:
-            terminal.warn(f"passed over {folder.layout.root}: its plan.json can't be read")
-        else:
-            whole.append((folder, plan, folder.submitted))
-    overview = observe_all([run for _, _, run in whole if run])
-    for warning in overview.warnings:
+def _read(workspace: Workspace, terminal: Terminal) -> list[_Row]:
+    """Read all runs, with one question to each scheduler; warn of those that are damaged."""
+    glances = [glance_at(folder) for folder in list_runs(workspace)]
+    overview = observe_all([glance.run for glance in glances if glance.run])
+    damaged = [f"{glance.folder.id} is damaged: {glance.damage}" for glance in glances if glance.damage]
+    for warning in (*overview.warnings, *damaged):
         terminal.warn(warning)
-    never = Observation(RunState.UNKNOWN, is_final=False, reason="never submitted")
     return [
-        _Row(
-            folder,
-            plan,
-            run.submission.job_id if run else None,
-            overview.states.get(folder.id, never),
-            read_last_step(folder.layout.metrics),
-        )
-        for folder, plan, run in whole
+        _Row(glance, state_of(glance, overview), read_last_step(glance.folder.layout.metrics)) for glance in glances
     ]
 
 
 def _cells(row: _Row, *, is_roomy: bool) -> list[Cell]:
-    num_steps = row.plan.num_steps if row.step is None else row.step.num_steps
+    folder, plan = row.glance.folder, row.glance.plan
     return [
-        row.folder.name,
-        row.folder.id if is_roomy else row.folder.suffix,
+        folder.name,
+        folder.id if is_roomy else folder.suffix,
         Styled(row.seen.state, STATE_STYLES[row.seen.state]),
-        f"{row.step.step if row.step else 0}/{num_steps or '?'}",
+        f"{row.step.step if row.step else 0}/{row.num_steps or '?'}",
         f"{row.step.loss:.4f}" if row.step else "-",
-        row.plan.cluster,
+        plan.cluster.name if plan else "?",
         row.job_id or "-",
-        age(time.time() - row.folder.created.timestamp()),
+        age(time.time() - folder.created.timestamp()),
     ]
 
 
 def _as_json(row: _Row) -> dict[str, Any]:
-    step = row.step
+    step, folder, plan = row.step, row.glance.folder, row.glance.plan
     return {
-        "name": row.folder.name,
-        "id": row.folder.id,
+        "name": folder.name,
+        "id": folder.id,
         "state": row.seen.state,
         "is_final": row.seen.is_final,
         "reason": row.seen.reason,
         "step": step.step if step else 0,
-        "num_steps": step.num_steps if step else row.plan.num_steps,
+        "num_steps": row.num_steps,
         "loss": step.loss if step and math.isfinite(step.loss) else None,
-        "cluster": row.plan.cluster,
-        "scheduler": row.plan.scheduler,
+        "cluster": plan.cluster.name if plan else None,
+        "scheduler": plan.cluster.scheduler if plan else None,
         "job_id": row.job_id,
-        "created": row.folder.created.isoformat(),
-        "age_seconds": round(time.time() - row.folder.created.timestamp()),
-        "folder": str(row.folder.layout.root),
+        "created": folder.created.isoformat(),
+        "age_seconds": round(time.time() - folder.created.timestamp()),
+        "folder": str(folder.layout.root),
     }

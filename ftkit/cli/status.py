@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
@@ -15,12 +15,12 @@ from ftkit.cli.follow import follow as follow_run
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal import Cell, Styled, Terminal
 from ftkit.cli.wording import age, duration, short_path
-from ftkit.launch.observe import observe
-from ftkit.launch.runs import RunFolder
+from ftkit.launch.observe import observe_all, state_of
+from ftkit.launch.runs import RunFolder, glance_at
 from ftkit.launch.states import FAILURES, Observation, RunState
 from ftkit.launch.submission import SubmittedRun
 from ftkit.launch.summary import TrainingSummary, list_checkpoints, log_tail, summarise
-from ftkit.plan import RunPlan, read_plan
+from ftkit.plan import PlanError, RunPlan, read_plan
 from ftkit.records import RankError
 
 _NUM_CHECKPOINTS_SHOWN = 5
@@ -29,7 +29,7 @@ _NUM_CHECKPOINTS_SHOWN = 5
 @dataclass(frozen=True)
 class _Status:
     folder: RunFolder
-    plan: RunPlan
+    plan: RunPlan | None
     run: SubmittedRun | None
     seen: Observation
     summary: TrainingSummary
@@ -63,16 +63,22 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
 
 
 def _read(folder: RunFolder) -> _Status:
-    run = folder.submitted
-    never = Observation(RunState.UNKNOWN, is_final=False, reason="never submitted")
-    seen = observe(run) if run else never
+    glance, plan = glance_at(folder), None
+    damage = glance.damage
+    if glance.plan:
+        try:
+            plan = read_plan(folder.layout)
+        except PlanError as error:
+            damage = error.what
+    glance = replace(glance, damage=damage)
+    seen = state_of(glance, observe_all([glance.run] if glance.run else []))
     return _Status(
         folder=folder,
-        plan=read_plan(folder.layout),
-        run=run,
+        plan=plan,
+        run=glance.run,
         seen=seen,
         summary=summarise(folder.layout),
-        error=failing_rank(run, seen) if run else None,
+        error=failing_rank(glance.run, seen) if glance.run else None,
     )
 
 
@@ -116,12 +122,12 @@ def _job_facts(status: _Status) -> list[tuple[str, Cell]]:
 
 def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
     plan, layout = status.plan, status.folder.layout
-    place = f"{plan.placement.num_nodes} × {plan.placement.processes_per_node} processes"
-    facts: list[tuple[str, Cell]] = [
-        ("recipe", plan.recipe.name),
-        ("cluster", f"{plan.cluster.name}, {place} ({plan.placement.device}), {plan.engine.name}"),
-    ]
-    if plan.image:
+    facts: list[tuple[str, Cell]] = []
+    if plan:
+        place = f"{plan.placement.num_nodes} × {plan.placement.processes_per_node} processes"
+        facts.append(("recipe", plan.recipe.name))
+        facts.append(("cluster", f"{plan.cluster.name}, {place} ({plan.placement.device}), {plan.engine.name}"))
+    if plan and plan.image:
         facts.append(("image", plan.image))
     checkpoints = [path.name for _, path in list_checkpoints(layout)][-_NUM_CHECKPOINTS_SHOWN:]
     if checkpoints:
@@ -150,17 +156,17 @@ def _as_json(status: _Status) -> dict[str, Any]:
             "id": status.folder.id,
             "name": status.folder.name,
             **asdict(status.seen),
-            "recipe": plan.recipe.name,
-            "cluster": plan.cluster.name,
-            "image": plan.image,
-            "scheduler": plan.cluster.scheduler,
+            "recipe": plan.recipe.name if plan else None,
+            "cluster": plan.cluster.name if plan else None,
+            "image": plan.image if plan else None,
+            "scheduler": plan.cluster.scheduler if plan else None,
             "job_id": submission.job_id if submission else None,
             "earlier_job_ids": list(submission.earlier_job_ids) if submission else [],
-            "created": plan.created.isoformat(),
+            "created": status.folder.created.isoformat(),
             "submitted": submission.submitted if submission else None,
-            "world_size": plan.placement.world_size,
-            "engine": plan.engine.name,
-            "num_steps": summary.last_step.num_steps if summary.last_step else plan.num_steps,
+            "world_size": plan.placement.world_size if plan else None,
+            "engine": plan.engine.name if plan else None,
+            "num_steps": summary.last_step.num_steps if summary.last_step else plan and plan.num_steps,
             **{key: asdict(record) if record else None for key, record in vars(summary).items()},
             "checkpoints": [{"step": step, "path": str(path)} for step, path in list_checkpoints(layout)],
             "error": asdict(status.error) if status.error else None,

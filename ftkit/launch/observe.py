@@ -7,11 +7,13 @@ looked at again, and outlives the scheduler's memory of it.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter, ValidationError
+
 from ftkit.errors import FtkitError
-from ftkit.launch.json_files import read_json, write_json
+from ftkit.launch.json_files import read_json, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.launch.states import Observation, RunState
 from ftkit.records import EndRecord, read_last_record
@@ -19,8 +21,12 @@ from ftkit.records import EndRecord, read_last_record
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ftkit.launch.runs import RunGlance
     from ftkit.launch.submission import SchedulerName, SubmittedRun
     from ftkit.layout import RunLayout
+
+
+_OBSERVATION = TypeAdapter(Observation)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,14 @@ def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
         open_runs = [run for run in runs if run.submission.scheduler == name and run.id not in states]
         warnings += _ask(name, open_runs, states) if open_runs else []
     return Overview(states, tuple(warnings))
+
+
+def state_of(glance: RunGlance, overview: Overview) -> Observation:
+    """Return the state of a run of a listing: damaged ones, and those that have no job, have theirs too."""
+    if glance.damage:
+        return Observation(RunState.DAMAGED, is_final=False, reason=glance.damage)
+    never = Observation(RunState.UNKNOWN, is_final=False, reason="never submitted")
+    return overview.states.get(glance.folder.id, never)
 
 
 def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Observation]) -> list[str]:
@@ -120,26 +134,25 @@ def _end(layout: RunLayout) -> EndRecord | None:
 
 def _exit_code(layout: RunLayout) -> int | None:
     try:
-        return int(layout.exit_code.read_text(encoding="utf-8"))
+        code = int(read_small(layout.exit_code))
     except (OSError, ValueError):
         return None
+    return code if code in range(256) else None
 
 
 def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Observation | None:
     """Read the final state back, unless the run was submitted again since, or Slurm was told to requeue it."""
-    values = read_json(run.layout.state)
-    if values is None or values.pop("job_id", None) != run.submission.job_id:
+    values = read_json(run.layout.state) or {}
+    observed = values.get("observed")
+    if values.get("job_id") != run.submission.job_id or not isinstance(observed, float):
         return None
-    observed = values.pop("observed", 0.0)
     if not even_if_old and _last_change(run.layout) > observed:
         return None
-    known = {field.name for field in fields(Observation)}
     try:
-        return Observation(
-            **{key: value for key, value in values.items() if key in known} | {"state": RunState(values["state"])}
-        )
-    except (KeyError, TypeError, ValueError):
+        seen = _OBSERVATION.validate_python(values)
+    except ValidationError:
         return None
+    return seen if seen.is_final else None
 
 
 def _write_final(run: SubmittedRun, seen: Observation) -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ftkit.errors import NotFoundError
-from ftkit.launch.json_files import read_json
-from ftkit.launch.submission import Submission, SubmittedRun, read_submission
+from pydantic import TypeAdapter
+
+from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.launch.json_files import DamagedFileError, read_typed
+from ftkit.launch.submission import SchedulerName, SubmittedRun, read_submission
 from ftkit.layout import RunLayout
+from ftkit.records import Count
+from ftkit.specs.strict import Name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ftkit.layout import Workspace
 
-_ID = re.compile(r"(?P<name>.+)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
+_ID = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
 _NUM_CANDIDATES_SHOWN = 8
 
 
@@ -37,55 +42,106 @@ class RunFolder:
         return self.layout.root.name
 
     @property
-    def submission(self) -> Submission | None:
-        """The newest submission; None if there never was one."""
-        return read_submission(self.layout)
-
-    @property
     def submitted(self) -> SubmittedRun | None:
-        """The run with its newest submission."""
-        submission = self.submission
+        """The run with its newest submission; None if there never was one.
+
+        Raises:
+            DamagedFileError: nobody can tell.
+        """
+        submission = read_submission(self.layout)
         return SubmittedRun(self.layout, submission) if submission else None
+
+
+@dataclass(frozen=True)
+class ClusterGlance:
+    """The few values of a cluster that a listing shows."""
+
+    name: Name
+    scheduler: SchedulerName
 
 
 @dataclass(frozen=True)
 class PlanGlance:
     """The few values of a plan that a listing shows."""
 
-    cluster: str
-    scheduler: str
-    num_steps: int | None
+    cluster: ClusterGlance
+    num_steps: Count | None
+    container_image: str | None
+
+
+@dataclass(frozen=True)
+class RunGlance:
+    """What a run's own files say without its scheduler; `damage` says what is wrong with them, if anything is."""
+
+    folder: RunFolder
+    plan: PlanGlance | None
+    run: SubmittedRun | None
+    damage: str
+
+
+_PLAN_GLANCE = TypeAdapter(PlanGlance)
+
+
+def glance_at(folder: RunFolder) -> RunGlance:
+    """Read what a listing needs of a run. Damage is no error: it is listed."""
+    plan, run, damages = None, None, []
+    try:
+        plan = read_typed(folder.layout.plan, _PLAN_GLANCE)
+        damages += [] if plan else ["plan.json is not there"]
+    except DamagedFileError as error:
+        damages.append(error.what)
+    try:
+        run = folder.submitted
+    except DamagedFileError as error:
+        damages.append(error.what)
+    return RunGlance(folder, plan, run, "; ".join(damages))
 
 
 def list_runs(workspace: Workspace) -> list[RunFolder]:
-    """Return all runs, newest first. What is no run's folder is passed over."""
+    """Return all runs, newest first. What is no run's folder is passed over.
+
+    Raises:
+        PrerequisiteError: the workspace can't be used.
+    """
     try:
         names = [entry.name for entry in workspace.runs.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
+        _check_it_can_be_made(workspace)
         return []
+    except OSError as error:
+        raise _unusable(workspace, error.strerror or str(error)) from error
     runs = [run for name in names if (run := _from_name(workspace, name))]
     return sorted(runs, key=lambda run: (run.created, run.id), reverse=True)
 
 
+def _check_it_can_be_made(workspace: Workspace) -> None:
+    """Check that the first run would find or make the workspace's folder."""
+    try:
+        there = next(folder for folder in (workspace.runs, *workspace.runs.parents) if folder.exists())
+        is_usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise _unusable(workspace, error.strerror or str(error)) from error
+    if not is_usable:
+        raise _unusable(workspace, f"{there} is not a folder that you can write to")
+
+
+def _unusable(workspace: Workspace, reason: str) -> PrerequisiteError:
+    return PrerequisiteError(
+        f"the workspace {workspace.root} can't be used: {reason}",
+        meaning="the path is wrong, its file system is not mounted on this machine, or it belongs to somebody else",
+        fix="see with 'ftkit config' where it comes from; set FTKIT_WORKSPACE, or 'workspace:' in ftkit.yaml",
+    )
+
+
 def _from_name(workspace: Workspace, name: str) -> RunFolder | None:
     parts = _ID.fullmatch(name)
-    if parts is None or name.startswith("."):
+    if parts is None:
         return None
     try:
         created = datetime.strptime(parts["created"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     except ValueError:
         return None
     return RunFolder(RunLayout(workspace.runs / name), parts["name"], created, parts["suffix"])
-
-
-def glance_at_plan(layout: RunLayout) -> PlanGlance | None:
-    """Read what a listing needs of a plan, without checking the rest; None if it can't be read."""
-    plan = read_json(layout.plan)
-    try:
-        cluster = plan["cluster"] if plan else {}
-        return PlanGlance(str(cluster["name"]), str(cluster["scheduler"]), plan["num_steps"] if plan else None)
-    except (KeyError, TypeError):
-        return None
 
 
 def find_run(reference: str, workspace: Workspace) -> RunFolder:
@@ -118,7 +174,11 @@ def find_run(reference: str, workspace: Workspace) -> RunFolder:
 
 
 def _job_ids(run: RunFolder) -> tuple[str, ...]:
-    submission = run.submission
+    """Return the ids of a run's jobs; none that is known, if the file that holds them is damaged."""
+    try:
+        submission = read_submission(run.layout)
+    except DamagedFileError:
+        return ()
     return (submission.job_id, *submission.earlier_job_ids) if submission else ()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ftkit.records import Seconds
+
 
 class RunState(StrEnum):
     """State of a run; the values are what users read and scripts compare."""
@@ -19,6 +21,7 @@ class RunState(StrEnum):
     TIMED_OUT = "timed-out"
     OUT_OF_MEMORY = "out-of-memory"
     PREEMPTED = "preempted"
+    DAMAGED = "damaged"
     UNKNOWN = "unknown"
 
 
@@ -53,5 +56,5 @@ class Observation:
     reason: str = ""
     exit_code: int | None = None
     nodes: str = ""
-    started: float | None = None
-    ended: float | None = None
+    started: Seconds | None = None
+    ended: Seconds | None = None

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Literal, cast
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
 
-from ftkit.launch.json_files import read_json, write_json
+from pydantic import Field, TypeAdapter
+
+from ftkit.launch.json_files import read_typed, write_json
 from ftkit.layout import RunLayout
+from ftkit.records import Seconds
 
 SchedulerName = Literal["local", "slurm"]
+JobId = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,17}$")]
+"""A number, as Slurm and the system count jobs and processes: it is given to their programs."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,15 @@ class Submission:
     """
 
     scheduler: SchedulerName
-    job_id: str
-    submitted: float
+    job_id: JobId
+    submitted: Seconds
     host: str
     process_start: str = ""
     messages: str = ""
-    earlier_job_ids: tuple[str, ...] = ()
+    earlier_job_ids: tuple[JobId, ...] = ()
+
+
+_SUBMISSION = TypeAdapter(Submission)
 
 
 @dataclass(frozen=True)
@@ -53,13 +61,9 @@ def write_submission(layout: RunLayout, submission: Submission) -> None:
 
 
 def read_submission(layout: RunLayout) -> Submission | None:
-    """Read a run's newest submission; None if it never was submitted."""
-    values = read_json(layout.submission)
-    known = {field.name for field in fields(Submission)}
-    try:
-        read = Submission(**{key: value for key, value in (values or {}).items() if key in known})
-    except TypeError:
-        return None
-    if read.scheduler not in ("local", "slurm"):
-        return None
-    return Submission(**{**asdict(read), "earlier_job_ids": tuple(cast("list[str]", read.earlier_job_ids))})
+    """Read a run's newest submission; None if it never was submitted.
+
+    Raises:
+        DamagedFileError: nobody can tell.
+    """
+    return read_typed(layout.submission, _SUBMISSION)

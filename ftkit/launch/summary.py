@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ftkit.records import (
     CheckpointRecord,
@@ -14,19 +14,19 @@ from ftkit.records import (
     RankError,
     StartRecord,
     StepRecord,
+    read_last_step,
+    read_outline,
     read_rank_error,
-    read_records,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.layout import RunLayout
-    from ftkit.records import Record
 
-RecordT = TypeVar("RecordT")
 _CLOCK_TOLERANCE_SECONDS = 60
 _NUM_LOG_LINES = 20
+_LOG_TAIL_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,23 @@ class TrainingSummary:
 
 
 def summarise(layout: RunLayout) -> TrainingSummary:
-    """Read all records of a run."""
-    records = read_records(layout.metrics)
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
-    return TrainingSummary(
-        start=_last(records, StartRecord),
-        first_step=steps[0] if steps else None,
-        last_step=steps[-1] if steps else None,
-        before=next((record for record in evaluations if record.when == "before"), None),
-        after=next((record for record in reversed(evaluations) if record.when == "after"), None),
-        checkpoint=_last(records, CheckpointRecord),
-        end=_last(records, EndRecord),
-    )
-
-
-def _last(records: list[Record], kind: type[RecordT]) -> RecordT | None:
-    return next((record for record in reversed(records) if isinstance(record, kind)), None)
+    """Read what matters of a run's records."""
+    found: dict[str, Any] = {}
+    for record in read_outline(layout.metrics):
+        match record:
+            case StartRecord():
+                found["start"] = record
+            case StepRecord():
+                found["first_step"] = record
+            case EvaluationRecord(when="before"):
+                found.setdefault("before", record)
+            case EvaluationRecord(when="after"):
+                found["after"] = record
+            case CheckpointRecord():
+                found["checkpoint"] = record
+            case EndRecord():
+                found["end"] = record
+    return TrainingSummary(**found, last_step=read_last_step(layout.metrics))
 
 
 def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
@@ -68,7 +68,7 @@ def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
         folders = list(layout.checkpoints.iterdir())
     except OSError:
         return []
-    named = [(re.fullmatch(r"step-(\d+)", folder.name), folder) for folder in folders]
+    named = [(re.fullmatch(r"step-(\d{1,18})", folder.name), folder) for folder in folders]
     return sorted((int(match[1]), folder) for match, folder in named if match)
 
 
@@ -77,7 +77,11 @@ def first_error(layout: RunLayout, *, since: float) -> RankError | None:
 
     The others mostly say that they lost the first one.
     """
-    errors = [error for path in layout.logs.glob("error-*.json") if (error := read_rank_error(path))]
+    try:
+        paths = list(layout.logs.glob("error-*.json"))
+    except OSError:  # not to be read by this user
+        return None
+    errors = [error for path in paths if (error := read_rank_error(path))]
     recent = [error for error in errors if error.time >= since - _CLOCK_TOLERANCE_SECONDS]
     return min(recent, key=lambda error: error.time, default=None)
 
@@ -85,7 +89,8 @@ def first_error(layout: RunLayout, *, since: float) -> RankError | None:
 def log_tail(layout: RunLayout, num_lines: int = _NUM_LOG_LINES) -> list[str]:
     """Return the last lines of the job's log."""
     try:
-        with layout.job_log.open(encoding="utf-8", errors="replace") as file:
-            return [line.rstrip("\n") for line in deque(file, maxlen=num_lines)]
+        with layout.job_log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace").splitlines()[-num_lines:]
     except OSError:
         return []

@@ -37,7 +37,7 @@ def test_a_model_learns_to_answer_questions_about_tables_it_has_not_seen(tmp_pat
     )  # fmt: skip
     (run,) = json.loads(ftkit(tmp_path, "runs", "--json").stdout)
     assert (run["state"], run["step"]) == ("completed", 700)
-    records = read_records(Path(run["folder"]) / "metrics.jsonl")
+    records = [*read_records(Path(run["folder"]) / "metrics.jsonl")]
     before, after = (record for record in records if isinstance(record, EvaluationRecord))
     assert before.execution_accuracy == 0.0
     assert after.execution_accuracy is not None

@@ -64,7 +64,7 @@ def test_each_stage_of_a_run_leaves_its_memory_and_the_end_comes_last(finished_r
     for record in records:
         assert 0 < record.allocated_gib == record.reserved_gib <= record.largest_allocated_gib
         assert record.allocated_gib <= record.peak_gib <= record.largest_peak_gib
-    assert isinstance(read_records(finished_run.layout.metrics)[-1], EndRecord)
+    assert isinstance([*read_records(finished_run.layout.metrics)][-1], EndRecord)
     assert "memory after first backward: " in finished_run.layout.rank_log(1).read_text()
 
 

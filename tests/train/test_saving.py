@@ -91,7 +91,7 @@ def test_training_goes_on_while_a_checkpoint_of_the_moment_is_written(
         saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
         saver.report_ended()
         assert steps_on_disk(plan) == []
-        assert not read_records(plan.layout.metrics)
+        assert not [*read_records(plan.layout.metrics)]
         engine.weight.to_local().fill_(4)  # what the next step does
         gate.open()
     assert load_newest(engine, plan.layout, world, plan.fingerprint) == Progress(1, plan.fingerprint)

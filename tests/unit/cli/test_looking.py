@@ -54,19 +54,6 @@ def test_runs_are_listed_newest_first_with_what_matters(
     assert listed[1]["loss"] == 0.5
 
 
-def test_a_damaged_run_is_passed_over_with_a_warning(
-    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
-) -> None:
-    good, bad = make_run("good"), make_run("bad")
-    finish(good, records)
-    bad.layout.plan.write_text("{")
-    result = ftkit("runs")
-    assert result.code == 0
-    assert "good" in result.out
-    assert "bad" not in result.out
-    assert f"passed over {bad.layout.root}" in result.err
-
-
 def test_runs_can_be_listed_where_slurm_is_not(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
 ) -> None:

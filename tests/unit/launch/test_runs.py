@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.errors import NotFoundError
-from ftkit.launch.runs import find_run, glance_at_plan, list_runs
+from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.launch.json_files import DamagedFileError
+from ftkit.launch.runs import ClusterGlance, PlanGlance, find_run, glance_at, list_runs
 from ftkit.launch.submission import SubmittedRun, read_submission, write_submission
+from ftkit.launch.summary import TrainingSummary, summarise
+from ftkit.layout import Workspace
+from ftkit.records import read_last_step
 
 if TYPE_CHECKING:
-    from conftest import RunMaker
+    from pathlib import Path
 
-    from ftkit.layout import Workspace
+    from conftest import RunMaker
 
 
 def test_runs_are_listed_newest_first_and_other_folders_passed_over(make_run: RunMaker, workspace: Workspace) -> None:
@@ -76,19 +81,54 @@ def test_an_empty_workspace_says_how_to_begin(workspace: Workspace) -> None:
     assert "ftkit run demo" in caught.value.fix
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"cluster": {}}', '{"cluster": "x", "num_steps": 1}'])
-def test_a_damaged_plan_is_no_plan(make_run: RunMaker, text: str) -> None:
-    run = make_run()
-    assert glance_at_plan(run.layout) is not None
-    run.layout.plan.write_text(text)
-    assert glance_at_plan(run.layout) is None
+DEEP = "[" * 100_000
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"scheduler": "other", "job_id": "1"}'])
-def test_a_damaged_submission_is_none(make_run: RunMaker, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"cluster": {}}', '{"cluster": "x", "num_steps": 1}', DEEP, "\udcff"])
+def test_a_damaged_plan_is_damage_and_no_error(make_run: RunMaker, workspace: Workspace, text: str) -> None:
     run = make_run()
-    run.layout.submission.write_text(text)
-    assert read_submission(run.layout) is None
+    (folder,) = list_runs(workspace)
+    good = glance_at(folder)
+    assert (good.plan, good.damage) == (PlanGlance(ClusterGlance("local", "slurm"), 400, None), "")
+    run.layout.plan.write_text(text, errors="surrogateescape")
+    assert glance_at(folder).plan is None
+    assert glance_at(folder).damage.startswith("plan.json can't be read: ")
+    assert glance_at(folder).run == run
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"scheduler": "other", "job_id": "1"}', DEEP, "\udcff", '{"job_id": "1,2"}']
+)
+def test_a_damaged_submission_is_not_taken_for_a_run_that_was_never_submitted(
+    make_run: RunMaker, workspace: Workspace, text: str
+) -> None:
+    run = make_run()
+    run.layout.submission.write_text(text, errors="surrogateescape")
+    with pytest.raises(DamagedFileError, match=r"submission\.json can't be read"):
+        read_submission(run.layout)
+    (folder,) = list_runs(workspace)
+    assert glance_at(folder).damage.startswith("submission.json can't be read: ")
+    with pytest.raises(NotFoundError, match="there is no run '4711'"):
+        find_run("4711", workspace)
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(make_run: RunMaker) -> None:
+    run = make_run()
+    for path in (run.layout.submission, run.layout.metrics):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    with pytest.raises(DamagedFileError, match="it is no file"):
+        read_submission(run.layout)
+    assert read_last_step(run.layout.metrics) is None
+    assert summarise(run.layout) == TrainingSummary()
+
+
+def test_an_unusable_workspace_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(PrerequisiteError, match="can't be used"):
+            list_runs(Workspace(root))
+    assert list_runs(Workspace(tmp_path / "to" / "be" / "made")) == []
 
 
 def test_a_submission_of_a_later_version_is_read_as_far_as_it_is_known(make_run: RunMaker) -> None:
