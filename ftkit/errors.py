@@ -6,8 +6,12 @@ Every message has three parts: what failed, what it usually means, what to do ne
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 class FtkitError(Exception):
@@ -128,3 +132,65 @@ EXIT_CODES: dict[int, str] = {
     MemoryExhaustedError.exit_code: "a device of the run has no memory left",
     130: "interrupted from the keyboard",
 }
+
+
+# --- Secrets -------------------------------------------------------------------------------------
+
+_HIDDEN = "***"
+_SHORTEST_SECRET = 8
+"""Letters. Shorter values of variables are not looked for in a text: they may be words of it."""
+_TELLING_NAME = (
+    r"(?:(?<!bos_)(?<!cls_)(?<!eos_)(?<!pad_)(?<!sep_)(?<!unk_)token|secret|passw(?:or)?d|passphrase|"
+    r"(?:access|account|api|private|secret)[_-]?key(?:[_-]?id)?|credentials?|signature)"
+)
+_SECRET_KEY = re.compile(rf"{_TELLING_NAME}$", re.IGNORECASE)
+_QUOTED_OR_WORD = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'&;,)\]}]+)"""
+_SECRETS = tuple(
+    (re.compile(pattern), shown)
+    for pattern, shown in (
+        (r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", _HIDDEN),
+        # Tokens that their issuers mark: of hubs, forges and clouds, and JSON Web Tokens.
+        (r"\b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|nvapi-|xox[a-z]-|AIza|ya29\.)[\w-]{8,}", _HIDDEN),
+        (r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b", _HIDDEN),
+        (r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", _HIDDEN),
+        # TOKEN@ or USER:PASSWORD@ before a host. An image's digest stands behind an @ too.
+        (r"(?<=://)[^/\s\"'<>]*@(?!sha256:)", rf"{_HIDDEN}@"),
+        (r"(?<![\w/.:@-])[\w.+-]+:[^\s/\"'<>]+@(?!sha256:)(?=\w)", rf"{_HIDDEN}@"),
+        # Authorization: SCHEME VALUE; NAME=VALUE; "NAME": VALUE; --NAME VALUE.
+        (r"(?i)\b((?:authorization|cookie)[\"']?\s*[:=]\s*[\"']?)[^\n\"']+", rf"\1{_HIDDEN}"),
+        (r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}", rf"\1{_HIDDEN}"),
+        (rf"(?i)({_TELLING_NAME}(?:[\"']?\s?=\s?|[\"']:\s?)){_QUOTED_OR_WORD}", rf"\1{_HIDDEN}"),
+        (rf"(?i)(--[\w-]*{_TELLING_NAME}\s+){_QUOTED_OR_WORD}", rf"\1{_HIDDEN}"),
+    )
+)
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """Replace what looks like a secret by `***`, for whatever is written down or printed of errors and commands.
+
+    Args:
+        text: a message, a traceback, or part of a command line.
+        environment: its variables whose names promise a secret are looked for by their values.
+    """
+    for name, value in environment.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET_KEY.search(name):
+            text = text.replace(value, _HIDDEN)
+    for pattern, shown in _SECRETS:
+        text = pattern.sub(shown, text)
+    return text
+
+
+def command_without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Replace secrets in a command line, word by word, also the word after an option that promises one."""
+    shown = []
+    is_secret = False
+    for word in words:
+        key, separator, _ = word.partition("=")
+        if is_secret:
+            shown.append(_HIDDEN)
+        elif separator and _SECRET_KEY.search(key):
+            shown.append(f"{key}={_HIDDEN}")
+        else:
+            shown.append(without_secrets(word, environment))
+        is_secret = not separator and word.startswith("-") and bool(_SECRET_KEY.search(word))
+    return shown

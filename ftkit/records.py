@@ -7,6 +7,7 @@ damaged one must not hide the others.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import traceback
@@ -16,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
 
-from ftkit.errors import FtkitError
+from ftkit.errors import FtkitError, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -259,8 +260,8 @@ class RankError:
             rank=rank,
             host=socket.gethostname(),
             type=type(error).__name__,
-            message=str(error),
-            traceback="".join(traceback.format_exception(error)),
+            message=without_secrets(str(error), os.environ),
+            traceback=without_secrets("".join(traceback.format_exception(error)), os.environ),
             exit_code=error.exit_code if isinstance(error, FtkitError) else 1,
         )
 

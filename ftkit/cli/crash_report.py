@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 import time
 from pathlib import Path
 
 from ftkit import __version__
-from ftkit.launch.redact import without_secrets
+from ftkit.errors import command_without_secrets, without_secrets
 
 
 def write_crash_report(traceback: str, words: list[str]) -> Path | None:
@@ -18,12 +19,14 @@ def write_crash_report(traceback: str, words: list[str]) -> Path | None:
     path = state / "ftkit" / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.txt"
     head = (
         f"ftkit {__version__}, Python {platform.python_version()}, {platform.platform()}",
-        f"command: ftkit {' '.join(without_secrets(words))}",
+        f"command: ftkit {shlex.join(command_without_secrets(words, os.environ))}",
         f"interpreter: {sys.executable}",
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join([*head, "", traceback]), encoding="utf-8")
+        path.write_text(
+            "\n".join([*head, "", without_secrets(traceback, os.environ)]), encoding="utf-8", errors="backslashreplace"
+        )
     except OSError:
         return None
     return path

@@ -15,7 +15,7 @@ from click.exceptions import NoArgsIsHelpError
 
 from ftkit import __version__
 from ftkit.cli.lazy_group import LazyCommand, LazyGroup
-from ftkit.errors import EXIT_CODES, ConfigError, FtkitError
+from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,8 +159,8 @@ def _red(text: str) -> str:
 
 
 def _write(text: str, indent: str = "") -> None:
-    """Write to stderr, wrapped at words on a terminal; a log or a pipe gets whole lines."""
-    for number, line in enumerate(text.splitlines() or [""]):
+    """Write to stderr, wrapped at words on a terminal; a log or a pipe gets whole lines. Secrets stay out."""
+    for number, line in enumerate(without_secrets(text, os.environ).splitlines() or [""]):
         lead = indent if number == 0 else " " * len(indent)
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns

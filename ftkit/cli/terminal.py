@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import IO, TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.cli.table import Cell, Column, Styled, table_segments
+from ftkit.errors import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,8 +46,10 @@ class Terminal:
         return self._out.width >= _ROOMY
 
     def data(self, text: str) -> None:
-        """Write to stdout exactly this."""
-        click.echo(text, nl=False)
+        """Write to stdout exactly this, as UTF-8: click would leave out escape sequences, an old locale more."""
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
 
     def json(self, values: Any) -> None:
         """Write JSON to stdout."""
@@ -73,8 +77,8 @@ class Terminal:
         _print(self.talk, Padding(_text(cell), (0, 0, 0, indent), expand=False) if indent else _text(cell))
 
     def warn(self, text: str) -> None:
-        """Write a warning to stderr."""
-        self.say(Styled(f"warning: {text}", "yellow"))
+        """Write a warning to stderr, without secrets: many quote the environment."""
+        self.say(Styled(f"warning: {without_secrets(text, os.environ)}", "yellow"))
 
 
 def _console(stream: IO[str]) -> Console:

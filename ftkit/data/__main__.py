@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from ftkit.data.prepare import prepare
-from ftkit.errors import FtkitError
+from ftkit.errors import FtkitError, without_secrets
 from ftkit.hub import check_data, check_weights
 from ftkit.layout import RunLayout, Workspace
 from ftkit.plan import read_plan
@@ -20,6 +20,7 @@ def main(plan_path: Path) -> int:
     layout = RunLayout(plan_path.parent)
 
     def report(text: str) -> None:
+        text = without_secrets(text, os.environ)
         sys.stderr.write(f"prepare: {text}\n")
         append_record(layout.metrics, StageRecord(time.time(), text))
 
@@ -33,7 +34,7 @@ def main(plan_path: Path) -> int:
             report(f"warning: {warning}")
         prepare(plan, report)
     except FtkitError as error:
-        sys.stderr.write(f"prepare: error: {error}\n")
+        sys.stderr.write(f"prepare: error: {without_secrets(str(error), os.environ)}\n")
         write_rank_error(layout.rank_error(0), RankError.from_exception(error, rank=0))
         return error.exit_code
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import socket
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ftkit
 from ftkit import process
-from ftkit.errors import FtkitError
-from ftkit.launch.redact import without_secrets
+from ftkit.errors import FtkitError, command_without_secrets
 from ftkit.plan import plan_to_json
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def describe(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, 
     return {
         "run": plan.id,
         "created": plan.created.isoformat(),
-        "command": without_secrets(command),
+        "command": command_without_secrets(command, os.environ),
         "ftkit": {"version": plan.ftkit_version, "git": _own_commit()},
         "project": {"folder": str(project), "git": git_commit(project)},
         "python": platform.python_version(),

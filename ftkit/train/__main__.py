@@ -8,7 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from ftkit.errors import FtkitError
+from ftkit.errors import FtkitError, without_secrets
 from ftkit.layout import RunLayout
 from ftkit.plan import read_plan
 from ftkit.records import RankError, write_rank_error
@@ -50,6 +50,13 @@ def check() -> int:
     return 0
 
 
+class _WithoutSecrets(logging.Formatter):
+    """Keeps tokens that an address or a traceback brings along out of the logs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record), os.environ)
+
+
 def _start_logs(layout: RunLayout, rank: int) -> None:
     """Send what this rank prints to its own log; rank 0 also speaks in the job's log."""
     layout.logs.mkdir(parents=True, exist_ok=True)
@@ -61,9 +68,9 @@ def _start_logs(layout: RunLayout, rank: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, sys.stdout.fileno())
         os.dup2(descriptor, sys.stderr.fileno())
-    logging.basicConfig(
-        level=logging.INFO, handlers=handlers, format=f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"
-    )
+    for handler in handlers:
+        handler.setFormatter(_WithoutSecrets(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=handlers)
     logging.captureWarnings(True)  # noqa: FBT003
     warnings.simplefilter("once")
 

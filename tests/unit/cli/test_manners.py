@@ -110,6 +110,22 @@ def test_a_defect_prints_one_line_and_keeps_the_traceback_in_a_file(
         ftkit("recipes")
 
 
+def test_a_crash_report_and_the_message_keep_no_secret(
+    ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("https://SECRET-a@host, me:SECRET-b@host, AKIA0123456789SECRET and SECRET-c")
+
+    monkeypatch.setattr("ftkit.cli.plan.resolve", fail)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("MY_API_KEY", "SECRET-c")
+    result = ftkit("plan", "demo", "model.weights=https://SECRET-d@host/x", "tracker.token=SECRET-e")
+    (report,) = (tmp_path / "state" / "ftkit").iterdir()
+    assert "ZeroDivisionError: https://***@host, ***@host, *** and ***" in result.err
+    assert "SECRET-" not in result.err + report.read_text()
+    assert "plan demo" in report.read_text()
+
+
 def test_an_interrupt_is_130(ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

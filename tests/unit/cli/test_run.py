@@ -67,6 +67,15 @@ def test_a_dry_run_prints_exactly_the_script_and_writes_nothing(
     assert not workspace.root.exists()
 
 
+def test_a_dry_run_prints_escape_sequences_and_all_letters_as_they_would_be_submitted(
+    ftkit: Callable[..., Result], tmp_path: Path
+) -> None:
+    (tmp_path / "project" / "clusters").mkdir()
+    profile = 'extends: local\nname: odd\nenvironment: {PROMPT: "\\e[31mé×\\e[0m"}\n'
+    (tmp_path / "project" / "clusters" / "odd.yaml").write_text(profile)
+    assert "PROMPT='\x1b[31mé×\x1b[0m'" in ftkit("run", "demo", "--cluster", "odd", "--dry-run").out
+
+
 def test_a_dry_run_for_a_cluster_needs_no_slurm_and_no_image(
     ftkit: Callable[..., Result], workspace: Workspace, programs: FakePrograms
 ) -> None:
@@ -187,10 +196,12 @@ def test_slurm_refusing_the_job_leaves_no_run(
     image.parent.mkdir(parents=True)
     image.touch()
     monkeypatch.setenv("SBATCH_PARTITION", "x")
+    monkeypatch.setenv("SBATCH_EXPORT", "ALL,MY_TOKEN=abc")
     result = ftkit("run", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g")
     assert result.code == 6
     assert "invalid partition" in result.err
     assert "SBATCH_PARTITION=x in your environment wins" in result.err
+    assert "MY_TOKEN=***" in result.err
     assert list(workspace.runs.iterdir()) == []
 
 

@@ -15,7 +15,6 @@ from ftkit.launch.data_files import data_stamp
 from ftkit.launch.local_machine import with_this_machine
 from ftkit.launch.manifest import describe, git_commit
 from ftkit.launch.prerequisites import check_prerequisites, check_sources
-from ftkit.launch.redact import without_secrets
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
 
 if TYPE_CHECKING:
@@ -186,24 +185,3 @@ def test_the_commit_of_a_checkout_is_told_and_whether_it_is_clean(tmp_path: Path
     changed = git_commit(tmp_path)
     assert changed is not None
     assert changed["has_uncommitted_changes"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "kept"),
-    [
-        ("tracker.api_key=abc", "tracker.api_key=***"),
-        ("HF_TOKEN=abc", "HF_TOKEN=***"),
-        ("model.weights=hf_abcdefghijklmnop", "model.weights=***"),
-        ("--image=docker://me:secret@host/x", "--image=docker://***@host/x"),
-        ("training.learning_rate=1e-5", "training.learning_rate=1e-5"),
-        ("evaluation.sql_execution.max_new_tokens=8", "evaluation.sql_execution.max_new_tokens=8"),
-        ("model.architecture.num_key_value_heads=4", "model.architecture.num_key_value_heads=4"),
-        ("model.tokenizer.source=trained", "model.tokenizer.source=trained"),
-    ],
-)
-def test_secrets_are_kept_out_and_nothing_else(typed: str, kept: str) -> None:
-    assert without_secrets([typed]) == [kept]
-
-
-def test_the_word_after_a_secret_option_is_kept_out() -> None:
-    assert without_secrets(["--password", "abc", "demo"]) == ["--password", "***", "demo"]

@@ -1,0 +1,70 @@
+"""Secrets never reach what is written down or printed of errors, commands and the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftkit.errors import command_without_secrets, without_secrets
+
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N"
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("tracker.api_key=abc", "tracker.api_key=***"),
+        ("HF_TOKEN=abc", "HF_TOKEN=***"),
+        ("tracker.password=a b'c", "tracker.password=***"),
+        ("model.weights=hf_abcdefghijklmnop", "model.weights=***"),
+        ("--image=docker://me:secret@host/x", "--image=docker://***@host/x"),
+        ("https://abcdef@host/x", "https://***@host/x"),
+        ("me:secret@host", "***@host"),
+        ("training.learning_rate=1e-5", "training.learning_rate=1e-5"),
+        ("evaluation.sql_execution.max_new_tokens=8", "evaluation.sql_execution.max_new_tokens=8"),
+        ("model.architecture.num_key_value_heads=4", "model.architecture.num_key_value_heads=4"),
+        ("model.tokenizer.source=trained", "model.tokenizer.source=trained"),
+        ("olmo3:25.02@sha256:0123", "olmo3:25.02@sha256:0123"),
+        ("docker://nvcr.example#team/olmo3:25.02@sha256:0123", "docker://nvcr.example#team/olmo3:25.02@sha256:0123"),
+    ],
+)
+def test_a_command_keeps_no_secret_and_everything_else(typed: str, kept: str) -> None:
+    assert command_without_secrets([typed], {}) == [kept]
+
+
+def test_the_word_after_a_secret_option_is_kept_out() -> None:
+    assert command_without_secrets(["--password", "abc", "demo"], {}) == ["--password", "***", "demo"]
+
+
+@pytest.mark.parametrize(
+    "secret",
+    ["AKIAIOSFODNN7EXAMPLE", "ghp_0123456789abcdef", "github_pat_0123456789", "xoxb-0123456789", JWT,
+     "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----"],
+)  # fmt: skip
+def test_what_its_issuer_marks_as_a_secret_is_hidden_anywhere(secret: str) -> None:
+    assert without_secrets(f"ValueError: can't use ({secret}) here", {}) == "ValueError: can't use (***) here"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("fatal: 'https://TOK@git.example/x.git': 403", "fatal: 'https://***@git.example/x.git': 403"),
+        ("postgresql://me:p@ss@db.example/x", "postgresql://***@db.example/x"),
+        ("login(user, password='a b c', retries=3)", "login(user, password=***, retries=3)"),
+        ('{"aws_secret_access_key": "wJal/rXUt", "region": "eu"}', '{"aws_secret_access_key": ***, "region": "eu"}'),
+        ("GET /x?X-Amz-Signature=abc&X-Amz-Date=1", "GET /x?X-Amz-Signature=***&X-Amz-Date=1"),
+        ("Authorization: Bearer abcdefghij", "Authorization: ***"),
+        ("sent bearer abcdefghij", "sent bearer ***"),
+        ("ran: login --api-key abc --user me", "ran: login --api-key *** --user me"),
+        ("tokenizer.pad_token = tokenizer.eos_token", "tokenizer.pad_token = tokenizer.eos_token"),
+        ("300 tokens a second; token: a word", "300 tokens a second; token: a word"),
+        ('File "/w/ftkit/a.py", line 3, in f', 'File "/w/ftkit/a.py", line 3, in f'),
+    ],
+)
+def test_a_text_keeps_no_secret_and_everything_else(text: str, shown: str) -> None:
+    assert without_secrets(text, {}) == shown
+
+
+def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up() -> None:
+    environment = {"WANDB_API_KEY": "0123456789abcdef", "MY_TOKEN": "no", "HOME": "/home/somebody"}
+    text = "ValueError: no such thing as 0123456789abcdef in /home/somebody"
+    assert without_secrets(text, environment) == "ValueError: no such thing as *** in /home/somebody"
