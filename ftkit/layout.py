@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +116,19 @@ class RunLayout:
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint that was written after `step` steps."""
         return self.checkpoints / f"step-{step:06d}"
+
+    def list_checkpoints(self) -> list[tuple[int, Path]]:
+        """Return the checkpoints that have their final names with their steps, oldest first.
+
+        Raises:
+            OSError: the folder is there but can't be read.
+        """
+        try:
+            folders = list(self.checkpoints.iterdir())
+        except FileNotFoundError:
+            return []
+        named = [(re.fullmatch(r"step-(\d{1,18})", folder.name), folder) for folder in folders]
+        return sorted((int(match[1]), folder) for match, folder in named if match)
 
     @property
     def export(self) -> Path:

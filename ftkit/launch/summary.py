@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,13 +62,11 @@ def summarise(layout: RunLayout) -> TrainingSummary:
 
 
 def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
-    """Return the complete checkpoints with their steps, oldest first; incomplete ones have other names."""
+    """Return the complete checkpoints with their steps, oldest first; none where they can't be listed."""
     try:
-        folders = list(layout.checkpoints.iterdir())
+        return layout.list_checkpoints()
     except OSError:
         return []
-    named = [(re.fullmatch(r"step-(\d{1,18})", folder.name), folder) for folder in folders]
-    return sorted((int(match[1]), folder) for match, folder in named if match)
 
 
 def first_error(layout: RunLayout, *, since: float) -> RankError | None:

@@ -15,9 +15,11 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ftkit.errors import TrainingError
+from ftkit.train.checkpoint_reader import INDEX, DamagedCheckpointError, named_files, read_index
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,17 +58,21 @@ class Marker:
     files: dict[str, SavedFile]
 
 
+_MARKER = TypeAdapter(Marker)
+
+
 def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: str) -> Progress | None:
-    """Load the newest checkpoint that is whole; None if there is none. Every rank must call it.
+    """Load the newest checkpoint that is whole; None if none was ever written. Every rank must call it.
 
     Raises:
-        TrainingError: the checkpoint belongs to other data.
+        TrainingError: all checkpoints are damaged, or the newest whole one belongs to other data.
     """
-    for folder in reversed(list_checkpoints(layout)):
-        marker = read_marker(folder)
-        damage = sorted(set().union(*world.gather_objects(_find_damage(folder, marker, world))))
-        if damage:
-            log.warning("checkpoint %s is damaged (%s): trying the one before it", folder.name, ", ".join(damage))
+    damaged = []
+    for step, folder in reversed(_list_on_first_rank(layout, world)):
+        marker, damage = _check(step, folder, world)
+        if marker is None:
+            log.warning("checkpoint %s is damaged (%s): trying the one before it", folder.name, damage)
+            damaged.append(f"{folder.name} ({damage})")
             continue
         if marker.progress.fingerprint != fingerprint:
             raise TrainingError(
@@ -75,7 +81,40 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: st
             )
         _load(engine, folder)
         return marker.progress
+    if damaged:
+        raise TrainingError(
+            f"every checkpoint in {layout.checkpoints} is damaged: {', '.join(damaged)}",
+            meaning="the file system lost data, files were changed or moved, or this user may not read them",
+            fix="restore one of them, or start a new run; nothing was deleted",
+        )
     return None
+
+
+def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path]]:
+    """Return the checkpoints as rank 0 sees them: a shared file system may show other ranks an older state."""
+    found: list[tuple[int, Path]] = []
+    if world.is_first:
+        try:
+            found = layout.list_checkpoints()
+        except OSError as error:
+            raise TrainingError(
+                f"the checkpoints of this run can't be listed: {error}",
+                meaning="this user may not read them, or the file system is out of reach",
+                fix=f"make {layout.checkpoints} readable, then resume",
+            ) from error
+    listed: list[tuple[int, Path]] = world.gather_objects(found)[0]
+    return listed
+
+
+def _check(step: int, folder: Path, world: World) -> tuple[Marker | None, str]:
+    """Return what a checkpoint holds, and what is damaged of it; only one of the two. Same on all ranks."""
+    try:
+        marker = read_marker(folder, step)
+        own = _find_damage(folder, marker, world)
+    except DamagedCheckpointError as error:
+        own = [str(error)]
+    damage = sorted(set().union(*world.gather_objects(own)))
+    return (None, ", ".join(damage)) if damage else (marker, "")
 
 
 def _load(engine: Engine, folder: Path) -> None:
@@ -89,16 +128,23 @@ def _load(engine: Engine, folder: Path) -> None:
         ) from error
 
 
-def list_checkpoints(layout: RunLayout) -> list[Path]:
-    """Return the complete checkpoints, oldest first."""
-    return sorted(folder for folder in layout.checkpoints.glob("step-*") if (folder / MARKER).is_file())
+def read_marker(folder: Path, step: int) -> Marker:
+    """Read what the checkpoint of a step should hold.
 
-
-def read_marker(folder: Path) -> Marker:
-    """Read what a checkpoint should hold."""
-    values = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    files = {name: SavedFile(**file) for name, file in values["files"].items()}
-    return Marker(Progress(**values["progress"]), values["world_size"], files)
+    Raises:
+        DamagedCheckpointError: the marker is missing, can't be read, or is not that of such a checkpoint.
+    """
+    try:
+        marker = _MARKER.validate_json((folder / MARKER).read_bytes())
+    except OSError as error:
+        raise DamagedCheckpointError(f"{MARKER}: {error.strerror}") from error
+    except ValidationError as error:
+        raise DamagedCheckpointError(f"{MARKER}: {error.errors()[0]['msg']}") from error
+    if any(os.path.basename(name) != name for name in marker.files):  # noqa: PTH119 - Path drops a trailing slash
+        raise DamagedCheckpointError(f"{MARKER}: it lists files of other folders")
+    if marker.progress.step != step:
+        raise DamagedCheckpointError(f"{MARKER}: it is that of step {marker.progress.step}")
+    return marker
 
 
 def describe(path: Path) -> SavedFile:
@@ -109,9 +155,23 @@ def describe(path: Path) -> SavedFile:
 
 
 def _find_damage(folder: Path, marker: Marker, world: World) -> list[str]:
-    """Return what differs from the marker among this rank's share of the files."""
+    """Return what differs from the marker among this rank's share of the files.
+
+    Raises:
+        DamagedCheckpointError: on rank 0, the index is not one, or needs a file that the marker does not list.
+    """
     share = sorted(marker.files)[world.rank :: world.size]
-    return [name for name in share if not (folder / name).is_file() or describe(folder / name) != marker.files[name]]
+    differing = [name for name in share if not _is_as_written(folder / name, marker.files[name])]
+    if not differing and world.is_first and (unlisted := named_files(read_index(folder)) - marker.files.keys()):
+        raise DamagedCheckpointError(f"{INDEX}: {MARKER} does not list its '{min(unlisted)}'")
+    return differing
+
+
+def _is_as_written(path: Path, file: SavedFile) -> bool:
+    try:
+        return describe(path) == file
+    except OSError:  # missing or unreadable
+        return False
 
 
 def begin(final: Path) -> Path:
@@ -140,9 +200,18 @@ def complete(final: Path, marker: Marker) -> None:
     temporary.rename(final)
 
 
-def delete_oldest(layout: RunLayout, keep: int) -> None:
-    """Delete all but the newest complete checkpoints."""
-    for folder in list_checkpoints(layout)[:-keep]:
+def delete_oldest(layout: RunLayout, step: int, keep: int) -> None:
+    """Delete all but the newest checkpoints up to a step.
+
+    Later ones are there if they were found damaged: they must not push whole ones out, and are written again.
+    """
+    for _, folder in [found for found in layout.list_checkpoints() if found[0] <= step][:-keep]:
         doomed = folder.with_name(f".{folder.name}.{time.time_ns()}.deleted")
         folder.rename(doomed)  # at once out of every loader's sight
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(layout: RunLayout) -> None:
+    """Remove what a killed job left of checkpoints that it was writing or deleting."""
+    for folder in layout.checkpoints.glob(".step-*"):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -17,7 +17,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from ftkit.errors import TrainingError
 from ftkit.memory import GIB
 from ftkit.records import CheckpointRecord
-from ftkit.train.checkpoint import Marker, Progress, begin, complete, delete_oldest, describe, temporary_of
+from ftkit.train.checkpoint import (
+    Marker,
+    Progress,
+    begin,
+    complete,
+    delete_oldest,
+    describe,
+    remove_leftovers,
+    temporary_of,
+)
+from ftkit.train.checkpoint_reader import INDEX
 from ftkit.train.host_copy import HostCopy, count_bytes
 from ftkit.train.host_memory import available_bytes
 from ftkit.train.world import COLLECTIVE_TIMEOUT
@@ -63,6 +73,8 @@ class CheckpointSaver:
         self._save: _Save | None = None
 
     def __enter__(self) -> Self:
+        if self._world.is_first:
+            remove_leftovers(self._plan.layout)
         return self
 
     def __exit__(
@@ -152,10 +164,10 @@ class CheckpointSaver:
         parts: list[Any] = [None] * self._world.size
         dist.all_gather_object(parts, own, group=self._group)
         if self._world.is_first:
-            parts.append({".metadata": describe(folder / ".metadata")})
+            parts.append({INDEX: describe(folder / INDEX)})
             files = {name: file for part in parts for name, file in part.items()}
             complete(final, Marker(progress, self._world.size, files))
-            delete_oldest(self._plan.layout, self._plan.recipe.training.keep_checkpoints)
+            delete_oldest(self._plan.layout, progress.step, self._plan.recipe.training.keep_checkpoints)
         dist.barrier(self._group)
         return time.perf_counter()
 

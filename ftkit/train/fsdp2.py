@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ftkit.errors import TrainingError
 from ftkit.train.activation_offload import ActivationOffload
 from ftkit.train.adamw8bit import AdamW8bit
+from ftkit.train.checkpoint_reader import read_state
 from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.collectives import choose_collectives
 from ftkit.train.facts import Held, gather_facts
@@ -137,22 +137,21 @@ class Fsdp2Engine:
 
     def state(self) -> dict[str, Any]:
         """Return weights and optimizer states as shards."""
+        model, optimizer = self._state_dicts()
+        # The parameter groups are those of the plan.
+        return {"model": model, "optimizer": {"state": optimizer["state"]}}
+
+    def _state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=_TRAINED)
         # A second name of a frozen tensor is still among them.
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        return {"model": {name: value for name, value in model.items() if name in trained}, "optimizer": optimizer}
+        return {name: value for name, value in model.items() if name in trained}, optimizer
 
     def load(self, folder: Path) -> None:
         """Read a state back, written at any world size."""
-        state = self.state()
-        state_dict_loader.load(state, checkpoint_id=folder)  # fills the tensors of these dictionaries in place
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_TRAINED,
-        )
+        model, optimizer = self._state_dicts()
+        read_state({"model": model, "optimizer": {"state": optimizer["state"]}}, folder)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
         if isinstance(self.optimizer, HostStateAdamW):
             self.optimizer.to_host()
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from ftkit.errors import PrerequisiteError
 from ftkit.memory import ZERO3_BUCKET
 from ftkit.train.activation_offload import ActivationOffload
+from ftkit.train.checkpoint_reader import read_state
 from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.facts import Held, gather_facts
 from ftkit.train.model import find_decoder_layers
@@ -154,7 +154,7 @@ class Zero3Engine:
     def load(self, folder: Path) -> None:
         """Read a state back, written at any world size."""
         state = self.state()
-        state_dict_loader.load(state, checkpoint_id=folder)
+        read_state(state, folder)
         write = self._deepspeed.utils
         for name, parameter in self._trained():
             master = _padded(state["model"][name], parameter)

@@ -1,0 +1,197 @@
+"""What happens to a run whose checkpoints were damaged, or forged, after they were written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from ftkit.errors import TrainingError
+from ftkit.layout import RunLayout
+from ftkit.train import checkpoint
+from ftkit.train.checkpoint import MARKER, Marker, Progress, delete_oldest, describe, load_newest, remove_leftovers
+from ftkit.train.checkpoint_reader import INDEX, read_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.train.world import World
+
+DATA = "the data"
+
+
+class OneWeight:
+    """An engine of one weight, which is 1 before anything is loaded."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(3)
+
+    def load(self, folder: Path) -> None:
+        read_state({"weight": self.weight}, folder)
+
+
+@pytest.fixture
+def layout(tmp_path: Path, world: World) -> RunLayout:
+    """Checkpoints of steps 9, 10 and 1,000,000, in which the weight is the step."""
+    layout = RunLayout(tmp_path)
+    for step in (9, 10, 1_000_000):
+        write(layout, step, world)
+    return layout
+
+
+def write(layout: RunLayout, step: int, world: World) -> None:
+    folder = checkpoint.begin(layout.checkpoint(step))
+    torch.distributed.checkpoint.save({"weight": torch.full((3,), float(step))}, checkpoint_id=folder)
+    seal(folder, step, world)
+    folder.rename(layout.checkpoint(step))
+
+
+def seal(folder: Path, step: int, world: World) -> None:
+    """Write a marker that fits the files as they are."""
+    files = {path.name: describe(path) for path in folder.iterdir() if path.name != MARKER}
+    (folder / MARKER).write_text(json.dumps(asdict(Marker(Progress(step, DATA), world.size, files))))
+
+
+def newest_loaded(layout: RunLayout, world: World) -> float:
+    engine: Any = OneWeight()
+    progress = load_newest(engine, layout, world, DATA)
+    assert progress is not None
+    assert engine.weight.tolist() == [float(progress.step)] * 3
+    return progress.step
+
+
+def remove(folder: Path) -> None:
+    (folder / MARKER).unlink()
+
+
+def make_unreadable(folder: Path) -> None:
+    (folder / MARKER).unlink()
+    (folder / MARKER).mkdir()  # tests may run as root, whom no permission keeps from reading
+
+
+def write_marker(text: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / MARKER).write_text(text, encoding="latin-1")
+
+    return damage
+
+
+def change_marker(**changes: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / MARKER).write_text(json.dumps(json.loads((folder / MARKER).read_text()) | changes))
+
+    return damage
+
+
+def cut_off_index(folder: Path) -> None:
+    (folder / INDEX).write_bytes((folder / INDEX).read_bytes()[:50])
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "marker missing": remove,
+    "marker unreadable": make_unreadable,
+    "marker empty": write_marker(""),
+    "marker cut off": write_marker('{"progress": {"step"'),
+    "marker not text": write_marker("\xff\xfe"),
+    "marker too deep": write_marker("[" * 100_000),
+    "marker of another type": write_marker("[1, 2]"),
+    "marker without files": write_marker('{"progress": {"step": 1000000, "fingerprint": "the data"}, "world_size": 1}'),
+    "marker with odd values": change_marker(files={"__0_0.distcp": 7}),
+    "marker of files elsewhere": change_marker(files={"../step-000010/__0_0.distcp": {"size": 1, "sha256": ""}}),
+    "marker of another step": change_marker(progress={"step": 10, "fingerprint": DATA}),
+    "marker that lists too little": change_marker(files={}),
+    "index cut off": cut_off_index,
+    "shard missing": lambda folder: (folder / "__0_0.distcp").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_of_any_kind_is_left_for_the_one_before_it(
+    damage: Callable[[Path], None], layout: RunLayout, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert newest_loaded(layout, world) == 1_000_000
+    damage(layout.checkpoint(1_000_000))
+    assert newest_loaded(layout, world) == 10
+    assert "checkpoint step-1000000 is damaged (" in caplog.text
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_stops_and_says_so(layout: RunLayout, world: World) -> None:
+    for _, folder in layout.list_checkpoints():
+        remove(folder)
+    with pytest.raises(TrainingError, match=r"every checkpoint .* step-1000000 \(COMPLETE.json: No such .*step-000009"):
+        newest_loaded(layout, world)
+
+
+def test_a_run_without_checkpoints_begins(tmp_path: Path, world: World) -> None:
+    engine: Any = OneWeight()
+    assert load_newest(engine, RunLayout(tmp_path), world, DATA) is None
+
+
+def test_checkpoints_that_cannot_be_listed_do_not_make_a_run_begin_again(tmp_path: Path, world: World) -> None:
+    layout, engine = RunLayout(tmp_path), OneWeight()
+    layout.checkpoints.write_text("not a folder")
+    with pytest.raises(TrainingError, match="can't be listed"):
+        load_newest(engine, layout, world, DATA)  # type: ignore[arg-type]
+
+
+class Payload:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, touched: Path) -> None:
+        self.touched = touched
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.touched,)
+
+
+def forge_index(folder: Path, touched: Path) -> None:
+    index = pickle.loads((folder / INDEX).read_bytes())  # noqa: S301 - written by this test
+    index.planner_data = Payload(touched)
+    (folder / INDEX).write_bytes(pickle.dumps(index))
+
+
+def test_an_index_that_calls_a_function_is_damaged_and_calls_nothing(
+    layout: RunLayout, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, touched = layout.checkpoint(1_000_000), tmp_path / "touched"
+    forge_index(folder, touched)
+    seal(folder, 1_000_000, world)
+    assert newest_loaded(layout, world) == 10
+    assert not touched.exists()
+    assert f"{INDEX}: it holds a 'pathlib.Path.touch'" in caplog.text
+
+
+def test_an_object_in_a_tensors_place_is_not_unpickled(layout: RunLayout, world: World, tmp_path: Path) -> None:
+    folder, touched = layout.checkpoint(1_000_000), tmp_path / "touched"
+    index = pickle.loads((folder / INDEX).read_bytes())  # noqa: S301 - written by this test
+    place = next(iter(index.storage_data.values()))
+    index.state_dict_metadata = {"weight": BytesStorageMetadata()}
+    index.storage_data = {type(next(iter(index.storage_data)))("weight"): place}
+    (folder / INDEX).write_bytes(pickle.dumps(index))
+    torch.save(Payload(touched), folder / place.relative_path)
+    place.offset, place.length = 0, (folder / place.relative_path).stat().st_size
+    (folder / INDEX).write_bytes(pickle.dumps(index))
+    seal(folder, 1_000_000, world)
+    with pytest.raises(TrainingError, match="'weight' is not a tensor in it"):
+        newest_loaded(layout, world)
+    assert not touched.exists()
+
+
+def test_the_newest_are_kept_by_number_and_damaged_later_ones_push_none_out(layout: RunLayout) -> None:
+    shutil.copytree(layout.checkpoint(10), layout.checkpoint(2_000_000))
+    delete_oldest(layout, 1_000_000, keep=2)
+    assert [step for step, _ in layout.list_checkpoints()] == [10, 1_000_000, 2_000_000]
+
+
+def test_what_a_killed_job_left_is_removed(layout: RunLayout) -> None:
+    for name in (".step-000010.17.deleted", ".step-000300.partial"):
+        shutil.copytree(layout.checkpoint(10), layout.checkpoints / name)
+    remove_leftovers(layout)
+    assert sorted(path.name for path in layout.checkpoints.iterdir()) == ["step-000009", "step-000010", "step-1000000"]
