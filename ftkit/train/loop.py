@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -21,6 +22,9 @@ from ftkit.train.profiler import profiled
 from ftkit.train.telemetry import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
 from ftkit.train.utilisation import Utilisation
 from ftkit.train.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclass
@@ -47,6 +51,7 @@ class Training:
         stopped = False
         steps = range(self.progress.step, self.num_steps)
         with (
+            self._reporting_to_the_end(reporter, reducer),
             prefetched(self.batches.step, steps, self.world.device) as batches,
             profiled(self.plan.recipe.profile, self.plan.layout, self.world) as end_profiled_step,
         ):
@@ -59,16 +64,32 @@ class Training:
                 self._advance()
                 stop = self._is_asked_to_stop()
                 reducer.push(self.progress.step, batch.num_targets, outcome, stopwatch.lap(), stop=stop)
-                if before is not None:
-                    self._report(reporter, before)
-                    stopped = before.stop_requested
+                stopped = self._report(reporter, before)
                 with stopwatch.paused():
+                    if stopped or self._waits_for_step():
+                        stopped |= self._report(reporter, reducer.pop())
                     self._evaluate_if_due()
                     self._save_if_due(is_last=stopped or self.progress.step == self.num_steps)
                     end_profiled_step()
-        if (last := reducer.pop()) is not None:
-            self._report(reporter, last)
         return "completed" if self.progress.step == self.num_steps else "stopped"
+
+    @contextmanager
+    def _reporting_to_the_end(self, reporter: StepReporter, reducer: StepReducer) -> Iterator[None]:
+        """Report the last step of a run that fails too, unless its device may never be done with it."""
+        try:
+            yield
+        finally:
+            if reducer.is_done:
+                self._report(reporter, reducer.pop())
+
+    def _waits_for_step(self) -> bool:
+        """Tell whether this step is waited for anyway, so that it can be reported before anything is built on it."""
+        return (
+            self.world.device.type == "cpu"
+            or self.progress.step == self.num_steps
+            or self._is_evaluation_due()
+            or self._is_checkpoint_due()
+        )
 
     def _optimise(self, batch: StepBatch) -> StepOutcome:
         """Take one optimizer step."""
@@ -95,21 +116,30 @@ class Training:
         """Look for the request on rank 0 alone; the step's sums tell the others."""
         return self.world.is_first and self.plan.layout.stop_request.exists()
 
-    def _report(self, reporter: StepReporter, result: StepResult) -> None:
+    def _report(self, reporter: StepReporter, result: StepResult | None) -> bool:
+        """Report a step, if there is one; return whether someone asked to stop after it."""
+        if result is None:
+            return False
         reporter.count(result)
         every = self.plan.recipe.training.log_every_steps
         if result.step % every == 0 or result.step in {1, self.num_steps} or result.stop_requested:
             learning_rate = learning_rate_at(result.step - 1, self.num_steps, self.plan.recipe.training)
             reporter.report(result, self.batches.epoch_of_step(result.step), learning_rate)
+        return result.stop_requested
+
+    def _is_evaluation_due(self) -> bool:
+        every, step = self.plan.recipe.evaluation.every_steps, self.progress.step
+        return every is not None and step % every == 0 and step != self.num_steps
 
     def _evaluate_if_due(self) -> None:
-        every = self.plan.recipe.evaluation.every_steps
-        step = self.progress.step
-        if every is not None and step % every == 0 and step != self.num_steps:
-            self.recorder.write(self.evaluator.evaluate(self.engine, step, "during"))
+        if self._is_evaluation_due():
+            self.recorder.write(self.evaluator.evaluate(self.engine, self.progress.step, "during"))
+
+    def _is_checkpoint_due(self) -> bool:
+        return self.progress.step % self.plan.recipe.training.checkpoint_every_steps == 0
 
     def _save_if_due(self, *, is_last: bool) -> None:
-        if is_last or self.progress.step % self.plan.recipe.training.checkpoint_every_steps == 0:
+        if is_last or self._is_checkpoint_due():
             self.saver.save(self.engine, self.progress, in_background=not is_last)
         else:
             self.saver.report_ended()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ftkit.records import Record, StepRecord, append_record
+from ftkit.train.pinned import pinned_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -111,34 +112,54 @@ class StepResult:
 class _Pending:
     step: int
     num_targets: int
-    sums: torch.Tensor
-    grad_norm: torch.Tensor
+    numbers: torch.Tensor
+    """Loss, requests to stop and the gradient's norm, in main memory once `copied` has come."""
+    copied: torch.cuda.Event | None
     lap: Lap
 
 
 class StepReducer:
-    """Sums losses and the request to stop over the ranks, one step behind.
+    """Sums losses and the request to stop over the ranks.
 
-    A step's sums are read when the next step is on its way: by then they are there, and reading them does not
-    make the device wait. All ranks read the same numbers, so all stop after the same step.
+    A GPU runs behind the host. A step's sums are read when the next step is queued, by waiting for their own copy
+    and not for the queue: the device goes on, and a step is reported when the device has done it. All ranks read the
+    same numbers, so all stop after the same step.
     """
 
     def __init__(self) -> None:
         self._pending: _Pending | None = None
+        self._buffer: torch.Tensor | None = None
 
     def push(self, step: int, num_targets: int, outcome: StepOutcome, lap: Lap, *, stop: bool) -> None:
-        """Start the sums of a step."""
+        """Start the sums of a step. The one before must have been returned."""
         sums = torch.stack([outcome.loss, torch.full_like(outcome.loss, float(stop))])
         dist.all_reduce(sums)
-        self._pending = _Pending(step, num_targets, sums, outcome.grad_norm, lap)
+        numbers = torch.cat([sums, outcome.grad_norm.to(sums).reshape(1)])
+        copied = None
+        if numbers.is_cuda:
+            if self._buffer is None:
+                self._buffer = pinned_like(numbers)
+            numbers = self._buffer.copy_(numbers, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._pending = _Pending(step, num_targets, numbers, copied, lap)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is a step to be returned without waiting for it."""
+        if self._pending is None:
+            return False
+        return self._pending.copied is None or bool(self._pending.copied.query())  # type: ignore[no-untyped-call]
 
     def pop(self) -> StepResult | None:
         """Return the step that was pushed last, if it was not returned yet."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        loss, stop = pending.sums.tolist()  # host sync: on a step that ended while the next one was being queued
-        return StepResult(pending.step, loss / pending.num_targets, float(pending.grad_norm), stop > 0, pending.lap)
+        if pending.copied is not None:
+            pending.copied.synchronize()  # host sync: on a step that ends while the next one is queued
+        loss, stop, grad_norm = pending.numbers.tolist()
+        return StepResult(pending.step, loss / pending.num_targets, grad_norm, stop > 0, pending.lap)
 
 
 class StepReporter:

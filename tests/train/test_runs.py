@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,11 +14,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PackStore, PreparedData
-from ftkit.records import EndRecord, EvaluationRecord, ProofRecord, StartRecord
+from ftkit.records import (
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    ProofRecord,
+    StartRecord,
+    StepRecord,
+    read_records,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+
+KILLED = Path(__file__).with_name("killed_in_a_step.py")
 
 
 @pytest.mark.oldest
@@ -121,11 +133,27 @@ def test_a_request_to_stop_ends_in_a_checkpoint_from_which_the_run_goes_on(
     stopped.layout.stop_request.touch()
     stopped.train()
     (end,) = stopped.records(EndRecord)
-    assert (end.outcome, end.step) == ("stopped", 2)
+    assert (end.outcome, end.step) == ("stopped", 1)
     assert not stopped.layout.export.exists()
     stopped.layout.stop_request.unlink()
     stopped.train()
     assert stopped.losses() == finished_run.losses()
+
+
+@pytest.mark.parametrize("device", ["at once", "behind"])
+def test_a_run_that_is_killed_in_a_step_has_recorded_the_step_before(device: str, make_run: Callable[..., Any]) -> None:
+    run = make_run(f"killed {device}", "evaluation.sql_execution=null", processes=1)
+    printed = run.train(str(KILLED), "11", device, expect=-9)
+    assert "SIGKILL" in printed
+    assert sorted(run.losses()) == list(range(1, 11))
+    events = [type(record) for record in read_records(run.layout.metrics)]
+    assert events[-2:] == [StepRecord, CheckpointRecord]
+
+
+def test_a_run_that_fails_in_a_step_has_recorded_the_step_before(make_run: Callable[..., Any]) -> None:
+    run = make_run("failed behind", "evaluation.sql_execution=null", processes=1)
+    run.train(str(KILLED), "6", "behind", "by an error", expect=1)
+    assert sorted(run.losses()) == list(range(1, 6))
 
 
 def test_a_damaged_checkpoint_is_left_for_the_one_before_it(finished_run: Any) -> None:

@@ -1,0 +1,35 @@
+"""The rank of a run that is killed, or fails, as it begins a step; torchrun starts it as the trainer.
+
+Arguments: the step; `behind` for a device that runs behind the host, as GPUs do; a word more to fail; the plan.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from ftkit.train.__main__ import main
+from ftkit.train.loop import Training
+
+
+def optimise_or_die(training: Training, batch: Any) -> Any:
+    if training.progress.step == int(sys.argv[1]) - 1:
+        training.saver.wait()
+        if len(sys.argv) > 4:
+            raise ZeroDivisionError
+        os.kill(os.getpid(), signal.SIGKILL)
+    return optimise(training, batch)
+
+
+def waits_for_step(training: Training) -> bool:
+    return training._is_evaluation_due() or training._is_checkpoint_due()
+
+
+optimise = Training._optimise
+Training._optimise = optimise_or_die  # type: ignore[method-assign]
+if sys.argv[2] == "behind":
+    Training._waits_for_step = waits_for_step  # type: ignore[method-assign]
+sys.exit(main(Path(sys.argv[-1])))
