@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
+
+
+_LEFTOVER_SECONDS = 24 * 3600
+"""How long after its last write a folder that was not completed is taken for one of a killed preparation."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +133,21 @@ def building(final: Path) -> Iterator[PreparedData]:
     Whoever comes second while another writes the same finds the name taken, and leaves its own copy out.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    _remove_leftovers(final.parent)
+    temporary = final.with_name(f".{final.name}-{secrets.token_hex(4)}")
+    temporary.mkdir()  # as the umask has it: colleagues may share prepared data
     try:
         yield PreparedData(temporary)
-        temporary.chmod(0o755)
         if not PreparedData(final).is_complete:
             os.replace(temporary, final)  # noqa: PTH105 - atomic, and fails on a non-empty folder
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove what killed preparations left, of any data, apart from young folders that may still be written to."""
+    limit = time.time() - _LEFTOVER_SECONDS
+    for folder in parent.glob(".*-*"):
+        with suppress(OSError):  # somebody else's, or another job removes it too
+            if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < limit:
+                shutil.rmtree(folder)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,3 +52,27 @@ def test_data_that_is_not_prepared_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         PreparedData(tmp_path).read_manifest()
     assert "delete" in caught.value.fix
+
+
+def test_what_killed_preparations_left_is_removed_but_not_what_may_be_at_work(tmp_path: Path) -> None:
+    for name in (".f-old", ".other-old", ".f-young", "finished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.npy").touch()
+    for path in (tmp_path / ".f-old", tmp_path / ".other-old", tmp_path / ".f-young", tmp_path / "finished"):
+        os.utime(path, (0, 0))
+    for name in (".f-old", ".other-old", "finished"):
+        os.utime(tmp_path / name / "train.npy", (0, 0))
+    with building(tmp_path / "f") as folder:
+        folder.write_manifest(MANIFEST)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".f-young", "f", "finished"]
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o027])
+def test_prepared_data_has_the_modes_of_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        with building(tmp_path / "f") as folder:
+            folder.write_manifest(MANIFEST)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o777 & ~umask
