@@ -136,6 +136,7 @@ def make_plan(name: str, case: Case, options: argparse.Namespace, workspace: Pat
         "evaluation.sql_execution=null",
         "training.precision=bf16",
         "training.micro_batch_size=1",
+        "training.activation_checkpointing=none",
         f"training.global_batch_size={num}",
         "training.max_steps=1000",
         "training.checkpoint_every_steps=1000",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 from ftkit.gpus import GPUS
 from ftkit.memory import predict_memory
-from ftkit.specs.training import EngineName, Method
+from ftkit.specs.training import EngineName, Method, TrainingPlan
 
 if TYPE_CHECKING:
     from ftkit.gpus import Gpu
@@ -44,25 +44,6 @@ class EnginePlan:
 
 def choose_engine(recipe: RecipeSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
     """Return the engine that the recipe asks for; with `auto`, FSDP2 unless only ZeRO-3 fits the GPU."""
-    plan = _by_name(recipe, world_size, gpu)
-    known = None if gpu is None else GPUS[gpu]
-    if not keeps_weights(recipe.model.architecture, recipe.training, world_size, plan.name, known):
-        return plan
-    return replace(plan, reason=f"{plan.reason}; layers keep gathered weights", keeps_weights=True)
-
-
-def keeps_weights(
-    shape: ArchitectureSpec, training: TrainingSpec, world_size: int, engine: EngineName, gpu: Gpu | None
-) -> bool:
-    """Tell whether layers keep their gathered weights: if the recipe says so, or leaves it open and there is room."""
-    if world_size == 1 or engine == "zero3" or training.reshard_after_forward != "auto":
-        return world_size > 1 and training.reshard_after_forward == "never"
-    if gpu is None or training.offload != "none":
-        return False
-    return predict_memory(shape, training, world_size, keeps_weights=True).total <= SPARE * gpu.usable_gib
-
-
-def _by_name(recipe: RecipeSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
     wanted, only = recipe.training.engine, recipe.training.only_with_fsdp2
     if wanted != "auto":
         return EnginePlan(wanted, "the recipe asks for it")
@@ -70,9 +51,8 @@ def _by_name(recipe: RecipeSpec, world_size: int, gpu: GpuModel | None) -> Engin
         return EnginePlan("fsdp2", "one process: a single shard")
     if only:
         return EnginePlan("fsdp2", f"the only one for the recipe's {' and '.join(only)}")
-    needed = {
-        name: predict_memory(recipe.model.architecture, recipe.training, world_size, name).total for name in _ENGINES
-    }
+    shape, training = recipe.model.architecture, least_memory(recipe.training)
+    needed = {name: predict_memory(shape, training, world_size, name).total for name in _ENGINES}
     if gpu is not None and needed["zero3"] <= GPUS[gpu].usable_gib < needed["fsdp2"]:
         return EnginePlan(
             "zero3",
@@ -80,3 +60,31 @@ def _by_name(recipe: RecipeSpec, world_size: int, gpu: GpuModel | None) -> Engin
             f"({GPUS[gpu].memory_gib:g} GiB); {needed['fsdp2']:.0f} GiB with fsdp2",
         )
     return EnginePlan("fsdp2", f"{world_size} processes: {_SHARDED[recipe.training.method]} in {world_size} shards")
+
+
+def least_memory(training: TrainingSpec) -> TrainingPlan:
+    """Resolve what is left open to what takes the least memory."""
+    micro, checkpointing = training.micro_batch_size, training.activation_checkpointing
+    return TrainingPlan.of(
+        training, 1 if micro == "auto" else micro, "full" if checkpointing == "auto" else checkpointing
+    )
+
+
+def with_kept_weights(
+    plan: EnginePlan, shape: ArchitectureSpec, training: TrainingPlan, world_size: int, gpu: Gpu | None
+) -> EnginePlan:
+    """Decide whether layers keep their gathered weights, and say so."""
+    if not keeps_weights(shape, training, world_size, plan.name, gpu):
+        return plan
+    return replace(plan, reason=f"{plan.reason}; layers keep gathered weights", keeps_weights=True)
+
+
+def keeps_weights(
+    shape: ArchitectureSpec, training: TrainingPlan, world_size: int, engine: EngineName, gpu: Gpu | None
+) -> bool:
+    """Tell whether layers keep their gathered weights: if the recipe says so, or leaves it open and there is room."""
+    if world_size == 1 or engine == "zero3" or training.reshard_after_forward != "auto":
+        return world_size > 1 and training.reshard_after_forward == "never"
+    if gpu is None or training.offload != "none":
+        return False
+    return predict_memory(shape, training, world_size, keeps_weights=True).total <= SPARE * gpu.usable_gib

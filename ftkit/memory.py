@@ -15,7 +15,7 @@ from ftkit.parameters import count_parameters, embedding_parameters, layer_param
 
 if TYPE_CHECKING:
     from ftkit.specs.model import ArchitectureSpec
-    from ftkit.specs.training import EngineName, TrainingSpec
+    from ftkit.specs.training import EngineName, TrainingPlan
 
 GIB = 2**30
 FP32 = 4
@@ -65,12 +65,12 @@ class MemoryPlan:
         return sum(self.parts.values())
 
 
-def compute_width(training: TrainingSpec) -> int:
+def compute_width(training: TrainingPlan) -> int:
     """Return the bytes of a number in the precision of forward and backward."""
     return 2 if training.precision == "bf16" else FP32
 
 
-def reduce_width(training: TrainingSpec) -> int:
+def reduce_width(training: TrainingPlan) -> int:
     """Return the bytes of a gradient that is summed over the processes."""
     return 2 if training.reduce_precision == "bf16" else FP32
 
@@ -83,7 +83,7 @@ def logits_rows(num_targets: int, vocabulary: int) -> int:
 
 def predict_memory(
     shape: ArchitectureSpec,
-    training: TrainingSpec,
+    training: TrainingPlan,
     num_shards: int,
     engine: EngineName = "fsdp2",
     device: Literal["cpu", "cuda"] = "cuda",
@@ -107,7 +107,7 @@ class _Sizes:
     def __init__(
         self,
         shape: ArchitectureSpec,
-        training: TrainingSpec,
+        training: TrainingPlan,
         num_shards: int,
         engine: EngineName,
         device: str,
@@ -277,7 +277,7 @@ class _Sizes:
         return MemoryPlan(moment, **{name: size / GIB for name, size in parts.items()})
 
 
-def _frozen_layer_bytes(shape: ArchitectureSpec, training: TrainingSpec, width: int) -> int:
+def _frozen_layer_bytes(shape: ArchitectureSpec, training: TrainingPlan, width: int) -> int:
     """Count the bytes of a decoder layer's frozen weights, 4-bit ones as they are stored."""
     weights = layer_parameters(shape)
     if training.method != "qlora":
@@ -286,7 +286,7 @@ def _frozen_layer_bytes(shape: ArchitectureSpec, training: TrainingSpec, width: 
     return width * (weights - sum(matrices)) + sum(sum(nf4_parts(matrix)) for matrix in matrices)
 
 
-def _frozen_bytes(shape: ArchitectureSpec, training: TrainingSpec, width: int) -> int:
+def _frozen_bytes(shape: ArchitectureSpec, training: TrainingPlan, width: int) -> int:
     if training.adapters is None:
         return 0
     return shape.num_hidden_layers * _frozen_layer_bytes(shape, training, width) + width * embedding_parameters(shape)

@@ -6,30 +6,31 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from ftkit.engine_choice import EnginePlan, choose_engine
+from ftkit.engine_choice import EnginePlan, choose_engine, with_kept_weights
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.gpus import GPUS
 from ftkit.layout import DATA_MANIFEST, RunLayout, Workspace
 from ftkit.memory import MemoryPlan, predict_memory
 from ftkit.parameters import count_parameters, method_counts
 from ftkit.plan_checks import find_notes, find_problems
-from ftkit.proposals import propose_changes, propose_faster
+from ftkit.proposals import ExecutionPlan, choose_execution, propose_changes, propose_faster
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.image_reference import RegistryImage
-from ftkit.specs.recipe import RecipeSpec
+from ftkit.specs.recipe import RecipePlan
 from ftkit.speed import Network, SpeedPlan, predict_speed
 
 if TYPE_CHECKING:
     from ftkit.specs.image import ImageSpec
+    from ftkit.specs.recipe import RecipeSpec
     from ftkit.specs.request import RunRequest
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan, TrainingSpec
 
 PLAN_VERSION = 1
 PREPARATION_VERSION = 1
@@ -72,7 +73,7 @@ class RunPlan:
     created: datetime
     workspace: Path
     fingerprint: str
-    recipe: RecipeSpec
+    recipe: RecipePlan
     cluster: ClusterProfile
     placement: PlacementPlan
     engine: EnginePlan
@@ -86,6 +87,8 @@ class RunPlan:
     container_image: str | None
     python: str
     notes: tuple[str, ...]
+    execution: ExecutionPlan = field(default_factory=ExecutionPlan)
+    """Plans of earlier versions have none: their recipes set both."""
 
     @property
     def training_seconds(self) -> float | None:
@@ -122,12 +125,14 @@ def plan_run(
     if problems:
         raise ConfigError(problems)
     placement = _placement(cluster, num_nodes, per_node)
-    shape, training = recipe.model.architecture, recipe.training
+    shape, network = recipe.model.architecture, _network(cluster, placement)
     gpu = GPUS[cluster.gpu] if cluster.gpu and placement.device == "cuda" else None
     engine = choose_engine(recipe, placement.world_size, cluster.gpu)
+    training, execution = choose_execution(shape, recipe.training, engine.name, placement.device, gpu, network)
+    planned = RecipePlan.of(recipe, training)
+    engine = with_kept_weights(engine, shape, training, placement.world_size, gpu)
     kept = engine.keeps_weights
     memory = predict_memory(shape, training, placement.world_size, engine.name, placement.device, keeps_weights=kept)
-    network = _network(cluster, placement)
     counts = method_counts(shape, training)
     name = request.name or recipe.name
     return RunPlan(
@@ -138,7 +143,7 @@ def plan_run(
         created=request.created,
         workspace=request.workspace,
         fingerprint=fingerprint(recipe, request.data_stamp),
-        recipe=recipe,
+        recipe=planned,
         cluster=cluster,
         placement=placement,
         engine=engine,
@@ -151,7 +156,8 @@ def plan_run(
         image=str(request.image) if request.image and cluster.runtime != "none" else None,
         container_image=_container_image(cluster, image, request),
         python=request.python if cluster.runtime == "none" else "python3",
-        notes=(*_notes(recipe, cluster, placement, engine, memory), *find_notes(recipe, cluster, image)),
+        notes=(*_notes(planned, cluster, placement, engine, memory), *find_notes(recipe, cluster, image)),
+        execution=execution,
     )
 
 
@@ -184,7 +190,7 @@ def _placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> Placem
     return PlacementPlan(num_nodes, per_node, cluster.device, threads)
 
 
-def _batch(training: TrainingSpec, world_size: int) -> BatchPlan:
+def _batch(training: TrainingPlan, world_size: int) -> BatchPlan:
     return BatchPlan(
         micro_batch_size=training.micro_batch_size,
         accumulation_steps=training.global_batch_size // (training.micro_batch_size * world_size),
@@ -214,7 +220,7 @@ def _container_image(cluster: ClusterProfile, image: ImageSpec | None, request: 
 
 
 def _notes(
-    recipe: RecipeSpec, cluster: ClusterProfile, placement: PlacementPlan, engine: EnginePlan, memory: MemoryPlan
+    recipe: RecipePlan, cluster: ClusterProfile, placement: PlacementPlan, engine: EnginePlan, memory: MemoryPlan
 ) -> tuple[str, ...]:
     """Say what the prediction means: what to change in a run that doesn't fit, or that could be much faster."""
     if cluster.gpu is None or placement.device != "cuda":

@@ -68,7 +68,8 @@ def _placement(
 
 def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
     training = recipe.training
-    at_once = training.micro_batch_size * world_size
+    micro = 1 if training.micro_batch_size == "auto" else training.micro_batch_size
+    at_once = micro * world_size
     if world_size < 1 or training.global_batch_size % at_once == 0:
         return
     up = -(-training.global_batch_size // at_once) * at_once
@@ -77,8 +78,12 @@ def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
         f"recipe {recipe.name}",
         "training.global_batch_size",
         f"{training.global_batch_size} is not divisible by {at_once} "
-        f"(micro_batch_size {training.micro_batch_size} x {world_size} processes).",
-        f"Take {down} or {up}." if down else f"Take {up}, fewer GPUs, or a smaller micro_batch_size.",
+        f"(micro_batch_size {training.micro_batch_size} x {world_size} processes)."
+        if micro > 1
+        else f"{training.global_batch_size} packs can't be divided evenly among {world_size} processes.",
+        f"Take {down} or {up}."
+        if down
+        else f"Take {up}, or fewer GPUs{', or a smaller micro_batch_size' * (micro > 1)}.",
     )
 
 

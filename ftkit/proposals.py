@@ -1,23 +1,24 @@
-"""What could be changed in a run so that, by prediction, it fits the memory of its devices."""
+"""Which micro-batch and checkpointing are fastest, and what would make a run fit the memory of its devices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ftkit.engine_choice import keeps_weights
+from ftkit.engine_choice import keeps_weights, least_memory
+from ftkit.gpus import Gpu
 from ftkit.memory import predict_memory
 from ftkit.specs.cluster import ClusterProfile
-from ftkit.specs.recipe import RecipeSpec
-from ftkit.specs.training import EngineName
-from ftkit.speed import predict_speed
+from ftkit.specs.model import ArchitectureSpec
+from ftkit.specs.recipe import RecipePlan
+from ftkit.specs.training import ActivationCheckpointing, EngineName, TrainingPlan
+from ftkit.speed import Network, predict_speed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from ftkit.gpus import Gpu
-    from ftkit.speed import Network
+    from ftkit.specs.training import TrainingSpec
 
 NUM_PROPOSALS = 3
 SHORTEST = 512
@@ -27,9 +28,124 @@ WORTHWHILE = 1.1
 """Speed-up from which on a change is proposed: predictions are off by as much."""
 LEAST_DIFFERENCE = 1.02
 """Speed-up over a smaller micro-batch that is worth a larger one."""
+ROOM = 0.85
+"""Part of a GPU's usable memory that is filled where the choice is ftkit's: predictions have missed by a tenth."""
+MOST_TOKENS = 2**17
+"""Tokens of a micro-batch, at most, where the choice is ftkit's: more were never measured."""
+CPU_TOKENS = 2**11
+"""The same without GPUs, whose memory and speed are not predicted."""
+MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
 
 Change = dict[str, Any]
 """Fields of `training` with their new values, or `num_nodes` with its."""
+
+
+OPEN = ("micro_batch_size", "activation_checkpointing")
+"""Settings of `training` that change speed and memory, and nothing that is learned."""
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How micro-batch and activation checkpointing came about.
+
+    Attributes:
+        chosen: those that the recipe leaves to the plan (`auto`).
+        reason: why they are as they are.
+    """
+
+    chosen: tuple[str, ...] = ()
+    reason: str = "the recipe sets both"
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to carry out the same optimization, and what is predicted for it."""
+
+    training: TrainingPlan
+    step_seconds: float
+    total_gib: float
+
+    def differs_in(self, field: str, training: TrainingPlan) -> bool:
+        return bool(getattr(self.training, field) != getattr(training, field))
+
+
+def choose_execution(
+    shape: ArchitectureSpec,
+    training: TrainingSpec,
+    engine: EngineName,
+    device: Literal["cpu", "cuda"],
+    gpu: Gpu | None,
+    network: Network,
+) -> tuple[TrainingPlan, ExecutionPlan]:
+    """Resolve what a recipe leaves open to the fastest way that is predicted to fit with memory to spare.
+
+    What the recipe sets stays. Where nothing can be predicted the choice is a small one.
+    """
+    chosen = tuple(field for field in OPEN if getattr(training, field) == "auto")
+    lightest = least_memory(training)
+    if not chosen:
+        return lightest, ExecutionPlan()
+    is_size_open, is_mode_open = (field in chosen for field in OPEN)
+    if device == "cpu":
+        size = _micro_batch_sizes(lightest, network.size, CPU_TOKENS)[-1] if is_size_open else lightest.micro_batch_size
+        mode = "none" if is_mode_open else lightest.activation_checkpointing
+        return TrainingPlan.of(training, size, mode), ExecutionPlan(chosen, "without GPUs: small, and nothing twice")
+    if gpu is None:
+        return lightest, ExecutionPlan(chosen, "the least memory: the cluster's profile names no GPU (set its 'gpu')")
+    sizes = _micro_batch_sizes(lightest, network.size, MOST_TOKENS) if is_size_open else [lightest.micro_batch_size]
+    modes = MODES if is_mode_open else (lightest.activation_checkpointing,)
+    predictor = _Predictor(shape, engine, gpu, network)
+    best = _fastest(predictor.ways(lightest, sizes, modes), ROOM * gpu.usable_gib)
+    if best is None:
+        return lightest, ExecutionPlan(chosen, f"the least memory: nothing leaves {1 - ROOM:.0%} of the GPU's free")
+    speedup = predictor.predict(lightest).step_seconds / best.step_seconds
+    gain = f", {speedup:.1f} times as fast as what takes the least memory" if speedup >= WORTHWHILE else ""
+    return best.training, ExecutionPlan(
+        chosen, f"the fastest by prediction that leaves {1 - ROOM:.0%} of the GPU's memory free{gain}"
+    )
+
+
+@dataclass(frozen=True)
+class _Predictor:
+    """Predicts what a model takes on its GPUs."""
+
+    shape: ArchitectureSpec
+    engine: EngineName
+    gpu: Gpu
+    network: Network
+
+    def predict(self, training: TrainingPlan) -> _Way:
+        shape, engine, num_shards = self.shape, self.engine, self.network.size
+        kept = keeps_weights(shape, training, num_shards, engine, self.gpu)
+        total = predict_memory(shape, training, num_shards, engine, keeps_weights=kept).total
+        speed = predict_speed(shape, training, engine, self.gpu, self.network, keeps_weights=kept)
+        return _Way(training, speed.step_seconds, total)
+
+    def ways(
+        self, training: TrainingPlan, sizes: Sequence[int], modes: Sequence[ActivationCheckpointing]
+    ) -> Iterator[_Way]:
+        """Yield the ways that are possible, those that need the least first."""
+        for size, mode in product(sizes, modes):
+            if (mode == "selective" and self.engine != "fsdp2") or (mode != "full" and training.activation_offload):
+                continue
+            changed: Change = {"micro_batch_size": size, "activation_checkpointing": mode}
+            yield self.predict(training.model_copy(update=changed))
+
+
+def _fastest(ways: Iterator[_Way], room_gib: float) -> _Way | None:
+    """Return the first of the fastest that fit: within `LEAST_DIFFERENCE` of the very fastest."""
+    best: _Way | None = None
+    for way in ways:
+        if way.total_gib <= room_gib and (best is None or way.step_seconds * LEAST_DIFFERENCE < best.step_seconds):
+            best = way
+    return best
+
+
+def _micro_batch_sizes(training: TrainingPlan, world_size: int, most_tokens: int) -> list[int]:
+    """Return the micro-batches that make up the global batch without rest, smallest first."""
+    per_process = training.global_batch_size // world_size
+    most = max(1, min(per_process, most_tokens // training.sequence_length))
+    return [size for size in range(1, most + 1) if per_process % size == 0]
 
 
 @dataclass(frozen=True)
@@ -44,7 +160,7 @@ class Proposal:
 
 
 def propose_changes(
-    recipe: RecipeSpec,
+    recipe: RecipePlan,
     cluster: ClusterProfile,
     num_nodes: int,
     processes_per_node: int,
@@ -99,37 +215,27 @@ class FasterProposal:
         return f"{self.override} ({self.speedup:.1f} times as fast, {self.total_gib:.1f} GiB)"
 
 
-def propose_faster(recipe: RecipeSpec, engine: EngineName, gpu: Gpu, network: Network) -> FasterProposal | None:
+def propose_faster(recipe: RecipePlan, engine: EngineName, gpu: Gpu, network: Network) -> FasterProposal | None:
     """Return the micro-batch and the checkpointing with which the same global batch takes the least time.
 
-    Only what fits the GPU and is worth a change.
+    Only what fits the GPU, with no memory to spare, and is worth a change.
     """
     shape, training = recipe.model.architecture, recipe.training
-    per_process = training.global_batch_size // network.size
-    kept = keeps_weights(shape, training, network.size, engine, gpu)
-    now = predict_speed(shape, training, engine, gpu, network, keeps_weights=kept).step_seconds
-    best: FasterProposal | None = None
-    for micro, checkpointing in product(_divisors(per_process), ("none", "selective", "full")):
-        change: Change = {"micro_batch_size": micro, "activation_checkpointing": checkpointing}
-        change = {field: value for field, value in change.items() if value != getattr(training, field)}
-        if (checkpointing == "selective" and engine != "fsdp2") or (
-            checkpointing != "full" and training.activation_offload
-        ):
-            continue
-        changed = training.model_copy(update=change)
-        kept = keeps_weights(shape, changed, network.size, engine, gpu)
-        total = predict_memory(shape, changed, network.size, engine, keeps_weights=kept).total
-        speedup = now / predict_speed(shape, changed, engine, gpu, network, keeps_weights=kept).step_seconds
-        if total <= gpu.usable_gib and speedup > (best.speedup * LEAST_DIFFERENCE if best else WORTHWHILE):
-            best = FasterProposal(_typed(change), speedup, total)
-    return best
+    predictor = _Predictor(shape, engine, gpu, network)
+    now = predictor.predict(training).step_seconds
+    sizes = _micro_batch_sizes(training, network.size, MOST_TOKENS)
+    best = _fastest(predictor.ways(training, sizes, MODES), gpu.usable_gib)
+    if best is None or now <= best.step_seconds * WORTHWHILE:
+        return None
+    changed = {field: getattr(best.training, field) for field in OPEN if best.differs_in(field, training)}
+    return FasterProposal(_typed(changed), now / best.step_seconds, best.total_gib)
 
 
 @dataclass(frozen=True)
 class _Run:
     """What is to be changed."""
 
-    recipe: RecipeSpec
+    recipe: RecipePlan
     cluster: ClusterProfile
     num_nodes: int
     processes_per_node: int
@@ -198,13 +304,9 @@ class _Run:
         return [{"num_nodes": twice}] if enough and training.global_batch_size % at_once == 0 else []
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
 def _smaller_divisors(number: int) -> list[int]:
     """Return the divisors below a number, largest first: with them the global batch stays what it is."""
-    return _divisors(number)[-2::-1]
+    return [divisor for divisor in range(number // 2, 0, -1) if number % divisor == 0]
 
 
 def _halves(length: int) -> list[int]:

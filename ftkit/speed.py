@@ -18,7 +18,7 @@ from ftkit.parameters import count_parameters, method_counts
 if TYPE_CHECKING:
     from ftkit.gpus import Gpu
     from ftkit.specs.model import ArchitectureSpec
-    from ftkit.specs.training import EngineName, TrainingSpec
+    from ftkit.specs.training import EngineName, TrainingPlan
 
 MATRIX_EFFICIENCY = 0.63
 """Part of the peak that matrix products reach, what is started around them included."""
@@ -76,7 +76,7 @@ class Network:
 
 def predict_speed(
     shape: ArchitectureSpec,
-    training: TrainingSpec,
+    training: TrainingPlan,
     engine: EngineName,
     gpu: Gpu,
     network: Network,
@@ -103,29 +103,28 @@ def predict_speed(
     step = accumulation * micro[slowest] + _optimizer_seconds(shape, training, gpu, network)
     total = training.global_batch_size * training.sequence_length / step
     flops = document_flops(shape, training, training.sequence_length).total
-    return SpeedPlan(bound, step, total, total * flops / (network.size * gpu.peak_flops))
+    return SpeedPlan(bound, step, total, total * flops / (network.size * gpu.peak_flops(training.precision)))
 
 
-def _gpu_seconds(shape: ArchitectureSpec, training: TrainingSpec, engine: EngineName, gpu: Gpu, tokens: int) -> float:
+def _gpu_seconds(shape: ArchitectureSpec, training: TrainingPlan, engine: EngineName, gpu: Gpu, tokens: int) -> float:
     flops = document_flops(shape, training, training.sequence_length)
     again = {"none": 0.0, "selective": 0.0, "full": 1.0}[training.activation_checkpointing]
     # A third of full training is its forward pass; with frozen weights it is a half.
     matrices = flops.matrices * (1 + again / (3 if training.adapters is None else 2))
     attention = flops.attention * (1 + again / 3)
-    fast = gpu.has_fast_attention and training.attention in {"auto", "flash4"}
+    fast = gpu.has_fast_attention and training.attention in {"auto", "flash4"} and training.precision == "bf16"
     compiled = engine == "fsdp2" and training.compile != "none"
     kept = layer_bytes(shape, compute_width(training), compiled=compiled)
     moved = shape.num_hidden_layers * kept * ELEMENTWISE_PASSES
-    seconds = matrices / (MATRIX_EFFICIENCY * gpu.peak_flops) + attention / (
-        ATTENTION_EFFICIENCY[fast] * gpu.peak_flops
-    )
+    seconds = matrices / MATRIX_EFFICIENCY + attention / ATTENTION_EFFICIENCY[fast]
+    seconds /= gpu.peak_flops(training.precision)
     seconds += moved / gpu.memory_bandwidth
     counts = method_counts(shape, training)
     weights = CAST_BYTES * counts.trained + DEQUANTISE_BYTES * counts.quantised
     return tokens * seconds + weights / gpu.memory_bandwidth
 
 
-def _network_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, network: Network, times: int) -> float:
+def _network_seconds(shape: ArchitectureSpec, training: TrainingPlan, gpu: Gpu, network: Network, times: int) -> float:
     """Weights are gathered so many times, for the forward and perhaps for the backward pass, and gradients reduced."""
     if network.size == 1:
         return 0.0
@@ -135,13 +134,13 @@ def _network_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, 
     return _carried_bytes(shape, training, times) / (NETWORK_EFFICIENCY * bandwidth)
 
 
-def _carried_bytes(shape: ArchitectureSpec, training: TrainingSpec, times: int) -> int:
+def _carried_bytes(shape: ArchitectureSpec, training: TrainingPlan, times: int) -> int:
     """Count the bytes of weights that come so many times in a micro-batch, and of gradients that go."""
     weights = times * compute_width(training) * count_parameters(shape)
     return weights + reduce_width(training) * method_counts(shape, training).trained
 
 
-def _offload_seconds(shape: ArchitectureSpec, training: TrainingSpec, tokens: int) -> float:
+def _offload_seconds(shape: ArchitectureSpec, training: TrainingPlan, tokens: int) -> float:
     moved = 0
     if training.activation_offload:  # out and in again
         moved += 2 * compute_width(training) * tokens * shape.hidden_size * shape.num_hidden_layers
@@ -150,7 +149,7 @@ def _offload_seconds(shape: ArchitectureSpec, training: TrainingSpec, tokens: in
     return moved / HOST_BANDWIDTH
 
 
-def _optimizer_seconds(shape: ArchitectureSpec, training: TrainingSpec, gpu: Gpu, network: Network) -> float:
+def _optimizer_seconds(shape: ArchitectureSpec, training: TrainingPlan, gpu: Gpu, network: Network) -> float:
     trained = method_counts(shape, training).trained / network.size
     bandwidth = gpu.memory_bandwidth
     if training.offload == "none":

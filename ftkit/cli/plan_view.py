@@ -21,6 +21,7 @@ def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
         ("engine", f"{plan.engine.name}: {plan.engine.reason}"),
         ("processes", _processes(plan)),
         ("batch", _batch(plan)),
+        ("execution", _execution(plan)),
         ("steps", _steps(plan)),
         ("memory", _memory(plan)),
         ("speed", _speed(plan)),
@@ -67,6 +68,16 @@ def _batch(plan: RunPlan) -> str:
         f"{batch.accumulation_steps} accumulation = {plural(batch.global_batch_size, 'pack')} "
         f"({batch.tokens_per_step:,} tokens) per step"
     )
+
+
+def _execution(plan: RunPlan) -> str:
+    training, execution = plan.recipe.training, plan.execution
+    settings = {
+        "micro_batch_size": f"micro-batch {training.micro_batch_size}",
+        "activation_checkpointing": f"activation checkpointing '{training.activation_checkpointing}'",
+    }
+    marked = (text + (" (auto)" if name in execution.chosen else "") for name, text in settings.items())
+    return f"{', '.join(marked)}: {execution.reason}"
 
 
 def _steps(plan: RunPlan) -> str:

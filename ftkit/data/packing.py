@@ -61,3 +61,18 @@ def build_pack(documents: Sequence[Document], length: int, pad: int) -> NDArray[
         start = end
     pack[2, start:] = np.arange(length - start)
     return pack
+
+
+def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Tell which tokens of packs, int32 [B, 3, T], are padding: one token again and again at the end, without labels.
+
+    Returns:
+        bool array of shape [B, T].
+    """
+    tokens, labels, positions = packs[:, 0], packs[:, 1], packs[:, 2]
+    place = np.arange(packs.shape[2])
+    last_start = np.where(positions == 0, place, 0).max(axis=1, keepdims=True)
+    is_last = place >= last_start
+    is_blank = (labels == IGNORED) & (tokens == tokens[:, -1:])
+    is_padding: NDArray[np.bool_] = is_last & (is_blank | ~is_last).all(axis=1, keepdims=True)
+    return is_padding

@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,11 @@ def describe(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, 
         "image": plan.image,
         "container_image": plan.container_image,
         "data_fingerprint": plan.fingerprint,
+        "execution": {
+            "micro_batch_size": recipe.training.micro_batch_size,
+            "activation_checkpointing": recipe.training.activation_checkpointing,
+            **asdict(plan.execution),
+        },
         "seeds": {"training": recipe.training.seed, "data": recipe.data.source.seed},
     }
 

@@ -7,7 +7,7 @@ from ftkit.specs.model import ModelSpec
 from ftkit.specs.profile import ProfileSpec
 from ftkit.specs.strict import Name, Spec
 from ftkit.specs.tracking import TrackingSpec
-from ftkit.specs.training import EvaluationSpec, ResourcesSpec, TrainingSpec
+from ftkit.specs.training import EvaluationSpec, ResourcesSpec, TrainingPlan, TrainingSpec
 
 
 class RecipeSpec(Spec):
@@ -33,3 +33,16 @@ class RecipeSpec(Spec):
     """The profiler."""
     resources: ResourcesSpec = ResourcesSpec()
     """How much of a cluster the recipe was made for."""
+
+
+class RecipePlan(RecipeSpec):
+    """A recipe as it is carried out: what `auto` stood for is resolved."""
+
+    training: TrainingPlan
+    """The optimization."""
+
+    @classmethod
+    def of(cls, recipe: RecipeSpec, training: TrainingPlan) -> RecipePlan:
+        """Put the resolved optimization in its place."""
+        fields = {name: getattr(recipe, name) for name in RecipeSpec.model_fields}
+        return cls.model_validate(fields | {"training": training})

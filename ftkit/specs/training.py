@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -18,6 +19,8 @@ from ftkit.specs.strict import OneLine, Spec
 
 EngineName = Literal["fsdp2", "zero3"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
+ActivationCheckpointingChoice = Literal["auto", "none", "selective", "full"]
+Auto = Literal["auto"]
 AttentionChoice = Literal["auto", "flash4", "flex", "sdpa"]
 EngineChoice = Literal["auto", "fsdp2", "zero3"]
 Method = Literal["full", "lora", "qlora"]
@@ -27,6 +30,13 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 ProjectionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """A linear layer within a decoder layer, of a family that may have others than these seven."""
+
+
+def _check_micro_batch_size(value: object) -> object:
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if is_number or value == "auto":
+        return value
+    raise ValueError("a micro-batch is a positive number of packs, or 'auto'")
 
 
 class LoraSpec(Spec):
@@ -68,8 +78,9 @@ class TrainingSpec(Spec):
     are and optimizer states are fp32."""
     sequence_length: PositiveInt
     """Tokens in a pack."""
-    micro_batch_size: PositiveInt = 1
-    """Packs that one process holds at a time."""
+    micro_batch_size: Annotated[PositiveInt | Auto, BeforeValidator(_check_micro_batch_size)] = "auto"
+    """Packs that one process computes at a time; `auto`: as many as are fastest on the cluster's GPUs, by prediction,
+    with memory to spare. It changes speed and memory alone: the optimizer sees `global_batch_size`."""
     global_batch_size: PositiveInt
     """Packs in an optimizer step, over all processes and accumulation steps."""
     max_steps: PositiveInt | None = None
@@ -97,10 +108,10 @@ class TrainingSpec(Spec):
     `auto` takes the fastest that is there."""
     compile: Literal["auto", "layers", "none"] = "auto"
     """`layers`: compile each decoder layer, which fuses its element-wise work; `auto`: on GPUs, with engine fsdp2."""
-    activation_checkpointing: ActivationCheckpointing = "none"
-    """What the backward pass computes again: nothing; the cheap operations between matrix products and attention
-    (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory and a
-    third more time."""
+    activation_checkpointing: ActivationCheckpointingChoice = "auto"
+    """What the backward pass computes again: nothing (`none`); the cheap operations between matrix products and
+    attention (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory
+    and a third more time. `auto`: whichever is fastest on the cluster's GPUs, by prediction, with memory to spare."""
     activation_offload: bool = False
     """With `full` checkpointing: the inputs of decoder layers wait in main memory for the backward pass."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
@@ -142,7 +153,7 @@ class TrainingSpec(Spec):
     @classmethod
     def _checkpointing_is_a_word(cls, value: object) -> object:
         if isinstance(value, bool):
-            raise ValueError(f"take '{'full' if value else 'none'}': it is one of none, selective and full")  # noqa: TRY004
+            raise ValueError(f"take '{'full' if value else 'none'}': it is one of auto, none, selective and full")  # noqa: TRY004
         return value
 
     @model_validator(mode="after")
@@ -153,7 +164,7 @@ class TrainingSpec(Spec):
 
     @model_validator(mode="after")
     def _only_inputs_are_offloaded(self) -> Self:
-        if self.activation_offload and self.activation_checkpointing != "full":
+        if self.activation_offload and self.activation_checkpointing not in {"full", "auto"}:
             raise ValueError("activation_offload has no effect without activation_checkpointing 'full'")
         return self
 
@@ -186,6 +197,23 @@ class TrainingSpec(Spec):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {list(self.betas)}")
         return self
+
+
+class TrainingPlan(TrainingSpec):
+    """The optimization with nothing left open: what `auto` stood for in the recipe is resolved."""
+
+    micro_batch_size: PositiveInt = 1
+    """Packs that one process computes at a time."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """What the backward pass computes again."""
+
+    @classmethod
+    def of(
+        cls, spec: TrainingSpec, micro_batch_size: int, activation_checkpointing: ActivationCheckpointing
+    ) -> TrainingPlan:
+        """Resolve a specification."""
+        resolved = {"micro_batch_size": micro_batch_size, "activation_checkpointing": activation_checkpointing}
+        return cls.model_validate({name: getattr(spec, name) for name in TrainingSpec.model_fields} | resolved)
 
 
 class SqlExecutionSpec(Spec):

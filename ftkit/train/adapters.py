@@ -16,7 +16,7 @@ from ftkit.train.shards import own_part
 if TYPE_CHECKING:
     from torch import nn
 
-    from ftkit.specs.training import LoraSpec, TrainingSpec
+    from ftkit.specs.training import LoraSpec, TrainingPlan
 
 ADAPTER = "default"
 """peft's name for an adapter that has none; part of its parameters' names."""
@@ -28,7 +28,7 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def prepare_method(model: nn.Module, training: TrainingSpec) -> None:
+def prepare_method(model: nn.Module, training: TrainingPlan) -> None:
     """Make of a whole model what the method trains. With method 'full' that is the model as it is.
 
     Parameters may be empty still; `fill_adapters` gives adapters their first values.

@@ -62,10 +62,16 @@ class BatchSchedule:
 
     def packs_of_step(self, step: int) -> list[int]:
         """Return the packs of a step over all processes; fewer than a full batch at the end of the last epoch."""
+        return [pack_at(index, len(self._store), self._seed) for index in self._indices(step)]
+
+    def num_packs_of_step(self, step: int) -> int:
+        """Return how many packs a step has over all processes."""
+        return len(self._indices(step))
+
+    def _indices(self, step: int) -> range:
         first = step * self._plan.global_batch_size
         last = first + self._plan.global_batch_size
-        indices = range(first, last if self._end is None else min(last, self._end))
-        return [pack_at(index, len(self._store), self._seed) for index in indices]
+        return range(first, last if self._end is None else min(last, self._end))
 
     def epoch_of_step(self, step: int) -> float:
         """Return how often the data was gone over after `step` steps."""

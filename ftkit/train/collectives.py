@@ -18,7 +18,7 @@ from ftkit.train.precision import DTYPES
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class CopyEngineCollectives:
         module.set_custom_reduce_scatter(self.reduce_scatter)  # type: ignore[arg-type]
 
 
-def choose_collectives(training: TrainingSpec, world: World) -> CopyEngineCollectives | None:
+def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollectives | None:
     """Return copy engines' collectives if the recipe leaves it open or asks for them, and they work here.
 
     Raises:
@@ -57,7 +57,7 @@ def choose_collectives(training: TrainingSpec, world: World) -> CopyEngineCollec
     return made
 
 
-def _hindrance(training: TrainingSpec, world: World) -> str:
+def _hindrance(training: TrainingPlan, world: World) -> str:
     """Return why copy engines can't be asked; nothing if they can."""
     if world.device.type != "cuda":
         return "there are no GPUs"
@@ -72,7 +72,7 @@ def _hindrance(training: TrainingSpec, world: World) -> str:
     return "no NVLink between the GPUs" if world.sum([len(cut_off)])[0] else ""
 
 
-def _tried(training: TrainingSpec, world: World) -> tuple[CopyEngineCollectives | None, str]:
+def _tried(training: TrainingPlan, world: World) -> tuple[CopyEngineCollectives | None, str]:
     """Make the collectives and let them gather and average numbers that are known."""
     precision = DTYPES[training.reduce_precision]
     group, problem, made = world.mesh.get_group(), "", None

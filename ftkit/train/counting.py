@@ -13,10 +13,10 @@ from ftkit.train.model import find_decoder_layers
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan
 
 
-def count_method(model: nn.Module, training: TrainingSpec) -> ParameterCounts:
+def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
     """Count the parameters of a model as a method will train it: the model has neither adapters nor shards yet.
 
     Raises:

@@ -9,7 +9,7 @@ from ftkit.train.fsdp2 import Fsdp2Engine
 if TYPE_CHECKING:
     from torch import nn
 
-    from ftkit.specs.training import EngineName, TrainingSpec
+    from ftkit.specs.training import EngineName, TrainingPlan
     from ftkit.train.engine import Engine, Fill
     from ftkit.train.world import World
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def make_engine(
     name: EngineName,
     model: nn.Module,
-    training: TrainingSpec,
+    training: TrainingPlan,
     world: World,
     fill: Fill,
     *,

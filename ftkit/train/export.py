@@ -10,7 +10,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from ftkit.specs.recipe import RecipeSpec
+from ftkit.specs.recipe import RecipePlan
 from ftkit.train.adapters import peft_config, to_peft_names
 from ftkit.train.model import TextConfig, plain_config
 from ftkit.train.precision import DTYPES
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class ExportedParts:
     """What belongs to a model besides its weights."""
 
-    recipe: RecipeSpec
+    recipe: RecipePlan
     config: TextConfig
     class_name: str
     tokenizer: PreTrainedTokenizerBase

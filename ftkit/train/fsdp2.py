@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan
     from ftkit.train.engine import Fill
     from ftkit.train.proofs import ShardingFacts
     from ftkit.train.world import World
@@ -51,7 +51,7 @@ class Fsdp2Engine:
     def __init__(
         self,
         model: nn.Module,
-        training: TrainingSpec,
+        training: TrainingPlan,
         world: World,
         fill: Fill | None = None,
         *,
@@ -184,7 +184,7 @@ def _check_device(world: World) -> None:
         )
 
 
-def shard(model: nn.Module, training: TrainingSpec, world: World, *, keeps_weights: bool) -> nn.Module:
+def shard(model: nn.Module, training: TrainingPlan, world: World, *, keeps_weights: bool) -> nn.Module:
     """Shard a model: each decoder layer is a unit, and what is outside the layers is one more.
 
     Layers are gathered for their forward and again for their backward, unless they keep their weights; embedding and
@@ -219,12 +219,12 @@ def shard(model: nn.Module, training: TrainingSpec, world: World, *, keeps_weigh
     return model
 
 
-def compiles(training: TrainingSpec, device: torch.device) -> bool:
+def compiles(training: TrainingPlan, device: torch.device) -> bool:
     """Tell whether layers are compiled: on GPUs unless the recipe says no, on processors only if it says so."""
     return training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
 
 
-def _make_optimizer(model: nn.Module, training: TrainingSpec, world: World) -> torch.optim.Optimizer:
+def _make_optimizer(model: nn.Module, training: TrainingPlan, world: World) -> torch.optim.Optimizer:
     groups = parameter_groups(model, training)
     rates: dict[str, Any] = {"lr": training.learning_rate, "betas": training.betas}
     if training.optimizer == "adamw8bit":

@@ -6,10 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan
 
 
-def learning_rate_at(step: int, num_steps: int, training: TrainingSpec) -> float:
+def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float:
     """Return the learning rate of a step, counted from 0.
 
     Rises linearly over the first `warmup_ratio` of all steps, and reaches its height with the last of them; then

@@ -120,7 +120,7 @@ class Training:
         """Report a step, if there is one; return whether someone asked to stop after it."""
         if result is None:
             return False
-        reporter.count(result)
+        reporter.count(result, self.batches.num_packs_of_step(result.step - 1))
         every = self.plan.recipe.training.log_every_steps
         if result.step % every == 0 or result.step in {1, self.num_steps} or result.stop_requested:
             learning_rate = learning_rate_at(result.step - 1, self.num_steps, self.plan.recipe.training)

@@ -9,10 +9,10 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan
 
 
-def parameter_groups(model: nn.Module, training: TrainingSpec) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str, Any]]:
     """Return the trained parameters: matrices, which decay, and the rest, which do not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if _num_dimensions(parameter) >= 2]  # noqa: PLR2004

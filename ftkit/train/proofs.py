@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftkit.methods import ParameterCounts
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 
@@ -51,7 +51,7 @@ class ShardingFacts:
     is_undivided: bool = False
 
 
-def prove_sharding(facts: ShardingFacts, training: TrainingSpec, expected: ParameterCounts) -> dict[str, str]:
+def prove_sharding(facts: ShardingFacts, training: TrainingPlan, expected: ParameterCounts) -> dict[str, str]:
     """Compare the facts of a rank with what the plan asks for.
 
     Returns:

@@ -15,7 +15,7 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.parameters import method_counts
 from ftkit.plan import PlacementPlan
 from ftkit.specs.model import ArchitectureSpec, Family
-from ftkit.specs.training import TrainingSpec
+from ftkit.specs.training import TrainingPlan
 from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.batches import to_micro_batch
 from ftkit.train.engines import make_engine
@@ -61,7 +61,7 @@ def _take_step(family: Family, world: World) -> float:
         full_attention_every=2,
     )
     precision = "bf16" if world.device.type == "cuda" else "fp32"
-    training = TrainingSpec(
+    training = TrainingPlan(
         precision=precision, sequence_length=LENGTH, global_batch_size=1, max_steps=1, learning_rate=1e-3
     )
     kernel, _ = choose_kernel(training.attention, training.precision, world.device)

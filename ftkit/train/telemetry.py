@@ -174,18 +174,20 @@ class StepReporter:
         self._num_steps = num_steps
         self._tokens_per_step = tokens_per_step
         self._laps: list[Lap] = []
+        self._num_packs = 0
 
-    def count(self, result: StepResult) -> None:
-        """Take a step's time into the next record."""
+    def count(self, result: StepResult, num_packs: int) -> None:
+        """Take a step's time, and the packs that it worked on over all ranks, into the next record."""
         self._laps.append(result.lap)
+        self._num_packs += num_packs
 
     def report(self, result: StepResult, epoch: float, learning_rate: float) -> None:
         """Write the record of the step that was counted last."""
         seconds = sum(lap.seconds for lap in self._laps)
         work = sum(lap.work_seconds for lap in self._laps)
         wait = sum(lap.wait_seconds for lap in self._laps)
-        steps = len(self._laps)
-        self._laps = []
+        steps, num_packs = len(self._laps), self._num_packs
+        self._laps, self._num_packs = [], 0
         speed = steps * self._tokens_per_step / seconds
         record = StepRecord(
             time=time.time(),
@@ -200,7 +202,7 @@ class StepReporter:
             step_seconds=seconds / steps,
             overhead_ratio=1 - work / seconds,
             data_wait_ratio=wait / seconds,
-            mfu=self._utilisation.mfu(speed),
+            mfu=self._utilisation.mfu(num_packs / seconds),
             memory_gib=self._trace.peak_gib(),
         )
         self._recorder.write(record)

@@ -73,6 +73,8 @@ def joined_world(placement: PlacementPlan) -> Iterator[World]:
         )
     device = _device(placement, local_rank)
     torch.set_num_threads(placement.threads_per_process)
+    # Precision fp32 is fp32 in every image: NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which rounds to TF32.
+    torch.set_float32_matmul_precision("highest")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     try:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan
     from ftkit.train.engine import Fill
     from ftkit.train.proofs import ShardingFacts
     from ftkit.train.world import World
@@ -45,7 +45,7 @@ _FOLLOWED = ("summed_loss", "packed_hidden_states")
 class Zero3Engine:
     """Weights in the compute precision, their fp32 masters and optimizer states; each rank holding its part."""
 
-    def __init__(self, model: nn.Module, training: TrainingSpec, world: World, fill: Fill | None = None) -> None:
+    def __init__(self, model: nn.Module, training: TrainingPlan, world: World, fill: Fill | None = None) -> None:
         self._world = world
         # DeepSpeed hands a state that is offloaded over on the device, a parameter at a time: it goes back at once.
         self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
@@ -201,7 +201,7 @@ class Zero3Engine:
         )
 
 
-def deepspeed_config(training: TrainingSpec, world: World) -> dict[str, Any]:
+def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, Any]:
     """Return DeepSpeed's configuration of a run."""
     to_host = {"device": "cpu", "pin_memory": world.device.type == "cuda"}
     zero: dict[str, Any] = {

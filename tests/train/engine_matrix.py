@@ -32,7 +32,7 @@ from ftkit.specs.training import (
     Method,
     Offload,
     Precision,
-    TrainingSpec,
+    TrainingPlan,
 )
 from ftkit.train import fsdp2
 from ftkit.train.adapters import fill_adapters, prepare_method
@@ -140,7 +140,7 @@ def batch(step: int, accumulation: int, world: World) -> MicroBatch:
 
 
 @contextmanager
-def copied_collectives(training: TrainingSpec, world: World) -> Iterator[None]:
+def copied_collectives(training: TrainingPlan, world: World) -> Iterator[None]:
     """Let FSDP2 use the collectives of copy engines, on memory that is shared through files."""
     with tempfile.TemporaryDirectory() as own:
         folder = Path(world.gather_objects(own)[0])
@@ -155,7 +155,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
     family, method, engine_name, offload, precision, reduced, weights, collectives = case
     shape = architecture(family)
     adapters = LoraSpec(targets=ADAPTED.get(family, ALL_PROJECTIONS)) if method != "full" else None
-    training = TrainingSpec(
+    training = TrainingPlan(
         method=method, lora=adapters, engine=engine_name, offload=offload, precision=precision, sequence_length=LENGTH,
         global_batch_size=2 * ACCUMULATION * world.size, max_steps=STEPS, learning_rate=1e-2, weight_decay=0.1,
         activation_checkpointing=checkpointing(family, engine_name), reduce_precision=reduced,

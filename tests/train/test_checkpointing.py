@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from ftkit.specs.model import ArchitectureSpec, Family
-from ftkit.specs.training import ActivationCheckpointing, Method, TrainingSpec
+from ftkit.specs.training import ActivationCheckpointing, Method, TrainingPlan
 from ftkit.train import attention, checkpointing
 from ftkit.train.activation_offload import ActivationOffload
 from ftkit.train.adapters import fill_adapters, prepare_method
@@ -46,14 +46,14 @@ class Ids:
     bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
 
 
-def training(**changes: object) -> TrainingSpec:
+def training(**changes: object) -> TrainingPlan:
     fields = {
         "sequence_length": LENGTH, "global_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3, "precision": "fp32",
     }  # fmt: skip
-    return TrainingSpec.model_validate(fields | changes)
+    return TrainingPlan.model_validate(fields | changes)
 
 
-def build(family: Family, spec: TrainingSpec) -> Any:
+def build(family: Family, spec: TrainingPlan) -> Any:
     fields = {
         "family": family, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": LAYERS,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
@@ -107,7 +107,7 @@ def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gradients(family: Family, spec: TrainingSpec, world: World) -> dict[str, torch.Tensor]:
+def gradients(family: Family, spec: TrainingPlan, world: World) -> dict[str, torch.Tensor]:
     engine = Fsdp2Engine(build(family, spec), spec, world, lambda sharded: fill_adapters(sharded, 5))
     torch.manual_seed(11)
     engine.backward(micro_batch(), 2 * LENGTH - 1, is_last=True)

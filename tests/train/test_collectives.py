@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ftkit.errors import TrainingError
-from ftkit.specs.training import TrainingSpec
+from ftkit.specs.training import TrainingPlan
 from ftkit.train import collectives
 from ftkit.train.collectives import choose_collectives, make_collectives, wrong_answer
 from ftkit.train.copy_engine import ReduceScatter
@@ -42,9 +42,9 @@ class ForgetfulMemory(OwnMemory):
         return super().of(rank, offset, numel, dtype).clone()
 
 
-def training(**changes: object) -> TrainingSpec:
+def training(**changes: object) -> TrainingPlan:
     fields = {"sequence_length": 32, "global_batch_size": 4, "max_steps": 1, "learning_rate": 1e-3}
-    return TrainingSpec.model_validate(fields | changes)
+    return TrainingPlan.model_validate(fields | changes)
 
 
 def two(world: World, **changes: Any) -> World:

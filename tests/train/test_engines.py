@@ -20,7 +20,7 @@ from ftkit.errors import TrainingError
 from ftkit.parameters import method_counts
 from ftkit.records import EvaluationRecord, ProofRecord, StartRecord
 from ftkit.specs.model import FAMILIES, ArchitectureSpec
-from ftkit.specs.training import Method, TrainingSpec
+from ftkit.specs.training import Method, TrainingPlan
 from ftkit.train import fsdp2
 from ftkit.train.adapters import fill_adapters, prepare_method
 from ftkit.train.batches import to_micro_batch
@@ -42,18 +42,18 @@ SHAPE = ArchitectureSpec(
 )  # fmt: skip
 
 
-def training(**changes: object) -> TrainingSpec:
+def training(**changes: object) -> TrainingPlan:
     fields = {
         "sequence_length": 32, "global_batch_size": 4, "max_steps": 1, "learning_rate": 1e-3, "precision": "fp32",
     }  # fmt: skip
-    return TrainingSpec.model_validate(fields | changes)
+    return TrainingPlan.model_validate(fields | changes)
 
 
 class Ids:
     bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
 
 
-def build(spec: TrainingSpec) -> Any:
+def build(spec: TrainingPlan) -> Any:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(make_config(SHAPE, Ids()))  # type: ignore[arg-type]
     prepare_method(model, spec)

@@ -19,7 +19,7 @@ from ftkit.errors import DataError, TrainingError
 from ftkit.methods import ParameterCounts
 from ftkit.parameters import count_parameters, method_counts
 from ftkit.specs.model import FAMILIES, ArchitectureSpec, ModelSpec
-from ftkit.specs.training import ActivationCheckpointing, TrainingSpec
+from ftkit.specs.training import ActivationCheckpointing, TrainingPlan
 from ftkit.train.batches import to_micro_batch
 from ftkit.train.counting import count_method
 from ftkit.train.fsdp2 import Fsdp2Engine
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 OTHERS = ("gpt_neox", "mistral", "phi3", "qwen2", "qwen3_moe")
 """Of other kinds: projections fused, biases, norms with biases, other names, experts."""
 TRIED = [*(pytest.param(family, marks=pytest.mark.oldest) for family in FAMILIES), *OTHERS]
-TRAINING = TrainingSpec(sequence_length=32, global_batch_size=4, max_steps=1, learning_rate=1e-3, precision="fp32")
+TRAINING = TrainingPlan(sequence_length=32, global_batch_size=4, max_steps=1, learning_rate=1e-3, precision="fp32")
 
 
 def architecture(family: str, **changes: object) -> ArchitectureSpec:

@@ -95,10 +95,13 @@ def test_one_process_computes_what_two_compute(finished_run: Any, make_run: Call
         assert (loss, norm) == pytest.approx(finished_run.losses()[step], abs=1e-5, rel=1e-4)
 
 
-def test_a_checkpoint_of_two_processes_goes_on_in_one(finished_run: Any, make_run: Callable[..., Any]) -> None:
+def test_a_checkpoint_of_two_processes_goes_on_in_one_with_another_micro_batch(
+    finished_run: Any, make_run: Callable[..., Any]
+) -> None:
     interrupted = finished_run.copy_to("interrupted")
     interrupted.forget_after(10)
-    alone = make_run("interrupted", processes=1)
+    alone = make_run("interrupted", "training.micro_batch_size=auto", processes=1)
+    assert (finished_run.plan.batch.micro_batch_size, alone.plan.batch.micro_batch_size) == (2, 8)
     alone.train()
     for step, (loss, _) in alone.losses().items():
         assert loss == pytest.approx(finished_run.losses()[step][0], abs=1e-5)

@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ftkit.data.encoding import IGNORED
+from ftkit.data.encoding import IGNORED, Document
+from ftkit.data.packing import build_pack
 from ftkit.data.store import PackStore
 from ftkit.flops import mean_visible_keys, token_flops
 from ftkit.specs.load import Surroundings, load_recipe
+from ftkit.specs.recipe import RecipePlan, RecipeSpec
+from ftkit.specs.training import TrainingPlan
 from ftkit.train.utilisation import Utilisation, measure_utilisation
 
 if TYPE_CHECKING:
@@ -17,8 +20,13 @@ if TYPE_CHECKING:
     from ftkit.train.world import World
 
 
+def plan_of(recipe: RecipeSpec) -> RecipePlan:
+    return RecipePlan.of(recipe, TrainingPlan.of(recipe.training, 1, "none"))
+
+
 def test_tokens_see_their_own_document_alone_and_targets_alone_are_projected(tmp_path: Path, world: World) -> None:
-    recipe = load_recipe("olmo3-7b-full", Surroundings(tmp_path, tmp_path, {}), ["model.architecture.sliding_window=8"])
+    around = Surroundings(tmp_path, tmp_path, {})
+    recipe = plan_of(load_recipe("olmo3-7b-full", around, ["model.architecture.sliding_window=8"]))
     packs = np.zeros((200, 3, 32), dtype=np.int32)
     packs[:, 1, ::2] = IGNORED
     packs[:, 2] = np.arange(32) % 16
@@ -26,9 +34,22 @@ def test_tokens_see_their_own_document_alone_and_targets_alone_are_projected(tmp
     measured = measure_utilisation(recipe, PackStore(tmp_path / "train.npy"), world)
     keys, in_window = mean_visible_keys(16, None), mean_visible_keys(16, 8)
     expected = token_flops(recipe.model.architecture, recipe.training, keys, in_window, target_ratio=0.5)
-    assert measured.flops_per_token == pytest.approx(expected.total)
+    assert measured.flops_per_pack == pytest.approx(32 * expected.total)
     assert measured.mfu(1000.0) is None  # a processor's peak is not known
 
 
+def test_padding_is_no_work(tmp_path: Path, world: World) -> None:
+    recipe = plan_of(load_recipe("olmo3-7b-full", Surroundings(tmp_path, tmp_path, {})))
+    documents = [Document(np.arange(1, 9, dtype=np.int32), np.arange(2, 10, dtype=np.int32)) for _ in range(2)]
+    flops = {}
+    for length in (16, 64):
+        pack = build_pack(documents, length, pad=0)
+        PackStore.write(tmp_path / "train.npy", np.stack([pack, pack]))
+        flops[length] = measure_utilisation(recipe, PackStore(tmp_path / "train.npy"), world).flops_per_pack
+    assert flops[64] == pytest.approx(flops[16])
+
+
 def test_mfu_is_the_part_of_all_gpus_peak() -> None:
-    assert Utilisation(flops_per_token=6e9, peak_flops=8 * 989e12).mfu(80_000) == pytest.approx(0.0607, rel=1e-2)
+    assert Utilisation(flops_per_pack=6e9 * 4096, peak_flops=8 * 989e12).mfu(80_000 / 4096) == pytest.approx(
+        0.0607, rel=1e-2
+    )

@@ -18,7 +18,7 @@ from ftkit.data.store import PackStore, PreparedData
 from ftkit.errors import TrainingError
 from ftkit.records import EvaluationRecord
 from ftkit.specs.model import ArchitectureSpec
-from ftkit.specs.training import TrainingSpec
+from ftkit.specs.training import TrainingPlan
 from ftkit.train.fsdp2 import Fsdp2Engine
 from ftkit.train.model import build_empty, read_config
 from ftkit.train.objective import MicroBatch, packed_hidden_states
@@ -88,7 +88,7 @@ def test_the_text_model_computes_what_it_does_within_the_wrapper(
     (folder / "vision.safetensors").unlink()  # nothing reads it
     config = read_config(folder, SHAPE)
     assert config.is_wrapped
-    training = TrainingSpec(sequence_length=48, global_batch_size=1, max_steps=1, learning_rate=1e-3, precision="fp32")
+    training = TrainingPlan(sequence_length=48, global_batch_size=1, max_steps=1, learning_rate=1e-3, precision="fp32")
     engine = Fsdp2Engine(
         build_empty(config.text, "sdpa"), training, world, lambda sharded: load_weights(sharded, folder)
     )

@@ -21,7 +21,7 @@ from ftkit.specs.layers import read_yaml
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
 from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.request import RunRequest
-from ftkit.specs.training import TrainingSpec
+from ftkit.specs.training import TrainingPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,7 +189,7 @@ def architecture() -> Callable[[str], ArchitectureSpec]:
 
 
 @pytest.fixture(scope="session")
-def training() -> Callable[..., TrainingSpec]:
+def training() -> Callable[..., TrainingPlan]:
     """Make a training specification from a few of its fields."""
     fields = {"sequence_length": 8192, "global_batch_size": 16, "max_steps": 1, "learning_rate": 1e-5}
-    return lambda **changes: TrainingSpec.model_validate(fields | changes)
+    return lambda **changes: TrainingPlan.model_validate(fields | changes)

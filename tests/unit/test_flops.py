@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.specs.model import ArchitectureSpec
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan
 
     Shapes = Callable[[str], ArchitectureSpec]
-    Specs = Callable[..., TrainingSpec]
+    Specs = Callable[..., TrainingPlan]
 
 
 @given(length=st.integers(1, 300), window=st.one_of(st.none(), st.integers(1, 300)))

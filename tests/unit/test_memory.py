@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.specs.model import ArchitectureSpec
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan
 
     Shapes = Callable[[str], ArchitectureSpec]
-    Specs = Callable[..., TrainingSpec]
+    Specs = Callable[..., TrainingPlan]
 
 PUBLISHED = {
     "gemma3-12b": 11_766_034_176,  # without the vision tower

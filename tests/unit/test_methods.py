@@ -1,30 +1,35 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ftkit import assets
+from ftkit.engine_choice import choose_engine, keeps_weights, least_memory, with_kept_weights
 from ftkit.errors import ConfigError
+from ftkit.gpus import GPUS
 from ftkit.memory import GIB, predict_memory
 from ftkit.methods import count_adapter_parameters, nf4_parts
 from ftkit.parameters import count_parameters, method_counts
-from ftkit.plan import choose_engine
 from ftkit.specs.layers import read_yaml
 from ftkit.specs.load import Surroundings, load_recipe
 from ftkit.specs.model import ArchitectureSpec
-from ftkit.specs.training import LoraSpec, TrainingSpec
+from ftkit.specs.training import LoraSpec, TrainingPlan
+
+if TYPE_CHECKING:
+    from ftkit.gpus import Gpu
+    from ftkit.specs.recipe import RecipeSpec
 
 
 def architecture(name: str) -> ArchitectureSpec:
     return ArchitectureSpec.model_validate(read_yaml(assets.ARCHITECTURES / f"{name}.yaml").values)
 
 
-def training(**changes: object) -> TrainingSpec:
+def training(**changes: object) -> TrainingPlan:
     fields: dict[str, Any] = {
         "sequence_length": 2048, "global_batch_size": 16, "max_steps": 1, "learning_rate": 1e-5,
     }  # fmt: skip
-    return TrainingSpec.model_validate(fields | changes)
+    return TrainingPlan.model_validate(fields | changes)
 
 
 def test_adapters_of_a_known_size_are_counted() -> None:
@@ -87,16 +92,21 @@ def test_auto_takes_zero3_where_it_alone_fits_and_says_why() -> None:
 def test_layers_keep_their_weights_where_a_gpu_has_memory_to_spare() -> None:
     here = Surroundings(assets.RECIPES, assets.RECIPES, {})
     small, large = (load_recipe(name, here) for name in ("qwen3-8b-tools-full", "llama3.3-70b-full"))
+
+    def keeps(recipe: RecipeSpec, world_size: int, gpu: Gpu | None = GPUS["h200"], **changes: object) -> bool:
+        training = least_memory(recipe.training).model_copy(update=changes)
+        return keeps_weights(recipe.model.architecture, training, world_size, "fsdp2", gpu)
+
+    assert keeps(small, 8)
     chosen = choose_engine(small, 8, "h200")
-    assert chosen.keeps_weights
-    assert chosen.reason.endswith("layers keep gathered weights")
-    assert not choose_engine(large, 8, "h200").keeps_weights
-    assert not choose_engine(small, 8, None).keeps_weights  # nobody knows what it has
-    always = small.training.model_copy(update={"reshard_after_forward": "always"})
-    assert not choose_engine(small.model_copy(update={"training": always}), 8, "h200").keeps_weights
-    never = large.training.model_copy(update={"reshard_after_forward": "never"})
-    assert choose_engine(large.model_copy(update={"training": never}), 8, None).keeps_weights
-    assert not choose_engine(large.model_copy(update={"training": never}), 1, None).keeps_weights
+    told = with_kept_weights(chosen, small.model.architecture, least_memory(small.training), 8, GPUS["h200"])
+    assert told.keeps_weights
+    assert told.reason.endswith("layers keep gathered weights")
+    assert not keeps(large, 8)
+    assert not keeps(small, 8, None)  # nobody knows what it has
+    assert not keeps(small, 8, reshard_after_forward="always")
+    assert keeps(large, 8, None, reshard_after_forward="never")
+    assert not keeps(large, 1, None, reshard_after_forward="never")
 
 
 def test_gradients_of_fp32_are_not_summed_in_bf16() -> None:

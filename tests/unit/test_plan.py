@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_a_plan_survives_plan_json() -> None:
     assert plan_from_json(plan_to_json(original), "plan.json") == original
 
 
+def test_a_plan_from_before_auto_can_be_read() -> None:
+    old = json.loads(plan_to_json(plan(demo("training.micro_batch_size=2", "training.activation_checkpointing=full"))))
+    del old["execution"]
+    read = plan_from_json(json.dumps(old), "plan.json")
+    assert (read.recipe.training.micro_batch_size, read.batch.micro_batch_size) == (2, 2)
+    assert read.recipe.training.activation_checkpointing == "full"
+    assert read.execution.chosen == ()
+
+
 def test_a_plan_of_another_version_is_refused_with_advice() -> None:
     with pytest.raises(FtkitError) as caught:
         plan_from_json("{}", "somewhere/plan.json")
@@ -108,6 +118,9 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> N
     found = problems(demo("training.global_batch_size=33", "training.micro_batch_size=8"))
     assert "33 is not divisible by 16" in found
     assert "Take 32 or 48." in found
+    assert "33 packs can't be divided evenly among 2 processes. Take 32 or 34." in problems(
+        demo("training.global_batch_size=33")
+    )
 
 
 def test_more_gpus_than_a_node_has_are_refused() -> None:
@@ -173,7 +186,7 @@ def test_activations_are_not_offloaded_where_there_is_nowhere_else_or_nothing_ke
     full = "training.activation_checkpointing=full"
     assert "no effect without GPUs" in problems(demo(full, "training.activation_offload=true"))
     with pytest.raises(ConfigError, match="no effect without activation_checkpointing 'full'"):
-        demo("training.activation_offload=true")
+        demo("training.activation_checkpointing=none", "training.activation_offload=true")
 
 
 def test_what_zero3_cannot_do_is_refused_and_auto_takes_fsdp2() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,24 +9,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftkit.engine_choice import keeps_weights, least_memory
 from ftkit.gpus import GPUS
 from ftkit.memory import predict_memory
-from ftkit.proposals import NUM_PROPOSALS, propose_changes, propose_faster
-from ftkit.specs.load import Surroundings, load_cluster, load_recipe
-from ftkit.speed import Network
+from ftkit.plan import plan_run
+from ftkit.proposals import (
+    MODES,
+    NUM_PROPOSALS,
+    ROOM,
+    choose_execution,
+    propose_changes,
+    propose_faster,
+)
+from ftkit.specs.load import Surroundings, list_names, load_cluster, load_recipe
+from ftkit.specs.recipe import RecipePlan
+from ftkit.specs.request import RunRequest
+from ftkit.speed import Network, predict_speed
 
 if TYPE_CHECKING:
-    from ftkit.proposals import Proposal
-    from ftkit.specs.cluster import ClusterProfile
+    from ftkit.gpus import Gpu
+    from ftkit.proposals import ExecutionPlan, Proposal
+    from ftkit.specs.cluster import ClusterProfile, GpuModel
     from ftkit.specs.recipe import RecipeSpec
-    from ftkit.specs.training import EngineName
+    from ftkit.specs.training import EngineName, TrainingPlan
 
 NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
 CLUSTER = load_cluster("slurm", NOWHERE)
 
 
-def recipe(*overrides: str) -> RecipeSpec:
-    return load_recipe("olmo3-7b-full", NOWHERE, overrides)
+def planned(spec: RecipeSpec) -> RecipePlan:
+    """Resolve what is left open to one pack at a time, with layers computed again."""
+    return RecipePlan.of(spec, least_memory(spec.training))
+
+
+def recipe(*overrides: str) -> RecipePlan:
+    return planned(load_recipe("olmo3-7b-full", NOWHERE, overrides))
 
 
 BATCHES = (
@@ -33,15 +52,15 @@ BATCHES = (
 )  # fmt: skip
 
 
-def total(spec: RecipeSpec, num_shards: int) -> float:
+def total(spec: RecipePlan, num_shards: int) -> float:
     return predict_memory(spec.model.architecture, spec.training, num_shards, "fsdp2").total
 
 
-def propose(spec: RecipeSpec, capacity: float, cluster: ClusterProfile = CLUSTER) -> list[Proposal]:
+def propose(spec: RecipePlan, capacity: float, cluster: ClusterProfile = CLUSTER) -> list[Proposal]:
     return propose_changes(spec, cluster, 2, 8, "fsdp2", capacity)
 
 
-def taken(proposal: Proposal) -> tuple[RecipeSpec, int]:
+def taken(proposal: Proposal) -> tuple[RecipePlan, int]:
     """Return the recipe and the number of nodes that one has who types what is proposed."""
     words = proposal.override.split()
     num_nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words else 2
@@ -156,7 +175,7 @@ def test_a_batch_too_small_for_more_nodes_is_left_as_it_is() -> None:
 
 
 def test_small_micro_batches_are_proposed_to_grow_as_far_as_they_fit() -> None:
-    small = load_recipe("gemma3-1b-dolly-lora", NOWHERE)
+    small = planned(load_recipe("gemma3-1b-dolly-lora", NOWHERE, ["training.activation_checkpointing=none"]))
     proposal = propose_faster(small, "fsdp2", GPUS["h100-80gb"], Network(1, 1, None))
     assert proposal is not None
     assert proposal.override.startswith("training.micro_batch_size=")
@@ -174,3 +193,127 @@ def test_checkpointing_that_nothing_asks_for_is_proposed_to_go() -> None:
 def test_nothing_is_proposed_to_a_run_that_is_as_fast_as_it_can_be() -> None:
     fast = recipe("training.activation_checkpointing=none", "training.global_batch_size=16")
     assert propose_faster(fast, "fsdp2", GPUS["h200"], Network(2, 16, None)) is None
+
+
+# --- What `auto` stands for ----------------------------------------------------------------------
+
+H100, H200, L4 = GPUS["h100-80gb"], GPUS["h200"], GPUS["l4"]
+
+
+def choose(
+    spec: RecipeSpec, gpu: Gpu | None, num_processes: int = 8, engine: EngineName = "fsdp2"
+) -> tuple[TrainingPlan, ExecutionPlan]:
+    network = Network(1, num_processes, None)
+    return choose_execution(spec.model.architecture, spec.training, engine, "cuda", gpu, network)
+
+
+def predicted(spec: RecipeSpec, training: TrainingPlan, gpu: Gpu, num_processes: int = 8) -> tuple[float, float]:
+    """Return seconds of a step and GiB, as the plan predicts them."""
+    shape, network = spec.model.architecture, Network(1, num_processes, None)
+    kept = keeps_weights(shape, training, num_processes, "fsdp2", gpu)
+    speed = predict_speed(shape, training, "fsdp2", gpu, network, keeps_weights=kept)
+    return speed.step_seconds, predict_memory(shape, training, num_processes, keeps_weights=kept).total
+
+
+def test_auto_makes_small_packs_many_and_leaves_memory_free() -> None:
+    spec = load_recipe("gemma3-12b-sql-qlora", NOWHERE)
+    training, execution = choose(spec, H200)
+    assert execution.chosen == ("micro_batch_size", "activation_checkpointing")
+    assert "times as fast" in execution.reason
+    chosen, lightest = (predicted(spec, each, H200) for each in (training, least_memory(spec.training)))
+    assert lightest[0] > 3 * chosen[0]
+    assert chosen[1] <= ROOM * H200.usable_gib
+
+
+def test_auto_takes_less_on_a_smaller_gpu() -> None:
+    spec = load_recipe("qwen3-8b-tools-lora", NOWHERE, ("training.method=qlora",))
+    large, small = (choose(spec, gpu, 1)[0] for gpu in (H200, L4))
+    assert small.micro_batch_size < large.micro_batch_size
+    assert predicted(spec, small, L4, 1)[1] <= ROOM * L4.usable_gib
+
+
+@given(
+    name=st.sampled_from(["olmo3-7b-full", "qwen3-8b-tools-lora", "gemma3-12b-sql-qlora", "llama3.3-70b-full"]),
+    gpu=st.sampled_from(sorted(GPUS)),
+    num_processes=st.sampled_from([1, 2, 3, 8, 24]),
+    accumulation=st.integers(1, 36),
+)
+@settings(deadline=None, max_examples=25)
+def test_the_micro_batch_always_makes_up_the_global_batch(
+    name: str, gpu: GpuModel, num_processes: int, accumulation: int
+) -> None:
+    spec = load_recipe(name, NOWHERE, (f"training.global_batch_size={num_processes * accumulation}",))
+    training, _ = choose(spec, GPUS[gpu], num_processes)
+    assert training.global_batch_size % (training.micro_batch_size * num_processes) == 0
+    assert training.global_batch_size == num_processes * accumulation
+
+
+def test_what_the_recipe_sets_stays() -> None:
+    both = load_recipe(
+        "olmo3-7b-full", NOWHERE, ("training.micro_batch_size=1", "training.activation_checkpointing=full")
+    )
+    training, execution = choose(both, H200)
+    assert (training.micro_batch_size, training.activation_checkpointing, execution.chosen) == (1, "full", ())
+    size = load_recipe("olmo3-7b-full", NOWHERE, ("training.micro_batch_size=1",))
+    training, execution = choose(size, H200)
+    assert (training.micro_batch_size, execution.chosen) == (1, ("activation_checkpointing",))
+    offloaded = load_recipe("olmo3-7b-full", NOWHERE, ("training.activation_offload=true",))
+    assert choose(offloaded, H200)[0].activation_checkpointing == "full"
+
+
+def test_what_an_engine_cannot_do_is_not_chosen() -> None:
+    for gpu in GPUS.values():
+        spec = load_recipe("llama3.3-70b-lora", NOWHERE)
+        assert choose(spec, gpu, engine="zero3")[0].activation_checkpointing != "selective"
+
+
+def test_where_nothing_is_known_of_the_gpu_the_least_memory_is_taken() -> None:
+    training, execution = choose(load_recipe("olmo3-7b-full", NOWHERE), None)
+    assert (training.micro_batch_size, training.activation_checkpointing) == (1, "full")
+    assert "names no GPU" in execution.reason
+
+
+def test_without_gpus_a_few_packs_at_a_time_are_computed_once() -> None:
+    spec = load_recipe("demo", NOWHERE)
+    training, _ = choose_execution(spec.model.architecture, spec.training, "fsdp2", "cpu", None, Network(1, 2, None))
+    assert (training.micro_batch_size, training.activation_checkpointing) == (4, "none")
+
+
+def test_where_nothing_fits_the_least_memory_is_taken_and_said() -> None:
+    training, execution = choose(load_recipe("llama3.3-70b-full", NOWHERE), H100)
+    assert (training.micro_batch_size, training.activation_checkpointing) == (1, "full")
+    assert "nothing leaves 15% of the GPU's free" in execution.reason
+
+
+def test_a_huge_global_batch_is_resolved_at_once() -> None:
+    spec = load_recipe("olmo3-7b-full", NOWHERE, ("training.global_batch_size=8000000000",))
+    assert choose(spec, H200)[0].micro_batch_size <= 32
+
+
+CLUSTERS = [name for name in list_names("cluster", NOWHERE) if load_cluster(name, NOWHERE).gpu]
+
+
+@pytest.mark.parametrize("name", list_names("recipe", NOWHERE))
+def test_a_shipped_recipe_is_as_fast_on_a_shipped_cluster_as_the_plan_knows_how(name: str) -> None:
+    for cluster in (load_cluster(cluster, NOWHERE) for cluster in CLUSTERS):
+        spec, gpu = load_recipe(name, NOWHERE), GPUS[cluster.gpu]
+        image, created = spec.image or "any.sqsh", datetime(2026, 1, 2, tzinfo=UTC)
+        request = RunRequest(None, None, None, image, False, Path("/w"), "python", created, "a")
+        plan = plan_run(spec, cluster, None, request, ftkit_version="1")
+        network = Network(
+            plan.placement.num_nodes, plan.placement.world_size, (cluster.network_gbps or 0) * 1e9 / 8 or None
+        )
+        per_process = spec.training.global_batch_size // network.size
+        best = 0.0
+        for size, mode in product((n for n in range(1, per_process + 1) if per_process % n == 0), MODES):
+            changed = plan.recipe.training.model_copy(
+                update={"micro_batch_size": size, "activation_checkpointing": mode}
+            )
+            shape, engine = spec.model.architecture, plan.engine.name
+            kept = keeps_weights(shape, changed, network.size, engine, gpu)
+            if predict_memory(shape, changed, network.size, engine, keeps_weights=kept).total <= ROOM * gpu.usable_gib:
+                speed = predict_speed(shape, changed, engine, gpu, network, keeps_weights=kept)
+                best = max(best, speed.tokens_per_second)
+        assert plan.speed is not None
+        assert best, f"{name} on {cluster.name}: nothing fits"
+        assert plan.speed.tokens_per_second >= 0.95 * best, f"{name} on {cluster.name}"

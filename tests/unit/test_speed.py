@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.specs.model import ArchitectureSpec
-    from ftkit.specs.training import TrainingSpec
+    from ftkit.specs.training import TrainingPlan
 
     Shapes = Callable[[str], ArchitectureSpec]
-    Specs = Callable[..., TrainingSpec]
+    Specs = Callable[..., TrainingPlan]
 
 H200 = GPUS["h200"]
 
@@ -64,6 +64,15 @@ def test_more_accumulation_takes_as_many_times_longer(architecture: Shapes, trai
         predict_speed(shape, training(global_batch_size=size), "fsdp2", H200, network).step_seconds for size in (8, 32)
     )
     assert four / one == pytest.approx(4, rel=0.1)
+
+
+def test_fp32_is_held_to_the_peak_of_fp32(architecture: Shapes, training: Specs) -> None:
+    shape, network = architecture("llama3-8b"), Network(1, 8, None)
+    half, single = (predict_speed(shape, training(precision=p), "fsdp2", H200, network) for p in ("bf16", "fp32"))
+    assert single.tokens_per_second < half.tokens_per_second / 8
+    assert 0.3 < single.mfu < 0.9
+    for gpu in GPUS.values():
+        assert gpu.peak_flops("fp32") < gpu.peak_flops("bf16") / 3
 
 
 def test_a_gpu_of_another_kind_is_unknown() -> None:

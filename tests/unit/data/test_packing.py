@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.data.encoding import IGNORED, Document
-from ftkit.data.packing import assign_packs, build_pack
+from ftkit.data.packing import assign_packs, build_pack, find_padding
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
@@ -42,3 +42,13 @@ def test_positions_restart_with_each_document_and_padding_has_no_labels() -> Non
     assert tokens.tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
     assert labels.tolist() == [IGNORED, 7, IGNORED, 9, IGNORED, IGNORED, IGNORED, IGNORED]
     assert positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+
+
+def test_padding_is_told_from_documents() -> None:
+    tokens = np.array([5, 6, 7], dtype=np.int32)
+    learned = Document(tokens, np.array([6, 7, IGNORED], dtype=np.int32))
+    unlearned = Document(tokens, np.full(3, IGNORED, dtype=np.int32))
+    rows = ([learned], [learned, learned], [learned, unlearned])
+    packs = np.stack([build_pack(row, 6, pad=0) for row in rows])
+    assert find_padding(packs).sum(axis=1).tolist() == [3, 0, 0]
+    assert find_padding(packs)[0].tolist() == [False] * 3 + [True] * 3

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.specs.training import TrainingSpec
+from ftkit.specs.training import TrainingPlan
 from ftkit.train.learning_rate import learning_rate_at
 
 
-def training(schedule: Literal["constant", "cosine", "linear"], warmup: float = 0.1, low: float = 0.0) -> TrainingSpec:
-    return TrainingSpec(
+def training(schedule: Literal["constant", "cosine", "linear"], warmup: float = 0.1, low: float = 0.0) -> TrainingPlan:
+    return TrainingPlan(
         sequence_length=8,
         global_batch_size=8,
         max_steps=100,
