@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import tempfile
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Final, NoReturn
 
 from ftkit.errors import FtkitError, PrerequisiteError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+_STOP_SECONDS: Final = 60
+"""Time that an interrupted program gets to clean up: Slurm's default KillWait is 30 seconds."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +67,16 @@ def run(
     except FileNotFoundError as error:
         raise _not_found(args[0]) from error
     except subprocess.TimeoutExpired as error:
-        raise ProgramTimeoutError(
-            f"'{args[0]}' did not answer within {timeout_seconds:g} seconds",
-            meaning="the service behind it is overloaded or down",
-            fix="try again in a minute",
-        ) from error
+        raise _too_slow(args[0], timeout_seconds) from error
     return ProgramOutput(done.returncode, done.stdout, done.stderr)
+
+
+def _too_slow(program: str, timeout_seconds: float) -> ProgramTimeoutError:
+    return ProgramTimeoutError(
+        f"'{program}' did not answer within {timeout_seconds:g} seconds",
+        meaning="the service behind it is overloaded or down",
+        fix="try again in a minute",
+    )
 
 
 def _not_found(program: str) -> PrerequisiteError:
@@ -75,6 +85,78 @@ def _not_found(program: str) -> PrerequisiteError:
         meaning="it is not installed on this machine, or this is not the machine you meant to be on",
         fix=f"install it, or log in where '{program}' works",
     )
+
+
+def run_stoppable(
+    args: Sequence[str],
+    *,
+    timeout_seconds: float,
+    environment: Mapping[str, str] | None = None,
+    stop: Callable[[], object] | None = None,
+) -> ProgramOutput:
+    """Run a program that has something to clean up when it is interrupted; otherwise as `run` does.
+
+    The program leads a process group, so that Ctrl-C reaches only this process. When this process is interrupted,
+    or the time is over, it calls `stop`, waits until the whole group has ended, and kills what is left. Without
+    `stop` the group gets SIGTERM.
+
+    Raises:
+        PrerequisiteError: the program is not on PATH.
+        ProgramTimeoutError: it did not end within `timeout_seconds`.
+    """
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        try:
+            started = subprocess.Popen(
+                list(args), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        except FileNotFoundError as error:
+            raise _not_found(args[0]) from error
+        try:
+            started.wait(timeout_seconds)
+        except BaseException as error:
+            _end_group(started, stop)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise _too_slow(args[0], timeout_seconds) from error
+            raise
+        stdout.seek(0)
+        stderr.seek(0)
+        said = (stream.read().decode(errors="replace") for stream in (stdout, stderr))
+        return ProgramOutput(started.returncode, *said)
+
+
+def _end_group(leader: subprocess.Popen[bytes], stop: Callable[[], object] | None) -> None:
+    """Ask the group of `leader` to end, wait for it, and kill what is left; a second interruption kills at once."""
+    try:
+        if stop:
+            stop()
+        else:
+            signal_group(leader.pid, signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_SECONDS
+        while time.monotonic() < deadline and (leader.poll() is None or group_members(leader.pid)):
+            time.sleep(0.1)
+    finally:
+        signal_group(leader.pid, signal.SIGKILL)
+        leader.wait()
+
+
+@contextmanager
+def exit_on_termination() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this process by `SystemExit`, so that it cleans up; ignored signals stay ignored."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is signal.SIG_DFL:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def run_fed(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 from click.exceptions import NoArgsIsHelpError
 
-from ftkit import __version__
+from ftkit import __version__, process
 from ftkit.cli.lazy_group import LazyCommand, LazyGroup
 from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, without_secrets
 
@@ -87,7 +87,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if COMPLETE_VARIABLE in os.environ:
         cli.main(words, prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE)
     try:
-        code = _invoke(words)
+        with process.exit_on_termination():
+            code = _invoke(words)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
-from ftkit.images import credentials, engine, enroot
+from ftkit.images import credentials, engine, enroot, squashfs
 from ftkit.images.push import remote_reference
 from ftkit.images.registry import Registry
 from ftkit.images.sources import EngineSource, EnrootSource, RegistrySource
@@ -95,14 +95,8 @@ def choose_source(wish: ImportWish, report: Report) -> ImageSource:
     if wish.on_node:
         return _on_node(wish, report)
     known = _engine_source(wish) or _registry_source(wish, report)
-    if wish.method == "ftkit" or (wish.method == "auto" and not enroot.is_there()):
-        return known
-    if isinstance(known, EngineSource):
-        return EnrootSource(known, f"{_OF_THE_ENGINE}{known.name}")
-    remote = remote_of(wish)
-    if remote is None:
-        raise AssertionError("what is not in the engine is in a registry")
-    return EnrootSource(known, remote.enroot_uri)
+    is_left_to_enroot = wish.method == "auto" and enroot.is_there() and not squashfs.has_packer()
+    return EnrootSource(known) if wish.method == "enroot" or is_left_to_enroot else known
 
 
 def _on_node(wish: ImportWish, report: Report) -> EnrootSource:
@@ -110,13 +104,12 @@ def _on_node(wish: ImportWish, report: Report) -> EnrootSource:
         raise ConfigError(
             [Problem(f"cluster {wish.cluster.name}", "--on-node", "this cluster has no Slurm.", "Leave --on-node out.")]
         )
-    remote = remote_of(wish)
-    if remote is None:
+    if remote_of(wish) is None:
         raise ConfigError(
             [Problem("", "--on-node", "a compute node can't reach this machine's docker engine.",
                      "Push the image, and give --registry or a docker:// address.")]
         )  # fmt: skip
-    return EnrootSource(_registry_source(wish, report), remote.enroot_uri, enroot.node_of(wish.cluster))
+    return EnrootSource(_registry_source(wish, report), enroot.node_of(wish.cluster))
 
 
 def _engine_source(wish: ImportWish) -> EngineSource | None:

@@ -3,29 +3,90 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
+from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ftkit.specs.image_reference import RegistryImage
     from ftkit.specs.cluster import ClusterProfile
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
+_ANOTHER_IMAGE, _HAS_DEVICES = 65, 66
+
+_IMPORT: Final = f"""set -eu
+output=$1 uri=$2 config=$4
+case $(enroot version) in [0-3].*) uri=$3 ;; esac
+export ENROOT_CACHE_PATH=$5/cache
+(umask 077 && mkdir -p -- "$ENROOT_CACHE_PATH")
+enroot import --output "$output" -- "$uri"
+[ -z "$config" ] || [ -e "$ENROOT_CACHE_PATH/$config" ] || exit {_ANOTHER_IMAGE}
+if command -v unsquashfs >/dev/null && unsquashfs -lls "$output" | grep '^[bc]'; then exit {_HAS_DEVICES}; fi
+"""
+"""Arguments: the file, the exact address, the address for releases that know no digests, the hexadecimal digest of the
+image's configuration, a folder of one's own.
+
+enroot keeps each blob that it downloads in its cache, under its digest. The cache is empty at first: a configuration
+that is in it afterwards is that of the image that was imported, even if its tag moved meanwhile.
+"""
 
 _ON_NODE: Final = """set -eu
-folder=$1/ftkit-import-$UID-$$
-trap 'rm -rf -- "$folder"' EXIT
-(umask 077 && mkdir -p -- "$folder/temp" "$folder/cache")
-export ENROOT_TEMP_PATH=$folder/temp ENROOT_CACHE_PATH=$folder/cache
-enroot import --output "$2" -- "$3"
+disk=$1 mine=ftkit-import-$UID-$HOSTNAME
+shift
+mkdir -p -- "$disk"
+for left in "$disk/$mine"-*; do
+    kill -0 "${left##*-}" 2>/dev/null || rm -rf -- "$left" || true
+done
+folder=$disk/$mine-$$
+(umask 077 && mkdir -- "$folder" "$folder/temp")
+import=
+clean() {
+    trap '' TERM INT HUP
+    [ -z "$import" ] || kill -KILL -- "-$import" 2>/dev/null || true
+    for _ in $(seq 100); do rm -rf -- "$folder" 2>/dev/null && break; sleep 0.1; done
+}
+trap clean EXIT
+trap 'exit 143' TERM INT HUP
+export ENROOT_TEMP_PATH=$folder/temp
+set -m
+bash -c "$@" "$folder" &
+import=$!
+wait "$import"
 """
-"""enroot's temporary folders go to the node's own disk: shared file systems can't hold them (whiteouts)."""
+"""enroot's temporary folders go to the node's own disk: shared file systems can't hold them (whiteouts).
+
+The import is waited for in the background, because bash hears of a signal only when a foreground program has ended,
+and Slurm kills after KillWait. It is killed at once, so that nothing writes into what is being removed; programs in
+groups of their own get the signal from Slurm, and fail a moment later: hence several attempts. What an import left
+that was killed itself goes with the next one on that node.
+"""
+
+
+@dataclass(frozen=True)
+class Address:
+    """What enroot is asked for.
+
+    Args:
+        uri: the address of exactly one image, by digest or by the engine's id.
+        by_tag: the same for enroot before 4.0, which knows no digests in registries.
+        config: digest of the image's configuration, which the import has to have; empty: `uri` is exact anywhere.
+        is_http: whether the registry is on this machine, and speaks no TLS.
+    """
+
+    uri: str
+    by_tag: str
+    config: str = ""
+    is_http: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,9 +102,21 @@ def is_there() -> bool:
     return shutil.which("enroot") is not None
 
 
+def address_in_engine(image_id: str) -> Address:
+    """Return the address of an image in the docker engine: its id, because its name can move."""
+    uri = f"dockerd://{image_id}"
+    return Address(uri, uri)
+
+
+def address_in_registry(reference: RegistryImage, digest: str, image_id: str) -> Address:
+    """Return the address of an image in a registry, whose manifest has `digest`."""
+    exact, by_tag = (replace(reference, digest=given).enroot_uri for given in (Digest(digest), None))
+    return Address(exact, by_tag, image_id, reference.is_loopback)
+
+
 def node_of(cluster: ClusterProfile) -> ComputeNode:
     """Return how to get at a compute node of a cluster."""
-    options = ["--nodes=1", "--ntasks=1", "--job-name=ftkit-import", "--export=ALL"]
+    options = ["--nodes=1", "--ntasks=1", "--export=ALL"]
     named = {
         "partition": cluster.partition,
         "account": cluster.account,
@@ -56,32 +129,75 @@ def node_of(cluster: ClusterProfile) -> ComputeNode:
     return ComputeNode(tuple(options), cluster.node_local_dir)
 
 
-def import_to(output: Path, uri: str, *, created: int, node: ComputeNode | None = None) -> None:
-    """Import `uri` into a file that is not there yet.
+def import_to(output: Path, address: Address, node: ComputeNode | None = None) -> None:
+    """Import an image into a file that is not there yet.
 
     Raises:
         PrerequisiteError: enroot or srun is not there.
-        ImageError: it failed.
+        ImageError: it failed, or the file would hold another image or one that no user can unpack.
     """
-    settings = {"ENROOT_SQUASH_OPTIONS": squashfs.ENROOT_OPTIONS, "SOURCE_DATE_EPOCH": str(created)}
-    if node is None:
-        settings["ENROOT_MAX_PROCESSORS"] = str(len(os.sched_getaffinity(0)))
-        command = ["enroot", "import", "--output", str(output), "--", uri]
-    else:
-        command = ["srun", *node.srun_options, "bash", "-c", _ON_NODE, "ftkit", node.local_folder, str(output), uri]
-    done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS, environment={**os.environ, **settings})
+    words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, address.config.removeprefix("sha256:")]
+    done = _on_node(words, node, address) if node else _here(words, output, address)
     if done.returncode != 0 or not output.is_file():
-        raise _explain(uri, done.stdout + done.stderr, output)
+        raise _explain(address, done, output)
     squashfs.check_whole(output)
 
 
-def _explain(uri: str, said: str, output: Path) -> ImageError:
-    """Turn enroot's last words into an error: it says nothing at all when credentials are wrong."""
+def _here(words: list[str], output: Path, address: Address) -> process.ProgramOutput:
+    folder = output.with_name(f"{output.name}.enroot")
+    settings = {"ENROOT_MAX_PROCESSORS": str(len(os.sched_getaffinity(0)))}
+    try:
+        return process.run_stoppable(
+            ["bash", "-c", *words, str(folder)], timeout_seconds=_TIMEOUT_SECONDS,
+            environment=_environment(address) | settings,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _on_node(words: list[str], node: ComputeNode, address: Address) -> process.ProgramOutput:
+    """Run on a compute node; when interrupted, cancel the job: srun itself would kill without time to clean up."""
+    job = f"ftkit-import-{secrets.token_hex(4)}"
+    command = ["srun", *node.srun_options, f"--job-name={job}", "bash", "-c", _ON_NODE, "ftkit", node.local_folder]
+    return process.run_stoppable(
+        [*command, *words], timeout_seconds=_TIMEOUT_SECONDS, environment=_environment(address),
+        stop=partial(process.run, ["scancel", f"--name={job}"]),
+    )  # fmt: skip
+
+
+def _environment(address: Address) -> dict[str, str]:
+    """Return enroot's variables. SOURCE_DATE_EPOCH would make it date every file anew, and compiled Python stale."""
+    inherited = {key: value for key, value in os.environ.items() if key != "SOURCE_DATE_EPOCH"}
+    plain = {"ENROOT_ALLOW_HTTP": "yes"} if address.is_http else {}
+    return inherited | plain | {"ENROOT_SQUASH_OPTIONS": squashfs.ENROOT_OPTIONS}
+
+
+def _explain(address: Address, done: process.ProgramOutput, output: Path) -> ImageError:
+    """Turn what enroot said into an error: it says nothing at all when credentials are wrong."""
+    said = done.stdout + done.stderr
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
+    if done.returncode == _ANOTHER_IMAGE:
+        return ImageError(
+            f"enroot imported another image than {address.uri}",
+            meaning=f"this enroot knows no digests (4.0 does), and {address.by_tag} is another image by now",
+            fix="import with --with ftkit, which goes by the digest",
+        )
+    if done.returncode == _HAS_DEVICES or "Cannot mknod" in said:
+        named = re.findall(r"^[bc][-rwxsStT]{9} .*squashfs-root/(.+)$", done.stdout, re.MULTILINE)
+        return ImageError(
+            f"{address.uri} has device files ({', '.join(named) or 'see tar above'}), which only root can unpack",
+            meaning="enroot keeps them, and then can't make a container of the file for a user",
+            fix="import with --with ftkit and without --on-node: it leaves them out",
+        )
+    if "No command specified" in said:
+        return ImageError(
+            "enroot can't import an image from the docker engine that has neither CMD nor ENTRYPOINT",
+            fix="import with --with ftkit, which needs no command, or push the image and import it from the registry",
+        )
     is_silent = any(word in last for word in ("Authenticating with user", "Using credentials from file"))
     if is_silent or "401" in last or "403" in last:
-        host = uri.removeprefix("docker://").partition("#")[0]
+        host = address.uri.removeprefix("docker://").partition("#")[0]
         return ImageError(
             f"enroot could not log in to {host}",
             meaning="the line for it in enroot's .credentials is missing, has a port, or its password is wrong",

@@ -55,7 +55,7 @@ class Registry:
         self._credentials = credentials
         self._report = report
         self._token = ""
-        self._scheme = "http" if _is_loopback(reference.host) else "https"
+        self._scheme = "http" if reference.is_loopback else "https"
 
     def __enter__(self) -> Self:
         return self
@@ -221,11 +221,6 @@ def _check(digest: str, found: str, reference: RegistryImage) -> None:
             meaning="the download was damaged on its way, or the registry's disk is",
             fix="try again",
         )
-
-
-def _is_loopback(host: str) -> bool:
-    name = host.rpartition(":")[0] or host
-    return name == "localhost" or name.startswith("127.")
 
 
 def _last_reason(error: BaseException) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.images.engine import EngineImage
-    from ftkit.images.enroot import ComputeNode
+    from ftkit.images.enroot import Address, ComputeNode
     from ftkit.images.progress import Report
     from ftkit.images.registry import Registry
     from ftkit.images.store import Format
@@ -64,6 +64,10 @@ class EngineSource:
         """Say where the image comes from."""
         return f"docker engine, {self.name}"
 
+    def enroot_address(self) -> Address:
+        """Return what enroot calls exactly this image."""
+        return enroot.address_in_engine(self.image_id)
+
     def make_file(self, partial: Path, report: Report) -> Made:
         """Export the image and pack it on the way."""
         with engine.connected() as client, engine.exported(client, self._image.id) as stream:
@@ -94,6 +98,10 @@ class RegistrySource:
     def describe(self) -> str:
         """Say where the image comes from."""
         return f"registry, {self._reference}"
+
+    def enroot_address(self) -> Address:
+        """Return what enroot calls exactly this image."""
+        return enroot.address_in_registry(self._reference, self.registry_digest, self.image_id)
 
     def make_file(self, partial: Path, report: Report) -> Made:
         """Download the layers, as they are, and pack what they make together."""
@@ -138,20 +146,19 @@ class EnrootSource:
 
     format: Format = "sqsh"
 
-    def __init__(self, known: EngineSource | RegistrySource, uri: str, node: ComputeNode | None = None) -> None:
-        self._uri = uri
+    def __init__(self, known: EngineSource | RegistrySource, node: ComputeNode | None = None) -> None:
+        self._address = known.enroot_address()
         self._node = node
-        self._known = known
         self.image_id = known.image_id
         self.registry_digest = known.registry_digest
         self.config = known.config
 
     def describe(self) -> str:
         """Say where the image comes from."""
-        return f"enroot, {self._uri}"
+        return f"enroot, {self._address.uri}"
 
     def make_file(self, partial: Path, report: Report) -> Made:
         """Let enroot make the file."""
-        report(Progress(f"enroot imports {self._uri}"))
-        enroot.import_to(partial, self._uri, created=self.config.created, node=self._node)
+        report(Progress(f"enroot imports {self._address.uri}"))
+        enroot.import_to(partial, self._address, self._node)
         return Made(Contents(sbom=squashfs.read_file(partial, SBOM_PATH)), f"enroot, {squashfs.ENROOT_OPTIONS}")

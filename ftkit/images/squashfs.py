@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
 from dataclasses import dataclass
@@ -15,13 +16,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-ENROOT_OPTIONS: Final = "-comp zstd -Xcompression-level 3 -b 1M"
-"""What enroot is told: its defaults take six times as long for a larger file."""
+ENROOT_OPTIONS: Final = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"
+"""What enroot is told: its defaults take six times as long for a larger file.
+
+They replace the defaults of 4.1, of which `-exit-on-error` is one: without it mksquashfs makes an empty file of one
+that it can't read, and says nothing by its exit status.
+"""
 
 _SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
 _MAGIC = b"hsqs"
 _PIPE_BUFFER = 1 << 20
 _F_SETPIPE_SZ = 1031
+_READS_TAR_FROM = (4, 5)
 
 
 @dataclass(frozen=True)
@@ -58,23 +64,42 @@ def find_packer() -> SquashfsPacker:
     Raises:
         PrerequisiteError: there is none.
     """
+    packer = _packer()
+    if packer is None:
+        raise PrerequisiteError(
+            "there is no program here that makes squashfs from a tar stream",
+            meaning="looked for tar2sqfs (squashfs-tools-ng) and mksquashfs (squashfs-tools 4.5 or newer)",
+            fix="apt-get install squashfs-tools-ng, or dnf install squashfs-tools-ng",
+        )
+    return packer
+
+
+def has_packer() -> bool:
+    """Tell whether this machine has a program that makes squashfs from a tar stream."""
+    return _packer() is not None
+
+
+def _packer() -> SquashfsPacker | None:
     processors = str(len(os.sched_getaffinity(0)))
     if shutil.which("tar2sqfs"):
         return SquashfsPacker(
             "tar2sqfs", ("--quiet", "--compressor", "zstd", "--comp-extra", "level=3", "--block-size", "1M",
                          "--no-xattr", "--no-skip", "--num-jobs", processors, "--defaults", "mtime=0"),
         )  # fmt: skip
-    if shutil.which("mksquashfs"):
+    if shutil.which("mksquashfs") and _reads_tar():
         return SquashfsPacker(
             "mksquashfs", ("-tar", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "3", "-b", "1M",
                            "-no-xattrs", "-processors", processors, "-mem", "512M", "-root-mode", "0755"),
             reads_from=("-",), clamps_times=True,
         )  # fmt: skip
-    raise PrerequisiteError(
-        "there is no program here that makes squashfs from a tar stream",
-        meaning="looked for tar2sqfs (squashfs-tools-ng) and mksquashfs (squashfs-tools 4.5 or newer)",
-        fix="apt-get install squashfs-tools-ng, or dnf install squashfs-tools-ng",
-    )
+    return None
+
+
+def _reads_tar() -> bool:
+    """Tell whether mksquashfs is 4.5 or newer: older ones, as RHEL 9's, read no tar stream."""
+    said = process.run(["mksquashfs", "-version"]).stdout
+    found = re.search(r"version (\d+)\.(\d+)", said)
+    return found is not None and (int(found[1]), int(found[2])) >= _READS_TAR_FROM
 
 
 def pack(

@@ -83,8 +83,18 @@ class RegistryImage:
 
     @property
     def enroot_uri(self) -> str:
-        """The address in enroot's words, with `#` after the host, which every release understands."""
-        return f"docker://{self.host}#{self.path}:{self.tag}"
+        """The address in enroot's words, with `#` after the host, which every release understands.
+
+        By digest if there is one, which enroot takes from 4.0 on; older ones refuse it.
+        """
+        which = f"@{self.digest}" if self.digest else f":{self.tag}"
+        return f"docker://{self.host}#{self.path}{which}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the registry is on this machine: such ones speak no TLS."""
+        name = self.host.rpartition(":")[0] or self.host
+        return name == "localhost" or name.startswith("127.")
 
     def __str__(self) -> str:
         return f"{self.repository}:{self.tag}" + (f"@{self.digest}" if self.digest else "")
