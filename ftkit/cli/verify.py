@@ -34,8 +34,7 @@ def command(wanted: str, *, deep: bool) -> None:
     with ProgressView(terminal) as view:
         verdict = verify(file, view.report, name=wanted if isinstance(image, NamedImage) else "NAME:TAG")
         require_same(verdict)
-        if deep:
-            check_deep(file, verdict.manifest, view.report)
+        left = check_deep(file, verdict.manifest, view.report) if deep else ""
     manifest = verdict.manifest
     terminal.facts(
         (
@@ -48,6 +47,8 @@ def command(wanted: str, *, deep: bool) -> None:
         is_data=True,
     )
     terminal.say(Styled("it is what was imported", "green"))
+    if left:
+        terminal.say(left)
 
 
 def _file(image: AnyImage) -> Path:

@@ -14,6 +14,7 @@ from ftkit.images.context import assemble
 from ftkit.images.engine import EngineImage
 from ftkit.images.progress import Progress, Report, say_nothing
 from ftkit.images.retries import with_retries
+from ftkit.images.self_check import PASSED
 from ftkit.images.store import write_whole
 from ftkit.images.streams import BuildFollower, explain_transfer, follow_transfer
 from ftkit.specs.image_reference import check_name, local_name, parse_reference
@@ -172,8 +173,9 @@ def check_inside(client: APIClient, image: str, reference: str) -> None:
         ImageError: with everything that is wrong.
     """
     code, said = engine.run_inside(client, image, list(SELF_CHECK))
-    if code != 0:
-        lines = "\n".join(f"    {line}" for line in said.strip().splitlines()[-20:])
+    said = said.strip() or f"the self-check ended with {code} and said nothing"
+    if code != 0 or PASSED not in said:
+        lines = "\n".join(f"    {line}" for line in said.splitlines()[-20:])
         raise ImageError(
             f"{reference} is not as its definition says:\n{lines}",
             meaning="a package was replaced, is missing, or does not work with the base",

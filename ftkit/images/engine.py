@@ -122,6 +122,7 @@ def read_config(config: dict[str, Any], created: object) -> ImageConfig:
         entrypoint=tuple(config.get("Entrypoint") or ()),
         command=tuple(config.get("Cmd") or ()),
         working_directory=config.get("WorkingDir") or "",
+        volumes=tuple(sorted(config.get("Volumes") or ())),
         labels=dict(config.get("Labels") or {}),
         created=_epoch(created),
     )

@@ -18,8 +18,8 @@ from ftkit.specs.digest import Digest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.specs.image_reference import RegistryImage
     from ftkit.specs.cluster import ClusterProfile
+    from ftkit.specs.image_reference import RegistryImage
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
 _ANOTHER_IMAGE, _HAS_DEVICES = 65, 66

@@ -1,8 +1,9 @@
 """From an image's members to the tar stream that a squashfs file is made of.
 
 The stream is a function of the image alone: no time of today, no owner, no trace of the container that it
-was exported from. It carries what enroot looks for: the image's environment in /etc/environment, and its
-working directory, entrypoint and command in /etc/rc.
+was exported from. It carries what enroot looks for, in place of what the image has there: its environment in
+/etc/environment, its working directory, entrypoint and command in /etc/rc, its volumes in /etc/fstab, and an
+/etc/rc.local that does nothing: enroot runs the one and mounts the other, which no image expects.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ SBOM_PATH: Final = "opt/ftkit/sbom.cdx.json"
 _MAX_SBOM_BYTES = 64 << 20
 _KEPT = (FILE, LINK, SYMLINK, FOLDER)
 _DEVICES_AND_PIPES = (b"3", b"4", b"6")
-_REPLACED = (b"etc/environment", b"etc/rc")
+_REPLACED = (b"etc/environment", b"etc/rc", b"etc/rc.local", b"etc/fstab")
 _OF_THE_CONTAINER = (b".dockerenv", *_REPLACED)
+_RC_LOCAL = "# /etc/rc sources this file before the container's command starts.\n"
+_FSTAB_ESCAPES = {ord(character): f"\\{ord(character):03o}" for character in " \t\n\\"}
 
 Entry = tuple[Member, "Iterator[bytes]"]
 
@@ -48,6 +51,7 @@ class ImageConfig:
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     working_directory: str = ""
+    volumes: tuple[str, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
     created: int = 0
 
@@ -66,21 +70,53 @@ def write_root(
     entries: Iterable[Entry], config: ImageConfig, sink: Sink, advance: Callable[[int], None] = lambda _: None
 ) -> Contents:
     """Write the root file system of an image; `advance` hears of the bytes of content."""
-    contents = Contents()
-    has_etc = False
+    contents, wanted = Contents(), _WantedFolders(config)
     for member, chunks in entries:
         if not _belongs(member, contents):
             continue
-        has_etc |= member.path == b"etc"
+        wanted.see(member)
         _write(sink, member, chunks, config.created, contents, advance)
-    if not has_etc:
-        _write(sink, Member(b"etc", FOLDER, 0o755), iter(()), config.created, contents, advance)
-    for path, text in ((b"etc/environment", environment_file(config)), (b"etc/rc", rc_file(config))):
+    for path in wanted.missing():
+        _write(sink, Member(path, FOLDER, 0o755), iter(()), config.created, contents, advance)
+    texts = (environment_file(config), rc_file(config), _RC_LOCAL, fstab_file(config))
+    for path, text in zip(_REPLACED, texts, strict=True):
         data = text.encode()
         member = Member(path, FILE, 0o644, config.created, len(data))
         _write(sink, member, iter((data,)), config.created, contents, advance)
     write_end(sink)
     return contents
+
+
+class _WantedFolders:
+    """Folders that have to be there: /etc, the working directory and the volumes, with all above them."""
+
+    def __init__(self, config: ImageConfig) -> None:
+        folders = ("etc", config.working_directory, *config.volumes)
+        self._paths = [parts for folder in folders if (parts := _parts(folder))]
+        self._kinds: dict[bytes, bytes] = {b"/".join(parts[:end]): b"" for parts in self._paths
+                                           for end in range(1, len(parts) + 1)}  # fmt: skip
+
+    def see(self, member: Member) -> None:
+        """Note what the image itself has there."""
+        if member.path in self._kinds:
+            self._kinds[member.path] = member.kind
+
+    def missing(self) -> Iterator[bytes]:
+        """Yield each folder that no member was; below a link or a file there is none to be made."""
+        for parts in self._paths:
+            for end in range(1, len(parts) + 1):
+                path = b"/".join(parts[:end])
+                if not self._kinds[path]:
+                    self._kinds[path] = FOLDER
+                    yield path
+                elif self._kinds[path] != FOLDER:
+                    break
+
+
+def _parts(folder: str) -> list[bytes]:
+    """Return the names that a path is made of; none if it leads out of the image."""
+    parts = [part for part in folder.encode().split(b"/") if part not in (b"", b".")]
+    return [] if b".." in parts else parts
 
 
 def _belongs(member: Member, contents: Contents) -> bool:
@@ -107,9 +143,8 @@ def _write(
     advance: Callable[[int], None],
 ) -> None:
     """Write one member, no newer than the image itself: what is newer was made by docker for the export."""
-    write_member(
-        sink, Member(member.path, member.kind, member.mode, min(member.mtime, newest), member.size, member.target)
-    )
+    mode, mtime = _owner_can(member), min(member.mtime, newest)
+    write_member(sink, Member(member.path, member.kind, mode, mtime, member.size, member.target))
     keeps = member.path == SBOM_PATH.encode() and member.size <= _MAX_SBOM_BYTES
     for chunk in chunks:
         sink.write(chunk)
@@ -119,6 +154,24 @@ def _write(
     write_padding(sink, member.size)
     contents.num_entries += 1
     contents.num_bytes += member.size
+
+
+def _owner_can(member: Member) -> int:
+    """Return the mode with the rights that the owner needs: in the container he is no root, who needs none."""
+    if member.kind == FOLDER:
+        return member.mode | 0o700
+    if member.kind == SYMLINK:
+        return member.mode
+    return member.mode | (0o500 if member.mode & 0o111 else 0o400)
+
+
+def fstab_file(config: ImageConfig) -> str:
+    """Return what enroot is to mount: each volume over itself, so that it is its own file system as with docker."""
+    paths = [b"/".join(parts).decode() for volume in config.volumes if (parts := _parts(volume))]
+    volumes = [f"/{path}".translate(_FSTAB_ESCAPES) for path in paths]
+    return "".join(
+        f"${{ENROOT_ROOTFS}}{volume} {volume} none x-create=dir,bind,rw,nosuid,nodev\n" for volume in volumes
+    )
 
 
 def environment_file(config: ImageConfig) -> str:
