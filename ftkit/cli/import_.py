@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 )
 @click.option("--on-node", is_flag=True, help="Let enroot work on a compute node, with its own disk.")
 @click.option("--with", "method", type=click.Choice(["auto", "enroot", "ftkit"]), default="auto",
-              help="Who makes the squashfs file; auto: enroot where it is.")  # fmt: skip
+              help="Who makes the squashfs file; auto: enroot only where ftkit can't.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Import again even if it is there.")
 @registry_option
 def command(  # noqa: PLR0913 - its options

@@ -50,7 +50,9 @@ case "$*" in
     if [ -e /broken ]; then echo "collecting"; echo "ERROR: no such package: left-pad"; exit 1; fi ;;
 *"pip install"*) true ;;
 *inventory*) echo '{"bomFormat": "CycloneDX", "components": []}' >"$3" ;;
-*self_check*) if [ -e /replaced ]; then echo "torch of the base was replaced"; exit 1; fi ;;
+*self_check*)
+    if [ -e /replaced ]; then echo "torch of the base was replaced"; exit 1; fi
+    if [ ! -e /silent ]; then echo "ftkit: the image is as its definition says"; fi ;;
 esac
 """
 
@@ -230,11 +232,13 @@ def import_base(client: APIClient, name: str, files: dict[str, bytes]) -> None:
 
 @pytest.fixture(scope="session")
 def bases(client: APIClient) -> APIClient:
-    """Bases: one that works, one whose build takes long, one whose build fails, one that is not as it should be."""
+    """Bases: one that works, one whose build takes long, one whose build fails, one that is not as it should be, one
+    whose Python says nothing."""
     import_base(client, "fake:1", {"etc/issue": b"fake\n"})
     import_base(client, "slow:1", {"slow": b""})
     import_base(client, "broken:1", {"broken": b""})
     import_base(client, "replaced:1", {"replaced": b""})
+    import_base(client, "silent:1", {"silent": b""})
     import_base(client, "large:1", {"large": secrets.token_bytes(60 << 20)})
     return client
 

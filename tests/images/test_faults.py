@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.images.squashfs import ENROOT_OPTIONS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -232,6 +234,30 @@ def test_an_image_that_fails_its_self_check_gets_no_name(project: Project, bases
     assert done.returncode == IMAGE_ERROR
     assert "torch of the base was replaced" in done.stderr
     assert not bases.images("ftkit/tiny")
+
+
+def test_a_self_check_that_says_nothing_is_no_success(project: Project, bases: APIClient) -> None:
+    project.define(base="silent:1")
+    done = project.call("build", "tiny:1", "--allow-unpinned")
+    assert done.returncode == IMAGE_ERROR
+    assert "the self-check ended with 0 and said nothing" in done.stderr
+    assert not bases.images("ftkit/tiny")
+
+
+def test_an_unreadable_file_is_no_empty_one(programs: None, short_folder: Path) -> None:  # noqa: ARG001
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make a file that another user can't read")
+    folder = short_folder / "unreadable"
+    folder.mkdir()
+    (folder / "secret").write_text("x")
+    (folder / "secret").chmod(0)
+    out = short_folder / "out"
+    out.mkdir(mode=0o777)
+    for path in (short_folder, folder, out):
+        path.chmod(0o777)
+    command = ["mksquashfs", str(folder), str(out / "a.sqsh"), "-quiet", "-no-progress", *ENROOT_OPTIONS.split()]
+    done = subprocess.run(command, user=65534, capture_output=True, text=True, check=False)
+    assert done.returncode != 0, done.stdout + done.stderr
 
 
 def test_a_stale_lock_is_refused(project: Project) -> None:

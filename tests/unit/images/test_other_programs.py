@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
-from ftkit.images import choosing, enroot
+from ftkit.images import choosing, enroot, squashfs
 from ftkit.images.choosing import ImportWish, choose_source, name_of
 from ftkit.images.importing import import_image
 from ftkit.images.progress import say_nothing
@@ -20,6 +24,7 @@ from ftkit.images.root_filesystem import ImageConfig
 from ftkit.images.sif import SifSource
 from ftkit.images.sources import EnrootSource
 from ftkit.images.store import ImageStore, read_manifest
+from ftkit.specs.image_reference import parse_reference
 from ftkit.specs.load import Surroundings, load_cluster
 
 if TYPE_CHECKING:
@@ -31,7 +36,12 @@ SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
 SLURM = load_cluster("slurm", SHIPPED_ONLY)
 SQUASHFS = b"hsqs" + bytes(36) + (200).to_bytes(8, "little") + bytes(200)
 RECORD = 'printf "%s\\n" "$@" >"$RECORD/${0##*/}"; env >"$RECORD/${0##*/}.env"\n'
-ENROOT = RECORD + '[ -n "${SAYS-}" ] && { echo "$SAYS"; exit 1; }; cp "$RECORD/sqsh" "$3"\n'
+ENROOT = (
+    '[ "$1" = version ] && { echo "${RELEASE-4.1.2}"; exit; }\n'
+    + RECORD
+    + '[ -n "${SAYS-}" ] && { echo "$SAYS"; exit 1; }\ncp "$RECORD/sqsh" "$3"; >"$ENROOT_CACHE_PATH/${CONFIG-$OURS}"\n'
+)
+"""As the real one: it knows its release, and its cache has the configuration of the image that it imported."""
 SRUN = RECORD + 'while case $1 in -*) true ;; *) false ;; esac; do shift; done; exec "$@"\n'
 APPTAINER = RECORD + (
     '[ -n "${SAYS-}" ] && { echo "$SAYS" >&2; exit 1; }\n'
@@ -47,6 +57,10 @@ class Known:
     registry_digest = "sha256:" + "b" * 64
     config = ImageConfig(created=77)
 
+    def enroot_address(self) -> enroot.Address:
+        reference = parse_reference("nvcr.io/team/olmo3:25.02")
+        return enroot.address_in_registry(reference, self.registry_digest, self.image_id)
+
     def describe(self) -> str:
         return "a registry"
 
@@ -61,6 +75,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "sqsh").write_bytes(SQUASHFS)
     monkeypatch.setenv("RECORD", str(folder))
+    monkeypatch.setenv("OURS", "a" * 64)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "77")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.defpath}")
     monkeypatch.setattr(choosing, "_registry_source", lambda *_: Known())
     return folder
@@ -77,44 +93,196 @@ def stand_in(tmp_path: Path) -> Callable[[str, str], None]:
     return write
 
 
-def test_enroot_is_given_its_address_and_the_right_options(
-    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
+@pytest.mark.parametrize(
+    ("release", "asked"),
+    [
+        ("3.5.0", "docker://nvcr.io#team/olmo3:25.02"),
+        ("4.0.0", f"docker://nvcr.io#team/olmo3@{Known.registry_digest}"),
+        ("10.1.0", f"docker://nvcr.io#team/olmo3@{Known.registry_digest}"),
+    ],
+)
+def test_enroot_is_asked_by_digest_if_it_can_and_given_the_right_options(
+    record: Path,
+    stand_in: Callable[[str, str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    release: str,
+    asked: str,
 ) -> None:
     stand_in("enroot", ENROOT)
-    wish = ImportWish("docker://nvcr.io/team/olmo3:25.02", None, SLURM)
+    monkeypatch.setenv("RELEASE", release)
+    wish = ImportWish("docker://nvcr.io/team/olmo3:25.02", None, SLURM, method="enroot")
     imported = import_image("olmo3:25.02", choose_source(wish, say_nothing), ImageStore(tmp_path / "images"))
     words = (record / "enroot").read_text().split()
-    assert (words[0], words[-1]) == ("import", "docker://nvcr.io#team/olmo3:25.02")
+    assert (words[0], words[-1]) == ("import", asked)
     variables = (record / "enroot.env").read_text()
-    assert "ENROOT_SQUASH_OPTIONS=-comp zstd -Xcompression-level 3 -b 1M\n" in variables
-    assert "SOURCE_DATE_EPOCH=77\n" in variables
-    assert imported.manifest.source == "enroot, docker://nvcr.io#team/olmo3:25.02"
+    assert "ENROOT_SQUASH_OPTIONS=-comp zstd -Xcompression-level 3 -b 1M -exit-on-error\n" in variables
+    assert "SOURCE_DATE_EPOCH" not in variables
+    assert "ENROOT_ALLOW_HTTP" not in variables
+    assert imported.manifest.source == f"enroot, docker://nvcr.io#team/olmo3@{Known.registry_digest}"
     assert imported.link.resolve().name == "sha256-" + "a" * 64 + ".sqsh"
+    assert not [path.name for path in imported.file.parent.iterdir() if "partial" in path.name]
+
+
+def test_another_image_than_the_one_that_was_asked_for_is_refused(
+    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in("enroot", ENROOT)
+    monkeypatch.setenv("RELEASE", "3.5.0")
+    monkeypatch.setenv("CONFIG", "c" * 64)
+    store = ImageStore(tmp_path / "images")
+    with pytest.raises(ImageError, match=r"imported another image than docker://nvcr\.io#team/olmo3@sha256"):
+        import_image("olmo3:25.02", EnrootSource(Known()), store)  # type: ignore[arg-type]
+    assert (record / "enroot").exists()
+    assert [path.name for path in store.root.iterdir() if not path.name.endswith(".lock")] == []
+
+
+@pytest.mark.parametrize(("host", "is_plain"), [("127.0.0.1:5000", True), ("localhost", True), ("r.io", False)])
+def test_a_registry_on_this_machine_is_asked_without_tls(
+    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, host: str, is_plain: bool
+) -> None:
+    stand_in("enroot", ENROOT)
+    address = enroot.address_in_registry(parse_reference(f"{host}/a:1"), Known.registry_digest, Known.image_id)
+    enroot.import_to(tmp_path / "x.sqsh", address)
+    assert ("ENROOT_ALLOW_HTTP=yes\n" in (record / "enroot.env").read_text()) == is_plain
+
+
+def test_an_image_of_the_engine_is_asked_for_by_its_id() -> None:
+    address = enroot.address_in_engine(Known.image_id)
+    assert address.uri == address.by_tag == f"dockerd://{Known.image_id}"
+
+
+@pytest.mark.parametrize(("has_packer", "kind"), [(True, Known), (False, EnrootSource)])
+def test_enroot_is_left_to_what_ftkit_can_not_pack_itself(
+    record: Path,
+    stand_in: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    has_packer: bool,
+    kind: type,
+) -> None:
+    stand_in("enroot", ENROOT)
+    monkeypatch.setattr(squashfs, "has_packer", lambda: has_packer)
+    assert type(choose_source(ImportWish("docker://r.io/a:1", None, SLURM), say_nothing)) is kind
+    assert record.is_dir()
+
+
+@pytest.mark.parametrize(("release", "can_pack"), [("4.4", False), ("4.5.1", True), ("4.10", True), ("5.0", True)])
+def test_a_mksquashfs_that_reads_no_tar_stream_is_no_packer(
+    record: Path, stand_in: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, release: str, can_pack: bool
+) -> None:
+    stand_in("mksquashfs", f'echo "mksquashfs version {release} (2022/03/17)"')
+    monkeypatch.setattr("shutil.which", lambda name: name if name == "mksquashfs" else None)
+    assert squashfs.has_packer() == can_pack
+    assert record.is_dir()
 
 
 def test_on_a_node_enroot_works_on_the_node_s_own_disk(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
 ) -> None:
-    stand_in("enroot", 'echo "$ENROOT_TEMP_PATH" >"$RECORD/temp"; ls -d "$ENROOT_CACHE_PATH" || exit 9\n' + ENROOT)
+    stand_in(
+        "enroot", '[ "$1" = version ] || echo "$ENROOT_TEMP_PATH $ENROOT_CACHE_PATH" >"$RECORD/folders"\n' + ENROOT
+    )
     stand_in("srun", SRUN)
     local = tmp_path / "local disk"
-    cluster = SLURM.model_copy(update={"node_local_dir": str(local), "partition": "gpu", "account": "me"})
-    wish = ImportWish("olmo3:25.02", "r.io/team", cluster, on_node=True)
-    import_image("olmo3:25.02", choose_source(wish, say_nothing), ImageStore(tmp_path / "images"))
+    import_on(local, tmp_path)
     words = (record / "srun").read_text().splitlines()
     assert {"--nodes=1", "--ntasks=1", "--partition=gpu", "--account=me", "--exclusive"} <= set(words)
-    assert (record / "temp").read_text().startswith(f"{local}/ftkit-import-")
+    temp, cache = (record / "folders").read_text().strip().split(f" {local}", 1)
+    assert temp.startswith(f"{local}/ftkit-import-")
+    assert (temp.rpartition("/")[2], cache.rpartition("/")[2]) == ("temp", "cache")
     assert list(local.iterdir()) == []
 
 
-def test_enroot_s_silence_about_credentials_is_explained(
-    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def import_on(local: Path, tmp_path: Path) -> None:
+    cluster = SLURM.model_copy(update={"node_local_dir": str(local), "partition": "gpu", "account": "me"})
+    wish = ImportWish("olmo3:25.02", "r.io/team", cluster, on_node=True)
+    import_image("olmo3:25.02", choose_source(wish, say_nothing), ImageStore(tmp_path / "images"))
+
+
+def test_what_a_killed_import_left_on_a_node_goes_with_the_next(
+    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     stand_in("enroot", ENROOT)
-    monkeypatch.setenv("SAYS", "[INFO] Authenticating with user: alice")
-    with pytest.raises(ImageError, match=r"could not log in to r\.io:5000") as caught:
-        enroot.import_to(tmp_path / "x.sqsh", "docker://r.io:5000#a/b:1", created=0)
-    assert "machine r.io login" in caught.value.fix
+    stand_in("srun", SRUN)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    local, host = tmp_path / "local", socket.gethostname()
+    mine = f"ftkit-import-{os.getuid()}-{host}"
+    kept = {f"{mine}-{os.getpid()}", f"ftkit-import-{os.getuid()}-elsewhere-{gone.pid}", "another"}
+    for name in (*kept, f"{mine}-{gone.pid}"):
+        (local / name / "temp").mkdir(parents=True)
+    import_on(local, tmp_path)
+    assert {path.name for path in local.iterdir()} == kept
+    assert record.is_dir()
+
+
+INTERRUPTED = """
+from pathlib import Path
+import sys
+from ftkit import process
+from ftkit.images import enroot
+address = enroot.Address("docker://r.io#a@sha256:1", "docker://r.io#a:1", "sha256:1")
+node = enroot.ComputeNode((), sys.argv[2]) if len(sys.argv) > 2 else None
+with process.exit_on_termination():
+    enroot.import_to(Path(sys.argv[1]), address, node)
+"""
+AT_WORK = (
+    '[ "$1" = version ] && { echo 4.1.2; exit; }\n'
+    'if [ -n "${ENROOT_TEMP_PATH-}" ]; then\n'
+    '    setsid bash -c \'while echo x >"$0/$RANDOM"; do sleep 0.01; done\' "$ENROOT_TEMP_PATH" &\n'
+    "fi\n"
+    'touch "$RECORD/at-work"; sleep 600\n'
+)
+"""In the middle of an import; on a node, with a program of another process group that goes on writing."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("where", ["here", "node"])
+def test_an_interrupted_import_cancels_its_job_and_leaves_nothing(
+    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, number: signal.Signals, where: str
+) -> None:
+    stand_in("enroot", AT_WORK)
+    stand_in("srun", 'echo $$ >"$RECORD/pid"\n' + SRUN)
+    stand_in("scancel", RECORD + 'kill -TERM "$(cat "$RECORD/pid")"\n')
+    local = tmp_path / "local"
+    local.mkdir()
+    words = [str(tmp_path / "x.sqsh"), *([str(local)] if where == "node" else [])]
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, *words], stderr=subprocess.PIPE) as process:
+        while not (record / "at-work").exists():
+            assert process.poll() is None, process.stderr
+        process.send_signal(number)
+        process.communicate(timeout=120)
+    assert process.returncode in (128 + number, -number)
+    assert list(local.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"record", "bin", "local"}
+    if where == "node":
+        name = next(word for word in (record / "srun").read_text().split() if word.startswith("--job-name="))
+        assert (record / "scancel").read_text().split() == [name.replace("--job-name", "--name")]
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [
+        ("[INFO] Authenticating with user: alice", ("could not log in to r.io:5000", "machine r.io login")),
+        ("tar: opt/null: Cannot mknod: Operation not permitted", ("has device files", "--with ftkit")),
+        ("Error response from daemon: No command specified", ("neither CMD nor ENTRYPOINT", "--with ftkit")),
+    ],
+)
+def test_what_enroot_says_is_explained(
+    record: Path,
+    stand_in: Callable[[str, str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    says: str,
+    expected: tuple[str, str],
+) -> None:
+    stand_in("enroot", ENROOT)
+    monkeypatch.setenv("SAYS", says)
+    address = enroot.address_in_registry(parse_reference("r.io:5000/a/b:1"), Known.registry_digest, Known.image_id)
+    with pytest.raises(ImageError) as caught:
+        enroot.import_to(tmp_path / "x.sqsh", address)
+    assert expected[0] in caught.value.what
+    assert expected[1] in caught.value.fix
     assert record.is_dir()
 
 
@@ -177,7 +345,7 @@ def test_an_enroot_that_makes_half_a_file_is_found_out(
     stand_in("enroot", ENROOT)
     store = ImageStore(tmp_path / "images")
     with pytest.raises(ImageError, match="truncated"):
-        import_image("a:1", EnrootSource(Known(), "docker://r.io#a:1"), store)  # type: ignore[arg-type]
+        import_image("a:1", EnrootSource(Known()), store)  # type: ignore[arg-type]
     assert [path.name for path in store.root.iterdir() if not path.name.endswith(".lock")] == []
 
 

@@ -11,11 +11,12 @@ import pytest
 from ftkit.errors import ImageError
 from ftkit.images.root_filesystem import Contents, ImageConfig, environment_file, rc_file, write_root
 from ftkit.images.sources import members_of
-from ftkit.images.tar_members import FILE, FOLDER, Member, TarReader
+from ftkit.images.tar_members import FILE, FOLDER, SYMLINK, Member, TarReader
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+OF_ENROOT = {"etc/environment", "etc/rc", "etc/rc.local", "etc/fstab"}
 CONFIG = ImageConfig(created=1000, environment=("A=b c",), working_directory="/work here")
 
 
@@ -28,7 +29,7 @@ def written(members: list[tuple[Member, bytes]], config: ImageConfig = CONFIG) -
 
 def test_what_docker_adds_to_an_export_is_left_out() -> None:
     found, _ = written([(Member(path, FILE), b"") for path in (b".dockerenv", b"dev/console", b"etc/issue")])
-    assert set(found) == {"etc", "etc/issue", "etc/environment", "etc/rc"}
+    assert set(found) == {"etc", "etc/issue", *OF_ENROOT, "work here"}
 
 
 def test_nothing_is_newer_than_the_image() -> None:
@@ -50,6 +51,52 @@ def test_an_unknown_kind_of_file_is_refused() -> None:
 def test_the_image_s_own_environment_file_is_replaced() -> None:
     found, _ = written([(Member(b"etc", FOLDER, 0o755), b""), (Member(b"etc/environment", FILE, size=3), b"X=1")])
     assert found["etc/environment"].size == len("A=b c\n")
+
+
+def contents_of(members: list[tuple[Member, bytes]], config: ImageConfig) -> dict[str, bytes]:
+    stream = io.BytesIO()
+    write_root([(member, iter((data,))) for member, data in members], config, stream)
+    stream.seek(0)
+    return {member.path.decode(): b"".join(chunks) for member, chunks in members_of(TarReader(stream))}
+
+
+def test_what_enroot_would_run_and_mount_of_the_image_is_replaced() -> None:
+    own = [
+        (Member(b"etc/rc.local", FILE, 0o755, size=6), b"exit 0"),
+        (Member(b"etc/fstab", FILE, size=9), b"/dev/sda1"),
+    ]
+    found = contents_of(own, ImageConfig(volumes=("/a b/c", "/data")))
+    assert found["etc/rc.local"].startswith(b"#")
+    assert found["etc/rc.local"].count(b"\n") == 1
+    assert found["etc/fstab"].decode().splitlines() == [
+        "${ENROOT_ROOTFS}/a\\040b/c /a\\040b/c none x-create=dir,bind,rw,nosuid,nodev",
+        "${ENROOT_ROOTFS}/data /data none x-create=dir,bind,rw,nosuid,nodev",
+    ]
+
+
+def test_volumes_and_the_working_directory_are_made_where_nothing_is() -> None:
+    config = ImageConfig(working_directory="/w/d/", volumes=("/data/in", "/link/in", "/file", "/../out"))
+    own = [
+        (Member(b"data", FOLDER, 0o711), b""),
+        (Member(b"link", SYMLINK, target=b"data"), b""),
+        (Member(b"file", FILE), b""),
+    ]
+    found, _ = written(own, config)
+    assert set(found) == {"data", "data/in", "link", "file", "w", "w/d", "etc", *OF_ENROOT}
+    assert (found["data"].mode, found["data/in"].mode) == (0o711, 0o755)
+    assert contents_of(own, config)["etc/fstab"].count(b"\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "expected"),
+    [
+        (FOLDER, 0o000, 0o700), (FOLDER, 0o2555, 0o2755), (FILE, 0o000, 0o400), (FILE, 0o444, 0o444),
+        (FILE, 0o011, 0o511), (FILE, 0o4711, 0o4711), (SYMLINK, 0o777, 0o777),
+    ],
+)  # fmt: skip
+def test_the_owner_who_is_no_root_can_read_everything(kind: bytes, mode: int, expected: int) -> None:
+    found, _ = written([(Member(b"it", kind, mode, target=b"x" if kind == SYMLINK else b""), b"")])
+    assert found["it"].mode == expected
 
 
 def test_the_list_of_packages_is_kept() -> None:

@@ -33,7 +33,7 @@ DIGEST = "sha256:" + "a" * 64
         ("ubuntu:24.04", "docker.io/library/ubuntu:24.04", "docker://registry-1.docker.io#library/ubuntu:24.04"),
         ("team/x", "docker.io/team/x:latest", "docker://registry-1.docker.io#team/x:latest"),
         ("index.docker.io/team/x:1", "docker.io/team/x:1", "docker://registry-1.docker.io#team/x:1"),
-        (f"r.io/a/b:1@{DIGEST}", f"r.io/a/b:1@{DIGEST}", "docker://r.io#a/b:1"),
+        (f"r.io/a/b:1@{DIGEST}", f"r.io/a/b:1@{DIGEST}", f"docker://r.io#a/b@{DIGEST}"),
     ],
 )
 def test_a_reference_is_read_in_every_usual_form(text: str, whole: str, uri: str) -> None:
