@@ -11,7 +11,7 @@ from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
 from ftkit.images import engine
 from ftkit.images import labels as image_labels
 from ftkit.images.choosing import ImportWish
-from ftkit.images.store import manifest_file
+from ftkit.images.store import MANIFEST_VERSION, manifest_file
 from ftkit.images.verify import looks_whole
 from ftkit.specs.image_reference import NamedImage, local_name, parse_image
 
@@ -62,6 +62,11 @@ def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
     manifest = looks_whole(final)
     if manifest:
         _warn_of_other_code(manifest.labels, plan, terminal)
+        if manifest.version < MANIFEST_VERSION:
+            terminal.warn(
+                f"{file} was imported by an older ftkit, which did not compare all of it: 'ftkit import {plan.image}' "
+                "imports it anew"
+            )
         return {"image_id": manifest.image_id, "image_sha256": manifest.sha256}
     if manifest_file(final).exists():
         raise ImageError(

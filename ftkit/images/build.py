@@ -125,8 +125,7 @@ def _base(client: APIClient, wanted: RegistryImage, written: str, report: Report
 
 def _digest_of(image: EngineImage, wanted: RegistryImage) -> str:
     """Return the digest that the image has in the registry that it came from."""
-    for entry in image.repo_digests:
-        repository, _, digest = entry.partition("@")
+    for repository, digest in image.repo_digests:
         if parse_reference(repository).repository == wanted.repository:
             return digest
     return ""

@@ -13,29 +13,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
+from ftkit.images.oci import RunConfig, read_run_config
 from ftkit.images.root_filesystem import ImageConfig
+from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from docker import APIClient
 
 _TIMEOUT_SECONDS = 600
 _CHUNK = 1 << 20
 _DEFAULT_HOST = "unix:///var/run/docker.sock"
+_LATEST = (1 << 32) - 1
+"""The latest time that squashfs can hold, in seconds since 1970."""
+
 _OWNER = "ftkit.process"
 """Label of a container that lives no longer than the process that it names."""
 
 
 @dataclass(frozen=True)
 class EngineImage:
-    """An image as the engine has it."""
+    """An image as the engine has it; `repo_digests`: which manifest it is in which repository."""
 
-    id: str
+    id: Digest
     size: int
     created: int
     labels: dict[str, str]
-    repo_digests: tuple[str, ...]
+    repo_digests: tuple[tuple[str, Digest], ...]
     config: ImageConfig
 
 
@@ -93,13 +98,14 @@ def inspect(client: APIClient, name: str) -> EngineImage | None:
         return None
     except docker.errors.APIError as error:
         raise as_image_error(error, f"docker can't look up the image {name}") from error
+    config = read_run_config(found.get("Config") or {}, f"docker's configuration of {name}")
     return EngineImage(
-        id=found["Id"],
+        id=_digest(found["Id"], name),
         size=int(found.get("Size") or 0),
         created=_epoch(found.get("Created")),
-        labels=dict((found.get("Config") or {}).get("Labels") or {}),
-        repo_digests=tuple(found.get("RepoDigests") or ()),
-        config=read_config(found.get("Config") or {}, found.get("Created")),
+        labels=config.labels,
+        repo_digests=tuple(_repo_digests(found.get("RepoDigests") or ())),
+        config=image_config(config, found.get("Created")),
     )
 
 
@@ -115,17 +121,32 @@ def inspect_required(client: APIClient, name: str, fix: str) -> EngineImage:
     return image
 
 
-def read_config(config: dict[str, Any], created: object) -> ImageConfig:
-    """Read the part of an image's configuration that says how it is run."""
+def image_config(config: RunConfig, created: object) -> ImageConfig:
+    """Return what an image says about how it is run."""
     return ImageConfig(
-        environment=tuple(config.get("Env") or ()),
-        entrypoint=tuple(config.get("Entrypoint") or ()),
-        command=tuple(config.get("Cmd") or ()),
-        working_directory=config.get("WorkingDir") or "",
-        volumes=tuple(sorted(config.get("Volumes") or ())),
-        labels=dict(config.get("Labels") or {}),
+        environment=config.environment,
+        entrypoint=config.entrypoint,
+        command=config.command,
+        working_directory=config.working_directory or "",
+        volumes=tuple(sorted(config.volumes)),
+        labels=config.labels,
         created=_epoch(created),
     )
+
+
+def _repo_digests(texts: Iterable[str]) -> Iterator[tuple[str, Digest]]:
+    for text in texts:
+        repository, _, digest = text.partition("@")
+        with contextlib.suppress(ValueError):  # of another algorithm: no digest that an image could be held to here
+            yield repository, Digest(digest)
+
+
+def _digest(text: object, name: str) -> Digest:
+    """Return an image's id, which all engines but very old ones write as a digest."""
+    try:
+        return Digest(str(text))
+    except ValueError as error:
+        raise ImageError(f"docker's id of {name} is none: {error}", fix="see 'docker version'") from error
 
 
 @contextmanager
@@ -222,6 +243,6 @@ def _epoch(value: object) -> int:
         return 0
     try:
         moment = datetime.fromisoformat(value.partition(".")[0].removesuffix("Z") + "+00:00")
-    except ValueError:
+        return min(max(0, int(moment.timestamp())), _LATEST)
+    except (ValueError, OverflowError):
         return 0
-    return max(0, int(moment.timestamp()))

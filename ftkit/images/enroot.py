@@ -79,13 +79,13 @@ class Address:
     Args:
         uri: the address of exactly one image, by digest or by the engine's id.
         by_tag: the same for enroot before 4.0, which knows no digests in registries.
-        config: digest of the image's configuration, which the import has to have; empty: `uri` is exact anywhere.
+        config: digest of the image's configuration, which the import has to have; none: `uri` is exact anywhere.
         is_http: whether the registry is on this machine, and speaks no TLS.
     """
 
     uri: str
     by_tag: str
-    config: str = ""
+    config: Digest | None = None
     is_http: bool = False
 
 
@@ -102,15 +102,15 @@ def is_there() -> bool:
     return shutil.which("enroot") is not None
 
 
-def address_in_engine(image_id: str) -> Address:
+def address_in_engine(image_id: Digest) -> Address:
     """Return the address of an image in the docker engine: its id, because its name can move."""
     uri = f"dockerd://{image_id}"
     return Address(uri, uri)
 
 
-def address_in_registry(reference: RegistryImage, digest: str, image_id: str) -> Address:
+def address_in_registry(reference: RegistryImage, digest: Digest, image_id: Digest) -> Address:
     """Return the address of an image in a registry, whose manifest has `digest`."""
-    exact, by_tag = (replace(reference, digest=given).enroot_uri for given in (Digest(digest), None))
+    exact, by_tag = (replace(reference, digest=given).enroot_uri for given in (digest, None))
     return Address(exact, by_tag, image_id, reference.is_loopback)
 
 
@@ -136,7 +136,7 @@ def import_to(output: Path, address: Address, node: ComputeNode | None = None) -
         PrerequisiteError: enroot or srun is not there.
         ImageError: it failed, or the file would hold another image or one that no user can unpack.
     """
-    words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, address.config.removeprefix("sha256:")]
+    words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, address.config.hex if address.config else ""]
     done = _on_node(words, node, address) if node else _here(words, output, address)
     if done.returncode != 0 or not output.is_file():
         raise _explain(address, done, output)

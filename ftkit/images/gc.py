@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.errors import PrerequisiteError
 from ftkit.images import engine
-from ftkit.images.store import manifest_file, read_manifest, remove
+from ftkit.images.store import manifest_file, read_manifest, remove, sbom_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +37,7 @@ def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]
             continue
         manifest = read_manifest(path)
         name = manifest.reference if manifest else path.name
-        belongs = (path, manifest_file(path), *([store.root / manifest.sbom] if manifest and manifest.sbom else []))
+        belongs = (path, manifest_file(path), sbom_file(path))
         found.append(Removable(name, "no name points at it any more", path.stat().st_size, belongs))
     found += [Removable(path.name, "a killed import left it", _size(path), (path,)) for path in store.leftovers()]
     return found + _of_the_engine()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from ftkit.images.digests import BLOCK_SIZE, digest_file
 from ftkit.images.packing import ByteCounter, Made
 from ftkit.images.progress import Progress, Report, say_nothing
 from ftkit.images.squashfs import disk_full
-from ftkit.images.store import ImportManifest
+from ftkit.images.store import ImportManifest, sbom_file
 from ftkit.images.verify import looks_whole
 
 if TYPE_CHECKING:
@@ -57,8 +57,12 @@ def import_image(
         found = None if force else _existing(reference, source, store)
         if found:
             return found
+        if store.older_file(source.image_id, source.format).exists():
+            report(Progress(f"{reference} was imported by an older ftkit, which compared less: importing it anew"))
         with store.partial(final) as partial, _full_disk_is_said(store.root):
             made = source.make_file(partial, report)
+            if found := None if force else _under_another_manifest(reference, source, store):
+                return found
             manifest = _describe(reference, source, partial, final.name, made, report)
             store.publish(partial, manifest, made.contents.sbom)
     return Imported(final, store.link(reference, source.format), manifest, is_new=True)
@@ -76,11 +80,33 @@ def _full_disk_is_said(folder: Path) -> Iterator[None]:
 
 
 def _existing(reference: str, source: ImageSource, store: ImageStore) -> Imported | None:
-    """Return the import that is there, with a link of this name."""
-    final = store.file(source.image_id, source.format)
-    manifest = looks_whole(final)
+    """Return the import that is there, with a link of this name.
+
+    Of a registry's image, only reading its layers shows that they are those of its configuration: without that, what
+    is there is the same image only if it came from the same manifest.
+    """
+    manifest = looks_whole(store.file(source.image_id, source.format))
+    if manifest is None or not (source.is_vouched_for or manifest.registry_digest == source.registry_digest):
+        return None
+    return _found(reference, source, store, manifest)
+
+
+def _under_another_manifest(reference: str, source: ImageSource, store: ImageStore) -> Imported | None:
+    """Return the import that is there, now that the source turned out to be the same image under another manifest.
+
+    The file stays as it is: jobs may have it open.
+    """
+    manifest = looks_whole(store.file(source.image_id, source.format))
     if manifest is None:
         return None
+    manifest = replace(manifest, registry_digest=source.registry_digest)
+    store.record(manifest)
+    return _found(reference, source, store, manifest)
+
+
+def _found(reference: str, source: ImageSource, store: ImageStore, manifest: ImportManifest) -> Imported:
+    """Point the link of this name at the file that is there."""
+    final = store.file(source.image_id, source.format)
     link = store.link(reference, source.format)
     if not link.is_symlink() or link.readlink().name != final.name:
         store.prepare()
@@ -107,7 +133,7 @@ def _describe(
         root_bytes=made.contents.num_bytes,
         num_entries=made.contents.num_entries,
         labels=source.config.labels,
-        sbom=f"{file}.sbom.json" if made.contents.sbom else "",
+        sbom=sbom_file(Path(file)).name if made.contents.sbom else "",
         imported=time.time(),
         ftkit_version=__version__,
         left_out=tuple(made.contents.left_out),

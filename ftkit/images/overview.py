@@ -39,7 +39,7 @@ class ImageState:
     @property
     def pushed(self) -> tuple[str, ...]:
         """Registries that have it, with its digest there."""
-        return self.built.repo_digests if self.built else ()
+        return tuple(f"{repository}@{digest}" for repository, digest in self.built.repo_digests) if self.built else ()
 
     @property
     def is_current(self) -> bool:

@@ -1,20 +1,24 @@
-"""A registry, read over HTTP: manifests and blobs, with digests checked and broken downloads taken up again."""
+"""A registry's manifests and blobs, each compared with the digest that leads to it.
+
+The chain is: what was asked for -> index -> manifest -> configuration and layers. Its last link, from the layers to
+the configuration's `diff_ids`, is checked where layers are unpacked (`flatten`).
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
-from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
-from ftkit.images import credentials as who
-from ftkit.images.retries import TransientError, with_retries
+from ftkit.errors import ImageError, NotFoundError
+from ftkit.images.connection import Connection
+from ftkit.images.oci import Configuration, Descriptor, Index, Manifest, read_answer, read_document
+from ftkit.images.retries import with_retries
+from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     import requests
@@ -23,39 +27,27 @@ if TYPE_CHECKING:
     from ftkit.images.progress import Report
     from ftkit.specs.image_reference import RegistryImage
 
-_INDEXES: Final = (
+_MEDIA_TYPES: Final = (
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.docker.distribution.manifest.list.v2+json",
-)
-_MANIFESTS: Final = (
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
 _ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
-_TIMEOUT: Final = (10, 60)
-_CHUNK: Final = 1 << 20
-_UNAUTHORISED, _FORBIDDEN, _NOT_FOUND, _PARTIAL = 401, 403, 404, 206
-_TRANSIENT: Final = (408, 425, 429, 500, 502, 503, 504)
+_PARTIAL: Final = 206
+_MAX_MANIFEST: Final = 4 << 20
+"""Bytes of a manifest or an index: what the OCI distribution specification asks registries to take at least."""
+_MAX_CONFIGURATION: Final = 16 << 20
+_MAX_NESTED: Final = 3
 
 
 class Registry:
-    """One repository of a registry."""
+    """The repository of one image."""
 
     def __init__(self, reference: RegistryImage, credentials: Credentials | None, report: Report) -> None:
-        try:
-            import requests as library  # noqa: PLC0415 - comes with the extra
-        except ImportError as error:
-            raise PrerequisiteError(
-                "the Python package 'requests' is not installed", fix="pip install 'ftkit[images]'"
-            ) from error
-        self._library = library
-        self._session = library.Session()
-        self._session.trust_env = True
         self._reference = reference
-        self._credentials = credentials
         self._report = report
-        self._token = ""
-        self._scheme = "http" if reference.is_loopback else "https"
+        self._connection = Connection(reference, credentials)
 
     def __enter__(self) -> Self:
         return self
@@ -65,41 +57,49 @@ class Registry:
 
     def close(self) -> None:
         """Close the connections."""
-        self._session.close()
+        self._connection.close()
 
-    def manifest(self, wanted: str) -> tuple[dict[str, Any], str]:
-        """Return a manifest for this machine's architecture, and its digest.
+    def resolve(self) -> Digest:
+        """Return the digest of what was asked for: of the index, where the image is one of several architectures."""
+        return self._document(self._reference.wanted, self._reference.digest)[1]
+
+    def manifest(self) -> tuple[Manifest, Digest]:
+        """Return the image's manifest for this machine's architecture, and its digest.
 
         Raises:
             NotFoundError: the registry has no such image.
-            ImageError: it does not let us in, or answers with nothing sensible.
+            ImageError: it does not let us in, or answers with something else than was asked for.
         """
-        body = with_retries(lambda: self._get_manifest(wanted), self._report, self.stage)
-        values = json.loads(body)
-        if values.get("mediaType") in _INDEXES or "manifests" in values:
-            architecture = _ARCHITECTURES.get(platform.machine(), platform.machine())
-            for entry in values["manifests"]:
-                described = entry.get("platform") or {}
-                if described.get("os") == "linux" and described.get("architecture") == architecture:
-                    return self.manifest(entry["digest"])
-            raise NotFoundError(f"{self._reference} has no image for linux/{architecture}")
-        if "config" not in values:
-            raise ImageError(f"{self._reference} is in a format of 2015 that ftkit can't read", fix="push it again")
-        return values, "sha256:" + hashlib.sha256(body).hexdigest()
+        document, digest = self._document(self._reference.wanted, self._reference.digest)
+        for _ in range(_MAX_NESTED):
+            if isinstance(document, Manifest):
+                return document, digest
+            entry = self._entry_for_here(document)
+            document, digest = self._document(entry.digest, entry.digest, entry.size)
+        raise ImageError(f"{self._reference} is an index of indexes that leads to no image", fix="push it again")
 
-    def blob_bytes(self, digest: str) -> bytes:
-        """Return a small blob, its digest checked."""
+    def configuration(self, manifest: Manifest) -> Configuration:
+        """Return an image's configuration.
 
-        def fetch() -> bytes:
-            with self._open(f"blobs/{digest}") as answer:
-                return b"".join(self._chunks(answer))
+        Raises:
+            ImageError: it is something else than the manifest says, or does not fit the manifest's layers.
+        """
+        wanted = manifest.config
+        if wanted.size > _MAX_CONFIGURATION:
+            raise ImageError(f"{self._reference} has a configuration of {wanted.size} bytes", fix="push it again")
+        data = self._whole(f"blobs/{wanted.digest}", wanted.digest, wanted.size)
+        configuration = read_answer(Configuration, data, f"{self._reference} has a configuration that")
+        if len(configuration.rootfs.diff_ids) != len(manifest.layers):
+            raise ImageError(
+                f"{self._reference} is not one image: its manifest has {len(manifest.layers)} layers, its "
+                f"configuration {len(configuration.rootfs.diff_ids)}",
+                meaning="it was pushed by a broken program, or someone put other layers under the image's name",
+                fix="push the image again, and tell whoever runs the registry",
+            )
+        return configuration
 
-        data = with_retries(fetch, self._report, self.stage)
-        _check(digest, hashlib.sha256(data).hexdigest(), self._reference)
-        return data
-
-    def download(self, digest: str, path: Path, advance: Callable[[int], None]) -> None:
-        """Download a blob into `path`, going on where a connection broke off.
+    def download(self, layer: Descriptor, path: Path, advance: Callable[[int], None]) -> None:
+        """Download a layer into `path`, from where a connection broke off; never more bytes than the manifest says.
 
         Raises:
             ImageError: the registry went away for good, or sent something else.
@@ -109,123 +109,72 @@ class Registry:
         def attempt() -> None:
             nonlocal running
             start = path.stat().st_size if path.exists() else 0
+            if start and start == layer.size:
+                return
             headers = {"Range": f"bytes={start}-"} if start else {}
-            with self._open(f"blobs/{digest}", headers) as answer, path.open("ab") as file:
-                if start and answer.status_code != _PARTIAL:
+            with (
+                self._connection.open(f"blobs/{layer.digest}", headers, has_digest=True) as answer,
+                path.open("ab") as file,
+            ):
+                if not _begins_at(answer, start):
                     file.truncate(0)
-                    running = hashlib.sha256()
-                for chunk in self._chunks(answer):
+                    start, running = 0, hashlib.sha256()
+                for chunk in self._connection.chunks(answer):
+                    start += len(chunk)
+                    if start > layer.size:
+                        raise self._connection.nonsense(f"sends more than the {layer.size} bytes of {layer.digest}")
                     file.write(chunk)
                     file.flush()
                     running.update(chunk)
                     advance(len(chunk))
+            if start < layer.size:
+                raise self._connection.lost(f"{start} of {layer.size} bytes came")
 
         with_retries(attempt, self._report, self.stage)
-        _check(digest, running.hexdigest(), self._reference)
+        self._compare(layer.digest, running.hexdigest())
 
     @property
     def stage(self) -> str:
         """What is being done, for those who watch."""
         return f"downloading {self._reference}"
 
-    def _get_manifest(self, wanted: str) -> bytes:
-        with self._open(f"manifests/{wanted}", {"Accept": ", ".join((*_INDEXES, *_MANIFESTS))}) as answer:
-            return b"".join(self._chunks(answer))
+    def _document(self, wanted: str, digest: Digest | None, size: int | None = None) -> tuple[Index | Manifest, Digest]:
+        """Return an index or a manifest by tag or digest, and its digest."""
+        body = self._whole(f"manifests/{wanted}", digest, _MAX_MANIFEST if size is None else min(size, _MAX_MANIFEST))
+        return read_document(body, str(self._reference)), Digest(f"sha256:{hashlib.sha256(body).hexdigest()}")
 
-    @contextmanager
-    def _open(self, path: str, headers: dict[str, str] | None = None) -> Iterator[requests.Response]:
-        url = f"{self._scheme}://{self._reference.host}/v2/{self._reference.path}/{path}"
-        answer = self._request(url, headers or {})
-        if answer.status_code == _UNAUTHORISED:
-            challenge = answer.headers.get("WWW-Authenticate", "")
-            answer.close()
-            self._log_in(challenge)
-            answer = self._request(url, headers or {})
-        with answer:
-            self._explain(answer)
-            yield answer
+    def _entry_for_here(self, index: Index) -> Descriptor:
+        architecture = _ARCHITECTURES.get(platform.machine(), platform.machine())
+        for entry in index.manifests:
+            if entry.platform and (entry.platform.os, entry.platform.architecture) == ("linux", architecture):
+                return entry
+        raise NotFoundError(f"{self._reference} has no image for linux/{architecture}")
 
-    def _request(self, url: str, headers: dict[str, str]) -> requests.Response:
-        authorisation = {"Authorization": self._token} if self._token else {}
-        try:
-            return self._session.get(url, headers={**headers, **authorisation}, stream=True, timeout=_TIMEOUT)
-        except self._library.exceptions.SSLError as error:
+    def _whole(self, path: str, digest: Digest | None, limit: int) -> bytes:
+        """Return a document of at most `limit` bytes, compared with its digest if that is known."""
+
+        def fetch() -> bytes:
+            headers = {"Accept": ", ".join(_MEDIA_TYPES)} if path.startswith("manifests/") else {}
+            with self._connection.open(path, headers, has_digest=digest is not None) as answer:
+                return self._connection.whole(answer, limit)
+
+        data = with_retries(fetch, self._report, self.stage)
+        if digest is not None:
+            self._compare(digest, hashlib.sha256(data).hexdigest())
+        return data
+
+    def _compare(self, digest: Digest, found: str) -> None:
+        if digest.hex != found:
             raise ImageError(
-                f"{self._reference.host} does not speak TLS as it should: {_last_reason(error)}",
-                meaning="the registry speaks plain HTTP, or its certificate is not trusted here",
-                fix="REQUESTS_CA_BUNDLE names the file of certificates to trust",
-            ) from error
-        except self._library.exceptions.RequestException as error:
-            raise self._lost(error) from error
-
-    def _chunks(self, answer: requests.Response) -> Iterator[bytes]:
-        try:
-            yield from answer.iter_content(_CHUNK)
-        except self._library.exceptions.RequestException as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: Exception) -> TransientError:
-        return TransientError(
-            f"lost the connection to {self._reference.host}: {_last_reason(error)}",
-            meaning="the registry or the network between is down, or the host's name is wrong",
-            fix=f"try again; see whether 'curl -I {self._scheme}://{self._reference.host}/v2/' answers",
-        )
-
-    def _explain(self, answer: requests.Response) -> None:
-        code = answer.status_code
-        if code in (_UNAUTHORISED, _FORBIDDEN):
-            raise who.refused(self._reference, self._credentials)
-        if code == _NOT_FOUND:
-            raise NotFoundError(
-                f"{self._reference.host} has no {self._reference.path}:{self._reference.wanted}",
-                meaning="it was not pushed there, or the name or tag is wrong",
-                fix="push it: ftkit push NAME:TAG --registry HOST/PATH",
+                f"{self._reference.host} sent something else than {digest} of {self._reference.path}",
+                meaning="the download was damaged on its way, the registry's disk is, or someone changed the image",
+                fix="try again; if it stays so, don't use the image, and tell whoever runs the registry",
             )
-        if code in _TRANSIENT:
-            raise TransientError(f"{self._reference.host} answers {code} {answer.reason}", fix="try again later")
-        if not answer.ok:
-            raise ImageError(f"{self._reference.host} answers {code} {answer.reason}", fix="see the registry's log")
-
-    def _log_in(self, challenge: str) -> None:
-        """Do what the registry asks for: Basic, or a token from where it says."""
-        kind, _, rest = challenge.partition(" ")
-        basic = (self._credentials.username, self._credentials.password) if self._credentials else None
-        if kind.lower() == "basic":
-            if basic is None:
-                raise who.refused(self._reference, None)
-            import base64  # noqa: PLC0415
-
-            self._token = "Basic " + base64.b64encode(":".join(basic).encode()).decode()
-            return
-        asked = dict(re.findall(r'(\w+)="([^"]*)"', rest))
-        if "realm" not in asked:
-            raise who.refused(self._reference, self._credentials)
-        scope = asked.get("scope") or f"repository:{self._reference.path}:pull"
-        try:
-            answer = self._session.get(
-                asked["realm"], params={"service": asked.get("service", ""), "scope": scope}, auth=basic,
-                timeout=_TIMEOUT,
-            )  # fmt: skip
-        except self._library.exceptions.RequestException as error:
-            raise self._lost(error) from error
-        if not answer.ok:
-            raise who.refused(self._reference, self._credentials)
-        values = answer.json()
-        self._token = f"Bearer {values.get('token') or values.get('access_token')}"
 
 
-def _check(digest: str, found: str, reference: RegistryImage) -> None:
-    if digest != f"sha256:{found}":
-        raise ImageError(
-            f"{reference.host} sent something else than {digest} of {reference.path}",
-            meaning="the download was damaged on its way, or the registry's disk is",
-            fix="try again",
-        )
-
-
-def _last_reason(error: BaseException) -> str:
-    """Return the innermost reason of an error of the HTTP library, which wraps it several times."""
-    while inner := error.__cause__ or error.__context__:
-        error = inner
-    said = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-    return said.splitlines()[0][:200]
+def _begins_at(answer: requests.Response, start: int) -> bool:
+    """Tell whether an answer goes on where we are, by its own words; one that says nothing begins at the beginning."""
+    said = re.match(r"bytes (\d{1,18})-", answer.headers.get("Content-Range", ""))
+    if answer.status_code != _PARTIAL:
+        return start == 0
+    return int(said[1]) == start if said else start > 0

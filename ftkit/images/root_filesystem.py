@@ -181,7 +181,7 @@ def environment_file(config: ImageConfig) -> str:
 
 def rc_file(config: ImageConfig) -> str:
     """Return the script that enroot sources to start the image: its arguments are the user's command."""
-    lines = [f"# {key} {' '.join(value.split())}" for key, value in sorted(config.labels.items())]
+    lines = ["# " + " ".join(f"{key} {value}".split()) for key, value in sorted(config.labels.items())]
     if config.working_directory:
         folder = shlex.quote(config.working_directory)
         lines += [f"mkdir -p {folder} 2>/dev/null", f"cd {folder} && unset OLDPWD || exit 1"]

@@ -65,6 +65,7 @@ class SifSource:
         self._remote = None if self._name else remote_of(wish)
         self.image_id = self._known.image_id
         self.registry_digest = self._known.registry_digest
+        self.is_vouched_for = self._known.is_vouched_for
         self.config = self._known.config
 
     def describe(self) -> str:
@@ -85,7 +86,7 @@ class SifSource:
             raise PrerequisiteError(
                 "the Python package 'spython' is not installed", fix="pip install 'ftkit[images]'"
             ) from error
-        address = f"docker-daemon:{self._name}" if self._name else f"docker://{self._remote}"
+        address = self._address()
         said: list[str] = []
         with _in_environment(credentials.find(self._remote.host) if self._remote else None):
             try:
@@ -100,6 +101,12 @@ class SifSource:
                     f"{program} made no SIF file", fix=f"see what it says: apptainer build x.sif {address}"
                 )
         return Made(Contents(), Path(program).name)
+
+    def _address(self) -> str:
+        """Return the image as the program takes it: from a registry by digest, because its tag may move meanwhile."""
+        if self._remote is None:
+            return f"docker-daemon:{self._name}"
+        return replace(self._remote, digest=self.registry_digest).docker_uri
 
 
 @contextmanager

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from threading import Event
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ftkit.images import engine, enroot, squashfs
-from ftkit.images.flatten import flatten
+from ftkit.images.flatten import Layer, flatten
+from ftkit.images.oci import RunConfig
 from ftkit.images.packing import ByteCounter, Made, pack_entries
 from ftkit.images.progress import Progress
 from ftkit.images.root_filesystem import SBOM_PATH, Contents, Entry, ImageConfig
+from ftkit.images.squashfs import disk_full
 from ftkit.images.tar_members import TarReader
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ftkit.images.progress import Report
     from ftkit.images.registry import Registry
     from ftkit.images.store import Format
+    from ftkit.specs.digest import Digest
     from ftkit.specs.image_reference import RegistryImage
 
 _DOWNLOADS_AT_ONCE: Final = 3
@@ -32,14 +34,19 @@ _DOWNLOADS_AT_ONCE: Final = 3
 class ImageSource(Protocol):
     """An image that can be imported.
 
-    `image_id` is the digest of its configuration: what it is, wherever it lies. `registry_digest` is that of its
-    manifest in a registry, empty if it has none. `format` is that of the file that it makes.
+    `image_id` is the digest of its configuration: what it is, wherever it is, because the configuration lists its
+    layers. `registry_digest` is that of its manifest in a registry; none: it is in none. `format` is that of the file
+    that it makes. `is_vouched_for`: who has the image compared its layers with its configuration.
     """
 
     format: Format
-    image_id: str
-    registry_digest: str
+    image_id: Digest
+    is_vouched_for: bool
     config: ImageConfig
+
+    @property
+    def registry_digest(self) -> Digest | None:
+        """Return the digest of its manifest."""
 
     def describe(self) -> str:
         """Say where the image comes from."""
@@ -52,13 +59,14 @@ class EngineSource:
     """An image in the docker engine, read from its export."""
 
     format: Format = "sqsh"
+    is_vouched_for: bool = True
 
     def __init__(self, name: str, image: EngineImage) -> None:
         self.name = name
         self._image = image
         self.image_id = image.id
         self.config = image.config
-        self.registry_digest = image.repo_digests[0].partition("@")[2] if image.repo_digests else ""
+        self.registry_digest = next((digest for _, digest in image.repo_digests), None)
 
     def describe(self) -> str:
         """Say where the image comes from."""
@@ -85,15 +93,17 @@ class RegistrySource:
     """An image in a registry, read from its layers."""
 
     format: Format = "sqsh"
+    is_vouched_for: bool = False
 
     def __init__(self, reference: RegistryImage, registry: Registry) -> None:
         self._reference = reference
         self._registry = registry
-        manifest, self.registry_digest = registry.manifest(reference.wanted)
-        self.image_id = str(manifest["config"]["digest"])
-        self._layers = [(str(layer["digest"]), int(layer["size"])) for layer in manifest["layers"]]
-        described = json.loads(registry.blob_bytes(self.image_id))
-        self.config = engine.read_config(described.get("config") or {}, described.get("created"))
+        manifest, self.registry_digest = registry.manifest()
+        self.image_id = manifest.config.digest
+        self._layers = manifest.layers
+        configuration = registry.configuration(manifest)
+        self._diff_ids = configuration.rootfs.diff_ids
+        self.config = engine.image_config(configuration.config or RunConfig(), configuration.created)
 
     def describe(self) -> str:
         """Say where the image comes from."""
@@ -104,9 +114,13 @@ class RegistrySource:
         return enroot.address_in_registry(self._reference, self.registry_digest, self.image_id)
 
     def make_file(self, partial: Path, report: Report) -> Made:
-        """Download the layers, as they are, and pack what they make together."""
+        """Download the layers, as they are, and pack what they make together.
+
+        Raises:
+            ImageError: a layer is not what the manifest or the configuration says.
+        """
         folder = partial.with_name(f"{partial.name}.layers")
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         try:
             blobs = self._download(folder, report)
             return pack_entries(flatten(blobs), self.config, partial, root_bytes=None, report=report)
@@ -114,14 +128,17 @@ class RegistrySource:
             shutil.rmtree(folder, ignore_errors=True)
             self._registry.close()
 
-    def _download(self, folder: Path, report: Report) -> list[Path]:
+    def _download(self, folder: Path, report: Report) -> list[Layer]:
         """Download every layer once, a few at a time; return them in the manifest's order, the lowest first.
 
         When one fails, or the user has had enough, the others stop at their next piece.
         """
-        sizes = dict(self._layers)
-        counter = ByteCounter(report, self._registry.stage, sum(sizes.values()))
-        paths = {digest: folder / digest.replace(":", "-") for digest in sizes}
+        different = {layer.digest: layer for layer in self._layers}
+        num_bytes = sum(layer.size for layer in different.values())
+        if num_bytes > shutil.disk_usage(folder).free:
+            raise disk_full(folder.parent)
+        counter = ByteCounter(report, self._registry.stage, num_bytes)
+        paths = {digest: folder / digest.file_name for digest in different}
         is_over = Event()
 
         def advance(num_bytes: int) -> None:
@@ -130,7 +147,10 @@ class RegistrySource:
             counter.advance(num_bytes)
 
         with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
-            jobs = [pool.submit(self._registry.download, digest, path, advance) for digest, path in paths.items()]
+            jobs = [
+                pool.submit(self._registry.download, layer, paths[digest], advance)
+                for digest, layer in different.items()
+            ]
             try:
                 for job in as_completed(jobs):
                     job.result()
@@ -138,7 +158,8 @@ class RegistrySource:
                 is_over.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
-        return [paths[digest] for digest, _ in self._layers]
+        both = zip(self._layers, self._diff_ids, strict=True)
+        return [Layer(paths[layer.digest], diff_id) for layer, diff_id in both]
 
 
 class EnrootSource:
@@ -151,6 +172,7 @@ class EnrootSource:
         self._node = node
         self.image_id = known.image_id
         self.registry_digest = known.registry_digest
+        self.is_vouched_for = known.is_vouched_for
         self.config = known.config
 
     def describe(self) -> str:

@@ -9,18 +9,26 @@ import secrets
 import shutil
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Format = Literal["sqsh", "sif"]
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+"""What ftkit makes of the same image: part of a file's name, so that a newer file replaces none that a job has open.
+
+Version 1 did not compare an image's layers with its configuration.
+"""
+
 _PARTIAL = ".partial-"
 
 
@@ -31,7 +39,7 @@ class ImportManifest:
     Args:
         reference: what it was imported as, `NAME:TAG`.
         image_id: digest of the image's configuration, which names the file.
-        registry_digest: digest of the image's manifest in a registry; empty: not pushed.
+        registry_digest: digest of the image's manifest in a registry; none: not pushed.
         source: where it came from.
         made_by: the program that made the file, and with which options.
         format: the format of the file.
@@ -50,15 +58,15 @@ class ImportManifest:
     """
 
     reference: str
-    image_id: str
-    registry_digest: str
+    image_id: Digest
+    registry_digest: Annotated[Digest | None, BeforeValidator(lambda value: value or None)]
     source: str
     made_by: str
     format: Format
     file: str
     size: int
     sha256: str
-    block_size: int
+    block_size: Annotated[int, Field(gt=0)]
     blocks: tuple[str, ...]
     root_bytes: int
     num_entries: int
@@ -76,9 +84,13 @@ class ImageStore:
 
     root: Path
 
-    def file(self, image_id: str, image_format: Format) -> Path:
-        """Return where the file of an image lies."""
-        return self.root / f"{image_id.replace(':', '-')}.{image_format}"
+    def file(self, image_id: Digest, image_format: Format) -> Path:
+        """Return where the file of an image is: named by what determines its content."""
+        return self.root / f"{image_id.file_name}.v{MANIFEST_VERSION}.{image_format}"
+
+    def older_file(self, image_id: Digest, image_format: Format) -> Path:
+        """Return where version 1 put it."""
+        return self.root / f"{image_id.file_name}.{image_format}"
 
     def link(self, reference: str, image_format: Format) -> Path:
         """Return the readable link to it."""
@@ -146,12 +158,17 @@ class ImageStore:
         final = self.root / manifest.file
         sync(partial)
         if manifest.sbom:
-            write_whole(self.root / manifest.sbom, sbom)
+            write_whole(sbom_file(final), sbom)
         partial.chmod(0o644)
         os.replace(partial, final)  # noqa: PTH105 - the one call that the whole module is about
-        write_whole(manifest_file(final), (json.dumps(asdict(manifest), indent=1) + "\n").encode())
+        self.record(manifest)
         self.point(manifest.reference, final, manifest.format)
         return final
+
+    def record(self, manifest: ImportManifest) -> None:
+        """Write the manifest of a file that is there."""
+        path = manifest_file(self.root / manifest.file)
+        write_whole(path, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
 
     def point(self, reference: str, final: Path, image_format: Format) -> None:
         """Point the readable link at a file."""
@@ -192,15 +209,18 @@ def manifest_file(image: Path) -> Path:
     return image.with_name(f"{image.name}.json")
 
 
+def sbom_file(image: Path) -> Path:
+    """Return the place of the list of packages beside an image file."""
+    return image.with_name(f"{image.name}.sbom.json")
+
+
 def read_manifest(image: Path) -> ImportManifest | None:
     """Read the manifest beside an image file; None if there is none or it can't be read."""
-    known = {item.name for item in fields(ImportManifest)}
     try:
-        values = json.loads(manifest_file(image).read_bytes())
-        read = ImportManifest(**{key: value for key, value in values.items() if key in known})
-    except (OSError, ValueError, TypeError, AttributeError):
+        read = TypeAdapter(ImportManifest).validate_json(manifest_file(image).read_bytes())
+    except (OSError, ValueError):
         return None
-    return read if read.version == MANIFEST_VERSION else None
+    return read if 1 <= read.version <= MANIFEST_VERSION else None
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ftkit.errors import ImageError
+from ftkit.specs.digest import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +19,9 @@ BLOCK: Final = 512
 CHUNK: Final = 1 << 20
 _MAX_EXTENDED_HEADER: Final = 1 << 20
 _MAX_OCTAL_SIZE: Final = 8**11
+_MAX_DIGITS: Final = 18
+_MAX_PATH: Final = 4096
+_BINARY, _NEGATIVE = 0x80, 0xFF
 _ZEROS: Final = bytes(BLOCK)
 
 FILE, LINK, SYMLINK, FOLDER = b"0", b"1", b"2", b"5"
@@ -83,7 +87,9 @@ class TarReader:
                     records = _pax_records(extension)
                     path = records.get(b"path", path)
                     target = records.get(b"linkpath", target)
-                    size = int(records.get(b"size", b"-1"))
+                    size = _decimal(records[b"size"]) if b"size" in records else size
+                    if any(key.startswith(b"GNU.sparse.") for key in records):
+                        raise ImageError("the image's tar stream has a sparse file", fix="import it with enroot")
                 continue
             member = _member(header, path, target, length if size < 0 else size)
             path, target, size = b"", b"", -1
@@ -102,7 +108,7 @@ class TarReader:
 
     def _extension(self, length: int) -> bytes:
         if length > _MAX_EXTENDED_HEADER:
-            raise ImageError(f"the image's tar stream is damaged: an extended header of {length} bytes")
+            raise _damaged(f"an extended header of {length} bytes")
         data = self._exactly(length)
         self._exactly(-length % BLOCK)
         return data
@@ -180,15 +186,19 @@ def _member(header: bytes, path: bytes, target: bytes, size: int) -> Member:
     target = (target or _text(header[157:257])) if is_link else b""
     if kind == LINK:
         target = _clean(target)
+    elif b"\0" in target:
+        raise _damaged(f"a link leads to {shortened(target)}")
     mode = _number(header[100:108]) & 0o7777
     return Member(_clean(path), kind, mode, max(0, _number(header[136:148])), size, target)
 
 
 def _clean(path: bytes) -> bytes:
-    """Take `./` and slashes off; a path that climbs out is refused."""
+    """Take `./` and slashes off; a path that climbs out is refused, and one that no system can open."""
+    if len(path) > _MAX_PATH:
+        raise _damaged(f"a path of {len(path)} bytes")
     parts = [part for part in path.split(b"/") if part not in (b"", b".")]
-    if b".." in parts:
-        raise ImageError(f"the image's tar stream has a path that leads out of it: {path!r}")
+    if b".." in parts or b"\0" in path:
+        raise ImageError(f"the image's tar stream has a path that leads out of it, or is none: {shortened(path)}")
     return b"/".join(parts)
 
 
@@ -197,30 +207,37 @@ def _text(field: bytes) -> bytes:
 
 
 def _number(field: bytes) -> int:
-    if field[0] & 0x80:
-        return int.from_bytes(field, "big") & ~(0x80 << 8 * (len(field) - 1)) if field[0] == 0x80 else 0  # noqa: PLR2004
+    """Read a number of a header: octal digits, or binary after a mark; negative ones are 0."""
+    if field[0] in (_BINARY, _NEGATIVE):
+        return int.from_bytes(field[1:], "big") if field[0] == _BINARY else 0
     text = field.strip(b"\0 ")
-    try:
-        return int(text, 8) if text else 0
-    except ValueError:
-        raise _damaged() from None
+    if text.translate(None, b"01234567"):
+        raise _damaged("a number is none")
+    return int(text, 8) if text else 0
+
+
+def _decimal(text: bytes) -> int:
+    if not text.isdigit() or len(text) > _MAX_DIGITS:
+        raise _damaged("a size is no number")
+    return int(text)
 
 
 def _check(header: bytes) -> None:
     expected = _number(header[148:156])
     if sum(header) - sum(header[148:156]) + 8 * 32 != expected:
-        raise _damaged()
+        raise _damaged("a header's checksum is wrong")
 
 
 def _pax_records(data: bytes) -> dict[bytes, bytes]:
     records = {}
     while data:
         length, separator, _ = data.partition(b" ")
-        if not separator or not length.isdigit() or not 0 < int(length) <= len(data):
-            raise _damaged()
-        key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
+        end = _decimal(length)
+        if not separator or not len(length) < end <= len(data) or data[end - 1 : end] != b"\n":
+            raise _damaged("an extended header is cut off")
+        key, _, value = data[len(length) + 1 : end - 1].partition(b"=")
         records[key] = value
-        data = data[int(length) :]
+        data = data[end:]
     return records
 
 
@@ -240,5 +257,9 @@ def _truncated() -> ImageError:
     )
 
 
-def _damaged() -> ImageError:
-    return ImageError("the image's tar stream is damaged: a header's checksum is wrong", fix="try again")
+def _damaged(how: str) -> ImageError:
+    return ImageError(
+        f"the image's tar stream is damaged: {how}",
+        meaning="it was damaged on its way, or made by a broken program",
+        fix="try again; build and push the image again if it stays so",
+    )

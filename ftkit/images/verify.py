@@ -80,8 +80,8 @@ def verify(file: Path, report: Report = say_nothing, *, name: str = "NAME:TAG") 
         differences.append(f"content: {len(ranges) - _NUM_RANGES_SHOWN} more ranges differ")
     if found.sha256 != manifest.sha256 and not differences:
         differences.append(f"sha256: {found.sha256}, the manifest says {manifest.sha256}")
-    if path.name != manifest.file:
-        differences.append(f"name: {path.name}, the manifest says {manifest.file}")
+    if path.name != manifest.file or not path.name.startswith(f"{manifest.image_id.file_name}."):
+        differences.append(f"name: {path.name}, the manifest says {manifest.file} of {manifest.image_id}")
     return Verdict(file, manifest, tuple(differences))
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from ftkit.errors import ConfigError, Problem
 from ftkit.specs.digest import DIGEST_PATTERN, Digest
@@ -93,8 +95,7 @@ class RegistryImage:
     @property
     def is_loopback(self) -> bool:
         """Whether the registry is on this machine: such ones speak no TLS."""
-        name = self.host.rpartition(":")[0] or self.host
-        return name == "localhost" or name.startswith("127.")
+        return is_loopback(self.host)
 
     def __str__(self) -> str:
         return f"{self.repository}:{self.tag}" + (f"@{self.digest}" if self.digest else "")
@@ -169,6 +170,15 @@ def _reason(rest: str) -> str:
     if not re.fullmatch(rf"{_COMPONENT}(?:/{_COMPONENT})*", name):
         return f"{name!r} is no legal name"
     return f"{rest!r} has no legal tag or digest"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host, with or without a port, is this machine: by its address, not by how its name begins."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def check_name(reference: str) -> None:

@@ -157,7 +157,7 @@ def test_an_import_has_a_manifest_and_a_list_of_packages(project: Project) -> No
     link = project.images / project.ok("import", "tiny:1").stdout.strip()
     final = link.resolve()
     manifest = json.loads(final.with_name(final.name + ".json").read_text())
-    assert final.name == manifest["image_id"].replace(":", "-") + ".sqsh"
+    assert final.name == manifest["image_id"].replace(":", "-") + ".v2.sqsh"
     assert manifest["sha256"] == sha256(final)
     assert manifest["size"] == final.stat().st_size
     assert manifest["labels"]["ftkit.reference"] == "tiny:1"

@@ -88,7 +88,7 @@ def test_the_demo_trains_in_an_image_that_ftkit_locked_and_built(project: Projec
     assert "completed" in run.stderr
     folder = next((project.workspace / "runs").iterdir())
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["image_id"] == "sha256:" + link.resolve().name.removeprefix("sha256-").removesuffix(".sqsh")
+    assert manifest["image_id"] == "sha256:" + link.resolve().name.removeprefix("sha256-").removesuffix(".v2.sqsh")
     losses = [json.loads(line).get("loss") for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [loss for loss in losses if loss]
     assert losses[-1] < losses[0]

@@ -14,6 +14,7 @@ from ftkit.images.engine import EngineImage
 from ftkit.images.overview import ImageState
 from ftkit.images.progress import Progress
 from ftkit.images.root_filesystem import ImageConfig
+from ftkit.specs.digest import Digest
 from ftkit.specs.image import BaseImageSpec, ImageSpec
 
 SPEC = ImageSpec(
@@ -34,8 +35,9 @@ def screen(width: int) -> tuple[Terminal, StringIO]:
 
 
 def test_where_an_image_was_imported_can_be_read_on_80_columns() -> None:
-    pushed = ("registry.example.com/team/olmo3@sha256:1", "127.0.0.1:5000/olmo3@sha256:1")
-    built = EngineImage("sha256:1", 20 << 30, int(time.time()) - 300, {}, pushed, ImageConfig())
+    digest = Digest("sha256:" + "1" * 64)
+    pushed = (("registry.example.com/team/olmo3", digest), ("127.0.0.1:5000/olmo3", digest))
+    built = EngineImage(digest, 20 << 30, int(time.time()) - 300, {}, pushed, ImageConfig())
     for width, has_description in ((80, False), (120, True)):
         terminal, output = screen(width)
         show([(SPEC, ImageState("olmo3:25.02", built, ()))], terminal)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import tarfile
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.images.flatten import flatten
+from ftkit.errors import ImageError
+from ftkit.images import flatten as flatten_module
+from ftkit.images.flatten import Layer, flatten
+from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
 Entry = tuple[str, str | None, str]
 
 
-def make_layer(path: Path, entries: list[Entry], *, zipped: bool) -> Path:
+def make_layer(path: Path, entries: list[Entry], *, zipped: bool) -> Layer:
     """Write a layer of (path, content or link target, kind)."""
     output = io.BytesIO()
     with tarfile.open(fileobj=output, mode="w") as tar:
@@ -34,13 +39,13 @@ def make_layer(path: Path, entries: list[Entry], *, zipped: bool) -> Path:
                 entry.size = len(data)
                 tar.addfile(entry, io.BytesIO(data))
     path.write_bytes(gzip.compress(output.getvalue()) if zipped else output.getvalue())
-    return path
+    return Layer(path, Digest("sha256:" + hashlib.sha256(output.getvalue()).hexdigest()))
 
 
 def whole(tmp_path: Path, *layers: list[Entry], zipped: bool = True) -> dict[str, str]:
-    paths = [make_layer(tmp_path / str(number), layer, zipped=zipped) for number, layer in enumerate(layers)]
+    blobs = [make_layer(tmp_path / str(number), layer, zipped=zipped) for number, layer in enumerate(layers)]
     found = {}
-    for member, content in flatten(paths):
+    for member, content in flatten(blobs):
         assert member.path.decode() not in found, "a path came twice"
         found[member.path.decode()] = member.target.decode() or b"".join(content).decode()
     return found
@@ -82,3 +87,65 @@ def test_a_hard_link_outlives_the_name_that_it_was_made_from(tmp_path: Path) -> 
 
 def test_a_hard_link_stays_one_otherwise(tmp_path: Path) -> None:
     assert whole(tmp_path, [("a", "content", "file"), ("link", "a", "link")]) == {"a": "content", "link": "a"}
+
+
+def test_a_hard_link_to_a_hidden_hard_link_is_the_file_that_both_stand_for(tmp_path: Path) -> None:
+    below: list[Entry] = [("a", "content", "file"), ("b", "a", "link"), ("c", "b", "link"), ("d", "c", "link")]
+    assert whole(tmp_path, below, [(".wh.b", "", "file")]) == {"a": "content", "c": "a", "d": "c"}
+    hidden: list[Entry] = [(".wh.a", "", "file"), (".wh.b", "", "file")]
+    assert whole(tmp_path, below, hidden) == {"c": "content", "d": "c"}
+
+
+def test_hard_links_to_one_hidden_file_stay_linked(tmp_path: Path) -> None:
+    below: list[Entry] = [("a", "content", "file"), *((f"l{number}", "a", "link") for number in range(5))]
+    found = whole(tmp_path, below, [("a", "changed", "file")])
+    assert found == {"a": "changed", "l0": "content", "l1": "l0", "l2": "l0", "l3": "l0", "l4": "l0"}
+
+
+def test_a_layer_is_read_twice_at_most_however_many_links_lost_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_opened = 0
+    opened = flatten_module._opened
+
+    def counting(path: Path) -> object:
+        nonlocal num_opened
+        num_opened += 1
+        return opened(path)
+
+    monkeypatch.setattr(flatten_module, "_opened", counting)
+    below = [entry for n in range(200) for entry in ((f"a{n}", str(n), "file"), (f"l{n}", f"a{n}", "link"))]
+    found = whole(tmp_path, below, [(f".wh.a{n}", "", "file") for n in range(200)])
+    assert found == {f"l{n}": str(n) for n in range(200)}
+    assert num_opened == 3  # the upper layer once
+
+
+@pytest.mark.parametrize("entries", [[("a", "a", "link")], [("a", "b", "link"), ("b", "a", "link")]])
+def test_a_hard_link_to_itself_is_an_error(tmp_path: Path, entries: list[Entry]) -> None:
+    with pytest.raises(ImageError, match="hard link to itself"):
+        whole(tmp_path, entries)
+
+
+def test_another_layer_than_the_configuration_s_is_refused(tmp_path: Path) -> None:
+    layer = make_layer(tmp_path / "0", [("a", "content", "file")], zipped=True)
+    other = make_layer(tmp_path / "1", [("a", "altered", "file")], zipped=True)
+    with pytest.raises(ImageError, match="not the one that its configuration says"):
+        list(flatten([replace(layer, blob=other.blob)]))
+
+
+@pytest.mark.parametrize("keep", [0, 5, 40, -9, -1])
+def test_a_layer_that_is_cut_off_is_an_error(tmp_path: Path, keep: int) -> None:
+    layer = make_layer(tmp_path / "0", [("a", "content" * 100, "file")], zipped=True)
+    layer.blob.write_bytes(layer.blob.read_bytes()[:keep])
+    with pytest.raises(ImageError):
+        list(flatten([layer]))
+
+
+@pytest.mark.parametrize("place", [0, 2, 40, -8, -1])
+def test_a_layer_with_a_damaged_byte_is_an_error(tmp_path: Path, place: int) -> None:
+    layer = make_layer(tmp_path / "0", [("a", "content" * 100, "file")], zipped=True)
+    data = bytearray(layer.blob.read_bytes())
+    data[place] ^= 0xFF
+    layer.blob.write_bytes(data)
+    with pytest.raises(ImageError):
+        list(flatten([layer]))

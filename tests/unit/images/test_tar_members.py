@@ -104,3 +104,65 @@ def test_a_file_of_nine_gigabytes_has_its_size_in_an_extended_header() -> None:
     write_member(stream, Member(b"large", FILE, size=9 << 30))
     stream.seek(0)
     assert next(iter(TarReader(stream))).size == 9 << 30
+
+
+def header() -> bytearray:
+    return bytearray(tarfile.TarInfo("a").tobuf(tarfile.USTAR_FORMAT))
+
+
+def with_checksum(block: bytearray) -> bytes:
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+@pytest.mark.parametrize("field", [b"-7", b"0o17", b"1_0", b"+7", b"12 34", b"99", b"\xb2\xb3"])
+def test_a_size_that_is_no_octal_number_is_an_error(field: bytes) -> None:
+    block = header()
+    block[124:136] = field.ljust(12, b"\0")
+    with pytest.raises(ImageError, match="damaged"):
+        read_all(io.BytesIO(with_checksum(block) + bytes(4096)))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"size=-1",
+        b"size=1e3",
+        b"size=" + b"9" * 5000,
+        b"size=",
+        b"size= 7",
+        b"size=\xd9\xa3",
+        b"path=a\0b",
+        b"path=" + b"d/" * 5000,
+        b"path=../../etc/passwd",
+        b"linkpath=a\0b",
+        b"GNU.sparse.major=1",
+    ],
+)
+def test_an_extended_header_that_says_nonsense_is_an_error(record: bytes) -> None:
+    length = len(record) + 2
+    while len(b"%d %s\n" % (length, record)) != length:
+        length += 1
+    records = b"%d %s\n" % (length, record)
+    stream = io.BytesIO()
+    extended = tarfile.TarInfo("pax")
+    extended.type, extended.size = tarfile.XHDTYPE, len(records)
+    stream.write(extended.tobuf(tarfile.USTAR_FORMAT) + records + bytes(-len(records) % 512))
+    link = tarfile.TarInfo("a")
+    link.type, link.linkname = tarfile.SYMTYPE, "b"
+    stream.write(link.tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
+    stream.seek(0)
+    with pytest.raises(ImageError):
+        read_all(stream)
+
+
+@pytest.mark.parametrize(
+    "record", [b"7 a=b\n9", b"999999999999999999999 a=b\n", b"0 a=b\n", b"1 a\n", b"x a=b\n", b"2 "]
+)
+def test_a_record_of_a_wrong_length_is_an_error(record: bytes) -> None:
+    extended = tarfile.TarInfo("pax")
+    extended.type, extended.size = tarfile.XHDTYPE, len(record)
+    data = extended.tobuf(tarfile.USTAR_FORMAT) + record + bytes(-len(record) % 512) + bytes(1024)
+    with pytest.raises(ImageError, match="damaged"):
+        read_all(io.BytesIO(data))
