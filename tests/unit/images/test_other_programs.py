@@ -223,7 +223,7 @@ from pathlib import Path
 import sys
 from ftkit import process
 from ftkit.images import enroot
-address = enroot.Address("docker://r.io#a@sha256:1", "docker://r.io#a:1", "sha256:1")
+address = enroot.Address("docker://r.io#a@sha256:1", "docker://r.io#a:1")
 node = enroot.ComputeNode((), sys.argv[2]) if len(sys.argv) > 2 else None
 with process.exit_on_termination():
     enroot.import_to(Path(sys.argv[1]), address, node)
