@@ -18,12 +18,13 @@ from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.data import FilesSource
 from ftkit.specs.image import ImageSpec
 from ftkit.specs.image_reference import parse_image
-from ftkit.specs.layers import Layers, parse_override, read_yaml
+from ftkit.specs.layers import Layers
 from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.paths import absolute_path, is_path
 from ftkit.specs.problems import validate
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.specs.settings import Settings
+from ftkit.specs.yaml_files import parse_override, read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -22,8 +22,8 @@ import pytest
 
 from ftkit.images.lock import inputs_digest
 from ftkit.specs.image import ImageSpec
-from ftkit.specs.layers import read_yaml
 from ftkit.specs.problems import validate
+from ftkit.specs.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,11 +17,11 @@ from ftkit.launch.submission import Submission, SubmittedRun, write_submission
 from ftkit.layout import Workspace
 from ftkit.plan import RunPlan, plan_run, plan_to_json
 from ftkit.records import EndRecord, StepRecord, to_line
-from ftkit.specs.layers import read_yaml
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
 from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.request import RunRequest
 from ftkit.specs.training import TrainingPlan
+from ftkit.specs.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Callable

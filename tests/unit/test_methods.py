@@ -11,10 +11,10 @@ from ftkit.gpus import GPUS
 from ftkit.memory import GIB, predict_memory
 from ftkit.methods import count_adapter_parameters, nf4_parts
 from ftkit.parameters import count_parameters, method_counts
-from ftkit.specs.layers import read_yaml
 from ftkit.specs.load import Surroundings, load_recipe
 from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.training import LoraSpec, TrainingPlan
+from ftkit.specs.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from ftkit.gpus import Gpu

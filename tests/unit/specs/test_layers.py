@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.errors import ConfigError
-from ftkit.specs.layers import Layers, parse_override, parse_yaml
+from ftkit.specs.layers import Layers
+from ftkit.specs.yaml_files import parse_override, parse_yaml
 
 scalars = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False)
 
@@ -30,7 +31,7 @@ def test_what_is_no_mapping_or_names_a_key_twice_is_refused(text: str) -> None:
 
 
 def test_an_empty_file_says_nothing() -> None:
-    assert parse_yaml("# only a comment\n", "f") == Layers()
+    assert parse_yaml("# only a comment\n", "f").values == {}
 
 
 def test_mappings_merge_and_lists_replace() -> None:

@@ -12,11 +12,11 @@ from ftkit.gpus import GPUS
 from ftkit.parameters import count_parameters
 from ftkit.plan import RunPlan, plan_run
 from ftkit.specs.image_reference import NamedImage
-from ftkit.specs.layers import read_yaml
 from ftkit.specs.load import Surroundings, list_images, list_names, load_cluster, load_image, load_recipe
 from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.problems import validate
 from ftkit.specs.request import RunRequest
+from ftkit.specs.yaml_files import read_yaml
 
 SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
 RECIPES = list_names("recipe", SHIPPED_ONLY)
