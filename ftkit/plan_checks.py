@@ -28,9 +28,9 @@ def find_problems(
     num_nodes: int,
     processes_per_node: int,
 ) -> list[Problem]:
-    """Return everything that makes this combination impossible."""
-    return [
-        *_placement(recipe, cluster, num_nodes, processes_per_node),
+    """Return everything that makes this combination impossible, each with the place that its key comes from."""
+    problems = [
+        *_placement(cluster, request, num_nodes, processes_per_node),
         *_batch(recipe, num_nodes * processes_per_node),
         *_offload(recipe, cluster),
         *_kernels(recipe, cluster),
@@ -43,24 +43,27 @@ def find_problems(
         *_image(recipe, cluster, image, request),
         *_paths(cluster, request),
     ]
+    return [request.origins.locate(problem) for problem in problems]
 
 
 def _placement(
-    recipe: RecipeSpec, cluster: ClusterProfile, num_nodes: int, processes_per_node: int
+    cluster: ClusterProfile, request: RunRequest, num_nodes: int, processes_per_node: int
 ) -> Iterator[Problem]:
-    where = f"recipe {recipe.name} on cluster {cluster.name}"
+    where = COMMAND_LINE if request.num_nodes or request.gpus_per_node else f"cluster {cluster.name}"
+    nodes = "resources.num_nodes" if request.num_nodes is None else "--nodes"
+    gpus = "resources.gpus_per_node" if request.gpus_per_node is None else "--gpus-per-node"
     if num_nodes < 1 or processes_per_node < 1:
         yield Problem(COMMAND_LINE, "--nodes, --gpus-per-node", "must be at least 1.")
     if cluster.scheduler == "local" and num_nodes > 1:
         yield Problem(
-            COMMAND_LINE, "--nodes", f"cluster '{cluster.name}' is this one machine, got {num_nodes} nodes.",
+            where, nodes, f"cluster '{cluster.name}' is this one machine, got {num_nodes} nodes.",
             "Take --nodes 1, or a Slurm cluster with --cluster.",
         )  # fmt: skip
     elif cluster.max_nodes is not None and num_nodes > cluster.max_nodes:
-        yield Problem(where, "--nodes", f"{num_nodes} nodes asked for, the cluster has {cluster.max_nodes}.")
+        yield Problem(where, nodes, f"{num_nodes} nodes asked for, the cluster has {cluster.max_nodes}.")
     if cluster.device == "cuda" and processes_per_node > cluster.gpus_per_node:
         yield Problem(
-            where, "--gpus-per-node",
+            where, gpus,
             f"{processes_per_node} GPUs asked for, a node has {cluster.gpus_per_node}.",
             f"Take at most {cluster.gpus_per_node}, and more --nodes.",
         )  # fmt: skip
@@ -214,25 +217,26 @@ def _image(
         )  # fmt: skip
     if cluster.runtime != "none" and request.image is None:
         yield Problem(
-            f"cluster {cluster.name}", "image", f"runtime '{cluster.runtime}' needs an image, and none is named.",
+            f"cluster {cluster.name}", "runtime", f"'{cluster.runtime}' needs an image, and none is named.",
             "Give --image NAME:TAG, or set 'image:' in ftkit.yaml.",
         )  # fmt: skip
+    where, key = (COMMAND_LINE, "--image") if request.image_is_explicit else ("", "image")
     if cluster.runtime == "docker" and isinstance(request.image, ImageFile):
         yield Problem(
-            COMMAND_LINE,
-            "--image",
+            where,
+            key,
             f"docker can't run a file: {request.image}.",
             "Take NAME:TAG, built by ftkit build.",
         )
     if cluster.runtime == "pyxis" and isinstance(request.image, ImageFile) and request.image.is_sif:
         yield Problem(
-            COMMAND_LINE, "--image", f"pyxis can't run a SIF file: {request.image}.",
+            where, key, f"pyxis can't run a SIF file: {request.image}.",
             "Take a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
         )  # fmt: skip
     shape, family = recipe.model.architecture, recipe.model.architecture.family
     if image is not None and cluster.runtime != "none" and family not in image.families and not shape.is_estimated:
         yield Problem(
-            COMMAND_LINE, "--image", f"'{image.reference}' serves {', '.join(image.families)}, not {family}.",
+            where, key, f"'{image.reference}' serves {', '.join(image.families)}, not {family}.",
             "Take an image made for this family: ftkit images.",
         )  # fmt: skip
 

@@ -52,4 +52,4 @@ def command(*, as_json: bool) -> None:
 
 
 def _origin(loaded: LoadedSettings, key: str) -> str:
-    return loaded.layers.origin((key,)) or _DEFAULT
+    return loaded.layers.origins.get((key,), _DEFAULT)

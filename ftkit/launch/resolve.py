@@ -17,14 +17,23 @@ from ftkit.layout import Workspace
 from ftkit.plan import fingerprint, plan_run
 from ftkit.specs.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.specs.layers import COMMAND_LINE, Layers
-from ftkit.specs.load import LoadedSettings, Surroundings, load_cluster, load_image, load_recipe, load_settings
+from ftkit.specs.load import (
+    Loaded,
+    LoadedSettings,
+    Surroundings,
+    load_image,
+    load_settings,
+    read_cluster,
+    read_recipe,
+)
 from ftkit.specs.paths import absolute_path
-from ftkit.specs.request import RunRequest
+from ftkit.specs.request import Origins, RunRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.plan import RunPlan
+    from ftkit.specs.cluster import ClusterProfile
     from ftkit.specs.image import ImageSpec
     from ftkit.specs.recipe import RecipeSpec
 
@@ -92,7 +101,8 @@ def resolve(words: RunWords, around: Surroundings) -> RunPlan:
     """
     loaded = settings_of(words, around)
     problems = _Problems()
-    cluster = problems.collect(lambda: load_cluster(loaded.settings.cluster, around))
+    site = problems.collect(lambda: _load_cluster(loaded, around))
+    cluster = site.spec if site else None
     uses_image = words.image is not None or cluster is None or cluster.runtime != "none"
     wanted = problems.collect(lambda: _image_of(loaded)) if uses_image else None
     image = problems.collect(lambda: _load_defined(wanted, around))
@@ -100,16 +110,29 @@ def resolve(words: RunWords, around: Surroundings) -> RunPlan:
     if name is None:
         problems.raise_if_any()
         raise _no_recipe(wanted)
-    recipe = problems.collect(lambda: load_recipe(name, around, words.overrides))
+    read = problems.collect(lambda: read_recipe(name, around, words.overrides))
+    recipe = read.spec if read else None
     if recipe and recipe.image and wanted is None and cluster and cluster.runtime != "none":
         wanted = parse_image(recipe.image, around.project)
         image = problems.collect(lambda: _load_defined(wanted, around))
     problems.raise_if_any()
-    if recipe is None or cluster is None:
+    if read is None or site is None:
         raise AssertionError("what could not be loaded was raised above")
-    cluster = with_this_machine(cluster, around.environment)
-    request = _request(words, recipe, wanted, workspace_of(loaded, around))
-    return plan_run(recipe, cluster, image, request, ftkit_version=__version__)
+    origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
+    request = _request(words, read.spec, wanted, workspace_of(loaded, around), origins)
+    return plan_run(
+        read.spec, with_this_machine(site.spec, around.environment), image, request, ftkit_version=__version__
+    )
+
+
+def _load_cluster(loaded: LoadedSettings, around: Surroundings) -> Loaded[ClusterProfile]:
+    """Read the profile that was typed or that the settings name; of one that is not there, say who named it."""
+    name, where = loaded.settings.cluster, loaded.layers.origins.get(("cluster",), "settings")
+    try:
+        return read_cluster(name, around)
+    except NotFoundError as error:
+        key = "--cluster" if where == COMMAND_LINE else f"{where}: cluster"
+        raise NotFoundError(f"{key}: {error.what}", meaning=error.meaning, fix=error.fix) from error
 
 
 def _image_of(loaded: LoadedSettings) -> AnyImage | None:
@@ -126,7 +149,9 @@ def _load_defined(image: AnyImage | None, around: Surroundings) -> ImageSpec | N
     return load_image(image.reference, around) if isinstance(image, NamedImage) else None
 
 
-def _request(words: RunWords, recipe: RecipeSpec, image: AnyImage | None, workspace: Workspace) -> RunRequest:
+def _request(
+    words: RunWords, recipe: RecipeSpec, image: AnyImage | None, workspace: Workspace, origins: Origins
+) -> RunRequest:
     stamp = data_stamp(recipe)
     prepared = read_json(workspace.data / fingerprint(recipe, stamp) / "manifest.json") or {}
     num_packs = prepared.get("num_train_packs")
@@ -142,6 +167,7 @@ def _request(words: RunWords, recipe: RecipeSpec, image: AnyImage | None, worksp
         suffix=secrets.token_hex(2),
         data_stamp=stamp,
         num_packs=num_packs if isinstance(num_packs, int) else None,
+        origins=origins,
     )
 
 

@@ -35,9 +35,17 @@ class Layers:
         own = {path: place for path, place in self.origins.items() if path not in typed_through}
         return Layers(values, kept | own)
 
-    def without(self, key: str) -> Layers:
-        """Leave out one top-level key."""
-        return Layers({name: value for name, value in self.values.items() if name != key}, self.origins)
+    def value(self, path: KeyPath) -> Any:
+        """Return the value at `path`; None if there is none."""
+        value: Any = self.values
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def without(self, path: KeyPath) -> Layers:
+        """Leave out one key."""
+        origins = {key: place for key, place in self.origins.items() if key[: len(path)] != path}
+        return Layers(_without(self.values, path), origins)
 
     def origin(self, path: KeyPath) -> str:
         """Return the place of the value at `path`, or of the nearest mapping around it."""
@@ -68,6 +76,14 @@ def _merge(
         else:
             values[key] = value
             replaced.add(inner)
+
+
+def _without(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+    first, *rest = path
+    kept = {key: value for key, value in values.items() if key != first or rest}
+    if rest and isinstance(kept.get(first), Mapping):
+        kept[first] = _without(kept[first], tuple(rest))
+    return kept
 
 
 def _is_within(path: KeyPath, others: set[KeyPath]) -> bool:

@@ -10,7 +10,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from pydantic import BaseModel
 
 from ftkit import assets
 from ftkit.errors import ConfigError, NotFoundError, Problem
@@ -29,7 +31,12 @@ from ftkit.specs.yaml_files import parse_override, read_yaml
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+SpecT = TypeVar("SpecT", bound=BaseModel)
+
 PROJECT_FILE = "ftkit.yaml"
+
+_LENGTHS: Final = (("training", "max_steps"), ("training", "num_epochs"))
+"""Two ways to say one thing, as in Hugging Face's TrainingArguments: the one that is said last counts."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,15 @@ def load_settings(around: Surroundings, options: Layers | None = None) -> Loaded
     return LoadedSettings(validate(Settings, layers), layers, {path: path.is_file() for path in files})
 
 
-def load_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) -> RecipeSpec:
+@dataclass(frozen=True)
+class Loaded(Generic[SpecT]):
+    """A spec, and where each of its values comes from."""
+
+    spec: SpecT
+    layers: Layers
+
+
+def read_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) -> Loaded[RecipeSpec]:
     """Read a recipe by name or path, lay `key.path=value` overrides over it, and check the whole.
 
     Raises:
@@ -83,17 +98,27 @@ def load_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) 
         ConfigError: with every problem found.
     """
     path = _find("recipe", name, around)
-    layers = _read_extended("recipe", path, around)
+    typed = Layers()
     for override in overrides:
-        layers = _with_architecture(parse_override(override)).over(layers)
-    recipe = validate(RecipeSpec, layers)
-    return _with_absolute_paths(recipe, layers)
+        typed = _with_architecture(parse_override(override)).over(typed)
+    layers = _over(typed, _read_extended("recipe", path, around))
+    return Loaded(_with_absolute_paths(validate(RecipeSpec, layers), layers), layers)
+
+
+def load_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) -> RecipeSpec:
+    """Read a recipe as `read_recipe` does."""
+    return read_recipe(name, around, overrides).spec
+
+
+def read_cluster(name: str, around: Surroundings) -> Loaded[ClusterProfile]:
+    """Read a cluster profile by name or path. Raises as `read_recipe` does."""
+    layers = _read_extended("cluster", _find("cluster", name, around), around)
+    return Loaded(validate(ClusterProfile, layers), layers)
 
 
 def load_cluster(name: str, around: Surroundings) -> ClusterProfile:
-    """Read a cluster profile by name or path. Raises as `load_recipe` does."""
-    path = _find("cluster", name, around)
-    return validate(ClusterProfile, _read_extended("cluster", path, around))
+    """Read a cluster profile as `read_cluster` does."""
+    return read_cluster(name, around).spec
 
 
 @dataclass(frozen=True)
@@ -188,7 +213,16 @@ def _read_extended(kind: str, path: Path, around: Surroundings, seen: tuple[Path
     parent_path = _find(kind, parent, around)
     if parent_path in (*seen, path):
         raise ConfigError([Problem(layers.origin(("extends",)), "extends", f"'{parent}' extends itself in a circle.")])
-    return layers.without("extends").over(_read_extended(kind, parent_path, around, (*seen, path)))
+    return _over(layers.without(("extends",)), _read_extended(kind, parent_path, around, (*seen, path)))
+
+
+def _over(above: Layers, below: Layers) -> Layers:
+    """Lay one source of values over another. A length of the training that the upper one gives replaces the lower's."""
+    given = [path for path in _LENGTHS if above.value(path) is not None]
+    if len(given) == 1:
+        (other,) = set(_LENGTHS) - set(given)
+        below = below.without(other)
+    return above.over(below)
 
 
 def _with_architecture(layers: Layers) -> Layers:

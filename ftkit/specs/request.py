@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.image_reference import AnyImage
+from ftkit.specs.layers import Layers
+from ftkit.specs.recipe import RecipeSpec
+from ftkit.specs.settings import Settings
+
+if TYPE_CHECKING:
+    from ftkit.errors import Problem
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Which line of which file, or what that was typed, each value of a run comes from."""
+
+    recipe: Layers = field(default_factory=Layers)
+    cluster: Layers = field(default_factory=Layers)
+    settings: Layers = field(default_factory=Layers)
+
+    def locate(self, problem: Problem) -> Problem:
+        """Give a problem with a key of one of the three the place of that key."""
+        path = tuple(problem.key.split("."))
+        for spec, layers in ((Settings, self.settings), (RecipeSpec, self.recipe), (ClusterProfile, self.cluster)):
+            if path[0] in spec.model_fields and path[:1] in layers.origins:
+                return replace(problem, where=layers.origin(path))
+        return problem
 
 
 @dataclass(frozen=True)
@@ -25,6 +50,7 @@ class RunRequest:
         suffix: makes the run's id unique.
         data_stamp: changes when the files that a recipe names change.
         num_packs: packs of the training part, when the data is prepared already.
+        origins: where the values come from, for messages.
     """
 
     name: str | None
@@ -38,3 +64,4 @@ class RunRequest:
     suffix: str
     data_stamp: str = ""
     num_packs: int | None = None
+    origins: Origins = field(default_factory=Origins)

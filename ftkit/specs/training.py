@@ -84,9 +84,10 @@ class TrainingSpec(Spec):
     global_batch_size: PositiveInt
     """Packs in an optimizer step, over all processes and accumulation steps."""
     max_steps: PositiveInt | None = None
-    """Train for so many optimizer steps; give this or num_epochs."""
+    """Train for so many optimizer steps, going over the data as often as that takes. Give this or num_epochs; in an
+    override, or in a recipe that extends another, it replaces the num_epochs below."""
     num_epochs: PositiveInt | None = None
-    """Go over the data so many times; give this or max_steps."""
+    """Go over the data so many times. Give this or max_steps; it replaces a max_steps below in the same way."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat

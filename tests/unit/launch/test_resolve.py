@@ -132,6 +132,42 @@ def test_everything_that_does_not_fit_together_is_shown_at_once(project: Path) -
     assert len(caught.value.problems) == 3
 
 
+def places(words: RunWords, project: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(words, around(project))
+    return [f"{problem.where} {problem.key}" for problem in caught.value.problems]
+
+
+def test_what_does_not_fit_together_is_blamed_on_the_line_that_says_it(project: Path) -> None:
+    recipe = project / "mine.yaml"
+    recipe.write_text("extends: demo\nname: mine\nresources:\n  num_nodes: 3\ntraining:\n  global_batch_size: 25\n")
+    here = RunWords(recipe=str(recipe))
+    assert places(here, project) == [
+        f"{recipe}:4 resources.num_nodes",
+        f"{recipe}:6 training.global_batch_size",
+    ]
+    typed = RunWords(recipe=str(recipe), num_nodes=2, overrides=("training.global_batch_size=25",))
+    assert places(typed, project) == ["command line --nodes", "command line training.global_batch_size"]
+
+
+def test_a_profile_and_the_settings_are_blamed_for_their_own(project: Path) -> None:
+    make_cluster(project, "a4-highgpu-8g", "pyxis")
+    profile = project / "clusters" / "mine.yaml"
+    profile.write_text(profile.read_text() + "mounts: [relative]\n")
+    (project / "ftkit.yaml").write_text("workspace: /a,b\nimage: x.sif\ncluster: mine\n")
+    assert places(RunWords(recipe="olmo3-7b-full"), project) == [
+        f"{project}/ftkit.yaml:2 image",
+        f"{project}/ftkit.yaml:1 workspace",
+        f"{profile}:4 mounts",
+    ]
+
+
+def test_a_cluster_that_is_not_there_is_blamed_on_the_file_that_names_it(project: Path) -> None:
+    (project / "ftkit.yaml").write_text("# ours\ncluster: ourz\n")
+    with pytest.raises(NotFoundError, match=rf"{project}/ftkit.yaml:2: cluster: there is no cluster 'ourz'"):
+        resolve(RunWords(recipe="demo"), around(project))
+
+
 def test_a_typed_option_wins_over_the_environment_and_says_where_it_is_from(project: Path) -> None:
     place = around(project, {"FTKIT_CLUSTER": "slurm"})
     assert settings_of(RunWords(), place).settings.cluster == "slurm"

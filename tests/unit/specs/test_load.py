@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,8 +19,6 @@ from ftkit.specs.load import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ftkit.specs.data import FilesSource
 
 
@@ -78,9 +79,72 @@ def test_a_missing_key_is_named(around: Surroundings) -> None:
     assert "data.source.train: required, but not given." in found
 
 
-def test_checks_over_several_keys_are_explained(around: Surroundings) -> None:
-    (found,) = problems(around, "training.num_epochs=3")
-    assert "give exactly one of max_steps and num_epochs" in found
+def test_checks_over_several_keys_are_explained_where_one_of_them_stands(around: Surroundings) -> None:
+    (found,) = problems(around, "training.num_epochs=3", "training.max_steps=9")
+    assert found == "command line: training: give exactly one of max_steps and num_epochs."
+    path = around.project / "recipes" / "mine.yaml"
+    path.write_text("extends: demo\nname: mine\ntraining:\n  seed: 2\n  lora: {rank: 4}\n")
+    (found,) = problems(around, recipe="mine")
+    assert found.startswith(f"{path}:5: training: lora has no effect")
+
+
+@pytest.mark.parametrize("name", list_names("recipe", Surroundings(Path("/nowhere"), Path("/nowhere"), {})))
+def test_a_length_that_is_typed_replaces_that_of_any_recipe(around: Surroundings, name: str) -> None:
+    by_steps = load_recipe(name, around, ["training.max_steps=100"]).training
+    assert (by_steps.max_steps, by_steps.num_epochs) == (100, None)
+    by_epochs = load_recipe(name, around, ["training.num_epochs=3"]).training
+    assert (by_epochs.max_steps, by_epochs.num_epochs) == (None, 3)
+
+
+def test_a_length_of_a_recipe_replaces_that_of_the_one_that_it_extends(around: Surroundings) -> None:
+    path = around.project / "recipes" / "mine.yaml"
+    path.write_text("extends: demo\nname: mine\ntraining:\n  num_epochs: 2\n")
+    assert load_recipe("mine", around).training.max_steps is None
+    path.write_text("extends: demo\nname: mine\ntraining:\n  num_epochs: 2\n  max_steps: 3\n")
+    (found,) = problems(around, recipe="mine")
+    assert found.startswith(f"{path}:5: training: give exactly one")
+
+
+def test_a_key_that_is_missing_is_looked_for_where_it_belongs(around: Surroundings) -> None:
+    path = around.project / "recipes" / "mine.yaml"
+    path.write_text("# mine\nname: mine\ntraining:\n  max_steps: 2\n")
+    found = problems(around, "training.seed=1", "data.source.kind=hub", recipe="mine")
+    assert f"{path}:2: description: required, but not given. Add 'description:'." in found
+    assert f"{path}:3: training.sequence_length: required, but not given. Add 'sequence_length:'." in found
+    assert "command line: data.source.dataset: required, but not given. Add 'dataset:'." in found
+
+
+def test_what_replaces_a_mapping_is_blamed_for_what_is_missing_in_it(around: Surroundings) -> None:
+    (found,) = problems(around, "data.source={kind: files}")
+    assert found.startswith("command line: data.source.train: required")
+
+
+WRONG: dict[str, object] = {
+    "training.learning_rate": "fast", "training.max_steps": 1.5, "training.seed": -1, "training.betas": [0.9],
+    "training.lora": {"targets": []}, "training.warmup_ratio": 2, "training.global_batch_size": None,
+    "profile.enabled": "maybe", "profile.ranks": 0, "evaluation": "x", "name": 5, "data.source.kind": 3,
+    "resources.time_limit": "a day", "model.architecture": ["x"], "training.max_grad_norm": float("inf"),
+    "tracking.sinks": "wandb", "model.architecture.family": "a b", "data.format.kind": "alpaca",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG.items(), ids=WRONG)
+def test_each_problem_is_a_sentence_in_the_users_words(around: Surroundings, key: str, value: object) -> None:
+    tree = value
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    (around.project / "recipes" / "mine.yaml").write_text(json.dumps({"extends": "demo", "name": "mine"} | tree))  # type: ignore[operator]
+    for found in problems(around, recipe="mine"):
+        assert f"{key}" in found
+        assert not re.search(r"Input should|[Tt]uple|dictionary|discriminator|should match|instance of|None", found)
+
+
+def test_many_problems_are_cut_short(around: Surroundings) -> None:
+    keys = "".join(f"typo{n}: 1\n" for n in range(200))
+    (around.project / "recipes" / "mine.yaml").write_text(f"extends: demo\n{keys}")
+    found = problems(around, recipe="mine")
+    assert len(found) == 21
+    assert found[-1] == "180 more problems are not shown."
 
 
 def test_a_named_architecture_gives_its_fields_and_can_be_changed(around: Surroundings) -> None:
