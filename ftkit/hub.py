@@ -5,19 +5,28 @@ Asked twice, where the job is submitted and by its first stage; of the standard 
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, urlsplit
 
-from ftkit.errors import NotFoundError, PrerequisiteError
-from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, missing_files
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
+from ftkit.model_folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX,
+    check_folder,
+    missing_files,
+    read_model_config,
+)
 from ftkit.specs.data import HubSource
+from ftkit.specs.model_config import find_contradictions, text_part
 from ftkit.specs.paths import is_path
 
 if TYPE_CHECKING:
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT_SECONDS = 10
+MAX_CONFIG_BYTES = 1 << 20
 FALSE = ("", "0", "no", "off", "false")
 CARD = "README.md"
 """Of a data set: what `datasets` asks for first, gated with the rest. One without it may be read as well."""
@@ -48,21 +58,36 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
     Raises:
         NotFoundError: there is no such folder, model or revision.
         PrerequisiteError: this token, or nobody without one, may read it.
+        ConfigError: their configuration can be read, and `model.architecture` contradicts it.
     """
     if model.weights == "random":
         return None
     if is_path(model.weights):
         check_folder(Path(model.weights))
+        _check_shape(model, read_model_config(Path(model.weights)))
         return None
     wanted = _Repository("model", "model.weights", model.weights, model.revision)
     cache = _cache(environment, default_home, "hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
-    if not missing_files(_snapshot(cache, model)):
+    snapshot = _snapshot(cache, model)
+    if (snapshot / CONFIG_FILE).is_file():
+        _check_shape(model, read_model_config(snapshot))
+    if not missing_files(snapshot):
         return None
     if offline := _offline(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         return _not_cached(wanted, cache, offline, f"HF_HUB_CACHE={cache} hf download {model.weights}")
     warning, missing = _ask(wanted, (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX), environment)
     _check_complete(wanted, missing)
+    if warning is None:
+        _check_shape(model, _download_config(wanted, environment))
     return warning
+
+
+def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
+    """Refuse a shape that would have no effect: what is trained is what the weights' configuration says."""
+    found = find_contradictions(model.architecture, text_part(config))
+    where, fix = f"{CONFIG_FILE} of {model.weights}", "Correct model.architecture in the recipe."
+    if found:
+        raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
 
 
 def check_data(source: Source, environment: Mapping[str, str], default_home: Path) -> str | None:
@@ -174,7 +199,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
         del fp, code, msg, headers
         if urlsplit(newurl)[:2] != urlsplit(req.full_url)[:2]:
             return None
-        return urllib.request.Request(newurl, headers=dict(req.headers), method="HEAD")  # noqa: S310 - the same host
+        return urllib.request.Request(newurl, headers=dict(req.headers), method=req.get_method())  # noqa: S310 - the same host
 
 
 def _ask(wanted: _Repository, files: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str | None, list[str]]:
@@ -198,17 +223,33 @@ def _ask(wanted: _Repository, files: tuple[str, ...], environment: Mapping[str, 
     return None, missing
 
 
+def _open(address: str, token: str | None, method: Literal["GET", "HEAD"]) -> HTTPResponse:
+    authorization = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(address, headers=authorization, method=method)  # noqa: S310 - the user's setting
+    answer: HTTPResponse = urllib.request.build_opener(_SameHost).open(request, timeout=TIMEOUT_SECONDS)
+    return answer
+
+
 def _head(address: str, token: str | None) -> _Refusal | None:
     """Ask whether a file may be read."""
-    authorization = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(address, headers=authorization, method="HEAD")  # noqa: S310 - the user's setting
     try:
-        with urllib.request.build_opener(_SameHost).open(request, timeout=TIMEOUT_SECONDS):
+        with _open(address, token, "HEAD"):
             return None
     except urllib.error.HTTPError as error:
         error.close()
         is_refusal = error.code >= HTTPStatus.BAD_REQUEST
         return _Refusal(error.code, error.headers.get("X-Error-Code", "")) if is_refusal else None
+
+
+def _download_config(wanted: _Repository, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return a model's configuration, or nothing if that can't be had: the job will find out."""
+    folder = wanted.address((environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"))
+    try:
+        with _open(f"{folder}/{CONFIG_FILE}", read_token(environment), "GET") as answer:
+            config = json.loads(answer.read(MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError, HTTPException):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _check_complete(wanted: _Repository, missing: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import NotFoundError
 
@@ -56,20 +56,28 @@ def read_model_type(folder: Path) -> str:
     Raises:
         NotFoundError: it can't be read, or names none.
     """
+    return str(read_model_config(folder)["model_type"])
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Return a model's configuration as it is stored, which has a `model_type`.
+
+    Raises:
+        NotFoundError: it can't be read, or names no architecture.
+    """
     path = folder / CONFIG_FILE
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NotFoundError(
             f"can't read {path}: {error}",
             meaning="a copy was interrupted, or the file was changed by hand",
             fix="copy or download it again: it is one JSON object",
         ) from error
-    model_type = stored.get("model_type") if isinstance(stored, dict) else None
-    if not isinstance(model_type, str):
+    if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
         raise NotFoundError(
             f"{path} has no model_type",
             meaning="it is not a model's that transformers reads: those of other libraries are laid out otherwise",
             fix="convert the model to transformers' layout, or choose another with model.weights",
         )
-    return model_type
+    return stored

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ftkit.specs.training import TrainingPlan, TrainingSpec
 
 PLAN_VERSION = 1
-PREPARATION_VERSION = 1
+PREPARATION_VERSION = 2
 """Part of the data's fingerprint: raise it when the same spec would be prepared into other packs."""
 
 
@@ -169,6 +169,7 @@ def fingerprint(recipe: RecipeSpec, data_stamp: str) -> str:
         recipe.model.tokenizer.model_dump_json(),
         f"{recipe.model.weights}@{recipe.model.revision}" if recipe.model.tokenizer.source == "model" else "",
         str(recipe.training.sequence_length),
+        str(recipe.model.architecture.vocab_size),  # no token is beyond it
         data_stamp,
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ftkit.errors import DataError
+from ftkit.errors import DataError, in_short
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a token that does not count: PyTorch's default `ignore_index`."""
+_WINDOW = 16
+_ROLES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,28 @@ class Document:
 
 
 def render(tokenizer: Any, messages: Sequence[Message], *, open_answer: bool) -> str:
-    """Return the text of a conversation; with `open_answer`, up to where the assistant begins to speak."""
-    turns = [asdict(message) for message in messages]
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=open_answer))
+    """Return the text of a conversation; with `open_answer`, up to where the assistant begins to speak.
+
+    Raises:
+        DataError: the chat template does not take it.
+    """
+    turns = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=open_answer))
+    except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
+        roles = [message.role for message in messages[:_ROLES_SHOWN]] + ["…"] * (len(messages) > _ROLES_SHOWN)
+        raise DataError(
+            f"the chat template can't render the turns {', '.join(roles) or '(none)'}: {in_short(error)}",
+            meaning="most templates want at most one system turn, then user and assistant in turn, user first",
+            fix="correct or remove this example, or choose another data.chat_template",
+        ) from error
 
 
 def encode(tokenizer: Any, messages: Sequence[Message], *, all_tokens: bool) -> Document:
     """Tokenise a conversation.
 
-    What counts is all, or each assistant turn with its end-of-turn token. Turns are found by rendering the
-    conversation up to each of them, so any chat template works that only ever adds text.
+    What counts is all, or each assistant turn with its end-of-turn token. Turns are found by rendering what comes
+    before each of them, so any chat template works that only ever adds text.
 
     Raises:
         DataError: the template rewrites earlier turns, or there is nothing to train on.
@@ -55,10 +70,11 @@ def encode(tokenizer: Any, messages: Sequence[Message], *, all_tokens: bool) -> 
     spans = [(0, len(text))] if all_tokens else _assistant_spans(tokenizer, messages, text)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.array(encoded["input_ids"], dtype=np.int32)
-    starts = np.array([start for start, _ in encoded["offset_mapping"]])
-    counts = np.zeros(len(tokens), dtype=bool)
-    for begin, end in spans:
-        counts |= (starts >= begin) & (starts < end)
+    starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+    begins, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    # Of the spans, which are in order, the last that begins at or before a token is the one that may hold it.
+    last = np.searchsorted(begins, starts, side="right") - 1
+    counts = (last >= 0) & (starts < np.append(ends, 0)[last])
     labels = np.full(len(tokens), IGNORED, dtype=np.int32)
     labels[:-1] = np.where(counts[1:], tokens[1:], IGNORED)
     document = Document(tokens, labels)
@@ -72,17 +88,37 @@ def encode(tokenizer: Any, messages: Sequence[Message], *, all_tokens: bool) -> 
 
 
 def _assistant_spans(tokenizer: Any, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-    """Return where each assistant turn begins and ends in the text, end-of-turn token included."""
-    spans = []
+    """Return where each assistant turn begins and ends in the text, end-of-turn token included.
+
+    Rendering all that comes before each turn would take time in the square of their number, so after `_WINDOW`
+    turns what comes before is the leading system turn and the turns just before. What they add is compared with
+    the text, piece after piece: a template to which the distance matters is refused, not misread.
+    """
+    spans: list[tuple[int, int]] = []
+    position = begin = 0  # the text and the turns that were dealt with
     for index, message in enumerate(messages):
         if message.role != "assistant":
             continue
-        before = render(tokenizer, messages[:index], open_answer=True)
-        through = render(tokenizer, messages[: index + 1], open_answer=False).rstrip()
-        if not (text.startswith(through) and through.startswith(before)):
+        context = _context(messages, begin)
+        done = render(tokenizer, context, open_answer=False).rstrip() if context else ""
+        before = render(tokenizer, [*context, *messages[begin:index]], open_answer=True)
+        through = render(tokenizer, [*context, *messages[begin : index + 1]], open_answer=False).rstrip()
+        added = through[len(done) :]
+        if not (before.startswith(done) and through.startswith(before) and text.startswith(added, position)):
             raise DataError(
                 "the chat template rewrites earlier turns, so the assistant's words can't be told from the rest",
                 fix="set data.train_on to 'all', or choose another data.chat_template",
             )
-        spans.append((len(before), len(through)))
+        spans.append((position + len(before) - len(done), position + len(added)))
+        position, begin = position + len(added), index + 1
     return spans
+
+
+def _context(messages: Sequence[Message], end: int) -> Sequence[Message]:
+    """Return the turns before `end`; of many, the leading system turns and the last ones, from a user's turn on."""
+    if end <= _WINDOW:
+        return messages[:end]
+    system = list(takewhile(lambda message: message.role == "system", messages[:_WINDOW]))
+    recent = messages[end - _WINDOW : end]
+    first_user = next((index for index, message in enumerate(recent) if message.role == "user"), 0)
+    return [*system, *recent[first_user:]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,18 +9,21 @@ import numpy as np
 from ftkit.data.conversations import to_messages
 from ftkit.data.encoding import encode
 from ftkit.data.packing import assign_packs, build_pack
+from ftkit.data.rows import errors_at, write_json_lines
 from ftkit.data.sources import read_examples
 from ftkit.data.store import DataManifest, PackStore, PreparedData, building
-from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
+from ftkit.data.tokenizers import check_size, check_tokens, learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError
+from ftkit.specs.data import GeneratedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
+    from ftkit.data.conversations import Message
     from ftkit.data.encoding import Document
-    from ftkit.data.sources import Example
+    from ftkit.data.rows import Row
     from ftkit.plan import RunPlan
     from ftkit.specs.recipe import RecipeSpec
 
@@ -52,7 +54,9 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None]) -
     recipe, length = plan.recipe, plan.recipe.training.sequence_length
     report("reading examples")
     examples = read_examples(recipe.data.source)
+    _report_unused_columns(recipe, examples.train, report)
     tokenizer = _tokenizer(recipe, examples.train, report)
+    check_size(tokenizer, recipe.model.architecture.vocab_size, report)
     tokenizer.save_pretrained(folder.tokenizer)
     report(f"tokenising {len(examples.train) + len(examples.heldout):,} examples")
     train = _encode_all(tokenizer, recipe, examples.train)
@@ -63,8 +67,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None]) -
     packs = [_pack(documents, length, tokenizer.pad_token_id) for documents in fitting]
     PackStore.write(folder.train, packs[0])
     PackStore.write(folder.heldout, packs[1])
-    lines = (json.dumps(example, ensure_ascii=False) + "\n" for example in examples.heldout)
-    folder.heldout_examples.write_text("".join(lines), encoding="utf-8")
+    write_json_lines(folder.heldout_examples, examples.heldout)
     return DataManifest(
         fingerprint=plan.fingerprint,
         sequence_length=length,
@@ -79,18 +82,38 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None]) -
     )
 
 
-def _tokenizer(recipe: RecipeSpec, train: Sequence[Example], report: Callable[[str], None]) -> Any:
+def _report_unused_columns(recipe: RecipeSpec, rows: Sequence[Row], report: Callable[[str], None]) -> None:
+    if isinstance(recipe.data.source, GeneratedSource):
+        return
+    unused = {name for row in rows for name in row.columns} - set(recipe.data.format.columns)
+    if unused:
+        report(f"columns that data.format does not use: {', '.join(sorted(unused))}")
+
+
+def _tokenizer(recipe: RecipeSpec, train: Sequence[Row], report: Callable[[str], None]) -> Any:
     vocab_size = recipe.model.tokenizer.vocab_size
     if vocab_size is None:
         return load_tokenizer(recipe.model, recipe.data.chat_template)
     report(f"learning a tokeniser of {vocab_size} tokens")
-    texts = (message.content for example in train for message in to_messages(example, recipe.data.format))
+    texts = (message.content for row in train for message in _messages(row, recipe))
     return learn_tokenizer(texts, vocab_size, recipe.data.chat_template)
 
 
-def _encode_all(tokenizer: Any, recipe: RecipeSpec, examples: Sequence[Example]) -> list[Document]:
+def _messages(row: Row, recipe: RecipeSpec) -> list[Message]:
+    with errors_at(row):
+        return to_messages(row.columns, recipe.data.format)
+
+
+def _encode_all(tokenizer: Any, recipe: RecipeSpec, rows: Sequence[Row]) -> list[Document]:
     every = recipe.data.train_on == "all"
-    return [encode(tokenizer, to_messages(example, recipe.data.format), all_tokens=every) for example in examples]
+    documents = []
+    for row in rows:
+        messages = _messages(row, recipe)
+        with errors_at(row):
+            document = encode(tokenizer, messages, all_tokens=every)
+            check_tokens(tokenizer, document.tokens, recipe.model.architecture.vocab_size)
+        documents.append(document)
+    return documents
 
 
 def _fitting(documents: Sequence[Document], recipe: RecipeSpec, longest: int) -> list[Document]:
@@ -104,6 +127,11 @@ def _fitting(documents: Sequence[Document], recipe: RecipeSpec, longest: int) ->
             f"(the longest has {longest:,})",
             meaning="cutting them would train the model on answers without an end",
             fix="raise training.sequence_length, or set data.too_long=drop to leave them out",
+        )
+    if left_out and not fitting:
+        raise DataError(
+            f"none of {len(documents):,} documents fits a pack of {length} tokens (the longest has {longest:,})",
+            fix="raise training.sequence_length",
         )
     return fitting
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftkit.data import malware_analysis, text_to_sql
-from ftkit.errors import DataError
+from ftkit.data.rows import Row, read_first_rows, read_json_lines
+from ftkit.errors import DataError, in_short
 from ftkit.specs.data import FilesSource, GeneratedSource, HubSource
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ftkit.specs.data import Source
 
-Example = dict[str, Any]
+FIRST_BYTES = 1 << 20
+"""How much of a file is looked at before a job is submitted."""
 
 
 @dataclass(frozen=True)
 class Examples:
     """The two parts of the data; no example is in both."""
 
-    train: list[Example]
-    heldout: list[Example]
+    train: list[Row]
+    heldout: list[Row]
 
 
 def read_examples(source: Source) -> Examples:
@@ -36,12 +39,30 @@ def read_examples(source: Source) -> Examples:
         case GeneratedSource():
             return _generate(source)
         case FilesSource(heldout=str(heldout)):
-            train = _take(_read_lines(Path(source.train)), source.num_train, source.seed)
-            return Examples(train, _read_lines(Path(heldout)))
+            train, rows = _split(read_json_lines(Path(source.train)), source).train, read_json_lines(Path(heldout))
+            if not rows:
+                raise DataError(f"{heldout} has no examples", fix="correct data.source.heldout, or leave it out")
+            return Examples(train, rows)
         case FilesSource():
-            return _split(_read_lines(Path(source.train)), source)
+            return _split(read_json_lines(Path(source.train)), source)
         case HubSource():
             return _split(_read_hub(source), source)
+
+
+def read_first_examples(source: Source) -> list[Row]:
+    """Read what can be had at once: the first rows of local files, one generated example, nothing of the hub.
+
+    Raises:
+        DataError: a file is missing, or one of these rows is malformed.
+    """
+    match source:
+        case GeneratedSource():
+            return _generate(source.model_copy(update={"num_train": 1, "num_heldout": 0})).train
+        case FilesSource():
+            paths = [Path(path) for path in (source.train, source.heldout) if path is not None]
+            return [row for path in paths for row in read_first_rows(path, FIRST_BYTES)]
+        case HubSource():
+            return []
 
 
 def _generate(source: GeneratedSource) -> Examples:
@@ -52,56 +73,37 @@ def _generate(source: GeneratedSource) -> Examples:
         case "malware-analysis":
             sizes = source.binary_sizes.smallest, source.binary_sizes.largest
             task = malware_analysis.generate(source.seed, source.num_train, source.num_heldout, sizes)
-    return Examples([asdict(example) for example in task.train], [asdict(example) for example in task.heldout])
+    return Examples(_numbered(task.train, "generated example"), _numbered(task.heldout, "generated held-out example"))
 
 
-def _split(examples: list[Example], source: FilesSource | HubSource) -> Examples:
+def _numbered(examples: Sequence[text_to_sql.Example | malware_analysis.Example], what: str) -> list[Row]:
+    return [Row(asdict(example), f"{what} {number}") for number, example in enumerate(examples, start=1)]
+
+
+def _split(rows: list[Row], source: FilesSource | HubSource) -> Examples:
     """Shuffle; the first `num_heldout` are held out, the next `num_train` (or all others) are trained on."""
     wanted = source.num_heldout + (source.num_train or 1)
-    if len(examples) < wanted:
+    if len(rows) < wanted:
         raise DataError(
-            f"the data has {len(examples):,} examples, the recipe asks for {wanted:,} (num_train + num_heldout)",
+            f"the data has {len(rows):,} examples, the recipe asks for {wanted:,} (num_train + num_heldout)",
             fix="lower data.source.num_train or data.source.num_heldout",
         )
-    shuffled = _take(examples, None, source.seed)
+    shuffled = list(rows)
+    random.Random(source.seed).shuffle(shuffled)
     end = None if source.num_train is None else wanted
     return Examples(shuffled[source.num_heldout : end], shuffled[: source.num_heldout])
 
 
-def _take(examples: list[Example], num: int | None, seed: int) -> list[Example]:
-    shuffled = list(examples)
-    random.Random(seed).shuffle(shuffled)
-    return shuffled[:num]
-
-
-def _read_lines(path: Path) -> list[Example]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"can't read {path}: {error}", fix="check data.source in the recipe") from error
-    examples = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            example = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not valid JSON: {error}", fix="each line is one JSON object") from error
-        if not isinstance(example, dict):
-            raise DataError(f"{path}:{number}: not a JSON object", fix="each line is one JSON object")
-        examples.append(example)
-    return examples
-
-
-def _read_hub(source: HubSource) -> list[Example]:
+def _read_hub(source: HubSource) -> list[Row]:
     import datasets  # noqa: PLC0415 - a second of imports that only this source needs
 
+    name = f"data set '{source.dataset}', split {source.split}, row"
     try:
         loaded = datasets.load_dataset(source.dataset, source.subset, split=source.split, revision=source.revision)
+        return [Row(dict(columns), f"{name} {number}") for number, columns in enumerate(loaded)]
     except Exception as error:  # the library raises whatever its many back-ends raise
         raise DataError(
-            f"can't load the data set '{source.dataset}': {error}",
+            f"can't load the data set '{source.dataset}': {in_short(error)}",
             meaning="it does not exist, is gated, or this machine can't reach the hub",
             fix="check the name; set HF_TOKEN for a gated one; on a node without network, prepare where there is one",
         ) from error
-    return [dict(row) for row in loaded]

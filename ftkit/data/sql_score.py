@@ -2,6 +2,7 @@
 
 import re
 import sqlite3
+import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
@@ -9,10 +10,16 @@ from enum import StrEnum
 
 from ftkit.data.text_to_sql import Example
 
-# Far above what a question on small tables needs, far below what a reader would wait for.
+# Far above what a question on small tables needs, far below what a reader would wait for or a node has memory for.
 MAX_INSTRUCTIONS = 1_000_000
-INSTRUCTIONS_PER_CHECK = 10_000
-MAX_BYTES = 1_000_000
+MAX_SECONDS = 5.0
+"""Of this thread's CPU, because one instruction may search a long text: a busy machine changes no verdict."""
+INSTRUCTIONS_PER_CHECK = 100
+MAX_VALUE_BYTES = 10_000
+"""Of a text, a blob or a row. Sorting keeps as many rows as the instructions can make, and few of them in memory."""
+MAX_COLUMNS = 256
+MAX_ROWS = 10_000
+MAX_RESULT_BYTES = 1_000_000
 
 Rows = list[tuple[object, ...]]
 
@@ -54,7 +61,8 @@ def execution_match(example: Example, predicted_sql: str) -> ExecutionMatch:
     The order of rows counts only where the reference asks for one.
     """
     with closing(sqlite3.connect(":memory:")) as database:
-        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_BYTES)
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+        database.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, MAX_COLUMNS)
         try:
             _fill(database, example)
             reference = _select(database, example.sql)
@@ -80,13 +88,25 @@ def _select(database: sqlite3.Connection, sql: str) -> Rows:
     cursor = database.execute(sql)
     if cursor.description is None:
         raise sqlite3.ProgrammingError("not a SELECT")
-    return cursor.fetchall()
+    rows: Rows = []
+    num_bytes = 0
+    for row in cursor:
+        rows.append(row)
+        num_bytes += sum(len(cell) if isinstance(cell, str | bytes) else 8 for cell in row)
+        if len(rows) > MAX_ROWS or num_bytes > MAX_RESULT_BYTES:
+            raise sqlite3.DataError(f"more than {MAX_ROWS:,} rows or {MAX_RESULT_BYTES:,} bytes")
+    return rows
 
 
 def _limit_work(database: sqlite3.Connection) -> None:
     """Interrupt statements of this connection that run for too long from now on."""
     checks = iter(range(MAX_INSTRUCTIONS // INSTRUCTIONS_PER_CHECK))
-    database.set_progress_handler(lambda: next(checks, None) is None, INSTRUCTIONS_PER_CHECK)
+    end = time.thread_time() + MAX_SECONDS
+
+    def is_too_long() -> bool:
+        return next(checks, None) is None or time.thread_time() > end
+
+    database.set_progress_handler(is_too_long, INSTRUCTIONS_PER_CHECK)
 
 
 def _deny_files(action: int, *_: str | None) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ftkit.data.encoding import IGNORED
+from ftkit.data.rows import read_json_lines
 from ftkit.errors import DataError
 from ftkit.layout import DATA_MANIFEST
 
@@ -122,8 +123,8 @@ class PreparedData:
         self.manifest_path.write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
 
     def read_heldout_examples(self) -> list[dict[str, Any]]:
-        """Read the held-out examples."""
-        return [json.loads(line) for line in self.heldout_examples.read_text(encoding="utf-8").splitlines()]
+        """Read the columns of the held-out examples."""
+        return [row.columns for row in read_json_lines(self.heldout_examples)]
 
 
 @contextmanager

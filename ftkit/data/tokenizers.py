@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ftkit.data.chat_templates import TEMPLATES
 from ftkit.errors import DataError, in_short
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
     from ftkit.specs.model import ModelSpec
@@ -88,8 +90,41 @@ def _with_template(tokenizer: Any, source: str, template_name: str) -> PreTraine
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None or not tokenizer.is_fast:
+        lacks = "a padding or end token" if tokenizer.is_fast else "a fast version, which tells where its tokens begin"
+        raise DataError(f"the tokeniser of '{source}' lacks {lacks}", fix="set model.tokenizer.source to another one")
     result: PreTrainedTokenizerBase = tokenizer
     return result
+
+
+def check_size(tokenizer: Any, vocab_size: int, report: Callable[[str], None]) -> None:
+    """Check that the padding token is in the model's vocabulary; report whether other tokens are not.
+
+    Raises:
+        DataError: it is not.
+    """
+    check_tokens(tokenizer, np.array([tokenizer.pad_token_id]), vocab_size)
+    if len(tokenizer) > vocab_size:
+        report(
+            f"the tokeniser has {len(tokenizer):,} tokens, model.architecture.vocab_size is {vocab_size:,}: "
+            "examples with one of the tokens beyond are refused"
+        )
+
+
+def check_tokens(tokenizer: Any, tokens: NDArray[np.integer[Any]], vocab_size: int) -> None:
+    """Check that tokens have a row in the model's embedding table.
+
+    Raises:
+        DataError: one has not.
+    """
+    largest = int(tokens.max(initial=0))
+    if largest >= vocab_size:
+        raise DataError(
+            f"token {largest:,} ({tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the model's vocabulary of "
+            f"{vocab_size:,}",
+            meaning="the tokeniser is another model's, or tokens were added to it that the weights don't have",
+            fix="take the model's own: model.tokenizer.source=model; or correct model.architecture.vocab_size",
+        )
 
 
 def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

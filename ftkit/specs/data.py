@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from ftkit.specs.format_string import FormatString, columns_of
 from ftkit.specs.strict import Spec
 
 
@@ -64,9 +65,15 @@ class FilesSource(Spec):
     num_train: PositiveInt | None = None
     """Take so many of the shuffled examples; none: all."""
     num_heldout: NonNegativeInt = 0
-    """Hold so many examples out for evaluation."""
+    """Hold so many examples of `train` out for evaluation; not together with `heldout`, which is taken whole."""
     seed: NonNegativeInt = 0
     """Seed of the shuffle."""
+
+    @model_validator(mode="after")
+    def _examples_are_held_out_in_one_way(self) -> Self:
+        if self.heldout is not None and self.num_heldout:
+            raise ValueError(f"num_heldout ({self.num_heldout}) has no effect with heldout: leave one of them out")
+        return self
 
 
 class HubSource(Spec):
@@ -93,10 +100,15 @@ class PromptCompletionFormat(Spec):
     """Columns filled into a prompt and a completion: one user turn, one assistant turn."""
 
     kind: Literal["prompt-completion"]
-    prompt: str
-    """Text of the user's turn; `{column}` stands for an example's column."""
-    completion: str
-    """Text of the assistant's turn; `{column}` stands for an example's column."""
+    prompt: FormatString
+    """Text of the user's turn. `{column}` stands for an example's column, `{{` and `}}` for braces; a null is empty."""
+    completion: FormatString
+    """Text of the assistant's turn, with columns like the prompt."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it uses."""
+        return [*columns_of(self.prompt), *columns_of(self.completion)]
 
 
 class MessagesFormat(Spec):
@@ -106,7 +118,12 @@ class MessagesFormat(Spec):
     column: str = "messages"
     """The column."""
     style: Literal["openai", "sharegpt"] = "openai"
-    """`openai`: role and content; `sharegpt`: from and value."""
+    """`openai`: role and content; `sharegpt`: from and value. A turn with any other key is refused."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it uses."""
+        return [self.column]
 
 
 Source = Annotated[GeneratedSource | FilesSource | HubSource, Field(discriminator="kind")]

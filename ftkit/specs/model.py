@@ -11,6 +11,8 @@ from ftkit.specs.strict import Spec
 Family = Literal["gemma3_text", "llama", "olmo3", "qwen3"]
 """Families whose parameters and memory are planned exactly, and which every image and engine is tested with."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
+NEVER_WINDOWED: tuple[Family, ...] = ("llama", "qwen3")
+"""Those of them in which every layer sees all."""
 ModelType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 """What Hugging Face calls an architecture."""
 
@@ -54,6 +56,13 @@ class ArchitectureSpec(Spec):
     def is_estimated(self) -> bool:
         """Whether counts that follow from this shape are estimates, because its family is not one of `FAMILIES`."""
         return self.family not in FAMILIES
+
+    @property
+    def layer_types(self) -> list[str]:
+        """How far each layer looks back, in the words of Hugging Face configurations."""
+        every = self.full_attention_every
+        layers = range(1, self.num_hidden_layers + 1)
+        return ["full_attention" if number % every == 0 else "sliding_attention" for number in layers]
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:

@@ -15,13 +15,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from ftkit.errors import TrainingError, in_short
 from ftkit.model_folder import CONFIG_FILE, read_model_type
+from ftkit.specs.model import NEVER_WINDOWED
+from ftkit.specs.model_config import CONFIG_KEYS, find_contradictions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.specs.model import ArchitectureSpec, ModelSpec
-
-_NEVER_WINDOWED = ("llama", "qwen3")
 
 
 def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -51,18 +51,14 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
 
 def _windows(shape: ArchitectureSpec) -> dict[str, Any]:
     """Return the fields that say how far each layer looks back, of families that may have them."""
-    every, layers = shape.full_attention_every, shape.num_hidden_layers
-    if shape.family in _NEVER_WINDOWED:
+    if shape.family in NEVER_WINDOWED:
         return {}
     if shape.is_estimated and shape.sliding_window is None:
         return {"sliding_window": None}
     return {
         "sliding_window": shape.sliding_window or shape.max_position_embeddings,
-        "layer_types": ["full_attention" if (n + 1) % every == 0 else "sliding_attention" for n in range(layers)],
+        "layer_types": shape.layer_types,
     }
-
-
-_COMPARED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -82,17 +78,12 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
     """
     stored = _read_stored(folder)
     config = stored.get_text_config(decoder=True)
-    planned = {"family": shape.family} | {key: getattr(shape, key) for key in _COMPARED}
-    read = {"family": config.model_type} | {key: getattr(config, key, None) for key in _COMPARED}
-    if shape.is_estimated:  # not every family has all of them
-        read = {key: value for key, value in read.items() if value is not None}
-    wrong = [
-        f"{key}: {planned[key]} in the recipe, {read[key]} in the weights" for key in read if planned[key] != read[key]
-    ]
+    found = find_contradictions(shape, {key: getattr(config, key, None) for key in CONFIG_KEYS})
+    wrong = [f"{key}: {values}" for key, values in found.items()]
     if wrong:
         raise TrainingError(
             f"the weights in {folder} are of another shape than model.architecture: {'; '.join(wrong)}",
-            meaning="the plan's memory and speed are for another model",
+            meaning="what is trained is what the weights' own configuration says; the plan is for another model",
             fix="correct model.architecture in the recipe",
         )
     return TextConfig(config, is_wrapped=config is not stored)

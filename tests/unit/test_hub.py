@@ -148,7 +148,7 @@ def test_what_is_in_the_cache_is_not_asked_for_and_offline_it_must_be_there(
     (stored / "refs").mkdir(parents=True)
     (stored / "refs" / "main").write_text("abc")
     (stored / "snapshots" / "abc").mkdir(parents=True)
-    (stored / "snapshots" / "abc" / CONFIG_FILE).touch()
+    (stored / "snapshots" / "abc" / CONFIG_FILE).write_text('{"model_type": "llama"}')
     with pytest.raises(NotFoundError, match="HF_HUB_OFFLINE is set, and not all files of 'org/gated' are in"):
         check_weights(model("org/gated"), offline, tmp_path)
     assert "not to be seen from here" in str(check_weights(model("org/gated"), offline, tmp_path / "on-a-node"))

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import pytest
 from pydantic import ValidationError
 
-from ftkit.data.sources import read_examples
+from ftkit.data.sources import read_examples, read_first_examples
 from ftkit.errors import DataError
-from ftkit.specs.data import FilesSource, GeneratedSource
+from ftkit.specs.data import FilesSource, GeneratedSource, HubSource
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ def write_lines(path: Path, count: int) -> str:
 def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
     source = FilesSource(kind="files", train=write_lines(tmp_path / "a.jsonl", 20), num_train=12, num_heldout=5)
     examples = read_examples(source)
-    train, heldout = ({example["id"] for example in part} for part in (examples.train, examples.heldout))
+    train, heldout = ({row.columns["id"] for row in part} for part in (examples.train, examples.heldout))
     assert (len(train), len(heldout)) == (12, 5)
     assert not train & heldout
 
@@ -30,8 +30,9 @@ def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
 def test_the_same_seed_draws_the_same_examples_and_another_seed_others(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", 50)
 
-    def draw(seed: int) -> list[dict[str, int]]:
-        return read_examples(FilesSource(kind="files", train=path, num_train=10, seed=seed)).train
+    def draw(seed: int) -> list[int]:
+        rows = read_examples(FilesSource(kind="files", train=path, num_train=10, seed=seed)).train
+        return [row.columns["id"] for row in rows]
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
@@ -51,6 +52,28 @@ def test_too_few_examples_are_refused_with_both_numbers(tmp_path: Path) -> None:
         read_examples(source)
 
 
+def test_a_file_to_train_on_that_is_too_short_is_refused_beside_a_held_out_file_too(tmp_path: Path) -> None:
+    train, heldout = write_lines(tmp_path / "a.jsonl", 4), write_lines(tmp_path / "b.jsonl", 0)
+    with pytest.raises(DataError, match=r"has 4 examples, the recipe asks for 5"):
+        read_examples(FilesSource(kind="files", train=train, heldout=heldout, num_train=5))
+    with pytest.raises(DataError, match=r"b\.jsonl has no examples"):
+        read_examples(FilesSource(kind="files", train=train, heldout=heldout, num_train=4))
+
+
+def test_examples_are_held_out_in_one_way_only() -> None:
+    with pytest.raises(ValidationError, match=r"num_heldout \(3\) has no effect with heldout"):
+        FilesSource(kind="files", train="a.jsonl", heldout="b.jsonl", num_heldout=3)
+
+
+def test_the_first_examples_are_those_of_both_files_and_one_that_is_generated(tmp_path: Path) -> None:
+    train, heldout = write_lines(tmp_path / "a.jsonl", 2), write_lines(tmp_path / "b.jsonl", 1)
+    rows = read_first_examples(FilesSource(kind="files", train=train, heldout=heldout))
+    assert [row.where for row in rows] == [f"{train}:1", f"{train}:2", f"{heldout}:1"]
+    source = GeneratedSource(kind="generated", generator="text-to-sql", num_train=10_000_000)
+    assert [row.where for row in read_first_examples(source)] == ["generated example 1"]
+    assert read_first_examples(HubSource(kind="hub", dataset="org/data")) == []
+
+
 @pytest.mark.parametrize("line", ["{", "[1]", '"text"'])
 def test_a_malformed_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
@@ -67,7 +90,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_generated_examples_have_the_columns_of_the_task() -> None:
     examples = read_examples(GeneratedSource(kind="generated", generator="text-to-sql", num_train=3, num_heldout=1))
     assert [len(examples.train), len(examples.heldout)] == [3, 1]
-    assert {"sql_prompt", "sql_context", "sql"} <= examples.train[0].keys()
+    assert {"sql_prompt", "sql_context", "sql"} <= examples.train[0].columns.keys()
 
 
 def test_simulated_malware_has_the_sizes_that_the_recipe_asks_for() -> None:
@@ -82,8 +105,8 @@ def test_simulated_malware_has_the_sizes_that_the_recipe_asks_for() -> None:
     )
     examples = read_examples(source)
     assert [len(examples.train), len(examples.heldout)] == [4, 2]
-    assert {len(example["binary"]) for example in examples.train} == {3000}
-    assert examples.train[0].keys() == {"binary", "verdict", "analysis"}
+    assert {len(row.columns["binary"]) for row in examples.train} == {3000}
+    assert examples.train[0].columns.keys() == {"binary", "verdict", "analysis"}
 
 
 @pytest.mark.parametrize(

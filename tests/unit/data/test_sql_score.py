@@ -1,12 +1,14 @@
 """Scoring SQL by execution: what matches, what does not, and what may not run at all."""
 
+import tracemalloc
+from itertools import count
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftkit.data.sql_score import ExecutionMatch, Outcome, execution_match
+from ftkit.data.sql_score import MAX_RESULT_BYTES, ExecutionMatch, Outcome, execution_match
 from ftkit.data.text_to_sql import Example
 
 CONTEXT = "CREATE TABLE cars (model TEXT, price INTEGER, weight REAL);"
@@ -175,3 +177,46 @@ def test_no_text_raises(predicted_sql: str) -> None:
 )
 def test_no_sequence_of_sql_words_raises(words: list[str]) -> None:
     assert isinstance(score(" ".join(words)), ExecutionMatch)
+
+
+def from_numbers(select: str, condition: str = "") -> str:
+    return " ".join(("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)", select, "FROM n", condition))
+
+
+def columns(count: int) -> str:
+    return "SELECT " + ", ".join(["zeroblob(9999)"] * count)
+
+
+@pytest.mark.parametrize(
+    "predicted_sql",
+    [
+        from_numbers("SELECT zeroblob(999999)"),
+        from_numbers(columns(200)),
+        from_numbers("SELECT hex(zeroblob(4000)) || i", "ORDER BY 1"),
+        from_numbers("SELECT i", "LIMIT 20000"),
+        columns(2000),
+    ],
+    ids=["long values", "long rows", "sorted", "many rows", "many columns"],
+)
+def test_results_are_bounded_in_rows_and_bytes(predicted_sql: str) -> None:
+    score("SELECT 1")  # what is imported and cached is not the result's
+    tracemalloc.start()
+    try:
+        verdict = score(predicted_sql)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert verdict.outcome is Outcome.PREDICTION_FAILED
+    assert peak < 8 * MAX_RESULT_BYTES
+
+
+def test_a_reference_with_too_many_rows_is_told_apart_from_a_wrong_prediction() -> None:
+    verdict = score("SELECT 1", from_numbers("SELECT i", "LIMIT 20000"))
+    assert verdict.outcome is Outcome.REFERENCE_FAILED
+    assert "more than 10,000 rows" in verdict.message
+
+
+def test_slow_instructions_are_stopped_by_the_time_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = count()
+    monkeypatch.setattr("ftkit.data.sql_score.time.thread_time", lambda: next(seconds))
+    assert score(from_numbers("SELECT count(*)", "LIMIT 1")).outcome is Outcome.PREDICTION_FAILED

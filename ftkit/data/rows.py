@@ -1,0 +1,148 @@
+"""Rows of data, each with its place, and JSON Lines files of them."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import shlex
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ftkit.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    Columns = dict[str, Any]
+
+MAX_DEPTH = 64
+"""Lists and mappings inside each other: far more than a conversation has, far less than Python's stack."""
+_EXCERPT = 200
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The columns of one example, and where they were read: `FILE:LINE`, or its number in a data set."""
+
+    columns: Columns
+    where: str
+
+
+@contextmanager
+def errors_at(row: Row) -> Iterator[None]:
+    """Add the row's place and its beginning to a DataError raised inside."""
+    try:
+        yield
+    except DataError as error:
+        shown = json.dumps(row.columns, ensure_ascii=False, default=str)[:_EXCERPT]
+        excerpt = "the example: " + "".join(letter if letter.isprintable() else "?" for letter in shown)
+        meaning = f"{error.meaning}; {excerpt}" if error.meaning else excerpt
+        raise DataError(f"{row.where}: {error.what}", meaning=meaning, fix=error.fix) from error
+
+
+def read_json_lines(path: Path) -> list[Row]:
+    """Read a JSON Lines file, which is UTF-8 with or without a byte-order mark. Blank lines are skipped.
+
+    Raises:
+        DataError: it can't be read, or a line is not a JSON object that can be trained on.
+    """
+    try:
+        with path.open("rb") as file:
+            return list(_parse(file, path))
+    except OSError as error:
+        raise DataError(f"can't read {path}: {error.strerror}", fix="check data.source in the recipe") from error
+
+
+def read_first_rows(path: Path, max_bytes: int) -> list[Row]:
+    """Read those rows of a JSON Lines file that are whole within its first bytes. Raises as `read_json_lines`."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(max_bytes)
+            is_whole = not file.read(1)
+    except OSError as error:
+        raise DataError(f"can't read {path}: {error.strerror}", fix="check data.source in the recipe") from error
+    lines = head.split(b"\n")
+    return list(_parse(lines if is_whole else lines[:-1], path))
+
+
+def write_json_lines(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows so that `read_json_lines` reads them; dates and other values without a JSON form become text."""
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps(row.columns, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
+def _parse(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
+    """Parse lines that end at line feeds alone: U+2028, U+2029 and U+0085 may stand inside a JSON text."""
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        text = _decode(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, path, where)
+        if text.strip():
+            yield Row(_parse_object(text, path, where), where)
+
+
+def _decode(line: bytes, path: Path, where: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        likely = "UTF-16" if line.startswith(_UTF16) else "ISO-8859-1"
+        raise DataError(
+            f"{where}: not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line",
+            meaning=f"the file has another encoding, probably {likely}",
+            fix=f"convert it: iconv -f {likely} -t UTF-8 {shlex.quote(str(path))} > converted.jsonl",
+        ) from error
+
+
+def _parse_object(text: str, path: Path, where: str) -> Columns:
+    one_object = "each line is one JSON object"
+    try:
+        parsed = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        is_array = text.lstrip().startswith("[")
+        reason = f"{error.msg} at position {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(
+            f"{where}: not valid JSON: {reason}",
+            meaning="the file is one array, or its objects go over several lines"
+            if is_array or text.strip() == "{"
+            else "",
+            fix=f"{one_object}: jq -c '.[]' {shlex.quote(str(path))} > lines.jsonl" if is_array else one_object,
+        ) from error
+    if not isinstance(parsed, dict):
+        raise DataError(f"{where}: not a JSON object", fix=one_object)
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(parsed, MAX_DEPTH):
+        raise DataError(f"{where}: nested more than {MAX_DEPTH} deep", fix="flatten or remove this example")
+    if _SURROGATE.search(text):
+        _check_surrogates(parsed, where)
+    return parsed
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Columns:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return unique
+
+
+def _is_deeper(value: object, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [child for children in inner for child in children]
+    return bool(level)
+
+
+def _check_surrogates(parsed: Columns, where: str) -> None:
+    try:
+        json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = str(error.object)[error.start]
+        raise DataError(
+            f"{where}: \\u{ord(half):04x} is half of a character",
+            meaning="a text was cut inside an emoji or another character that JSON writes as two escapes",
+            fix="correct or remove this example",
+        ) from error

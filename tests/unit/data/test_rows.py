@@ -1,0 +1,125 @@
+"""JSON Lines files: what may stand in a line, and how one that can't be used is named."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftkit.data.rows import MAX_DEPTH, Row, errors_at, read_first_rows, read_json_lines, write_json_lines
+from ftkit.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SEPARATORS = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\r\nh"
+
+
+def columns(path: Path) -> list[dict[str, Any]]:
+    return [row.columns for row in read_json_lines(path)]
+
+
+def test_what_python_takes_for_the_end_of_a_line_may_stand_inside_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"text": SEPARATORS}, ensure_ascii=False) + "\n{}\n", encoding="utf-8", newline="\n")
+    assert columns(path) == [{"text": SEPARATORS}, {}]
+
+
+@pytest.mark.parametrize("content", [b'{"a": 1}\r\n{"a": 2}\r\n', codecs.BOM_UTF8 + b'{"a": 1}\n\n{"a": 2}'])
+def test_windows_line_ends_a_byte_order_mark_and_blank_lines_are_taken(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(content)
+    assert columns(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_each_row_knows_its_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert [row.where for row in read_json_lines(path)] == [f"{path}:1", f"{path}:3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"a": 1', r"bad\.jsonl:2: not valid JSON: .* at position 9"),
+        (b"[1, 2]", r"bad\.jsonl:2: not a JSON object"),
+        (b'{"a": "caf\xe9"}', r"bad\.jsonl:2: not UTF-8: byte 0xe9 at position 11.*\n.*ISO-8859-1\n.*iconv -f ISO"),
+        (b'{"a": "\\ud83d"}', r"bad\.jsonl:2: \\ud83d is half of a character"),
+        (b'{"a": {"b": ["\\uDE00"]}}', r"bad\.jsonl:2: \\ude00 is half of a character"),
+        (b'{"a": 1, "a": 2}', r"bad\.jsonl:2: not valid JSON: the key 'a' stands twice"),
+        (b'{"a": ' + b"9" * 5000 + b"}", r"bad\.jsonl:2: not valid JSON: Exceeds the limit"),
+        (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", r"bad\.jsonl:2: nested more than 64 deep"),
+        (b'{"a": ' + b"[" * 99999 + b"]" * 99999 + b"}", r"bad\.jsonl:2: not valid JSON: maximum recursion depth"),
+        (b'{"a": ' * 99999, r"bad\.jsonl:2: not valid JSON"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_one_error_with_file_and_line(line: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"ok": 1}\n' + line + b"\n")
+    with pytest.raises(DataError, match=message):
+        read_json_lines(path)
+
+
+def test_a_whole_array_and_utf_16_are_recognized(tmp_path: Path) -> None:
+    path = tmp_path / "array.json"
+    path.write_text('[\n{"a": 1}\n]')
+    with pytest.raises(DataError, match=r"array\.json:1: not valid JSON.*\n.*one array.*\n.*jq -c"):
+        read_json_lines(path)
+    path.write_text('{"a": 1}\n', encoding="utf-16")
+    with pytest.raises(DataError, match=r"not UTF-8.*\n.*UTF-16"):
+        read_json_lines(path)
+
+
+def test_pairs_of_surrogates_and_many_shallow_values_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    turns = [{"role": "user", "content": "\U0001f600"}] * (2 * MAX_DEPTH)
+    path.write_text(json.dumps({"turns": turns}) + "\n")
+    assert columns(path) == [{"turns": turns}]
+
+
+def test_a_folder_or_a_missing_file_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none.jsonl"):
+        for read in (read_json_lines, lambda path: read_first_rows(path, 10)):
+            with pytest.raises(DataError, match="can't read"):
+                read(path)
+
+
+def test_the_first_rows_are_those_that_are_whole_in_the_first_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}')
+    assert [row.columns["a"] for row in read_first_rows(path, 20)] == [1, 2]
+    assert [row.columns["a"] for row in read_first_rows(path, 26)] == [1, 2, 3]
+    assert read_first_rows(path, 5) == []
+
+
+def test_an_error_names_the_place_and_shows_the_beginning_of_the_example() -> None:
+    row = Row({"text": "\x1b[2J\x9b\u202e" + "x" * 500}, "train.jsonl:7")
+    with pytest.raises(DataError) as caught, errors_at(row):
+        raise DataError("too odd", meaning="it is odd", fix="make it even")
+    assert caught.value.what == "train.jsonl:7: too odd"
+    assert caught.value.meaning.startswith('it is odd; the example: {"text": "')
+    assert len(caught.value.meaning) < 300
+    assert caught.value.meaning.isprintable()
+    assert caught.value.fix == "make it even"
+
+
+TEXTS = st.text(st.characters(codec="utf-8"))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.dictionaries(TEXTS, TEXTS | st.none() | st.integers() | st.lists(TEXTS))))
+def test_rows_are_read_back_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory, values: list[dict[str, Any]]
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "heldout.jsonl"
+    write_json_lines(path, [Row(each, "") for each in values])
+    assert columns(path) == values
+
+
+def test_values_without_a_form_in_json_are_written_as_text(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "heldout.jsonl", [Row({"blob": b"x"}, "")])
+    assert columns(tmp_path / "heldout.jsonl") == [{"blob": "b'x'"}]
