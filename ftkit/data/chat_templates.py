@@ -25,6 +25,8 @@ _GEMMA = (
     "{{ bos_token }}"
     "{% if messages[0]['role'] == 'system' %}"
     "{% set prefix = messages[0]['content'] + '\n\n' %}{% set turns = messages[1:] %}"
+    "{% if turns and turns[0]['role'] == 'assistant' %}"
+    "{{ raise_exception('after the system turn comes the user, in whose turn its text is') }}{% endif %}"
     "{% else %}{% set prefix = '' %}{% set turns = messages %}{% endif %}"
     "{% for turn in turns %}"
     "<start_of_turn>{{ 'model' if turn['role'] == 'assistant' else turn['role'] }}\n"

@@ -64,7 +64,8 @@ def encode(tokenizer: Any, messages: Sequence[Message], *, all_tokens: bool) -> 
     before each of them, so any chat template works that only ever adds text.
 
     Raises:
-        DataError: the template rewrites earlier turns, or there is nothing to train on.
+        DataError: the template refuses the conversation or rewrites earlier turns, the assistant speaks first, or there
+            is nothing to train on.
     """
     text = render(tokenizer, messages, open_answer=False)
     spans = [(0, len(text))] if all_tokens else _assistant_spans(tokenizer, messages, text)
@@ -94,6 +95,12 @@ def _assistant_spans(tokenizer: Any, messages: Sequence[Message], text: str) -> 
     turns what comes before is the leading system turn and the turns just before. What they add is compared with
     the text, piece after piece: a template to which the distance matters is refused, not misread.
     """
+    if messages[0].role == "assistant":
+        raise DataError(
+            "the conversation starts with the assistant, so nothing tells where its words begin",
+            meaning="a chat template opens an answer to what was said before",
+            fix="put a system or user turn before it, remove this example, or set data.train_on to 'all'",
+        )
     spans: list[tuple[int, int]] = []
     position = begin = 0  # the text and the turns that were dealt with
     for index, message in enumerate(messages):

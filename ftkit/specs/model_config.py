@@ -78,7 +78,7 @@ def _windows(shape: ArchitectureSpec, told: Mapping[str, Any]) -> dict[str, str]
         window = None
     if shape.family not in FAMILIES or shape.family in NEVER_WINDOWED:
         is_other = planned not in (None, window)
-    elif types is None:
+    elif not isinstance(types, list):
         is_other = window is not None and planned != window
     else:
         planned = planned or shape.max_position_embeddings

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SHAPE = ArchitectureSpec(
     family="gemma3_text", vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256, sliding_window=16,
-    full_attention_every=6, tie_word_embeddings=True,
+    full_attention_every=6, tie_word_embeddings=True, rope_theta=1_000_000.0,
 )  # fmt: skip
 TEXT = SHAPE.model_dump(exclude={"family", "full_attention_every", "rope_theta"})
 EYES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -13,7 +13,7 @@ import pytest
 from ftkit import hub
 from ftkit.data.__main__ import main as prepare_data
 from ftkit.data.store import PreparedData
-from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
 from ftkit.hub import check_data, read_token
 from ftkit.launch.prerequisites import check_sources
 from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
@@ -49,6 +49,7 @@ def check_weights(spec: ModelSpec, environment: dict[str, str], home: Path = NOW
 
 class Hub(BaseHTTPRequestHandler):
     asked: list[tuple[str, str | None]] = []  # noqa: RUF012 - one server a test
+    config = b"{}"
 
     def do_HEAD(self) -> None:
         token = self.headers.get("Authorization")
@@ -70,6 +71,14 @@ class Hub(BaseHTTPRequestHandler):
         if status == 307:
             self.send_header("Location", "http://elsewhere.invalid/config.json")
         self.end_headers()
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/org/small/") or self.headers.get("Authorization") not in (None, "Bearer secret"):
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.config)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -156,6 +165,33 @@ def test_what_is_in_the_cache_is_not_asked_for_and_offline_it_must_be_there(
     assert check_weights(model("org/gated"), offline, tmp_path) is None
     assert check_weights(model("org/gated"), environment | {"HF_HOME": str(tmp_path)}) is None
     assert not Hub.asked
+
+
+def test_a_shape_that_the_configuration_on_the_hub_contradicts_is_refused(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for config in (b'{"rope_theta": 5e5, "hidden_size": 32, "num_key_value_heads": 4}', b"{" * 9999, b"[]", b"\xff"):
+        monkeypatch.setattr(Hub, "config", config)
+        if config[-1:] == b"}":
+            with pytest.raises(ConfigError) as caught:
+                check_weights(model("org/small"), environment)
+            found = {problem.key for problem in caught.value.problems}
+            assert found == {"model.architecture.rope_theta", "model.architecture.num_key_value_heads"}
+            assert "10000.0 in the recipe, 500000.0 in the weights" in str(caught.value)
+        else:
+            assert check_weights(model("org/small"), environment) is None
+
+
+def test_a_shape_that_the_configuration_here_contradicts_is_refused(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / WEIGHTS_FILE).touch()
+    (snapshot / CONFIG_FILE).write_text('{"model_type": "llama", "tie_word_embeddings": true}')
+    for weights in ("org/model", str(snapshot)):
+        with pytest.raises(ConfigError, match=r"architecture\.tie_word_embeddings: False in the recipe, True in"):
+            check_weights(model(weights), environment, tmp_path)
 
 
 def test_nobody_is_asked_for_random_weights(environment: dict[str, str]) -> None:

@@ -180,7 +180,8 @@ def test_no_sequence_of_sql_words_raises(words: list[str]) -> None:
 
 
 def from_numbers(select: str, condition: str = "") -> str:
-    return " ".join(("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)", select, "FROM n", condition))
+    clauses = ["WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)", select, "FROM n", condition]
+    return " ".join(clauses)
 
 
 def columns(count: int) -> str:
