@@ -269,20 +269,6 @@ def test_the_other_packer_gives_the_same_files(
 # --- On machines that have them ------------------------------------------------------------------
 
 
-def test_enroot_starts_the_imported_file(project: Project) -> None:
-    if not shutil.which("enroot"):
-        pytest.skip("enroot is not on this machine")
-    project.define(more="environment: {GREETING: hello}\n")
-    project.ok("build", "tiny:1", "--allow-unpinned")
-    link = project.ok("import", "tiny:1", "--with", "ftkit").stdout.strip()
-    subprocess.run(["enroot", "create", "--force", "--name", "ftkit-test", link], check=True)
-    try:
-        command = ["enroot", "start", "ftkit-test", "sh", "-c", "echo $GREETING"]
-        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "hello\n"
-    finally:
-        subprocess.run(["enroot", "remove", "--force", "ftkit-test"], check=True)
-
-
 def test_pyxis_starts_the_imported_file(project: Project) -> None:
     offers = shutil.which("srun") and subprocess.run(["srun", "--help"], capture_output=True, text=True, check=False)
     if not offers or "--container-image" not in offers.stdout:
