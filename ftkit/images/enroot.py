@@ -195,6 +195,13 @@ def _explain(address: Address, done: process.ProgramOutput, output: Path) -> Ima
             "enroot can't import an image from the docker engine that has neither CMD nor ENTRYPOINT",
             fix="import with --with ftkit, which needs no command, or push the image and import it from the registry",
         )
+    if "no space left" in said.lower():
+        return ImageError(
+            f"the disk is full: {last}",
+            meaning="enroot unpacks the whole image in ENROOT_TEMP_PATH or TMPDIR, on a node in the cluster's"
+            f" 'node_local_dir', before it writes the file to {output.parent}",
+            fix="make room, set them to a local folder that has it, or import with --with ftkit, which unpacks nothing",
+        )
     is_silent = any(word in last for word in ("Authenticating with user", "Using credentials from file"))
     if is_silent or "401" in last or "403" in last:
         host = address.uri.removeprefix("docker://").partition("#")[0]

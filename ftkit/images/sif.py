@@ -61,8 +61,7 @@ class SifSource:
         if wish.on_node:
             raise ConfigError([Problem("", "--on-node", "SIF files are made on this machine.", "Leave --on-node out.")])
         self._known = choose_source(replace(wish, method="ftkit"), report)
-        self._name = self._known.name if isinstance(self._known, EngineSource) else ""
-        self._remote = None if self._name else remote_of(wish)
+        self._remote = None if isinstance(self._known, EngineSource) else remote_of(wish)
         self.image_id = self._known.image_id
         self.registry_digest = self._known.registry_digest
         self.is_vouched_for = self._known.is_vouched_for
@@ -103,9 +102,9 @@ class SifSource:
         return Made(Contents(), Path(program).name)
 
     def _address(self) -> str:
-        """Return the image as the program takes it: from a registry by digest, because its tag may move meanwhile."""
+        """Return the image as the program takes it: by digest or by the engine's id, because names can move."""
         if self._remote is None:
-            return f"docker-daemon:{self._name}"
+            return f"docker-daemon:{self.image_id}"
         return replace(self._remote, digest=self.registry_digest).docker_uri
 
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
-from ftkit.images import choosing, enroot, squashfs
+from ftkit.images import choosing, enroot, sif, squashfs
 from ftkit.images.choosing import ImportWish, choose_source, name_of
+from ftkit.images.engine import EngineImage
 from ftkit.images.importing import import_image
 from ftkit.images.progress import say_nothing
 from ftkit.images.root_filesystem import ImageConfig
 from ftkit.images.sif import SifSource
-from ftkit.images.sources import EnrootSource
+from ftkit.images.sources import EngineSource, EnrootSource
 from ftkit.images.store import ImageStore, read_manifest
 from ftkit.specs.digest import Digest
 from ftkit.specs.image_reference import parse_reference
@@ -267,6 +268,7 @@ def test_an_interrupted_import_cancels_its_job_and_leaves_nothing(
     [
         ("[INFO] Authenticating with user: alice", ("could not log in to r.io:5000", "machine r.io login")),
         ("tar: opt/null: Cannot mknod: Operation not permitted", ("has device files", "--with ftkit")),
+        ("tar: a/b: Cannot write: No space left on device", ("disk is full: tar: a/b", "--with ftkit")),
         ("Error response from daemon: No command specified", ("neither CMD nor ENTRYPOINT", "--with ftkit")),
     ],
 )
@@ -311,6 +313,17 @@ def test_a_sif_file_is_made_by_whichever_program_there_is(
     words = (record / program).read_text().split()
     assert words[-1] == "docker://r.io/team/olmo3@sha256:" + "b" * 64  # the tag may have moved by now
     assert not import_image("olmo3:25.02", source, store).is_new
+
+
+def test_a_sif_file_of_the_engine_is_asked_for_by_id(
+    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in("apptainer", APPTAINER)
+    image = EngineImage(Known.image_id, size=1, created=0, labels={}, repo_digests=(), config=Known.config)
+    monkeypatch.setattr(sif, "choose_source", lambda *_: EngineSource("ftkit/a:1", image))
+    store = ImageStore(tmp_path / "images")
+    import_image("a:1", SifSource(ImportWish("a:1", None, SLURM), say_nothing), store)
+    assert (record / "apptainer").read_text().split()[-1] == f"docker-daemon:{Known.image_id}"
 
 
 def test_a_sif_build_that_fails_shows_what_was_said(
