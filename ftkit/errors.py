@@ -6,12 +6,14 @@ Every message has three parts: what failed, what it usually means, what to do ne
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 class FtkitError(Exception):
@@ -23,13 +25,20 @@ class FtkitError(Exception):
         fix: what to do next.
     """
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
+    is_outside: ClassVar[bool] = False
+    """Whether the cause lies outside of what was asked for: the same may succeed once it is mended."""
 
     def __init__(self, what: str, *, meaning: str = "", fix: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.meaning = meaning
         self.fix = fix
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether a run that this error ended can go on once the cause is mended; else it needs another plan."""
+        return self.is_outside or "ftkit resume" in self.fix
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.meaning, self.fix) if part)
@@ -73,12 +82,14 @@ class NotFoundError(FtkitError):
     """A run, recipe, cluster, image or file that was named does not exist."""
 
     exit_code = 4
+    is_outside = True
 
 
 class PrerequisiteError(FtkitError):
     """A program, a Python package or a right that the command needs is missing on this machine."""
 
     exit_code = 5
+    is_outside = True
 
 
 class SubmitError(FtkitError):
@@ -88,9 +99,13 @@ class SubmitError(FtkitError):
 
 
 class RunFailedError(FtkitError):
-    """A run that was waited for ended in failure."""
+    """A run that was waited for ended in failure; with the exit code of what ended it, if that is known."""
 
     exit_code = 7
+
+    def __init__(self, what: str, *, exit_code: int = 7, meaning: str = "", fix: str = "") -> None:
+        super().__init__(what, meaning=meaning, fix=fix)
+        self.exit_code = exit_code
 
 
 class DataError(FtkitError):
@@ -112,9 +127,49 @@ class ImageError(FtkitError):
 
 
 class MemoryExhaustedError(FtkitError):
-    """The run needs more memory than its devices have."""
+    """The run needs more memory than its devices, or its machines, have."""
 
     exit_code = 11
+
+
+class DiskFullError(FtkitError):
+    """A disk is full, or its quota is used up."""
+
+    exit_code = 12
+    is_outside = True
+
+
+def explained(error: Exception) -> Exception:
+    """Return that a disk is full if an error or one of its causes says so; else the error itself."""
+    if isinstance(error, DiskFullError):
+        return error
+    for cause in _causes(error):
+        is_full = isinstance(cause, OSError) and cause.errno in _DISK_FULL
+        if is_full or any(os.strerror(number) in str(cause) for number in _DISK_FULL):
+            path = cause.filename if isinstance(cause, OSError) else None
+            return DiskFullError(
+                "the disk is full, or its quota is used up" + (f": can't write {path}" if path else ""),
+                meaning=str(error).partition("\n")[0],
+                fix="make room ('df -h' and 'quota -s' tell where), and try again",
+            )
+    return error
+
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and all that led to it."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        cause = waiting.pop()
+        if cause is None or id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        waiting += [cause.__context__, cause.__cause__]
+        waiting += cause.exceptions if isinstance(cause, BaseExceptionGroup) else []
 
 
 EXIT_CODES: dict[int, str] = {
@@ -125,11 +180,12 @@ EXIT_CODES: dict[int, str] = {
     NotFoundError.exit_code: "a run, recipe, cluster, image or file was not found",
     PrerequisiteError.exit_code: "a program, package or right is missing on this machine",
     SubmitError.exit_code: "the scheduler refused the job or could not be asked",
-    RunFailedError.exit_code: "the run that was followed failed or was cancelled",
+    RunFailedError.exit_code: "the run that was followed was cancelled, or failed otherwise",
     DataError.exit_code: "the data can't be used as the recipe asks",
     TrainingError.exit_code: "the trainer refused to start or to go on",
     ImageError.exit_code: "an image can't be built, pushed, imported or trusted",
-    MemoryExhaustedError.exit_code: "a device of the run has no memory left",
+    MemoryExhaustedError.exit_code: "the run needs more memory than there is",
+    DiskFullError.exit_code: "a disk is full, or its quota is used up",
     130: "interrupted from the keyboard",
 }
 

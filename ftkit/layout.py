@@ -146,6 +146,11 @@ class RunLayout:
         return self.root / "exit-code"
 
     @property
+    def disk_full(self) -> Path:
+        """An empty file that says that the run ended for want of disk: on a full disk it is all that can be written."""
+        return self.root / "disk-full"
+
+    @property
     def state(self) -> Path:
         """How the run ended, written down by whoever first saw it."""
         return self.root / "state.json"

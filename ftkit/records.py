@@ -11,13 +11,14 @@ import os
 import socket
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
 
-from ftkit.errors import FtkitError, without_secrets
+from ftkit.errors import DiskFullError, FtkitError, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -242,7 +243,11 @@ def append_record(path: Path, record: Record) -> None:
 
 @dataclass(frozen=True)
 class RankError:
-    """What ended a rank. `exit_code` is that of the error's class if a user can act on it, else 1."""
+    """What ended a rank.
+
+    `exit_code` is that of the error's class if a user can act on it, else 1; `can_resume` tells whether the run may
+    go on as it was planned.
+    """
 
     time: Seconds
     rank: Count
@@ -251,6 +256,12 @@ class RankError:
     message: str
     traceback: str
     exit_code: Annotated[int, Field(ge=1, le=255)]
+    can_resume: bool = True
+
+    @property
+    def is_actionable(self) -> bool:
+        """Whether the message says all: then the traceback is of no use to the user."""
+        return self.exit_code != 1
 
     @classmethod
     def from_exception(cls, error: BaseException, *, rank: int) -> RankError:
@@ -263,6 +274,7 @@ class RankError:
             message=without_secrets(str(error), os.environ),
             traceback=without_secrets("".join(traceback.format_exception(error)), os.environ),
             exit_code=error.exit_code if isinstance(error, FtkitError) else 1,
+            can_resume=not isinstance(error, FtkitError) or error.can_resume,
         )
 
 
@@ -273,6 +285,16 @@ def write_rank_error(path: Path, error: RankError) -> None:
     """Write a rank's error beside its log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
+
+
+def leave_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int) -> int:
+    """Write down what ended a rank, also on a full disk, where `disk_full` alone is made; return its exit code."""
+    if isinstance(error, DiskFullError):
+        disk_full.touch()
+    left = RankError.from_exception(error, rank=rank)
+    with suppress(OSError):
+        write_rank_error(path, left)
+    return left.exit_code
 
 
 def read_rank_error(path: Path) -> RankError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,14 +10,16 @@ from ftkit.cli.follow_views import state_words
 from ftkit.cli.record_lines import measured
 from ftkit.cli.terminal import Cell, Styled, Terminal
 from ftkit.cli.wording import count, duration, plural, short_path
-from ftkit.errors import RunFailedError
+from ftkit.errors import EXIT_CODES, RunFailedError, without_secrets
+from ftkit.launch.failure import command_of, explain
 from ftkit.launch.states import FAILURES, Observation, RunState
-from ftkit.launch.summary import TrainingSummary, first_error, log_tail, summarise
+from ftkit.launch.summary import TrainingSummary, log_tail, summarise
 
 if TYPE_CHECKING:
+    from ftkit.launch.failure import Failure
     from ftkit.launch.submission import SubmittedRun
     from ftkit.layout import RunLayout
-    from ftkit.records import EvaluationRecord, RankError, Sample
+    from ftkit.records import EvaluationRecord, Sample
 
 STATE_STYLES = {
     RunState.COMPLETED: "green",
@@ -36,40 +39,43 @@ def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
     Raises:
         RunFailedError: in another way than by completing.
     """
+    if seen.state is not RunState.COMPLETED:
+        failure = explain(run, seen)
+        if failure:
+            show_failure(failure, run.layout, terminal, is_data=False)
+        raise failed(run, seen, failure)
     summary = summarise(run.layout)
-    if seen.state is RunState.COMPLETED:
-        terminal.say()
-        terminal.facts([("state", state_cell(seen)), *result_facts(summary), *profile_facts(run.layout)], is_data=False)
-        if summary.after:
-            show_samples(summary.after, terminal, is_data=False)
-        terminal.facts([("next", "\n".join(next_commands(run.id, seen)))], is_data=False)
-        return
-    show_failure(run, seen, terminal)
-    raise RunFailedError(f"{run.id}: {state_words(seen)}", fix="; ".join(next_commands(run.id, seen)))
+    terminal.say()
+    terminal.facts([("state", state_cell(seen)), *result_facts(summary), *profile_facts(run.layout)], is_data=False)
+    if summary.after:
+        show_samples(summary.after, terminal, is_data=False)
+    terminal.facts([("next", "\n".join(next_commands(run.layout, seen, None)))], is_data=False)
 
 
-def show_failure(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
-    """Show the error of the rank that failed first, or the end of the log if no rank left one."""
-    if seen.state not in FAILURES:
-        return
-    error = failing_rank(run, seen)
+def failed(run: SubmittedRun, seen: Observation, failure: Failure | None) -> RunFailedError:
+    """Return the error that a command ends with that watched a run to an end other than completion."""
+    return RunFailedError(
+        f"{run.id}: {state_words(seen)}",
+        exit_code=failure.exit_code if failure else RunFailedError.exit_code,
+        fix=advice(run.layout, seen, failure),
+    )
+
+
+def show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is_data: bool) -> None:
+    """Show the error of the rank that failed first, or the end of the log if nothing else tells the reason."""
+    error = failure.error
+    terminal.text(is_data=is_data)
     if error:
-        terminal.say(Styled(f"\nrank {error.rank} on {error.host} failed first: {error.type}", "bold"))
-        terminal.say(error.message if is_actionable(error) else error.traceback.rstrip())
-        return
-    terminal.say(Styled(f"\nend of {short_path(run.layout.job_log)}:", "bold"))
-    terminal.say("\n".join(log_tail(run.layout)) or "(the log is empty)")
-
-
-def failing_rank(run: SubmittedRun, seen: Observation) -> RankError | None:
-    """Return the error that made the run fail; None if it did not fail, or no rank left one."""
-    since = max(run.submission.submitted, seen.started or 0.0)
-    return first_error(run.layout, since=since) if seen.state in FAILURES else None
-
-
-def is_actionable(error: RankError) -> bool:
-    """Whether the message says all: then the traceback is of no use to the user."""
-    return error.exit_code != 1
+        title = f"rank {error.rank} on {error.host} failed first: {error.type}"
+        text = error.message if error.is_actionable else error.traceback.rstrip() or error.message
+    elif failure.exit_code == RunFailedError.exit_code:
+        title = f"no rank left an error; end of {short_path(layout.job_log)}:"
+        text = "\n".join(log_tail(layout)) or "(the log is empty)"
+    else:
+        title, text = EXIT_CODES[failure.exit_code], f"see {short_path(layout.job_log)}"
+    terminal.text(Styled(title, "bold"), is_data=is_data)
+    terminal.text(without_secrets(text, os.environ), is_data=is_data)
+    terminal.text(is_data=is_data)
 
 
 def state_cell(seen: Observation) -> Cell:
@@ -124,12 +130,25 @@ def choose_samples(samples: tuple[Sample, ...]) -> list[Sample]:
     return (correct or wrong)[:2]
 
 
-def next_commands(run_id: str, seen: Observation) -> list[str]:
-    """Return what to type next."""
+def advice(layout: RunLayout, seen: Observation, failure: Failure | None) -> str:
+    """Return what to do next, in one line."""
+    commands = "; ".join(next_commands(layout, seen, failure))
+    if failure is None or failure.exit_code == RunFailedError.exit_code:
+        return commands
+    return f"{'mend that, then' if failure.can_resume else 'correct that, then run again'}: {commands}"
+
+
+def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None) -> list[str]:
+    """Return what to type next. Only what can help: a run whose plan is wrong fails again when it is resumed."""
+    run_id = layout.root.name
+    if seen.state is RunState.DAMAGED:
+        return [f"ftkit logs {run_id}"]
     if not seen.is_final:
         return [f"ftkit status {run_id} --follow", f"ftkit logs {run_id} -f", f"ftkit cancel {run_id}"]
     if seen.state is RunState.COMPLETED:
         return [f"ftkit status {run_id}", f"ftkit logs {run_id}"]
-    if seen.state in (RunState.FAILED, RunState.OUT_OF_MEMORY):
+    if failure and not failure.can_resume:
+        return [command_of(layout)]
+    if failure and failure.exit_code == RunFailedError.exit_code and seen.state is RunState.FAILED:
         return [f"ftkit logs {run_id}", f"ftkit resume {run_id}"]
     return [f"ftkit resume {run_id}"]

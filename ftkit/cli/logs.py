@@ -9,13 +9,14 @@ from typing import IO, TYPE_CHECKING
 import click
 
 from ftkit.cli.arguments import RUN_HELP, run_argument, run_of, submitted_run_of
-from ftkit.cli.closing import next_commands
+from ftkit.cli.closing import failed
 from ftkit.cli.follow_views import state_words
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal import Terminal
 from ftkit.cli.watching import looks
 from ftkit.cli.wording import short_path
-from ftkit.errors import NotFoundError, RunFailedError
+from ftkit.errors import NotFoundError
+from ftkit.launch.failure import explain
 from ftkit.launch.states import RunState
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _follow(run: SubmittedRun, path: Path) -> None:
             shown = state_words(seen)
             terminal.say(shown)
         if seen and seen.is_final and seen.state is not RunState.COMPLETED:
-            raise RunFailedError(f"{run.id}: {state_words(seen)}", fix="; ".join(next_commands(run.id, seen)))
+            raise failed(run, seen, explain(run, seen))
 
 
 def _copy_new(path: Path, offset: int, output: IO[bytes]) -> int:

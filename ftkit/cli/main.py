@@ -15,7 +15,7 @@ from click.exceptions import NoArgsIsHelpError
 
 from ftkit import __version__, process
 from ftkit.cli.lazy_group import LazyCommand, LazyGroup
-from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, without_secrets
+from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, explained, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,6 +107,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception, words: list[str]) -> int:
     """Print an error and return the exit code that goes with it."""
+    error = explained(error)
     if isinstance(error, FtkitError):
         _print_error(error)
         return error.exit_code

@@ -10,18 +10,27 @@ from typing import Any
 import click
 
 from ftkit.cli.arguments import RUN_HELP, json_option, run_argument, run_of, submitted_run_of
-from ftkit.cli.closing import failing_rank, next_commands, profile_facts, result_facts, show_samples, state_cell
+from ftkit.cli.closing import (
+    advice,
+    next_commands,
+    profile_facts,
+    result_facts,
+    show_failure,
+    show_samples,
+    state_cell,
+)
 from ftkit.cli.follow import follow as follow_run
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal import Cell, Styled, Terminal
 from ftkit.cli.wording import age, duration, short_path
+from ftkit.errors import EXIT_CODES, RunFailedError
+from ftkit.launch.failure import Failure, explain
 from ftkit.launch.observe import observe_all, state_of
 from ftkit.launch.runs import RunFolder, glance_at
-from ftkit.launch.states import FAILURES, Observation, RunState
+from ftkit.launch.states import Observation, RunState
 from ftkit.launch.submission import SubmittedRun
-from ftkit.launch.summary import TrainingSummary, list_checkpoints, log_tail, summarise
+from ftkit.launch.summary import TrainingSummary, list_checkpoints, summarise
 from ftkit.plan import PlanError, RunPlan, read_plan
-from ftkit.records import RankError
 
 _NUM_CHECKPOINTS_SHOWN = 5
 
@@ -33,7 +42,7 @@ class _Status:
     run: SubmittedRun | None
     seen: Observation
     summary: TrainingSummary
-    error: RankError | None
+    failure: Failure | None
 
 
 @click.command(
@@ -78,7 +87,7 @@ def _read(folder: RunFolder) -> _Status:
         run=glance.run,
         seen=seen,
         summary=summarise(folder.layout),
-        error=failing_rank(glance.run, seen) if glance.run else None,
+        failure=explain(glance.run, seen) if glance.run else None,
     )
 
 
@@ -93,10 +102,11 @@ def _show(status: _Status, terminal: Terminal) -> None:
     terminal.facts(facts, is_data=True)
     if status.summary.after:
         show_samples(status.summary.after, terminal, is_data=True)
-    if status.seen.state in FAILURES:
-        _show_error(status, terminal)
-    this = f"ftkit status {status.folder.id}"
-    following = [text for text in next_commands(status.folder.id, status.seen) if text != this]
+    layout, this = status.folder.layout, f"ftkit status {status.folder.id}"
+    following = [text for text in next_commands(layout, status.seen, status.failure) if text != this]
+    if status.failure:
+        show_failure(status.failure, layout, terminal, is_data=True)
+        following = [advice(layout, status.seen, status.failure)]
     terminal.facts([("next", "\n".join(following))], is_data=True)
 
 
@@ -115,9 +125,19 @@ def _job_facts(status: _Status) -> list[tuple[str, Cell]]:
         facts.append(("took" if seen.ended else "runs for", duration((seen.ended or time.time()) - seen.started)))
     elif seen.started and seen.started > time.time():
         facts.append(("expected", f"to start in {duration(seen.started - time.time())}"))
-    if seen.exit_code:
-        facts.append(("exit code", str(seen.exit_code)))
+    code = _exit_code(status)
+    if code:
+        is_explained = status.failure and code == status.failure.exit_code
+        facts.append(("exit code", f"{code}: {EXIT_CODES[code]}" if is_explained else f"{code}, of the job"))
     return facts
+
+
+def _exit_code(status: _Status) -> int | None:
+    """Return the code of the reason why a run failed, which `ftkit run` ends with; of no known one, the job's."""
+    failure = status.failure
+    return (
+        status.seen.exit_code if failure is None or failure.exit_code == RunFailedError.exit_code else failure.exit_code
+    )
 
 
 def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
@@ -134,18 +154,6 @@ def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
         facts.append(("checkpoints", f"{', '.join(checkpoints)} in {short_path(layout.checkpoints)}"))
     facts += profile_facts(layout)
     return [*facts, ("run folder", short_path(layout.root)), ("log", short_path(layout.job_log))]
-
-
-def _show_error(status: _Status, terminal: Terminal) -> None:
-    terminal.text(is_data=True)
-    error = status.error
-    if error:
-        terminal.text(Styled(f"rank {error.rank} on {error.host} failed first: {error.type}", "bold"), is_data=True)
-        terminal.text(error.traceback.rstrip() or error.message, is_data=True)
-    else:
-        terminal.text(Styled("no rank left an error; the end of the log:", "bold"), is_data=True)
-        terminal.text("\n".join(log_tail(status.folder.layout)) or "(the log is empty)", is_data=True)
-    terminal.text(is_data=True)
 
 
 def _as_json(status: _Status) -> dict[str, Any]:
@@ -169,10 +177,11 @@ def _as_json(status: _Status) -> dict[str, Any]:
             "num_steps": summary.last_step.num_steps if summary.last_step else plan and plan.num_steps,
             **{key: asdict(record) if record else None for key, record in vars(summary).items()},
             "checkpoints": [{"step": step, "path": str(path)} for step, path in list_checkpoints(layout)],
-            "error": asdict(status.error) if status.error else None,
+            "exit_code": _exit_code(status),
+            "error": asdict(status.failure.error) if status.failure and status.failure.error else None,
             "folder": str(layout.root),
             "log": str(layout.job_log),
-            "next": next_commands(status.folder.id, status.seen),
+            "next": next_commands(layout, status.seen, status.failure),
         }
     )
     return values

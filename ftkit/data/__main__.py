@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 from ftkit.data.prepare import prepare
-from ftkit.errors import FtkitError, without_secrets
+from ftkit.errors import FtkitError, explained, without_secrets
 from ftkit.hub import check_data, check_weights
 from ftkit.layout import RunLayout, Workspace
 from ftkit.plan import read_plan
-from ftkit.records import RankError, StageRecord, append_record, write_rank_error
+from ftkit.records import StageRecord, append_record, leave_rank_error
 
 
 def main(plan_path: Path) -> int:
@@ -33,10 +33,13 @@ def main(plan_path: Path) -> int:
         for warning in filter(None, warnings):
             report(f"warning: {warning}")
         prepare(plan, report)
-    except FtkitError as error:
-        sys.stderr.write(f"prepare: error: {without_secrets(str(error), os.environ)}\n")
-        write_rank_error(layout.rank_error(0), RankError.from_exception(error, rank=0))
-        return error.exit_code
+    except Exception as error:
+        reason = explained(error)
+        code = leave_rank_error(reason, layout.rank_error(0), layout.disk_full, rank=0)
+        if not isinstance(reason, FtkitError):
+            raise
+        sys.stderr.write(f"prepare: error: {without_secrets(str(reason), os.environ)}\n")
+        return code
     return 0
 
 

@@ -46,7 +46,7 @@ def resume(plan: RunPlan) -> SubmittedRun:
     submission = read_submission(layout)
     if submission:
         _check_it_ended(SubmittedRun(layout, submission))
-    for path in (layout.exit_code, layout.cancelled, layout.stop_request, layout.state):
+    for path in (layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state):
         path.unlink(missing_ok=True)
     return _submit(plan, earlier=submission)
 

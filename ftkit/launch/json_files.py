@@ -24,8 +24,11 @@ _LARGEST = 2**24
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write `values` under a temporary name, then give the file its own."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from ftkit.errors import FtkitError
+from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
 from ftkit.launch.json_files import read_json, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.launch.states import Observation, RunState
@@ -96,6 +96,8 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
     if last.is_final and stopped_at:
         state = RunState.STOPPED if last.state is RunState.COMPLETED else last.state
         last = replace(last, state=state, reason=stopped_at)
+    if last.state is RunState.FAILED and run.layout.disk_full.exists():
+        return replace(last, reason=EXIT_CODES[DiskFullError.exit_code], exit_code=DiskFullError.exit_code)
     return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run.layout))
 
 

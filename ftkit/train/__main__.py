@@ -8,10 +8,10 @@ import sys
 import warnings
 from pathlib import Path
 
-from ftkit.errors import FtkitError, without_secrets
+from ftkit.errors import FtkitError, explained, without_secrets
 from ftkit.layout import RunLayout
 from ftkit.plan import read_plan
-from ftkit.records import RankError, write_rank_error
+from ftkit.records import leave_rank_error
 
 
 def main(plan_path: Path) -> int:
@@ -27,14 +27,13 @@ def main(plan_path: Path) -> int:
         plan = read_plan(layout)
         with joined_world(plan.placement) as world:
             run_session(plan, world)
-    except FtkitError as error:
-        logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - the message says all
-        write_rank_error(layout.rank_error(rank), RankError.from_exception(error, rank=rank))
-        return error.exit_code
     except Exception as error:
-        logging.getLogger(__name__).exception("rank %d failed", rank)
-        write_rank_error(layout.rank_error(rank), RankError.from_exception(error, rank=rank))
-        return 1
+        reason = explained(error)
+        if isinstance(reason, FtkitError):
+            logging.getLogger(__name__).error("%s", reason)  # noqa: TRY400 - the message says all
+        else:
+            logging.getLogger(__name__).exception("rank %d failed", rank)
+        return leave_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,9 @@ from ftkit.cli.closing import choose_samples
 from ftkit.cli.follow_views import LiveView
 from ftkit.cli.terminal import Column, Terminal
 from ftkit.cli.wording import age, count, duration, gib, plural, short_path
+from ftkit.errors import EXIT_CODES, TrainingError, explained
 from ftkit.launch.states import Observation, RunState
-from ftkit.records import CheckpointRecord, RankError, Sample, StageRecord, write_rank_error
+from ftkit.records import CheckpointRecord, RankError, Sample, StageRecord, leave_rank_error, write_rank_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,20 +102,87 @@ def test_the_status_tells_all_of_a_completed_run(
     assert (told["is_final"], told["error"], told["exit_code"]) == (True, None, 0)
 
 
-def test_the_status_of_a_failed_run_has_the_traceback_of_the_first_failure(
+def fail_with(run: SubmittedRun, code: int, *, can_resume: bool = False) -> None:
+    error = RankError(2e9, 3, "n2", "OddError", "the message", "Traceback\nOddError: the message", code, can_resume)
+    write_rank_error(run.layout.rank_error(3), error)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("code", [3, 8, 9, 11])
+def test_the_reason_of_a_failure_is_the_exit_code_and_the_advice_everywhere(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any, code: int
+) -> None:
+    run = make_run()
+    run.layout.manifest.write_text(json.dumps({"command": ["ftkit", "run", "my recipe.yaml"]}))
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "FAILED", "1:0"))
+    fail_with(run, code)
+    status, followed = ftkit("status", "last"), ftkit("status", "last", "--follow")
+    assert (status.code, followed.code, ftkit("logs", "last", "-f").code) == (0, code, code)
+    for told in (status.out, followed.err):
+        assert "rank 3 on n2 failed first: OddError\nthe message\n" in told
+        assert "Traceback" not in told
+        assert "correct that, then run again: ftkit run 'my recipe.yaml'" in told
+        assert "ftkit resume" not in told
+    assert f"exit code {code}: {EXIT_CODES[code]}" in " ".join(status.out.split())
+    told = json.loads(ftkit("status", "last", "--json").out)
+    assert (told["exit_code"], told["error"]["rank"], told["next"]) == (code, 3, ["ftkit run 'my recipe.yaml'"])
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_failure_outside_of_the_recipe_is_resumed_once_it_is_mended(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
 ) -> None:
     run = make_run()
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, "FAILED", "1:0"))
-    write_rank_error(
-        run.layout.rank_error(3), RankError(2e9, 3, "n2", "ValueError", "no", "Traceback\nValueError: no", 1)
-    )
-    result = ftkit("status", "last")
-    assert "rank 3 on n2 failed first: ValueError" in result.out
-    assert "Traceback" in result.out
-    assert f"ftkit resume {run.id}" in result.out
-    assert json.loads(ftkit("status", "last", "--json").out)["error"]["rank"] == 3
+    fail_with(run, 5, can_resume=True)
+    result = ftkit("status", "last", "--follow")
+    assert result.code == 5
+    assert f"mend that, then: ftkit resume {run.id}" in result.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_error_that_nobody_can_act_on_is_shown_with_its_traceback_and_is_no_defect_of_ftkit(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
+) -> None:
+    run = make_run()
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "FAILED", "1:0"))
+    fail_with(run, 1, can_resume=True)
+    status, followed = ftkit("status", "last"), ftkit("status", "last", "--follow")
+    assert followed.code == 7
+    for told in (status.out, followed.err):
+        assert "Traceback\nOddError: the message" in told
+        assert f"ftkit resume {run.id}" in told
+    assert "exit code 1, of the job" in " ".join(status.out.split())
+
+
+@pytest.mark.usefixtures("quick")
+def test_memory_that_slurm_ended_a_run_for_is_its_exit_code(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
+) -> None:
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(make_run(), "OUT_OF_MEMORY", "0:125"))
+    assert ftkit("status", "last", "--follow").code == 11
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("scheduler", ["slurm", "local"])
+def test_a_full_disk_on_which_nothing_could_be_written_down_is_told_as_such(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any, scheduler: str
+) -> None:
+    run = make_run(scheduler=scheduler, job_id="4194305")  # above the largest process id of Linux
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "FAILED", "1:0"))
+    run.layout.rank_error(0).symlink_to("/dev/full")
+    error = explained(TrainingError(f"the checkpoint can't be written: {OSError(28, os.strerror(28))}"))
+    assert leave_rank_error(error, run.layout.rank_error(0), run.layout.disk_full, rank=0) == 12
+    followed = ftkit("status", "last", "--follow")
+    assert followed.code == 12
+    assert "failed: a disk is full, or its quota is used up" in followed.err
+    assert f"ftkit resume {run.id}" in followed.err
+    assert f"exit code 12: {EXIT_CODES[12]}" in " ".join(ftkit("status", "last").out.split())
 
 
 def test_the_status_of_a_run_that_was_never_submitted_says_so(ftkit: Callable[..., Result], make_run: RunMaker) -> None:

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+from errno import EACCES, EDQUOT, ENOSPC
+
+import pytest
+
+from ftkit.errors import DiskFullError, FtkitError, PrerequisiteError, TrainingError, explained
+
+
+def caused_by(cause: Exception) -> Exception:
+    try:
+        try:
+            raise cause
+        except type(cause) as error:
+            raise TrainingError("the checkpoint can't be written") from error
+    except TrainingError as error:
+        return error
+
+
+def followed_by(cause: Exception) -> Exception:
+    """What torch does: a writer that fails is closed, which fails with another error."""
+    try:
+        try:
+            raise cause
+        finally:
+            raise RuntimeError("unexpected pos 64 vs 0")
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize("number", [ENOSPC, EDQUOT])
+def test_a_full_disk_is_found_wherever_it_is_said(number: int) -> None:
+    full = OSError(number, os.strerror(number), "/w/file")
+    texts = RuntimeError(f"RANK 0: OSError: {full}\nRANK 1: the same")
+    for error in (full, caused_by(full), followed_by(full), texts, ExceptionGroup("two", [ValueError("x"), full])):
+        found = explained(error)
+        assert isinstance(found, DiskFullError), error
+        assert found.can_resume
+        assert "make room" in found.fix
+    assert "can't write /w/file" in str(explained(caused_by(full)))
+    assert "the checkpoint can't be written" in str(explained(caused_by(full)))
+    assert explained(found) is found
+
+
+def test_any_other_error_stays_what_it_is() -> None:
+    for error in (ValueError("no"), caused_by(OSError(EACCES, "no right")), FtkitError("no")):
+        assert explained(error) is error
+
+
+def test_only_what_lies_outside_of_the_plan_can_be_resumed() -> None:
+    assert PrerequisiteError("no torch").can_resume
+    assert not TrainingError("wrong model").can_resume
+    assert TrainingError("no checkpoint", fix="then: ftkit resume x").can_resume
