@@ -92,7 +92,7 @@ def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
 
 def check_data(source: Source, environment: Mapping[str, str], default_home: Path) -> str | None:
     """Check that a data set of the hub is there and may be read, as `check_weights` does; others have no hub."""
-    if not isinstance(source, HubSource) or is_path(source.dataset) or "://" in source.dataset:
+    if not isinstance(source, HubSource) or is_path(source.dataset):
         return None
     wanted = _Repository("data set", "data.source.dataset", source.dataset, source.revision)
     cache = _cache(environment, default_home, "datasets", "HF_DATASETS_CACHE")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from ftkit.cli.arguments import RUN_HELP, follow_option, hf_token_option, run_argument, run_of
@@ -9,6 +11,7 @@ from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.run import after_submission
 from ftkit.cli.terminal import Terminal
 from ftkit.launch.jobs import resume
+from ftkit.launch.prerequisites import check_trackers
 from ftkit.plan import read_plan
 from ftkit.records import RecordTail
 
@@ -31,5 +34,8 @@ def command(reference: str, *, follow: bool) -> None:
     terminal = Terminal()
     layout = run_of(reference).layout
     tail = RecordTail(layout.metrics, skips_old=True)  # what earlier jobs wrote is not shown again
-    run = resume(read_plan(layout))
+    plan = read_plan(layout)
+    for warning in check_trackers(plan, os.environ):
+        terminal.warn(warning)
+    run = resume(plan)
     after_submission(run, terminal, does_follow=follow, tail=tail)

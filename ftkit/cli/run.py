@@ -15,7 +15,7 @@ from ftkit.cli.plan_view import plan_facts
 from ftkit.cli.terminal import Styled, Terminal
 from ftkit.launch.jobs import start
 from ftkit.launch.manifest import describe
-from ftkit.launch.prerequisites import check_prerequisites, check_sources
+from ftkit.launch.prerequisites import check_prerequisites, check_sources, check_trackers
 from ftkit.launch.resolve import resolve
 from ftkit.launch.slurm import overriding_variables
 from ftkit.render import render_job
@@ -66,7 +66,7 @@ def command(
     if dry_run:
         terminal.data(script)
         return
-    for warning in check_sources(plan, os.environ):
+    for warning in (*check_trackers(plan, os.environ), *check_sources(plan, os.environ)):
         terminal.warn(warning)
     image_facts = ensure_image(plan, terminal, does_import=does_import)
     check_prerequisites(plan)

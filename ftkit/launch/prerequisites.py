@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import named_paths
 from ftkit.layout import Workspace
+from ftkit.specs.tracking import check_access, check_packages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,27 @@ def check_prerequisites(plan: RunPlan) -> None:
     """
     _check_image(plan)
     _check_packages(plan)
+
+
+def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
+    """Check that the job's trackers will have their keys and addresses, and without a container their packages.
+
+    Returns:
+        Warnings, about what the profile's own lines of bash may set.
+
+    Raises:
+        PrerequisiteError: something is missing.
+    """
+    cluster, tracking = plan.cluster, plan.recipe.tracking
+    if cluster.runtime == "none" and cluster.scheduler == "local":
+        check_packages(tracking)
+    try:
+        check_access(tracking, {**environment, **cluster.environment}, sees_home=cluster.runtime == "none")
+    except PrerequisiteError as error:
+        if not cluster.setup:
+            raise
+        return [f"{error.what}, unless the lines under 'setup' of cluster {cluster.name} set it"]
+    return []
 
 
 def check_sources(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:

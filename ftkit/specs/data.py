@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from ftkit.specs.format_string import FormatString, columns_of
-from ftkit.specs.strict import Spec
+from ftkit.specs.strict import HubIdOrFolder, LocalPath, Spec
 
 
 class BinarySizes(Spec):
@@ -58,9 +58,9 @@ class FilesSource(Spec):
     """Examples in JSON Lines files."""
 
     kind: Literal["files"]
-    train: str
+    train: LocalPath
     """A .jsonl file, one object a line; relative to the recipe's folder."""
-    heldout: str | None = None
+    heldout: LocalPath | None = None
     """A .jsonl file to evaluate on; without it, `num_heldout` examples are taken from `train`."""
     num_train: PositiveInt | None = None
     """Take so many of the shuffled examples; none: all."""
@@ -80,7 +80,7 @@ class HubSource(Spec):
     """Examples in a data set of the Hugging Face hub."""
 
     kind: Literal["hub"]
-    dataset: str
+    dataset: HubIdOrFolder
     """Hub id, or a folder that `datasets.load_dataset` reads."""
     subset: str | None = None
     """Name of the data set's configuration."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from ftkit import assets
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.specs.cluster import ClusterProfile
-from ftkit.specs.data import FilesSource
+from ftkit.specs.data import FilesSource, HubSource
 from ftkit.specs.image import ImageSpec
 from ftkit.specs.image_reference import parse_image
 from ftkit.specs.layers import Layers
@@ -262,5 +262,7 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
     if isinstance(source, FilesSource):
         files = {key: getattr(source, key) for key in ("train", "heldout") if getattr(source, key)}
         source = source.model_copy(update={key: absolute(value, "data", "source", key) for key, value in files.items()})
+    elif isinstance(source, HubSource) and is_path(source.dataset):
+        source = source.model_copy(update={"dataset": absolute(source.dataset, "data", "source", "dataset")})
     data = recipe.data.model_copy(update={"source": source})
     return recipe.model_copy(update={"image": image, "model": model, "data": data})

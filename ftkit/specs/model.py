@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from ftkit.specs.strict import Spec
+from ftkit.specs.strict import HubIdOrFolder, Spec
 
 Family = Literal["gemma3_text", "llama", "olmo3", "qwen3"]
 """Families whose parameters and memory are planned exactly, and which every image and engine is tested with."""
@@ -77,7 +77,7 @@ class ArchitectureSpec(Spec):
 class TokenizerSpec(Spec):
     """Where the tokeniser comes from."""
 
-    source: str = "model"
+    source: HubIdOrFolder = "model"
     """`model`: the one beside the weights. `trained`: a byte-level BPE learned from the training part.
     Otherwise a folder or a hub id."""
     vocab_size: PositiveInt | None = Field(default=None, ge=300)
@@ -93,7 +93,7 @@ class TokenizerSpec(Spec):
 class ModelSpec(Spec):
     """The model to fine-tune."""
 
-    weights: str
+    weights: HubIdOrFolder
     """A hub id such as `allenai/Olmo-3-1025-7B`, an absolute folder, or `random` for an untrained model."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from ftkit.specs.paths import is_path
+
 
 class Spec(BaseModel):
     """A frozen model whose attribute docstrings are the descriptions in its JSON schema."""
@@ -15,6 +17,7 @@ class Spec(BaseModel):
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -30,6 +33,20 @@ def _check_variable(value: str) -> str:
     return value
 
 
+def _check_local_path(value: str) -> str:
+    if "://" in value:
+        raise ValueError("addresses are not supported: give a path on this machine or on a file system mounted here")
+    return value
+
+
+def _check_hub_id_or_folder(value: str) -> str:
+    if is_path(value) or _HUB_ID.fullmatch(value):
+        return value
+    if "://" in value:
+        raise ValueError("addresses are not supported: give an id of the Hugging Face hub, or a folder")
+    raise ValueError("not an id of the Hugging Face hub (NAME or OWNER/NAME); a folder begins with '/', './' or '~'")
+
+
 def _check_one_line(value: str) -> str:
     if any(ord(character) < ord(" ") or character == "\x7f" for character in value):
         raise ValueError("control characters and line breaks can't stand in an #SBATCH line")
@@ -40,4 +57,6 @@ Name = Annotated[str, AfterValidator(_check_name)]
 """A name that is safe as a folder, a job name and a label."""
 
 VariableName = Annotated[str, AfterValidator(_check_variable)]
+LocalPath = Annotated[str, AfterValidator(_check_local_path)]
+HubIdOrFolder = Annotated[str, AfterValidator(_check_hub_id_or_folder)]
 OneLine = Annotated[str, AfterValidator(_check_one_line)]

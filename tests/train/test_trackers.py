@@ -208,7 +208,7 @@ def test_other_ranks_than_the_first_open_no_tracker(plan_with: Callable[..., Run
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_package_that_is_missing_is_named_with_its_extra(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "find_spec", lambda package: None if package == name else object())
+    monkeypatch.setattr("ftkit.specs.tracking.find_spec", lambda package: None if package == name else object())
     with pytest.raises(PrerequisiteError) as caught:
         check_sinks(TrackingSpec(sinks=(name,)))
     assert f"ftkit[{name}]" in caught.value.fix

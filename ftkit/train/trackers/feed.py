@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from contextlib import contextmanager
-from importlib.util import find_spec
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from ftkit.errors import PrerequisiteError
 from ftkit.records import EndRecord, EvaluationRecord, StartRecord, StepRecord
-from ftkit.train.trackers.mlflow import MlflowSink, check_mlflow
+from ftkit.specs.tracking import check_access, check_packages
+from ftkit.train.trackers.mlflow import MlflowSink
 from ftkit.train.trackers.sink import TrackedRun, scalars_of
 from ftkit.train.trackers.tensorboard import TensorBoardSink
-from ftkit.train.trackers.wandb import WandbSink, check_wandb
+from ftkit.train.trackers.wandb import WandbSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,17 +72,8 @@ def check_sinks(tracking: TrackingSpec) -> None:
     Raises:
         PrerequisiteError: a tracker's package, key or address is missing.
     """
-    for name in tracking.sinks:
-        if find_spec(name) is None:
-            raise PrerequisiteError(
-                f"tracking.sinks names {name}, whose package is not installed",
-                meaning="the Python or the image that trains was made without it",
-                fix=f"pip install 'ftkit[{name}]', add it to the image's packages, or leave it out of tracking.sinks",
-            )
-    if "wandb" in tracking.sinks:
-        check_wandb()
-    if "mlflow" in tracking.sinks:
-        check_mlflow(tracking)
+    check_packages(tracking)
+    check_access(tracking, os.environ, sees_home=True)
 
 
 class Feed:

@@ -6,11 +6,9 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from ftkit.errors import PrerequisiteError
 from ftkit.train.trackers.sink import DEFAULT_PROJECT, flat
 
 if TYPE_CHECKING:
-    from ftkit.specs.tracking import TrackingSpec
     from ftkit.train.trackers.sink import Outcome, TrackedRun
 
 _RUN_TAG = "ftkit.run"
@@ -54,17 +52,3 @@ class MlflowSink:
     def close(self, outcome: Outcome) -> None:
         """Say how the run ended."""
         self._client.set_terminated(self._run_id, _STATUSES[outcome])
-
-
-def check_mlflow(tracking: TrackingSpec) -> None:
-    """Check that there is a place to send to.
-
-    Raises:
-        PrerequisiteError: there is none.
-    """
-    if tracking.mlflow_uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
-        raise PrerequisiteError(
-            "tracking.sinks names mlflow, and there is no address of a server",
-            meaning="neither tracking.mlflow_uri nor MLFLOW_TRACKING_URI was set where the run was submitted",
-            fix="give tracking.mlflow_uri=https://HOST, or export MLFLOW_TRACKING_URI before 'ftkit run'",
-        )

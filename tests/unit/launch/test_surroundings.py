@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.errors import NotFoundError
+from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_stamp
 from ftkit.launch.local_machine import with_this_machine
 from ftkit.launch.manifest import describe, git_commit
-from ftkit.launch.prerequisites import check_prerequisites, check_sources
+from ftkit.launch.prerequisites import check_prerequisites, check_sources, check_trackers
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
 
 if TYPE_CHECKING:
@@ -139,6 +139,53 @@ def test_a_misspelt_model_in_a_folder_that_is_here_is_refused(plan: RunPlan, tmp
     mounted = with_weights(plan, f"{tmp_path}/modles/olmo", scheduler="slurm", mounts=(str(tmp_path),))
     with pytest.raises(NotFoundError, match=r"model\.weights names .*/modles/olmo, which is not there"):
         check_sources(mounted, {})
+
+
+@pytest.mark.parametrize(
+    ("sinks", "environment", "said"),
+    [
+        (["wandb"], {}, "export WANDB_API_KEY"),
+        (["mlflow"], {}, "MLFLOW_TRACKING_URI"),
+        (["wandb"], {"WANDB_API_KEY": "any"}, None),
+        (["wandb"], {"WANDB_MODE": "offline"}, None),
+        (["mlflow"], {"MLFLOW_TRACKING_URI": "http://mlflow"}, None),
+        (["tensorboard"], {}, None),
+    ],
+)
+def test_a_trackers_key_is_missed_before_the_job_is_submitted(
+    plan: RunPlan, sinks: list[str], environment: dict[str, str], said: str | None, tmp_path: Path
+) -> None:
+    here = replace(plan, recipe=load_recipe("demo", NOWHERE, [f"tracking.sinks={sinks}"]))
+    slurm = replace(here, cluster=here.cluster.model_copy(update={"scheduler": "slurm", "runtime": "pyxis"}))
+    (tmp_path / ".netrc").touch()  # which no container sees
+    if said is None:
+        assert check_trackers(slurm, {"HOME": str(tmp_path), **environment}) == []
+        return
+    with pytest.raises(PrerequisiteError) as caught:
+        check_trackers(slurm, {"HOME": str(tmp_path), **environment})
+    assert said in caught.value.fix
+    of_the_site = slurm.cluster.model_copy(update={"environment": {"WANDB_API_KEY": "x", "MLFLOW_TRACKING_URI": "x"}})
+    assert check_trackers(replace(slurm, cluster=of_the_site), {}) == []
+    (warning,) = check_trackers(
+        replace(slurm, cluster=slurm.cluster.model_copy(update={"setup": ("source keys",)})), {}
+    )
+    assert "unless the lines under 'setup'" in warning
+
+
+def test_without_a_container_the_key_in_the_home_folder_is_enough(plan: RunPlan, tmp_path: Path) -> None:
+    here = replace(plan, recipe=load_recipe("demo", NOWHERE, ["tracking.sinks=[wandb]"]))
+    on_slurm = replace(here, cluster=here.cluster.model_copy(update={"scheduler": "slurm"}))
+    with pytest.raises(PrerequisiteError):
+        check_trackers(on_slurm, {"HOME": str(tmp_path)})
+    (tmp_path / ".netrc").touch()
+    assert check_trackers(on_slurm, {"HOME": str(tmp_path)}) == []
+
+
+def test_without_a_container_a_trackers_package_is_missed_too(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftkit.specs.tracking.find_spec", lambda _: None)
+    here = replace(plan, recipe=load_recipe("demo", NOWHERE, ["tracking.sinks=[tensorboard]"]))
+    with pytest.raises(PrerequisiteError, match="package is not installed"):
+        check_trackers(here, {})
 
 
 def test_an_image_that_is_not_there_is_told_with_those_that_are(plan: RunPlan, workspace: Workspace) -> None:

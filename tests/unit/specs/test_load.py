@@ -10,13 +10,13 @@ import pytest
 from ftkit.errors import ConfigError, NotFoundError
 from ftkit.specs.load import (
     Surroundings,
-    is_path,
     list_names,
     load_cluster,
     load_image,
     load_recipe,
     load_settings,
 )
+from ftkit.specs.paths import is_path
 
 if TYPE_CHECKING:
     from ftkit.specs.data import FilesSource
@@ -229,6 +229,28 @@ def test_relative_paths_belong_to_the_file_that_names_them(
     assert recipe.model.weights == str(around.project / "recipes" / "w")
     recipe = load_recipe("mine", around, ["data.source.train=typed.jsonl"])
     assert recipe.data.source.train == str(elsewhere / "typed.jsonl")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/data", "s3://bucket/data", "https://host/data.jsonl", "file:///data"])
+@pytest.mark.parametrize("key", ["model.weights", "model.tokenizer.source", "data.source.dataset", "data.source.train"])
+def test_an_address_where_a_path_is_asked_for_is_refused_by_the_plan(
+    around: Surroundings, key: str, address: str
+) -> None:
+    overrides = ["data.source={kind: files}"] if key == "data.source.train" else []
+    (found,) = problems(around, *overrides, f"{key}={address}", recipe="olmo3-7b-full")
+    assert found.startswith(f"command line: {key}: addresses are not supported")
+
+
+def test_a_folder_with_a_data_set_belongs_to_the_file_that_names_it(around: Surroundings) -> None:
+    path = around.project / "recipes" / "mine.yaml"
+    path.write_text("extends: olmo3-7b-full\nname: mine\ndata: {source: {dataset: ./sets}}\n")
+    assert load_recipe("mine", around).data.source.dataset == str(around.project / "recipes" / "sets")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("path", ["~nobody-at-all/x", "/" + "x" * 300, "/x" * 3000])
+def test_a_path_that_no_file_can_have_is_a_problem_of_its_key(around: Surroundings, path: str) -> None:
+    (found,) = problems(around, f"model.weights={path}", recipe="olmo3-7b-full")
+    assert found.startswith("command line: model.weights: ")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("/a", True), ("./a", True), ("~/a", True), ("org/model", False)])
