@@ -16,28 +16,37 @@ from ftkit.images import squashfs
 from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from ftkit.specs.cluster import ClusterProfile
     from ftkit.specs.image_reference import RegistryImage
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
-_ANOTHER_IMAGE, _HAS_DEVICES = 65, 66
+_ANOTHER_IMAGE, _OTHER_LAYERS, _HAS_DEVICES = 65, 66, 67
 
 _IMPORT: Final = f"""set -eu
-output=$1 uri=$2 config=$4
+output=$1 uri=$2 config=$4 layers=$5
 case $(enroot version) in [0-3].*) uri=$3 ;; esac
-export ENROOT_CACHE_PATH=$5/cache
+export ENROOT_CACHE_PATH=$6/cache
 (umask 077 && mkdir -p -- "$ENROOT_CACHE_PATH")
 enroot import --output "$output" -- "$uri"
-[ -z "$config" ] || [ -e "$ENROOT_CACHE_PATH/$config" ] || exit {_ANOTHER_IMAGE}
+if [ -n "$config" ]; then
+    expected=$({{ echo "$config"; for layer in $layers; do echo "${{layer%:*}}"; done; }} | sort -u)
+    [ "$(ls "$ENROOT_CACHE_PATH" | sort)" = "$expected" ] || exit {_ANOTHER_IMAGE}
+    for layer in $layers; do
+        found=$(zstd -d -c -q -- "$ENROOT_CACHE_PATH/${{layer%:*}}" | sha256sum)
+        [ "${{found%% *}}" = "${{layer#*:}}" ] || exit {_OTHER_LAYERS}
+    done
+fi
 if command -v unsquashfs >/dev/null && unsquashfs -lls "$output" | grep '^[bc]'; then exit {_HAS_DEVICES}; fi
 """
 """Arguments: the file, the exact address, the address for releases that know no digests, the hexadecimal digest of the
-image's configuration, a folder of one's own.
+image's configuration, those of its layers as `BLOB:CONTENT`, a folder of one's own.
 
-enroot keeps each blob that it downloads in its cache, under its digest. The cache is empty at first: a configuration
-that is in it afterwards is that of the image that was imported, even if its tag moved meanwhile.
+enroot compares each blob that it downloads with its digest, and keeps it in its cache under that digest: layers packed
+anew, the configuration as it is. It compares no manifest with the digest that it was asked for. The cache is empty at
+first: what is in it afterwards is what the file was made of, even if a tag moved meanwhile.
 """
 
 _ON_NODE: Final = """set -eu
@@ -80,12 +89,14 @@ class Address:
         uri: the address of exactly one image, by digest or by the engine's id.
         by_tag: the same for enroot before 4.0, which knows no digests in registries.
         config: digest of the image's configuration, which the import has to have; none: `uri` is exact anywhere.
+        layers: digests of each layer, as it is in the registry and of its content.
         is_http: whether the registry is on this machine, and speaks no TLS.
     """
 
     uri: str
     by_tag: str
     config: Digest | None = None
+    layers: tuple[tuple[Digest, Digest], ...] = ()
     is_http: bool = False
 
 
@@ -108,10 +119,12 @@ def address_in_engine(image_id: Digest) -> Address:
     return Address(uri, uri)
 
 
-def address_in_registry(reference: RegistryImage, digest: Digest, image_id: Digest) -> Address:
-    """Return the address of an image in a registry, whose manifest has `digest`."""
+def address_in_registry(
+    reference: RegistryImage, digest: Digest, image_id: Digest, layers: Iterable[tuple[Digest, Digest]]
+) -> Address:
+    """Return the address of an image in a registry, whose manifest has `digest`; of `layers`, blob and content."""
     exact, by_tag = (replace(reference, digest=given).enroot_uri for given in (digest, None))
-    return Address(exact, by_tag, image_id, reference.is_loopback)
+    return Address(exact, by_tag, image_id, tuple(layers), reference.is_loopback)
 
 
 def node_of(cluster: ClusterProfile) -> ComputeNode:
@@ -136,7 +149,9 @@ def import_to(output: Path, address: Address, node: ComputeNode | None = None) -
         PrerequisiteError: enroot or srun is not there.
         ImageError: it failed, or the file would hold another image or one that no user can unpack.
     """
-    words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, address.config.hex if address.config else ""]
+    layers = " ".join(f"{blob.hex}:{content.hex}" for blob, content in address.layers)
+    config = address.config.hex if address.config else ""
+    words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, config, layers]
     done = _on_node(words, node, address) if node else _here(words, output, address)
     if done.returncode != 0 or not output.is_file():
         raise _explain(address, done, output)
@@ -177,12 +192,8 @@ def _explain(address: Address, done: process.ProgramOutput, output: Path) -> Ima
     said = done.stdout + done.stderr
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    if done.returncode == _ANOTHER_IMAGE:
-        return ImageError(
-            f"enroot imported another image than {address.uri}",
-            meaning=f"this enroot knows no digests (4.0 does), and {address.by_tag} is another image by now",
-            fix="import with --with ftkit, which goes by the digest",
-        )
+    if done.returncode in (_ANOTHER_IMAGE, _OTHER_LAYERS):
+        return _not_the_image(address, done.returncode)
     if done.returncode == _HAS_DEVICES or "Cannot mknod" in said:
         named = re.findall(r"^[bc][-rwxsStT]{9} .*squashfs-root/(.+)$", done.stdout, re.MULTILINE)
         return ImageError(
@@ -212,3 +223,17 @@ def _explain(address: Address, done: process.ProgramOutput, output: Path) -> Ima
             ".credentials; NGC wants a second line for authn.nvidia.com",
         )
     return squashfs.explain_failure("enroot", said, output)
+
+
+def _not_the_image(address: Address, code: int) -> ImageError:
+    if code == _OTHER_LAYERS:
+        return ImageError(
+            f"the layers of {address.uri} are not those that its configuration lists",
+            meaning="whoever pushed it put other content under this image's name",
+            fix="push the image again from where it was built",
+        )
+    return ImageError(
+        f"enroot imported another image than {address.uri}",
+        meaning=f"this enroot knows no digests (4.0 does), and {address.by_tag} is another image by now",
+        fix="import with --with ftkit and without --on-node: it goes by the digest",
+    )

@@ -111,7 +111,8 @@ class RegistrySource:
 
     def enroot_address(self) -> Address:
         """Return what enroot calls exactly this image."""
-        return enroot.address_in_registry(self._reference, self.registry_digest, self.image_id)
+        layers = zip((layer.digest for layer in self._layers), self._diff_ids, strict=True)
+        return enroot.address_in_registry(self._reference, self.registry_digest, self.image_id, layers)
 
     def make_file(self, partial: Path, report: Report) -> Made:
         """Download the layers, as they are, and pack what they make together.

@@ -10,11 +10,13 @@ import signal
 import stat
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from ftkit.errors import ImageError
 from ftkit.images.importing import import_image
 from ftkit.images.progress import say_nothing
 from ftkit.images.registry import Registry
@@ -160,6 +162,26 @@ def test_a_tag_that_moves_before_enroot_reads_it_changes_nothing(
     shown = subprocess.run(["unsquashfs", "-cat", str(imported.file), "which"], capture_output=True, check=True)
     assert shown.stdout == b"first\n"
     assert imported.manifest.registry_digest in imported.manifest.source
+    assert list(enroot.iterdir()) == []
+
+
+def test_layers_that_are_not_those_of_the_configuration_are_refused(
+    bases: APIClient, registry: str, tmp_path: Path, enroot: Path
+) -> None:
+    build(bases, f"{registry}/forged:1", "RUN echo one >/which")
+    push(bases, f"{registry}/forged:1")
+    reference = parse_reference(f"docker://{registry}#forged:1")
+    source = EnrootSource(RegistrySource(reference, Registry(reference, None, say_nothing)))
+    (blob, _), *others = source._address.layers
+    assert others
+    source._address = replace(source._address, layers=((blob, others[0][1]), *others))
+    store = ImageStore(tmp_path / "images")
+    with pytest.raises(ImageError, match="are not those that its configuration lists"):
+        import_image("forged:1", source, store)
+    source._address = replace(source._address, layers=tuple(others))
+    with pytest.raises(ImageError, match="another image"):
+        import_image("forged:1", source, store)
+    assert not list(store.root.glob("*.sqsh"))
     assert list(enroot.iterdir()) == []
 
 

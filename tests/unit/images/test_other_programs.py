@@ -62,7 +62,7 @@ class Known:
 
     def enroot_address(self) -> enroot.Address:
         reference = parse_reference("nvcr.io/team/olmo3:25.02")
-        return enroot.address_in_registry(reference, self.registry_digest, self.image_id)
+        return enroot.address_in_registry(reference, self.registry_digest, self.image_id, ())
 
     def describe(self) -> str:
         return "a registry"
@@ -145,7 +145,7 @@ def test_a_registry_on_this_machine_is_asked_without_tls(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, host: str, is_plain: bool
 ) -> None:
     stand_in("enroot", ENROOT)
-    address = enroot.address_in_registry(parse_reference(f"{host}/a:1"), Known.registry_digest, Known.image_id)
+    address = enroot.address_in_registry(parse_reference(f"{host}/a:1"), Known.registry_digest, Known.image_id, ())
     enroot.import_to(tmp_path / "x.sqsh", address)
     assert ("ENROOT_ALLOW_HTTP=yes\n" in (record / "enroot.env").read_text()) == is_plain
 
@@ -282,7 +282,7 @@ def test_what_enroot_says_is_explained(
 ) -> None:
     stand_in("enroot", ENROOT)
     monkeypatch.setenv("SAYS", says)
-    address = enroot.address_in_registry(parse_reference("r.io:5000/a/b:1"), Known.registry_digest, Known.image_id)
+    address = enroot.address_in_registry(parse_reference("r.io:5000/a/b:1"), Known.registry_digest, Known.image_id, ())
     with pytest.raises(ImageError) as caught:
         enroot.import_to(tmp_path / "x.sqsh", address)
     assert expected[0] in caught.value.what
