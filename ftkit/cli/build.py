@@ -12,6 +12,7 @@ from ftkit.cli.progress_view import ProgressView
 from ftkit.cli.push import push_and_say
 from ftkit.cli.terminal import Styled, Terminal
 from ftkit.cli.wording import duration, gib, short_path
+from ftkit.images.base import BaseWish
 from ftkit.images.build import Built, build
 from ftkit.images.overview import is_unpinned
 from ftkit.specs.load import Surroundings, find_image
@@ -29,14 +30,16 @@ from ftkit.specs.load import Surroundings, find_image
 )
 @image_argument
 @click.option("--base", metavar="REF", help="Build on another base than the definition's.")
+@click.option("--repin", is_flag=True, help="Take what the base's tag is by now, and record its digest anew.")
 @click.option("--no-cache", is_flag=True, help="Run every step anew.")
-@click.option("--allow-unpinned", is_flag=True, help="Build on a base without a digest; its digest is recorded.")
+@click.option("--allow-unpinned", is_flag=True, help="Take what the docker engine has as the base; ask no registry.")
 @click.option("--push", "does_push", is_flag=True, help="Push the image afterwards.")
 @registry_option
-def command(
+def command(  # noqa: PLR0913 - its options
     reference: str,
     *,
     base: str | None,
+    repin: bool,
     no_cache: bool,
     allow_unpinned: bool,
     does_push: bool,
@@ -44,28 +47,38 @@ def command(
 ) -> None:
     """Build NAME:TAG as its folder in containers/ defines it, and check it from inside.
 
-    Builds nothing if nothing changed: Dockerfile, lock, ftkit, base.
+    Builds nothing if nothing changed: Dockerfile, lock, ftkit, base. A base without a digest gets the one that its tag
+    has at the registry, which bases.lock records: later builds take the same base.
     """
     terminal = Terminal()
     target = required_registry(registry) if does_push else None
     definition = find_image(reference, Surroundings.here())
     started = time.monotonic()
     with ProgressView(terminal) as view:
-        built = build(definition, base=base, no_cache=no_cache, allow_unpinned=allow_unpinned, report=view.report)
-    _say(built, time.monotonic() - started, terminal)
+        wish = BaseWish(base, repin=repin, from_engine=allow_unpinned)
+        built = build(definition, wish, no_cache=no_cache, report=view.report)
+    _say(built, reference, time.monotonic() - started, terminal)
     if target:
         push_and_say(reference, target, None, terminal)
     else:
         terminal.data(f"{built.image.id}\n")
 
 
-def _say(built: Built, seconds: float, terminal: Terminal) -> None:
+def _say(built: Built, reference: str, seconds: float, terminal: Terminal) -> None:
     size = gib(built.image.size / 2**30) + (", on an unpinned base" if is_unpinned(built.image) else "")
     if built.is_new:
         terminal.say(Styled(f"built {built.name} ({size}) in {duration(seconds)}", "bold"))
     else:
         terminal.say(f"{built.name} ({size}) is up to date: nothing changed since it was built")
     if built.recorded:
-        terminal.say(f"recorded the base's digest in {short_path(built.recorded)}")
-    elif built.digest_to_record:
-        terminal.warn(f"the base is still unpinned: its digest is {built.digest_to_record}; write it into a definition")
+        terminal.say(f"built on {built.base}: recorded in {short_path(built.recorded)}, which later builds go by")
+    elif built.base.digest is None:
+        terminal.warn(
+            f"nothing says which image {built.base} is: the docker engine has it, and knows no digest of it; push it "
+            "to a registry, and name that as the base"
+        )
+    if built.moved_to:
+        terminal.warn(
+            f"{built.base.tagged} is another image by now ({built.moved_to}), and this build took the recorded one "
+            f"({built.base.digest}); for the new one: ftkit build {reference} --repin"
+        )

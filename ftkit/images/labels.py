@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import ftkit
 from ftkit import process
 from ftkit.errors import FtkitError
+from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
     from ftkit.specs.image import ImageSpec
@@ -32,11 +33,11 @@ class OwnCommit:
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """The base that an image was built on; its digest may be known without being asked for."""
+    """The base that an image was built on; its digest may be known without having been held to it."""
 
     reference: str
-    digest: str
-    id: str
+    digest: Digest | None
+    id: Digest
     is_pinned: bool
 
 

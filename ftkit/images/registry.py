@@ -18,7 +18,7 @@ from ftkit.images.retries import with_retries
 from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import requests
@@ -42,11 +42,18 @@ _MAX_NESTED: Final = 3
 
 
 class Registry:
-    """The repository of one image."""
+    """The repository of one image; `waits`: seconds before each further attempt at what fails for a moment."""
 
-    def __init__(self, reference: RegistryImage, credentials: Credentials | None, report: Report) -> None:
+    def __init__(
+        self,
+        reference: RegistryImage,
+        credentials: Credentials | None,
+        report: Report,
+        waits: Sequence[float] | None = None,
+    ) -> None:
         self._reference = reference
         self._report = report
+        self._waits = waits
         self._connection = Connection(reference, credentials)
 
     def __enter__(self) -> Self:
@@ -130,7 +137,7 @@ class Registry:
             if start < layer.size:
                 raise self._connection.lost(f"{start} of {layer.size} bytes came")
 
-        with_retries(attempt, self._report, self.stage)
+        with_retries(attempt, self._report, self.stage, self._waits)
         self._compare(layer.digest, running.hexdigest())
 
     @property
@@ -158,7 +165,7 @@ class Registry:
             with self._connection.open(path, headers, has_digest=digest is not None) as answer:
                 return self._connection.whole(answer, limit)
 
-        data = with_retries(fetch, self._report, self.stage)
+        data = with_retries(fetch, self._report, self.stage, self._waits)
         if digest is not None:
             self._compare(digest, hashlib.sha256(data).hexdigest())
         return data

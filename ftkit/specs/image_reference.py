@@ -76,7 +76,12 @@ class RegistryImage:
     @property
     def pinned(self) -> str:
         """The whole as the docker engine takes it; by digest if there is one."""
-        return f"{self.repository}@{self.digest}" if self.digest else f"{self.repository}:{self.tag}"
+        return f"{self.repository}@{self.digest}" if self.digest else self.tagged
+
+    @property
+    def tagged(self) -> str:
+        """The address by its tag, whatever image that is at the moment."""
+        return f"{self.repository}:{self.tag}"
 
     @property
     def docker_uri(self) -> str:
@@ -98,7 +103,7 @@ class RegistryImage:
         return is_loopback(self.host)
 
     def __str__(self) -> str:
-        return f"{self.repository}:{self.tag}" + (f"@{self.digest}" if self.digest else "")
+        return self.tagged + (f"@{self.digest}" if self.digest else "")
 
 
 AnyImage = NamedImage | ImageFile | RegistryImage

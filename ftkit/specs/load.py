@@ -16,10 +16,11 @@ from pydantic import BaseModel
 
 from ftkit import assets
 from ftkit.errors import ConfigError, NotFoundError, Problem
+from ftkit.specs import base_lock
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.data import FilesSource, HubSource
 from ftkit.specs.image import ImageSpec
-from ftkit.specs.image_reference import parse_image
+from ftkit.specs.image_reference import parse_image, parse_reference
 from ftkit.specs.layers import Layers
 from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.paths import absolute_path, is_path
@@ -126,13 +127,17 @@ class ImageDefinition:
     """An image's definition and its files.
 
     Args:
-        spec: the definition.
+        spec: the definition; its base has the digest that a lock records, if the definition gives none.
         base_file: the file that names the base.
+        base_locks: where the base's digest may be recorded: beside that file, and in the user's configuration.
+        is_base_recorded: whether the base's digest is from one of these.
         lock_file: the lock of the packages, beside the file that names them.
     """
 
     spec: ImageSpec
     base_file: Path
+    base_locks: tuple[Path, ...]
+    is_base_recorded: bool
     lock_file: Path
 
 
@@ -149,7 +154,7 @@ def find_image(reference: str, around: Surroundings) -> ImageDefinition:
         if tag and path.is_file():
             layers = _read_extended("image", path, around)
             files = [Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", "packages")]
-            return ImageDefinition(validate(ImageSpec, layers), files[0], files[1].with_suffix(".lock"))
+            return _with_recorded_base(validate(ImageSpec, layers), files[0], files[1].with_suffix(".lock"), around)
     known = list_images(around)
     raise NotFoundError(
         f"no image is defined as '{reference}'",
@@ -158,6 +163,20 @@ def find_image(reference: str, around: Surroundings) -> ImageDefinition:
             reference, known, "give one of these; one of your own is a folder containers/NAME/TAG/ in the project"
         ),
     )
+
+
+def _with_recorded_base(spec: ImageSpec, base_file: Path, lock_file: Path, around: Surroundings) -> ImageDefinition:
+    """Give the base the digest that a lock records; the one beside the definition goes before the user's own."""
+    base_locks = (base_file.with_name(base_lock.FILE_NAME), around.user / base_lock.FILE_NAME)
+    base = parse_reference(spec.base.reference, str(base_file), "base.reference")
+    digest = spec.base.digest or base.digest
+    recorded = None
+    if digest is None:
+        found = (base_lock.read_base_lock(path).get(base.tagged) for path in base_locks)
+        recorded = next((one for one in found if one), None)
+    pinned = spec.base.model_copy(update={"digest": digest or recorded})
+    spec = spec.model_copy(update={"base": pinned})
+    return ImageDefinition(spec, base_file, base_locks, recorded is not None, lock_file)
 
 
 def list_names(kind: str, around: Surroundings) -> list[str]:

@@ -21,6 +21,8 @@ from ftkit.images.sources import EngineSource
 from ftkit.images.store import ImageStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from conftest import Project
     from docker import APIClient
 
@@ -182,15 +184,47 @@ def test_images_says_where_each_image_is(project: Project, registry: str) -> Non
     assert "unpinned" in project.ok("images").stdout
 
 
-def test_the_first_build_with_a_registry_records_the_digest_of_the_base(
-    project: Project, bases: APIClient, registry: str
+@pytest.fixture
+def pushed_base(bases: APIClient, registry: str) -> Callable[[str], str]:
+    """Push one of the bases as `base:1`; return its address."""
+
+    def push(name: str) -> str:
+        bases.tag(name, f"{registry}/base", "1")
+        list(bases.push(f"{registry}/base", tag="1", stream=True))
+        bases.remove_image(f"{registry}/base:1")
+        return f"{registry}/base:1"
+
+    return push
+
+
+def test_the_digest_of_a_base_s_tag_is_recorded_and_later_builds_are_held_to_it(
+    project: Project, pushed_base: Callable[[str], str], bases: APIClient
 ) -> None:
-    bases.tag("fake:1", f"{registry}/base", "1")
-    list(bases.push(f"{registry}/base", tag="1", stream=True))
-    file = project.define(base=f"{registry}/base:1")
-    assert "recorded" in project.ok("build", "tiny:1", "--allow-unpinned").stderr
-    assert "\n  digest: sha256:" in file.read_text()
-    assert "up to date" not in project.ok("build", "tiny:1").stderr  # pinned now, and labelled so
+    address = pushed_base("fake:1")
+    lock = project.define(base=address).with_name("bases.lock")
+    first = project.ok("build", "tiny:1")
+    assert f"built on {address}@sha256:" in first.stderr
+    assert "bases.lock" in first.stderr
+    recorded = lock.read_text()
+    assert f"\n{address}@sha256:" in recorded
+    labels = bases.inspect_image("ftkit/tiny:1")["Config"]["Labels"]
+    assert f"{address}@{labels['org.opencontainers.image.base.digest']}\n" in recorded
+    assert "ftkit.base-unpinned" not in labels
+    assert "up to date" in project.ok("build", "tiny:1").stderr
+
+    pushed_base("large:1")
+    assert "up to date" in project.ok("build", "tiny:1").stderr
+    again = project.ok("build", "tiny:1", "--no-cache")
+    assert "is another image by now" in again.stderr
+    assert "--repin" in again.stderr
+    assert lock.read_text() == recorded
+    assert bases.inspect_image("ftkit/tiny:1")["Size"] < 20 << 20
+    images = json.loads(project.ok("images", "--json").stdout)
+    assert next(image for image in images if image["reference"] == "tiny:1")["is_pinned"]
+
+    project.ok("build", "tiny:1", "--repin")
+    assert lock.read_text() != recorded
+    assert bases.inspect_image("ftkit/tiny:1")["Size"] > 60 << 20
 
 
 def test_a_push_with_a_password_on_standard_input(project: Project, private_registry: str) -> None:

@@ -206,10 +206,11 @@ def test_an_image_that_a_registry_does_not_have_is_said(project: Project, regist
 # --- Builds --------------------------------------------------------------------------------------
 
 
-def test_an_unpinned_base_is_refused(project: Project) -> None:
+def test_a_base_that_no_registry_has_is_said_and_can_be_taken_from_the_engine(project: Project, registry: str) -> None:
+    project.define(base=f"{registry}/nowhere:1")
     done = project.call("build", "tiny:1")
-    assert done.returncode == IMAGE_ERROR
-    assert "unpinned" in done.stderr
+    assert done.returncode == NOT_FOUND
+    assert "does not tell which image" in done.stderr
     assert "--allow-unpinned" in done.stderr
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import tarfile
 import zipfile
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def definition(tmp_path: Path) -> ImageDefinition:
     found = find_image("olmo3:25.02", SHIPPED_ONLY)
     lock = tmp_path / "image.lock"
     lock.write_text(found.lock_file.read_text())
-    return ImageDefinition(found.spec, found.base_file, lock)
+    return replace(found, lock_file=lock)
 
 
 @pytest.mark.parametrize("reference", IMAGES)

@@ -1,0 +1,176 @@
+"""The image that another is built on: exactly which one, and how it comes into the docker engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ftkit import assets
+from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
+from ftkit.images import credentials, engine
+from ftkit.images.progress import Progress, say_nothing
+from ftkit.images.registry import Registry
+from ftkit.images.retries import with_retries
+from ftkit.images.store import write_whole
+from ftkit.images.streams import explain_transfer, follow_transfer
+from ftkit.specs.base_lock import base_lock_text, read_base_lock
+from ftkit.specs.image_reference import RegistryImage, parse_reference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from docker import APIClient
+
+    from ftkit.images.engine import EngineImage
+    from ftkit.images.progress import Report
+    from ftkit.specs.digest import Digest
+    from ftkit.specs.load import ImageDefinition
+
+
+@dataclass(frozen=True)
+class BaseWish:
+    """What was asked for.
+
+    Args:
+        name: another base than the definition's.
+        repin: take what the tag is now, whatever was recorded.
+        from_engine: take what the docker engine has under this name, and ask no registry for its digest.
+    """
+
+    name: str | None = None
+    repin: bool = False
+    from_engine: bool = False
+
+
+@dataclass(frozen=True)
+class ChosenBase:
+    """The base to build on.
+
+    Args:
+        image: which one; without a digest only where the engine is to be taken at its word.
+        is_recorded: a lock records its digest.
+        is_to_be_recorded: no lock does so yet, nor does the definition.
+    """
+
+    image: RegistryImage
+    is_recorded: bool = False
+    is_to_be_recorded: bool = False
+
+
+def choose_base(definition: ImageDefinition, wish: BaseWish, report: Report) -> ChosenBase:
+    """Return the base by digest: as it was written, as a lock records it, or as the registry has the tag now.
+
+    Raises:
+        ConfigError: its digest is written down, and was to be taken anew.
+        NotFoundError: the registry has no such base.
+        ImageError: the registry does not tell its digest.
+    """
+    spec = definition.spec
+    written = parse_reference(wish.name or spec.base.reference)
+    digest, is_recorded = written.digest, False
+    if wish.name is None:
+        digest, is_recorded = spec.base.digest, definition.is_base_recorded
+    elif digest is None:
+        digest = _recorded(definition, written)
+        is_recorded = digest is not None
+    if wish.repin and digest and not is_recorded:
+        where, fix = ("--base", "Give it without a digest.") if wish.name else (
+            str(definition.base_file), "Change it there, or leave it out and let the build record it.",
+        )  # fmt: skip
+        raise ConfigError([Problem(where, "--repin", f"the base's digest is written down: {digest}.", fix)])
+    if digest and not wish.repin:
+        return ChosenBase(replace(written, digest=digest), is_recorded=is_recorded)
+    if wish.from_engine:
+        return ChosenBase(written, is_to_be_recorded=True)
+    report(Progress(f"asking {written.host} which image {written.tagged} is"))
+    return ChosenBase(replace(written, digest=_resolve(spec.reference, written, report)), is_to_be_recorded=True)
+
+
+def current_digest_if_moved(base: ChosenBase) -> Digest | None:
+    """Return the digest that the base's tag has by now, if it is another; none if it is not, or nobody can tell."""
+    tag = replace(base.image, digest=None)
+    try:
+        with Registry(tag, credentials.find(tag.host), say_nothing, waits=()) as registry:
+            now = registry.resolve()
+    except FtkitError:
+        return None
+    return now if now != base.image.digest else None
+
+
+def have_base(client: APIClient, wanted: RegistryImage, written: str, report: Report) -> EngineImage:
+    """Return the base, pulled if the engine does not have it."""
+    for name in (wanted.pinned, written):
+        found = engine.inspect(client, name)
+        if found and (name == wanted.pinned or not wanted.digest):
+            return found
+    known = credentials.find(wanted.host)
+    stage = f"pulling {wanted}"
+
+    def attempt() -> None:
+        import docker  # noqa: PLC0415
+
+        try:
+            events = client.pull(wanted.repository, tag=wanted.digest or wanted.tag, stream=True, decode=True)
+            follow_transfer(events, stage, report, wanted, known)
+        except docker.errors.APIError as error:
+            raise explain_transfer(str(error.explanation or error), wanted, known) from error
+
+    with_retries(attempt, report, stage)
+    found = engine.inspect(client, wanted.pinned)
+    if found is None:
+        raise ImageError(f"docker pulled {wanted}, and does not have it", fix="see the engine's log")
+    return found
+
+
+def digest_of(image: EngineImage, wanted: RegistryImage) -> Digest | None:
+    """Return the digest that the image has in the registry that it came from."""
+    for repository, digest in image.repo_digests:
+        if parse_reference(repository).repository == wanted.repository:
+            return digest
+    return None
+
+
+def record(definition: ImageDefinition, base: RegistryImage) -> Path:
+    """Write which image the base is into the lock beside the definition, or, if that is not the user's, their own.
+
+    Raises:
+        ImageError: neither can be written.
+    """
+    if base.digest is None:
+        raise AssertionError("a base without a digest can't be recorded")
+    path = next((path for path in definition.base_locks if _is_users_own(path)), definition.base_locks[-1])
+    for before in definition.base_locks[: definition.base_locks.index(path)]:
+        if base.tagged in read_base_lock(before):
+            raise ImageError(
+                f"{before} records another digest of {base.tagged}, and is not yours to change",
+                fix="ask its owner to pin the base anew, or define an image of your own with 'extends:'",
+            )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ImageError(f"can't make {path.parent}: {error.strerror}", fix="check the rights of its folder") from error
+    write_whole(path, base_lock_text({**read_base_lock(path), base.tagged: base.digest}).encode())
+    return path
+
+
+def _recorded(definition: ImageDefinition, base: RegistryImage) -> Digest | None:
+    found = (read_base_lock(path).get(base.tagged) for path in definition.base_locks)
+    return next((digest for digest in found if digest), None)
+
+
+def _is_users_own(path: Path) -> bool:
+    """Tell whether a lock may be written: what ftkit ships stays as it is, in a checkout too."""
+    return os.access(path.parent, os.W_OK) and not path.is_relative_to(assets.CONTAINERS)
+
+
+def _resolve(reference: str, base: RegistryImage, report: Report) -> Digest:
+    with Registry(base, credentials.find(base.host), report) as registry:
+        try:
+            return registry.resolve()
+        except (ImageError, NotFoundError) as error:
+            raise type(error)(
+                f"{base.host} does not tell which image {base.tagged} is, the base of {reference}: {error.what}",
+                meaning=error.meaning,
+                fix=f"{error.fix}; or, if the docker engine here has the base: --allow-unpinned",
+            ) from error
