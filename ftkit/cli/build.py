@@ -51,7 +51,7 @@ def command(  # noqa: PLR0913 - its options
     has at the registry, which bases.lock records: later builds take the same base.
     """
     terminal = Terminal()
-    target = required_registry(registry) if does_push else None
+    target = required_registry(registry, reference) if does_push else None
     definition = find_image(reference, Surroundings.here())
     started = time.monotonic()
     with ProgressView(terminal) as view:

@@ -31,15 +31,19 @@ def registry_of(option: str | None) -> str | None:
     return option or load_settings(Surroundings.here()).settings.registry
 
 
-def required_registry(option: str | None) -> str:
-    """Return the registry.
+def required_registry(option: str | None, reference: str) -> str:
+    """Return the registry that an image is pushed to.
 
     Raises:
         ConfigError: neither the command line nor a file names one.
     """
     registry = registry_of(option)
     if not registry:
+        user = Surroundings.here().user / "config.yaml"
         raise ConfigError(
-            [Problem("", "registry", "nothing says which registry.", "Give --registry, or set it in ftkit.yaml.")]
-        )
+            [Problem("", "registry", f"nothing says which registry {reference} is to be pushed to.",
+                     f"Give --registry HOST/PATH (such as ghcr.io/you), or write 'registry: HOST/PATH' into ftkit.yaml "
+                     f"or {user}. No registry is needed where this machine sees the cluster's workspace: "
+                     f"ftkit import {reference}")]
+        )  # fmt: skip
     return registry

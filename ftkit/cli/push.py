@@ -38,7 +38,7 @@ def command(reference: str, *, registry: str | None, username: str | None, passw
 
     Credentials come from docker's own configuration ('docker login', credential helpers).
     """
-    target = required_registry(registry)
+    target = required_registry(registry, reference)
     given = None
     if password_stdin:
         host = remote_reference(reference, target).host
