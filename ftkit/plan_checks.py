@@ -9,6 +9,7 @@ from ftkit.specs.data import GeneratedSource
 from ftkit.specs.image_reference import ImageFile
 from ftkit.specs.layers import COMMAND_LINE
 from ftkit.specs.model import FAMILIES
+from ftkit.specs.tracking import SINK_PACKAGES, sinks_without_package
 from ftkit.specs.training import ALL_PROJECTIONS
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def find_problems(
         *_evaluation(recipe),
         *_profile(recipe, num_nodes * processes_per_node),
         *_image(recipe, cluster, image, request),
+        *_sinks(recipe, cluster, image),
         *_paths(cluster, request),
     ]
     return [request.origins.locate(problem) for problem in problems]
@@ -238,6 +240,19 @@ def _image(
         yield Problem(
             where, key, f"'{image.reference}' serves {', '.join(image.families)}, not {family}.",
             "Take an image made for this family: ftkit images.",
+        )  # fmt: skip
+
+
+def _sinks(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None) -> Iterator[Problem]:
+    if image is None or cluster.runtime == "none":
+        return
+    for sink in sinks_without_package(recipe.tracking.sinks, image.listed_packages):
+        package = SINK_PACKAGES[sink][0]
+        yield Problem(
+            f"recipe {recipe.name}", "tracking.sinks", f"'{sink}' needs the package {package}, which "
+            f"{image.reference} does not list.",
+            f"Add it to 'packages:' of the image and lock it anew (ftkit lock {image.reference}); if its base has it, "
+            f"list it below 'provided:'; or leave {sink} out.",
         )  # fmt: skip
 
 

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 from ftkit import __version__
 from ftkit.cli.image_arguments import registry_of
-from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
+from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
 from ftkit.images import engine
 from ftkit.images import labels as image_labels
 from ftkit.images.choosing import ImportWish
-from ftkit.images.store import MANIFEST_VERSION, manifest_file
+from ftkit.images.inventory import python_packages
+from ftkit.images.store import MANIFEST_VERSION, manifest_file, sbom_file
 from ftkit.images.verify import looks_whole
 from ftkit.specs.image_reference import NamedImage, local_name, parse_image
+from ftkit.specs.tracking import SINK_PACKAGES, sinks_without_package
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +31,7 @@ def ensure_image(plan: RunPlan, terminal: Terminal, *, does_import: bool) -> dic
     Raises:
         NotFoundError: it is not there; with the command that is missing.
         ImageError: it is damaged.
+        ConfigError: it lacks a tracker's package.
     """
     wanted, runtime = plan.container_image, plan.cluster.runtime
     if wanted is None or plan.image is None:
@@ -67,6 +70,7 @@ def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
                 f"{file} was imported by an older ftkit, which did not compare all of it: 'ftkit import {plan.image}' "
                 "imports it anew"
             )
+        _require_sinks(plan, final)
         return {"image_id": manifest.image_id, "image_sha256": manifest.sha256}
     if manifest_file(final).exists():
         raise ImageError(
@@ -76,6 +80,19 @@ def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
         )
     terminal.warn(f"{file} has no manifest: nothing says what is in it")
     return {}
+
+
+def _require_sinks(plan: RunPlan, final: Path) -> None:
+    """Refuse a recipe that names a tracker whose package is not in the image, by the list beside the file."""
+    packages = python_packages(sbom_file(final))
+    missing = [] if packages is None else sinks_without_package(plan.recipe.tracking.sinks, packages)
+    if missing:
+        names = ", ".join(SINK_PACKAGES[sink][0] for sink in missing)
+        raise ConfigError(
+            [Problem(f"recipe {plan.recipe.name}", "tracking.sinks", f"the image file has no package {names}.",
+                     f"Build and import {plan.image} anew if its definition lists them by now, or leave out "
+                     f"{', '.join(missing)}.")]
+        )  # fmt: skip
 
 
 def _warn_of_other_code(labels: Mapping[str, str], plan: RunPlan, terminal: Terminal) -> None:

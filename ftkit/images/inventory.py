@@ -18,6 +18,7 @@ from ftkit.images.pins import normal_name
 
 _DPKG = Path("/var/lib/dpkg/status")
 _OS_RELEASE = Path("/etc/os-release")
+_PYPI = "pkg:pypi/"
 
 
 def bill_of_materials(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dict[str, Any]:
@@ -32,12 +33,24 @@ def bill_of_materials(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dic
     }
 
 
+def python_packages(document: Path) -> frozenset[str] | None:
+    """Return the Python packages that a bill of materials lists; none: there is no such file, or it is none.
+
+    Names are as the package index compares them.
+    """
+    try:
+        urls = [str(component["purl"]) for component in json.loads(document.read_bytes())["components"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return frozenset(url.removeprefix(_PYPI).partition("@")[0] for url in urls if url.startswith(_PYPI)) or None
+
+
 def _python_packages() -> list[dict[str, Any]]:
     found = {}
     for package in metadata.distributions():
         name = package.metadata["Name"]
         if name:
-            found[f"pkg:pypi/{normal_name(name)}@{quote(package.version, safe='')}"] = (name, package)
+            found[f"{_PYPI}{normal_name(name)}@{quote(package.version, safe='')}"] = (name, package)
     return [
         _component(url, name, package.version, package.metadata.json.get("license_expression"))
         for url, (name, package) in found.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from pydantic import Field
@@ -54,6 +55,13 @@ class ImageSpec(Spec):
     def reference(self) -> str:
         """The image's name and tag as users write them."""
         return f"{self.name}:{self.tag}"
+
+    @property
+    def listed_packages(self) -> frozenset[str]:
+        """The packages that it adds or has from its base by its own word, as the package index compares names."""
+        added = (re.match(r"[A-Za-z0-9._-]*", line) for line in self.packages)
+        names = [*self.provided, *(found[0] for found in added if found)]
+        return frozenset(re.sub(r"[-_.]+", "-", name).lower() for name in names)
 
     @property
     def engine_name(self) -> str:

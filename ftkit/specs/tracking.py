@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import model_validator
@@ -13,9 +13,21 @@ from ftkit.errors import PrerequisiteError
 from ftkit.specs.strict import OneLine, Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Iterable, Mapping
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
+
+SINK_PACKAGES: Final[dict[SinkName, tuple[str, ...]]] = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow-skinny", "mlflow"),
+}
+"""The Python packages that a sink needs one of; the first is what to install."""
+
+
+def sinks_without_package(sinks: Iterable[SinkName], packages: Container[str]) -> list[SinkName]:
+    """Return the sinks that can't work where these packages are; names are as the package index compares them."""
+    return [sink for sink in sinks if not any(name in packages for name in SINK_PACKAGES[sink])]
 
 
 class TrackingSpec(Spec):

@@ -14,7 +14,7 @@ from ftkit.errors import ConfigError, FtkitError
 from ftkit.plan import RunPlan, count_steps, fingerprint, plan_from_json, plan_run, plan_to_json
 from ftkit.specs.image import BaseImageSpec, ImageSpec
 from ftkit.specs.image_reference import ImageFile, NamedImage, parse_reference
-from ftkit.specs.load import Surroundings, load_cluster, load_recipe
+from ftkit.specs.load import Surroundings, list_images, load_cluster, load_image, load_recipe
 from ftkit.specs.request import RunRequest
 
 if TYPE_CHECKING:
@@ -145,6 +145,32 @@ def test_pyxis_without_an_image_is_refused() -> None:
 def test_an_image_of_another_family_is_refused() -> None:
     found = problems(cluster=A4, image=IMAGE, request=replace(REQUEST, image=OLMO3))
     assert "serves olmo3, not qwen3" in found
+
+
+SINKS = "tracking.sinks=[tensorboard,wandb,mlflow]"
+
+
+def test_a_tracker_whose_package_the_image_lacks_is_refused() -> None:
+    request = replace(REQUEST, image=OLMO3)
+    image = IMAGE.model_copy(update={"families": ("qwen3",), "packages": ("wandb>=0.20",)})
+    found = problems(demo(SINKS), A4, image, request)
+    assert "'tensorboard' needs the package tensorboard" in found
+    assert "'mlflow' needs the package mlflow-skinny" in found
+    assert "wandb" not in found
+    whole = image.model_copy(
+        update={"packages": ("WandB[media]==1", "mlflow_skinny ; python_version>'3'"), "provided": {"tensorboard": ""}}
+    )
+    assert plan(demo(SINKS), A4, whole, request).recipe.tracking.sinks == ("tensorboard", "wandb", "mlflow")
+
+
+@pytest.mark.parametrize("reference", list_images(HERE))
+def test_every_shipped_image_brings_all_trackers(reference: str) -> None:
+    image = load_image(reference, HERE).model_copy(update={"families": ("qwen3",)})
+    assert plan(demo(SINKS), A4, image, replace(REQUEST, image=NamedImage(reference)))
+
+
+def test_a_tracker_is_the_environment_s_matter_where_there_is_no_image() -> None:
+    assert plan(demo(SINKS)).recipe.tracking.sinks
 
 
 def test_a_family_beyond_the_four_is_planned_by_estimates_in_any_image_with_a_note() -> None:
