@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ftkit import __version__
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from ftkit.specs.recipe import RecipeSpec
 
 ResultT = TypeVar("ResultT")
+
+_ANY_SLURM: Final = "slurm"
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,9 @@ def resolve(words: RunWords, around: Surroundings) -> RunPlan:
         ConfigError: with every problem of recipe, cluster and image, or every reason why they don't fit together.
     """
     loaded = settings_of(words, around)
+    assumed = _assumed_cluster(words, loaded)
     problems = _Problems()
-    site = problems.collect(lambda: _load_cluster(loaded, around))
+    site = problems.collect(lambda: _load_cluster(assumed or loaded.settings.cluster, loaded, around))
     cluster = site.spec if site else None
     uses_image = words.image is not None or cluster is None or cluster.runtime != "none"
     wanted = problems.collect(lambda: _image_of(loaded)) if uses_image else None
@@ -120,14 +123,26 @@ def resolve(words: RunWords, around: Surroundings) -> RunPlan:
         raise AssertionError("what could not be loaded was raised above")
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
     request = _request(words, read.spec, wanted, workspace_of(loaded, around), origins)
-    return plan_run(
-        read.spec, with_this_machine(site.spec, around.environment), image, request, ftkit_version=__version__
+    here = with_this_machine(site.spec, around.environment)
+    plan = plan_run(read.spec, here, image, request, ftkit_version=__version__)
+    return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
+
+
+def _assumed_cluster(words: RunWords, loaded: LoadedSettings) -> str | None:
+    """Return the profile for an image that was typed where no cluster is chosen: the default one has no containers."""
+    return _ANY_SLURM if words.image and ("cluster",) not in loaded.layers.origins else None
+
+
+def _assumption(cluster: ClusterProfile) -> str:
+    return (
+        f"no cluster is chosen: this is for profile '{cluster.name}', with {cluster.gpus_per_node} GPUs a node of a "
+        "model that is not known; choose one of 'ftkit clusters' with --cluster or 'cluster:' in ftkit.yaml"
     )
 
 
-def _load_cluster(loaded: LoadedSettings, around: Surroundings) -> Loaded[ClusterProfile]:
-    """Read the profile that was typed or that the settings name; of one that is not there, say who named it."""
-    name, where = loaded.settings.cluster, loaded.layers.origins.get(("cluster",), "settings")
+def _load_cluster(name: str, loaded: LoadedSettings, around: Surroundings) -> Loaded[ClusterProfile]:
+    """Read a profile; of one that is not there, say who named it."""
+    where = loaded.layers.origins.get(("cluster",), "settings")
     try:
         return read_cluster(name, around)
     except NotFoundError as error:

@@ -35,6 +35,21 @@ def test_a_recipe_alone_is_enough_on_this_machine(project: Path) -> None:
     assert plan.image is None
 
 
+@pytest.mark.parametrize("num_nodes", [None, 2])
+def test_where_no_cluster_is_chosen_an_image_is_planned_for_any_slurm_and_the_plan_says_so(
+    project: Path, num_nodes: int | None
+) -> None:
+    plan = resolve(RunWords(image="olmo3:25.02", num_nodes=num_nodes), around(project))
+    assert (plan.cluster.name, plan.recipe.name, plan.image) == ("slurm", "olmo3-7b-full", "olmo3:25.02")
+    assert plan.notes[0].startswith("no cluster is chosen: this is for profile 'slurm'")
+
+
+def test_a_cluster_that_is_chosen_is_never_replaced(project: Path) -> None:
+    (project / "ftkit.yaml").write_text("cluster: local\n")
+    with pytest.raises(ConfigError, match="runtime 'none': the image would have no effect"):
+        resolve(RunWords(image="olmo3:25.02"), around(project))
+
+
 def test_an_image_alone_is_enough_on_a_cluster(project: Path) -> None:
     (project / "ftkit.yaml").write_text("cluster: a4-highgpu-8g\nworkspace: /shared/me\n")
     plan = resolve(RunWords(image="olmo3:25.02", num_nodes=2), around(project))
@@ -126,7 +141,9 @@ def test_one_thing_that_is_not_there_stays_what_it_is(project: Path) -> None:
 
 
 def test_everything_that_does_not_fit_together_is_shown_at_once(project: Path) -> None:
-    words = RunWords(recipe="demo", num_nodes=3, image="olmo3:25.02", overrides=("training.global_batch_size=33",))
+    words = RunWords(
+        recipe="demo", cluster="local", num_nodes=3, image="olmo3:25.02", overrides=("training.global_batch_size=33",)
+    )
     with pytest.raises(ConfigError) as caught:
         resolve(words, around(project))
     assert len(caught.value.problems) == 3
