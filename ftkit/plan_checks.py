@@ -186,7 +186,7 @@ def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
         yield Problem(where, "evaluation.sql_execution", f"there is no SQL in generator '{source.generator}'.")
     if not has_heldout:
         yield Problem(where, "evaluation.sql_execution", "there is nothing held out.", "Set data.source.num_heldout.")
-    elif isinstance(source, GeneratedSource) and asked.num_questions > source.num_heldout:
+    elif getattr(source, "heldout", None) is None and asked.num_questions > source.num_heldout:
         yield Problem(
             where, "evaluation.sql_execution.num_questions",
             f"{asked.num_questions} questions asked for, {source.num_heldout} are held out.",

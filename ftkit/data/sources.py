@@ -53,14 +53,17 @@ def read_first_examples(source: Source) -> list[Row]:
     """Read what can be had at once: the first rows of local files, one generated example, nothing of the hub.
 
     Raises:
-        DataError: a file is missing, or one of these rows is malformed.
+        DataError: a file is missing, one of these rows is malformed, or small files have too few examples.
     """
     match source:
         case GeneratedSource():
             return _generate(source.model_copy(update={"num_train": 1, "num_heldout": 0})).train
         case FilesSource():
             paths = [Path(path) for path in (source.train, source.heldout) if path is not None]
-            return [row for path in paths for row in read_first_rows(path, FIRST_BYTES)]
+            rows = [row for path in paths for row in read_first_rows(path, FIRST_BYTES)]
+            if all(path.stat().st_size <= FIRST_BYTES for path in paths):
+                read_examples(source)
+            return rows
         case HubSource():
             return []
 

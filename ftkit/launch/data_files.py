@@ -1,10 +1,16 @@
-"""The local files that a recipe names: whether they are there, and whether they changed."""
+"""The local files that a recipe names: whether they can be used, and whether they changed."""
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit.data.conversations import to_messages
+from ftkit.data.rows import errors_at
+from ftkit.data.sources import read_first_examples
+from ftkit.errors import NotFoundError
 from ftkit.specs.data import FilesSource, HubSource
 from ftkit.specs.paths import is_path
 
@@ -13,16 +19,44 @@ if TYPE_CHECKING:
 
     from ftkit.specs.recipe import RecipeSpec
 
+MAX_FILES = 100_000
+"""In a data set's folder; a walk through so many takes seconds."""
+_EXAMPLES = ("data.source.train", "data.source.heldout")
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")
 
 
 def data_stamp(recipe: RecipeSpec) -> str:
-    """Return a value that changes when files that the prepared data depends on change."""
+    """Return a value that changes when files that the prepared data depends on change.
+
+    Raises:
+        NotFoundError: a file may not be looked at, or a folder is too large to be a data set's.
+    """
     stamps = []
-    for file in sorted({file for _, path in named_paths(recipe) for file in _files_of(path)}):
-        about = file.stat()
-        stamps.append(f"{file} {about.st_size} {about.st_mtime_ns}")
+    for file in sorted({file for key, path in named_paths(recipe) for file in _files_of(key, path)}):
+        about = _look_at("data", file)
+        if about is not None:
+            stamps.append(f"{file} {about.st_size} {about.st_mtime_ns}")
     return "\n".join(stamps)
+
+
+def check_examples(recipe: RecipeSpec) -> None:
+    """Check what can be known of the data at once: that files are files, and that their first rows can be used.
+
+    Raises:
+        NotFoundError: a file of examples is not there, or is a folder or a device.
+        DataError: a row can't be used as the recipe asks; with file and line.
+    """
+    source = recipe.data.source
+    for key, path in named_paths(recipe):
+        about = _look_at(key, path) if key in _EXAMPLES else None
+        if about is not None and not stat.S_ISREG(about.st_mode):
+            raise NotFoundError(
+                f"{key}: {path} is {'a folder' if stat.S_ISDIR(about.st_mode) else 'no ordinary file'}",
+                fix=f"give a .jsonl file: {key}=FILE",
+            )
+    for row in read_first_examples(source):
+        with errors_at(row):
+            to_messages(row.columns, recipe.data.format)
 
 
 def named_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
@@ -33,17 +67,48 @@ def named_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
         if source.heldout:
             yield "data.source.heldout", Path(source.heldout)
     if isinstance(source, HubSource) and is_path(source.dataset):
-        yield "data.source.dataset", Path(source.dataset).expanduser()
+        yield "data.source.dataset", Path(source.dataset)
     if is_path(model.weights):
         yield "model.weights", Path(model.weights)
     if is_path(model.tokenizer.source):
         yield "model.tokenizer.source", Path(model.tokenizer.source)
 
 
-def _files_of(path: Path) -> list[Path]:
-    """Return the files that matter: of a model's folder, the tokeniser's; of a data set's folder, all."""
-    if not path.is_dir():
-        return [path] if path.is_file() else []
-    if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
-        return [file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()]
-    return [file for file in path.rglob("*") if file.is_file()]
+def _files_of(key: str, path: Path) -> list[Path]:
+    """Return the files that matter: of a model's folder, the tokenizer's; of a data set's folder, all."""
+    about = _look_at(key, path)
+    if about is None or not stat.S_ISDIR(about.st_mode):
+        return [] if about is None else [path]
+    if key in _EXAMPLES:
+        return []
+    if key == "data.source.dataset":
+        return _all_files(key, path)
+    return [file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()]
+
+
+def _all_files(key: str, folder: Path) -> list[Path]:
+    files: list[Path] = []
+    num_seen = 0
+    for where, folders, names in os.walk(folder):
+        files += [Path(where, name) for name in names]
+        num_seen += len(folders) + len(names)
+        if num_seen > MAX_FILES:
+            raise NotFoundError(
+                f"{key}: there are more than {MAX_FILES:,} files and folders in {folder}",
+                meaning="it is probably not the data set's own folder",
+                fix=f"give the data set's own folder: {key}=PATH",
+            )
+    return files
+
+
+def _look_at(key: str, path: Path) -> os.stat_result | None:
+    """Return what is at a path; None if nothing is."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise NotFoundError(
+            f"{key}: can't look at {path}: {error.strerror}",
+            fix="check the path, and your rights on the folders that it is in",
+        ) from error

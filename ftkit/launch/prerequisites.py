@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.errors import NotFoundError, PrerequisiteError
-from ftkit.launch.data_files import named_paths
+from ftkit.launch.data_files import check_examples, named_paths
 from ftkit.layout import Workspace
 from ftkit.specs.tracking import check_access, check_packages
 
@@ -59,11 +59,15 @@ def check_sources(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
     Raises:
         NotFoundError: a file, a folder, the weights or the data set are not there.
         PrerequisiteError: the weights or the data set are gated.
+        ConfigError: `model.architecture` contradicts the weights' own configuration.
+        DataError: one of the first rows of a local file can't be used as the recipe asks.
     """
     from ftkit import hub  # noqa: PLC0415 - HTTP, which only a submission needs
 
     unseen = {key: path for key, path in named_paths(plan.recipe) if not path.exists()}
     warnings: list[str | None] = [_check_unseen(key, path, plan.cluster) for key, path in unseen.items()]
+    if not plan.is_data_prepared:
+        check_examples(plan.recipe)
     environment, home = {**environment, **plan.cluster.environment}, Workspace(plan.workspace).hub_home
     if "model.weights" not in unseen:
         warnings.append(hub.check_weights(plan.recipe.model, environment, home))

@@ -81,7 +81,7 @@ class HubSource(Spec):
 
     kind: Literal["hub"]
     dataset: HubIdOrFolder
-    """Hub id, or a folder that `datasets.load_dataset` reads."""
+    """Hub id, or a folder that `datasets.load_dataset` reads (`./data`, relative to the recipe's folder)."""
     subset: str | None = None
     """Name of the data set's configuration."""
     split: str = "train"

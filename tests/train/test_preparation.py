@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,15 +11,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ftkit.data.__main__ import main
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PackStore, PreparedData
-from ftkit.data.tokenizers import load_saved_tokenizer
+from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer
+from ftkit.errors import DataError
 from ftkit.plan import RunPlan, plan_run, plan_to_json
 from ftkit.specs.load import Surroundings, load_cluster, load_image, load_recipe
 from ftkit.specs.request import RunRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 SMALL = (
     "model.weights=random",
@@ -30,7 +35,7 @@ SMALL = (
 """The shipped recipe, but for a tokeniser that is learned here: one of a digit a token, two tokens a byte."""
 
 
-def prepare(workspace: Path, *overrides: str) -> tuple[RunPlan, str]:
+def plan_for(workspace: Path, *overrides: str) -> RunPlan:
     around = Surroundings.here()
     recipe = load_recipe("olmo3-32b-malware-full", around, (*SMALL, *overrides))
     request = RunRequest("malware", None, None, recipe.image, False, workspace, "python3", datetime.now(UTC), "test")
@@ -38,10 +43,22 @@ def prepare(workspace: Path, *overrides: str) -> tuple[RunPlan, str]:
     plan = replace(plan_run(recipe, cluster, image, request, ftkit_version="test"), id="malware")
     plan.layout.root.mkdir(parents=True)
     plan.layout.plan.write_text(plan_to_json(plan))
+    return plan
+
+
+def prepare(workspace: Path, *overrides: str) -> tuple[RunPlan, str]:
+    plan = plan_for(workspace, *overrides)
     command = [sys.executable, "-m", "ftkit.data", str(plan.layout.plan)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return plan, done.stderr
+
+
+def refused(plan: RunPlan, capsys: pytest.CaptureFixture[str]) -> str:
+    """Prepare in this process, where anything but an error of the data would be raised; return what was printed."""
+    assert main(plan.layout.plan) == DataError.exit_code
+    assert not plan.data_directory.exists()
+    return capsys.readouterr().err
 
 
 def test_simulated_malware_is_packed_whole_and_its_analysis_is_trained_on(tmp_path: Path) -> None:
@@ -62,3 +79,60 @@ def test_binaries_too_large_for_a_pack_are_left_out_and_counted(tmp_path: Path) 
     assert 0 < manifest.num_too_long < 16
     assert manifest.num_train_documents + manifest.num_heldout_documents == 16 - manifest.num_too_long
     assert f"{manifest.num_too_long} documents are longer than a pack, and left out" in printed
+
+
+def source_of(file: Path, **options: object) -> tuple[str, ...]:
+    source = {"kind": "files", "train": str(file)} | options
+    form = {"kind": "messages"}
+    return f"data.source={json.dumps(source)}", f"data.format={json.dumps(form)}", "evaluation.every_steps=null"
+
+
+def turns(*contents: str) -> dict[str, object]:
+    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]}
+
+
+def write(file: Path, *rows: object) -> Path:
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return file
+
+
+def test_texts_with_any_line_separator_are_prepared_and_held_out(tmp_path: Path) -> None:
+    rows = [turns(f"{number}\u2028\u0085?", "\u2029yes") | {"tools": "[]", "id": 1} for number in range(6)]
+    file = write(tmp_path / "train.jsonl", *rows)
+    plan, printed = prepare(tmp_path, *source_of(file, num_heldout=2))
+    prepared = PreparedData(plan.data_directory)
+    assert all(example in rows for example in prepared.read_heldout_examples())
+    assert prepared.read_manifest().num_train_documents == 4
+    assert "columns that data.format does not use: id, tools\n" in printed
+
+
+def test_the_row_that_cannot_be_used_is_named_with_its_line_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = turns("q", "a")
+    bad["messages"][1]["tool_calls"] = [{"name": "search"}]  # type: ignore[index]
+    file = write(tmp_path / "train.jsonl", *[turns("q", "a")] * 20, bad)
+    printed = refused(plan_for(tmp_path, *source_of(file)), capsys)
+    assert f"error: {file}:21: turn 2: a turn has keys that are not supported: tool_calls" in printed
+    assert 'the example: {"messages": [{"role": "user"' in printed
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_one_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = learn_tokenizer(["quite quite quite"], 300, "chatml")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    size = len(tokenizer) - 1
+    last = str(tokenizer.decode([size]))
+    source = json.dumps({"source": str(tmp_path / "tokenizer"), "vocab_size": None})
+    model = (f"model.tokenizer={source}", f"model.architecture.vocab_size={size}", "data.chat_template=model")
+    file = write(tmp_path / "train.jsonl", turns("what", "yes"), turns(f"is{last}", "yes"))
+    printed = refused(plan_for(tmp_path, *source_of(file), *model), capsys)
+    assert f"the tokeniser has {size + 1} tokens, model.architecture.vocab_size is {size}" in printed
+    assert f"error: {file}:2: token {size}" in printed
+
+
+def test_documents_that_all_are_too_long_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "train.jsonl", turns("7" * 5000, "a"))
+    printed = refused(plan_for(tmp_path, *source_of(file), "training.sequence_length=512"), capsys)
+    assert "none of 1 documents fits a pack of 512 tokens (the longest has" in printed

@@ -114,6 +114,12 @@ def test_sql_is_not_asked_of_data_without_any() -> None:
     assert "evaluation.sql_execution: there is no SQL in generator 'malware-analysis'" in found
 
 
+def test_no_more_questions_are_asked_than_are_held_out_of_a_file() -> None:
+    source = "data.source={kind: files, train: /rows.jsonl, num_heldout: 7}"
+    assert "200 questions asked for, 7 are held out" in problems(demo(source))
+    plan(demo(source, "data.source.num_heldout=0", "data.source.heldout=/heldout.jsonl"))
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> None:
     found = problems(demo("training.global_batch_size=33", "training.micro_batch_size=8"))
     assert "33 is not divisible by 16" in found
@@ -295,3 +301,4 @@ def test_the_fingerprint_changes_with_what_changes_the_packs_and_nothing_else() 
     for other in ("training.sequence_length=128", "data.source.seed=9", "data.train_on=all"):
         assert fingerprint(demo(other), "") != same
     assert fingerprint(DEMO, "files changed") != same
+    assert fingerprint(demo("model.architecture.vocab_size=5000"), "") != same

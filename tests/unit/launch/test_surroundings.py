@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.errors import DataError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_stamp
 from ftkit.launch.local_machine import with_this_machine
 from ftkit.launch.manifest import describe, git_commit
@@ -82,8 +83,11 @@ def with_weights(plan: RunPlan, weights: str, **changes: object) -> RunPlan:
     return replace(plan, recipe=recipe, cluster=plan.cluster.model_copy(update=changes))
 
 
+QUESTION = json.dumps({"sql_context": "CREATE TABLE t (a)", "sql_prompt": "How many?", "sql": "SELECT 1"}) + "\n"
+
+
 def recipe_with_files(folder: Path) -> RecipeSpec:
-    (folder / "train.jsonl").write_text("{}\n")
+    (folder / "train.jsonl").write_text(101 * QUESTION)
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     (folder / "model" / "tokenizer.json").write_text("{}")
@@ -108,6 +112,68 @@ def test_the_stamp_changes_with_the_files_that_the_packs_come_from_and_with_no_o
     assert changed != before
     (tmp_path / "train.jsonl").write_text("{}\n{}\n")
     assert data_stamp(recipe) != changed
+
+
+def recipe_with_source(**source: object) -> RecipeSpec:
+    return load_recipe("demo", NOWHERE, [f"data.source={json.dumps(source)}"])
+
+
+def test_a_folder_in_the_place_of_a_file_is_not_walked_but_refused(plan: RunPlan, tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "file").touch()
+    recipe = recipe_with_source(kind="files", train=str(tmp_path), num_heldout=100)
+    assert data_stamp(recipe) == ""
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: .* is a folder\n.*\.jsonl file"):
+        check_sources(replace(plan, recipe=recipe), {})
+    device = recipe_with_source(kind="files", train="/dev/zero", num_heldout=100)
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: /dev/zero is no ordinary file"):
+        check_sources(replace(plan, recipe=device), {})
+
+
+def test_a_folder_with_too_many_files_for_a_data_set_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_text("{}")
+    recipe = recipe_with_source(kind="hub", dataset=str(tmp_path), num_heldout=100)
+    assert data_stamp(recipe).count("rows.jsonl") == 3
+    monkeypatch.setattr("ftkit.launch.data_files.MAX_FILES", 5)
+    with pytest.raises(NotFoundError, match=r"data\.source\.dataset: there are more than 5 files and folders in"):
+        data_stamp(recipe)
+
+
+def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    deep = "/".join([str(tmp_path), *["x" * 200] * 30])
+    recipe = recipe_with_source(kind="files", train="rows.jsonl", num_heldout=100)
+    source = recipe.data.source.model_copy(update={"train": deep})
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": source})})
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: can't look at .*: File name too long"):
+        data_stamp(recipe)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (101 * '{"sql": 1}\n', r"train\.jsonl:1: data\.format\.prompt uses columns .*: sql_context, sql_prompt"),
+        (QUESTION + "{]\n", r"train\.jsonl:2: not valid JSON"),
+        (3 * QUESTION, r"has 3 examples, the recipe asks for 101"),
+        ("", r"has 0 examples"),
+    ],
+)
+def test_rows_that_cannot_be_used_stop_a_run_before_it_queues(
+    plan: RunPlan, tmp_path: Path, rows: str, message: str
+) -> None:
+    here = replace(plan, recipe=recipe_with_files(tmp_path).model_copy(update={"model": plan.recipe.model}))
+    (tmp_path / "train.jsonl").write_text(rows)
+    with pytest.raises(DataError, match=message):
+        check_sources(here, {})
+
+
+def test_columns_that_a_generator_does_not_make_stop_a_run_before_it_queues(plan: RunPlan) -> None:
+    recipe = load_recipe("demo", NOWHERE, ["data.format.prompt='{question}'"])
+    with pytest.raises(DataError, match=r"generated example 1: data\.format\.prompt uses columns .*: question"):
+        check_sources(replace(plan, recipe=recipe), {})
 
 
 def test_generated_data_has_no_stamp() -> None:

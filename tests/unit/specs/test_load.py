@@ -229,6 +229,15 @@ def test_relative_paths_belong_to_the_file_that_names_them(
     assert recipe.model.weights == str(around.project / "recipes" / "w")
     recipe = load_recipe("mine", around, ["data.source.train=typed.jsonl"])
     assert recipe.data.source.train == str(elsewhere / "typed.jsonl")  # type: ignore[union-attr]
+    recipe = load_recipe("mine", around, ["data.source={kind: hub, dataset: ./set, num_heldout: 100}"])
+    assert recipe.data.source.dataset == str(elsewhere / "set")  # type: ignore[union-attr]
+
+
+def test_a_format_string_that_cannot_be_filled_is_refused_with_file_and_line(around: Surroundings) -> None:
+    path = around.project / "recipes" / "mine.yaml"
+    path.write_text("extends: demo\nname: mine\ndata:\n  format:\n    prompt: '{question!q}'\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml:5: data\.format\.prompt: \{question!q\} is not a column's name"):
+        load_recipe("mine", around)
 
 
 @pytest.mark.parametrize("address", ["gs://bucket/data", "s3://bucket/data", "https://host/data.jsonl", "file:///data"])
