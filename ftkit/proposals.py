@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -16,7 +17,7 @@ from ftkit.specs.training import ActivationCheckpointing, EngineName, TrainingPl
 from ftkit.speed import Network, predict_speed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ftkit.specs.training import TrainingSpec
 
@@ -187,14 +188,21 @@ def propose_changes(
                 return found
             if any(earlier <= set(chosen) for earlier in used):
                 continue  # less is enough
+            strongest = _together(levers[index][-1] for index in chosen)
+            if run.predict(strongest) > room_gib:
+                continue  # milder ones don't fit either
             for changes in product(*(levers[index] for index in chosen)):
-                change = {field: value for each in changes for field, value in each.items()}
+                change = _together(changes)
                 total = run.predict(change)
                 if total <= room_gib:
                     found.append(Proposal(_typed(change), total))
                     used.append(set(chosen))
                     break
     return found
+
+
+def _together(changes: Iterable[Change]) -> Change:
+    return {field: value for each in changes for field, value in each.items()}
 
 
 @dataclass(frozen=True)
@@ -306,7 +314,8 @@ class _Run:
 
 def _smaller_divisors(number: int) -> list[int]:
     """Return the divisors below a number, largest first: with them the global batch stays what it is."""
-    return [divisor for divisor in range(number // 2, 0, -1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)} - {number}, reverse=True)
 
 
 def _halves(length: int) -> list[int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from ftkit.specs.format_string import FormatString, columns_of
-from ftkit.specs.strict import HubIdOrFolder, LocalPath, Spec
+from ftkit.specs.strict import HubIdOrFolder, LocalPath, NonNegativeInt, PositiveInt, Seed, Spec
 
 
 class BinarySizes(Spec):
@@ -39,7 +39,7 @@ class GeneratedSource(Spec):
     """Examples to train on."""
     num_heldout: NonNegativeInt = 0
     """Examples held out for evaluation; none of them is in the training part."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Another seed makes other examples."""
 
     @property
@@ -66,7 +66,7 @@ class FilesSource(Spec):
     """Take so many of the shuffled examples; none: all."""
     num_heldout: NonNegativeInt = 0
     """Hold so many examples of `train` out for evaluation; not together with `heldout`, which is taken whole."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the shuffle."""
 
     @model_validator(mode="after")
@@ -92,7 +92,7 @@ class HubSource(Spec):
     """Take so many of the shuffled examples; none: all."""
     num_heldout: NonNegativeInt = 0
     """Hold so many examples out for evaluation."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the shuffle."""
 
 

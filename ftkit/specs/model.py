@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
-from ftkit.specs.strict import HubIdOrFolder, Spec
+from ftkit.specs.strict import HubIdOrFolder, PositiveInt, Spec
 
 Family = Literal["gemma3_text", "llama", "olmo3", "qwen3"]
 """Families whose parameters and memory are planned exactly, and which every image and engine is tested with."""

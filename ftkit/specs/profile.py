@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 
-from ftkit.specs.strict import Spec
+from ftkit.specs.strict import NonNegativeInt, PositiveInt, Spec
 
 
 class ProfileSpec(Spec):

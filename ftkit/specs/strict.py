@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ftkit.specs.paths import is_path
 
@@ -60,3 +60,10 @@ VariableName = Annotated[str, AfterValidator(_check_variable)]
 LocalPath = Annotated[str, AfterValidator(_check_local_path)]
 HubIdOrFolder = Annotated[str, AfterValidator(_check_hub_id_or_folder)]
 OneLine = Annotated[str, AfterValidator(_check_one_line)]
+
+LARGEST_COUNT = 2**31 - 1
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+"""Counts. They are bounded so that no arithmetic with them overflows, and no loop over them lasts."""
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]

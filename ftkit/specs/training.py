@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
-from ftkit.specs.strict import OneLine, Spec
+from ftkit.specs.strict import OneLine, PositiveInt, Seed, Spec
 
 EngineName = Literal["fsdp2", "zero3"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -31,12 +22,16 @@ ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 ProjectionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """A linear layer within a decoder layer, of a family that may have others than these seven."""
 
+LARGEST_MICRO_BATCH = 2**16
+LONGEST_SEQUENCE = 2**24
+"""Far beyond what fits; all divisors of the one, with all halves of the other, are looked through for what does."""
+
 
 def _check_micro_batch_size(value: object) -> object:
-    is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    is_number = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_MICRO_BATCH
     if is_number or value == "auto":
         return value
-    raise ValueError("a micro-batch is a positive number of packs, or 'auto'")
+    raise ValueError(f"a micro-batch is 1 to {LARGEST_MICRO_BATCH:,} packs, or 'auto'")
 
 
 class LoraSpec(Spec):
@@ -76,7 +71,7 @@ class TrainingSpec(Spec):
     precision: Precision = "bf16"
     """Precision of forward and backward, and of weights that are not trained; master weights of those that
     are and optimizer states are fp32."""
-    sequence_length: PositiveInt
+    sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
     """Tokens in a pack."""
     micro_batch_size: Annotated[PositiveInt | Auto, BeforeValidator(_check_micro_batch_size)] = "auto"
     """Packs that one process computes at a time; `auto`: as many as are fastest on the cluster's GPUs, by prediction,
@@ -131,7 +126,7 @@ class TrainingSpec(Spec):
     """How many of the newest checkpoints stay."""
     log_every_steps: PositiveInt = 10
     """A record in metrics.jsonl every so many steps."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the initial weights and of the order of the data."""
 
     @property
@@ -240,7 +235,7 @@ class EvaluationSpec(Spec):
 class ResourcesSpec(Spec):
     """How much of a cluster the recipe was made for; options of `ftkit run` come after it."""
 
-    num_nodes: PositiveInt = 1
+    num_nodes: Annotated[int, Field(gt=0, le=2**16)] = 1
     """Nodes."""
     gpus_per_node: PositiveInt | None = None
     """GPUs, and so processes, on each node; none: what the cluster's nodes have."""

@@ -66,7 +66,7 @@ def test_checkpointing_that_is_on_is_told_which_words_there_are(around: Surround
 def test_a_micro_batch_is_a_number_or_auto(around: Surroundings) -> None:
     for wrong in ("many", "0", "-1", "1.5", "true"):
         (found,) = problems(around, f"training.micro_batch_size={wrong}")
-        assert "training.micro_batch_size: a micro-batch is a positive number of packs, or 'auto'" in found
+        assert "training.micro_batch_size: a micro-batch is 1 to 65,536 packs, or 'auto'" in found
 
 
 def test_a_source_of_unknown_kind_names_the_known_ones(around: Surroundings) -> None:
