@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 
@@ -66,14 +67,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         NotFoundError: it can't be read, or names no architecture.
     """
     path = folder / CONFIG_FILE
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise NotFoundError(
-            f"can't read {path}: {error}",
-            meaning="a copy was interrupted, or the file was changed by hand",
-            fix="copy or download it again: it is one JSON object",
-        ) from error
+    stored = _read_json(path)
     if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
         raise NotFoundError(
             f"{path} has no model_type",
@@ -81,3 +75,48 @@ def read_model_config(folder: Path) -> dict[str, Any]:
             fix="convert the model to transformers' layout, or choose another with model.weights",
         )
     return stored
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return what the model's makers recommend for generation; empty if they recommend nothing.
+
+    Raises:
+        NotFoundError: it can't be read.
+    """
+    path = folder / GENERATION_FILE
+    stored = _read_json(path) if path.is_file() else {}
+    if not isinstance(stored, dict):
+        raise NotFoundError(
+            f"{path} is not a JSON object",
+            meaning="a copy was interrupted, or the file was changed by hand",
+            fix="copy or download it again, or delete it",
+        )
+    return stored
+
+
+def read_end_tokens(folder: Path) -> list[int]:
+    """Return every token that ends the model's texts or answers, by its own files.
+
+    They disagree: of Gemma 3, one has the end of a turn and another has not; in transformers' configurations, one
+    that no file sets has a default, which may be an ordinary token of this tokenizer.
+
+    Raises:
+        NotFoundError: they can't be read.
+    """
+    config = read_model_config(folder)
+    text = config.get("text_config")
+    sources = [read_generation_config(folder), config, text if isinstance(text, dict) else {}]
+    values = [source.get("eos_token_id") for source in sources]
+    tokens = [token for value in values for token in (value if isinstance(value, list) else [value])]
+    return list(dict.fromkeys(token for token in tokens if type(token) is int and token >= 0))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise NotFoundError(
+            f"can't read {path}: {error}",
+            meaning="a copy was interrupted, or the file was changed by hand",
+            fix="copy or download it again: it is one JSON object",
+        ) from error

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ftkit.data.conversations import Message
 from ftkit.errors import DataError, in_short
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.data.conversations import Message
-
 IGNORED = -100
 """The label of a token that does not count: PyTorch's default `ignore_index`."""
 _WINDOW = 16
 _ROLES_SHOWN = 8
+
+_SHORT_CONVERSATION = (Message("user", "Hello"), Message("assistant", "Hello"))
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,25 @@ def render(tokenizer: Any, messages: Sequence[Message], *, open_answer: bool) ->
             meaning="most templates want at most one system turn, then user and assistant in turn, user first",
             fix="correct or remove this example, or choose another data.chat_template",
         ) from error
+
+
+def _render_to_end(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """Return the text of a conversation to the end of its last turn, without the line breaks that follow it."""
+    return render(tokenizer, messages, open_answer=False).rstrip()
+
+
+def find_answer_end(tokenizer: Any) -> int | None:
+    """Return the special token that the chat template writes after an assistant turn.
+
+    It is the last label of each turn that is trained, so it is what ends an answer of the trained model, in evaluation
+    and wherever the model goes: not the tokenizer's `eos_token`, which base models have for the end of a text.
+
+    Returns:
+        None: the template ends a turn with ordinary text.
+    """
+    text = _render_to_end(tokenizer, _SHORT_CONVERSATION)
+    last: int = tokenizer(text, add_special_tokens=False)["input_ids"][-1]
+    return last if last in tokenizer.added_tokens_decoder else None
 
 
 def encode(tokenizer: Any, messages: Sequence[Message], *, all_tokens: bool) -> Document:
@@ -107,9 +127,9 @@ def _assistant_spans(tokenizer: Any, messages: Sequence[Message], text: str) -> 
         if message.role != "assistant":
             continue
         context = _context(messages, begin)
-        done = render(tokenizer, context, open_answer=False).rstrip() if context else ""
+        done = _render_to_end(tokenizer, context) if context else ""
         before = render(tokenizer, [*context, *messages[begin:index]], open_answer=True)
-        through = render(tokenizer, [*context, *messages[begin : index + 1]], open_answer=False).rstrip()
+        through = _render_to_end(tokenizer, [*context, *messages[begin : index + 1]])
         added = through[len(done) :]
         if not (before.startswith(done) and through.startswith(before) and text.startswith(added, position)):
             raise DataError(

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.conversations import to_messages
-from ftkit.data.encoding import encode
+from ftkit.data.encoding import encode, find_answer_end
 from ftkit.data.packing import assign_packs, build_pack
 from ftkit.data.rows import errors_at, write_json_lines
 from ftkit.data.sources import read_examples
@@ -57,6 +58,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None]) -
     _report_unused_columns(recipe, examples.train, report)
     tokenizer = _tokenizer(recipe, examples.train, report)
     check_size(tokenizer, recipe.model.architecture.vocab_size, report)
+    _check_answers_end(tokenizer, recipe)
     tokenizer.save_pretrained(folder.tokenizer)
     report(f"tokenising {len(examples.train) + len(examples.heldout):,} examples")
     train = _encode_all(tokenizer, recipe, examples.train)
@@ -102,6 +104,15 @@ def _tokenizer(recipe: RecipeSpec, train: Sequence[Row], report: Callable[[str],
 def _messages(row: Row, recipe: RecipeSpec) -> list[Message]:
     with errors_at(row):
         return to_messages(row.columns, recipe.data.format)
+
+
+def _check_answers_end(tokenizer: Any, recipe: RecipeSpec) -> None:
+    if recipe.data.train_on == "assistant" and find_answer_end(tokenizer) is None:
+        raise DataError(
+            "the chat template writes no special token after an assistant turn",
+            meaning="the model would never learn where its answers end, and talk on to the limit",
+            fix="set data.chat_template to a template whose tokens the tokenizer has: " + ", ".join(TEMPLATES),
+        )
 
 
 def _encode_all(tokenizer: Any, recipe: RecipeSpec, rows: Sequence[Row]) -> list[Document]:

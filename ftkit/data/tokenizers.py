@@ -82,6 +82,7 @@ def _with_template(tokenizer: Any, source: str, template_name: str) -> PreTraine
                 fix="set data.chat_template to 'model', or to the template that this model was trained with",
             )
         tokenizer.chat_template = template.template
+        _end_texts_with_turns(tokenizer, template.end_of_turn)
     elif tokenizer.chat_template is None:
         raise DataError(
             f"the tokeniser of '{source}' brings no chat template",
@@ -125,6 +126,16 @@ def check_tokens(tokenizer: Any, tokens: NDArray[np.integer[Any]], vocab_size: i
             meaning="the tokeniser is another model's, or tokens were added to it that the weights don't have",
             fix="take the model's own: model.tokenizer.source=model; or correct model.architecture.vocab_size",
         )
+
+
+def _end_texts_with_turns(tokenizer: Any, end_of_turn: str) -> None:
+    """Let a base model's tokenizer say what ends its texts from now on, for those who ask it alone.
+
+    Padding stays what it was: where it is the end of texts, that must not become the end of turns.
+    """
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.eos_token = end_of_turn
 
 
 def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.conversations import to_prompt
 from ftkit.data.encoding import render
@@ -21,6 +21,7 @@ from ftkit.records import EvaluationRecord, Sample
 from ftkit.specs.data import PromptCompletionFormat
 from ftkit.train.attention import plain_attention
 from ftkit.train.batches import to_micro_batch
+from ftkit.train.generation import Generation
 from ftkit.train.objective import summed_loss
 from ftkit.train.world import World
 
@@ -40,6 +41,7 @@ class Evaluator:
     plan: RunPlan
     data: PreparedData
     tokenizer: PreTrainedTokenizerBase
+    generation: Generation
     world: World
 
     def evaluate(self, engine: Engine, step: int, when: Literal["before", "during", "after"]) -> EvaluationRecord:
@@ -92,12 +94,7 @@ class Evaluator:
         encoded = self.tokenizer(
             prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
         ).to(self.world.device)
-        config = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        config = self.generation.greedy(self.tokenizer, max_new_tokens)
         with plain_attention(model):
             output = model.generate(
                 input_ids=encoded["input_ids"],
@@ -105,8 +102,9 @@ class Evaluator:
                 generation_config=config,
                 synced_gpus=self.world.size > 1,
             )
+        answers = output[:, encoded["input_ids"].shape[1] :].tolist()
         texts: list[str] = self.tokenizer.batch_decode(
-            output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True
+            [self.generation.up_to_end(answer) for answer in answers], skip_special_tokens=True
         )
         return [text.strip() for text in texts]
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ftkit.specs.recipe import RecipePlan
 from ftkit.train.adapters import peft_config, to_peft_names
+from ftkit.train.generation import Generation, as_configured
 from ftkit.train.model import TextConfig, plain_config
 from ftkit.train.precision import DTYPES
 from ftkit.train.stored_layout import split_as_stored
@@ -35,10 +36,11 @@ class ExportedParts:
     config: TextConfig
     class_name: str
     tokenizer: PreTrainedTokenizerBase
+    generation: Generation
 
 
 def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> None:
-    """Write weights, configuration and tokeniser into a folder, in the precision that was trained in.
+    """Write weights, configurations and tokenizer into a folder, in the precision that was trained in.
 
     Every rank must call it. The folder takes its final name when all is written.
     """
@@ -48,15 +50,37 @@ def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> 
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         dtype = DTYPES[parts.recipe.training.precision]
-        converted = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+        converted = {name: _as_stored(tensor, dtype) for name, tensor in weights.items()}
         if parts.recipe.training.adapters is None:
             _write_model(split_as_stored(engine.model, converted), parts, temporary)
         else:
             _write_adapters(converted, parts, temporary)
         parts.tokenizer.save_pretrained(temporary)
+        parts.generation.save(temporary)
+        _let_others_read(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     world.barrier()
+
+
+def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that has all of its memory, as files want it.
+
+    Where rows don't divide by the number of ranks, what was gathered is a part of a larger tensor.
+    """
+    stored = tensor.to(dtype).contiguous()
+    return stored if stored.untyped_storage().nbytes() == stored.nbytes else stored.clone()
+
+
+def _let_others_read(folder: Path) -> None:
+    """Give all files the mode of new ones: safetensors' are their owner's alone, whatever the umask says."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _write_model(weights: Mapping[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
@@ -65,7 +89,8 @@ def _write_model(weights: Mapping[str, torch.Tensor], parts: ExportedParts, fold
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     save_torch_state_dict({name: tensor for name, tensor in weights.items() if name not in tied}, folder)
     dtype = next(iter(weights.values())).dtype
-    plain_config(config, parts.class_name, dtype).save_pretrained(folder)
+    end_tokens = as_configured(parts.generation.end_tokens)
+    plain_config(config, parts.class_name, dtype, end_tokens).save_pretrained(folder)
 
 
 def _write_adapters(weights: dict[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:

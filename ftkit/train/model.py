@@ -184,10 +184,13 @@ def has_random_weights(model: ModelSpec) -> bool:
     return model.weights == "random"
 
 
-def plain_config(config: PretrainedConfig, class_name: str, dtype: torch.dtype) -> PretrainedConfig:
-    """Return the configuration to export: the model's own class name, and a cache for inference."""
+def plain_config(
+    config: PretrainedConfig, class_name: str, dtype: torch.dtype, end_tokens: int | list[int]
+) -> PretrainedConfig:
+    """Return the configuration to export: the model's own class name, where its answers end, a cache for inference."""
     exported = copy.deepcopy(config)
     exported.architectures = [class_name]
     exported.use_cache = True
     exported.dtype = dtype
+    exported.eos_token_id = end_tokens
     return exported

@@ -31,6 +31,7 @@ from ftkit.train.counting import count_method
 from ftkit.train.engines import make_engine
 from ftkit.train.evaluate import Evaluator
 from ftkit.train.export import ExportedParts, export
+from ftkit.train.generation import Generation
 from ftkit.train.loop import Training
 from ftkit.train.memory_trace import MemoryTrace
 from ftkit.train.model import TextConfig, build_empty, has_random_weights, make_config, read_config
@@ -60,6 +61,7 @@ class BuiltModel:
 
     config: TextConfig
     class_name: str
+    generation: Generation
     num_parameters: int
     expected: ParameterCounts
 
@@ -96,7 +98,7 @@ class Session:
         progress = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
         progress = progress or Progress(step=0, fingerprint=self.plan.fingerprint)
         self._record_start(num_steps, progress, built.num_parameters)
-        evaluator = Evaluator(self.plan, self.data, self.tokenizer, self.world)
+        evaluator = Evaluator(self.plan, self.data, self.tokenizer, built.generation, self.world)
         if progress.step == 0:
             self._evaluate(evaluator, engine, 0, "before")
         training_began = time.time()
@@ -123,7 +125,7 @@ class Session:
         if outcome == "completed":
             self._evaluate(evaluator, engine, num_steps, "after")
             self._stage("exporting the model")
-            parts = ExportedParts(self.plan.recipe, built.config, built.class_name, self.tokenizer)
+            parts = ExportedParts(self.plan.recipe, built.config, built.class_name, self.tokenizer, built.generation)
             export(engine, parts, self.plan.layout.export, self.world)
             exported = str(self.plan.layout.export)
         self.trace.begin("")
@@ -157,6 +159,7 @@ class Session:
         else:
             folder = fetch_weights(recipe.model, self.world)
             config = read_config(folder, recipe.model.architecture)
+        generation = Generation.of(self.tokenizer, folder)
         kernel, reason = choose_kernel(recipe.training.attention, recipe.training.precision, self.world.device)
         log.info("attention: %s (%s)", kernel, reason)
         model = build_empty(config.text, IMPLEMENTATIONS[kernel])
@@ -164,7 +167,7 @@ class Session:
         expected = count_method(model, recipe.training)
         if not recipe.model.architecture.is_estimated:
             expected = method_counts(recipe.model.architecture, recipe.training)
-        built = BuiltModel(config, type(model).__name__, num_parameters, expected)
+        built = BuiltModel(config, type(model).__name__, generation, num_parameters, expected)
         prepare_method(model, recipe.training)
 
         def fill(sharded: nn.Module) -> None:

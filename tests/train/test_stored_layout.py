@@ -17,6 +17,7 @@ from ftkit.specs.load import Surroundings, load_recipe
 from ftkit.specs.model import ArchitectureSpec
 from ftkit.train.export import ExportedParts, export
 from ftkit.train.fsdp2 import Fsdp2Engine
+from ftkit.train.generation import Generation
 from ftkit.train.library_versions import CONVERTS_WEIGHTS
 from ftkit.train.model import TextConfig, make_config
 from ftkit.train.stored_layout import JoinedPieces, _Conversions, arrange, split_as_stored
@@ -125,7 +126,7 @@ def test_an_export_is_loaded_by_transformers_and_by_ftkit(world: World, tmp_path
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     around = Surroundings(tmp_path, tmp_path, {})
     recipe = load_recipe("demo", around, ["training.precision=fp32", "evaluation.sql_execution=null"])
-    parts = ExportedParts(recipe, TextConfig(model.config), type(model).__name__, TOKENIZER)
+    parts = ExportedParts(recipe, TextConfig(model.config), type(model).__name__, TOKENIZER, Generation((2,), {}))
     export(Fsdp2Engine(model, recipe.training, world), parts, tmp_path / "export", world)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
     again = build("qwen3_moe")

@@ -1,0 +1,274 @@
+"""An answer ends where training taught it to: in evaluation, and for whoever loads the export."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList
+
+from ftkit.data.chat_templates import TEMPLATES
+from ftkit.data.encoding import find_answer_end
+from ftkit.data.store import PreparedData
+from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer, load_tokenizer
+from ftkit.errors import DataError, NotFoundError
+from ftkit.specs.model import ArchitectureSpec, ModelSpec
+from ftkit.train.evaluate import Evaluator
+from ftkit.train.generation import Generation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ftkit.train.world import World
+
+LLAMA3 = (
+    "{{ bos_token }}{% for turn in messages %}<|start_header_id|>{{ turn['role'] }}<|end_header_id|>\n\n"
+    "{{ turn['content'] }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+OLMO = (
+    "{% for turn in messages %}<|{{ turn['role'] }}|>\n{{ turn['content'] }}"
+    "{% if turn['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+WITHOUT_END = (
+    "{% for turn in messages %}### {{ turn['role'] }}:\n{{ turn['content'] }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
+START, PAD, END_OF_TEXT, END_OF_TURN = "<bos>", "<pad>", "<eos>", "<end_of_turn>"
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "transformers_version": "4.40.0"}
+
+
+@pytest.fixture(scope="module")
+def base_tokenizer() -> Any:
+    """A base model's tokenizer: it ends texts with a token of its own, knows tokens for chats, and has no template."""
+    tokenizer = learn_tokenizer(["SELECT name FROM table WHERE how many"], 300, "gemma")
+    chat = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": chat})
+    tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+@pytest.fixture
+def saved(base_tokenizer: Any, tmp_path: Path) -> Path:
+    base_tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def model_in(folder: Path) -> ModelSpec:
+    shape = ArchitectureSpec(
+        family="llama", vocab_size=320, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=8, max_position_embeddings=8,
+    )  # fmt: skip
+    return ModelSpec(weights=str(folder), architecture=shape)
+
+
+def token(tokenizer: Any, text: str) -> int:
+    return cast("int", tokenizer.convert_tokens_to_ids(text))
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (TEMPLATES["gemma"].template, "<end_of_turn>"),
+        (TEMPLATES["chatml"].template, "<|im_end|>"),
+        (LLAMA3, "<|eot_id|>"),
+        (OLMO, "<eos>"),
+    ],
+    ids=["gemma", "chatml", "llama 3", "olmo"],
+)
+def test_the_end_of_an_answer_is_what_the_template_writes_after_it(
+    template: str, end: str, base_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_tokenizer, "chat_template", template)
+    assert find_answer_end(base_tokenizer) == token(base_tokenizer, end)
+
+
+@pytest.mark.parametrize("template", [WITHOUT_END, TEMPLATES["chatml"].template.replace("im_end", "fin")])
+def test_ordinary_text_is_no_end(template: str, base_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_tokenizer, "chat_template", template)
+    assert find_answer_end(base_tokenizer) is None
+
+
+@pytest.mark.parametrize(("name", "end"), [("gemma", "<end_of_turn>"), ("chatml", "<|im_end|>")])
+def test_a_base_tokenizer_with_a_shipped_template_ends_with_its_turns(name: str, end: str, saved: Path) -> None:
+    tokenizer = load_tokenizer(model_in(saved), name)
+    assert tokenizer.eos_token == end
+    assert tokenizer.pad_token == PAD
+
+
+def test_padding_with_the_end_of_texts_does_not_become_the_end_of_turns(saved: Path) -> None:
+    stored = json.loads((saved / "tokenizer_config.json").read_text())
+    (saved / "tokenizer_config.json").write_text(json.dumps(stored | {"pad_token": None}))
+    assert load_tokenizer(model_in(saved), "chatml").pad_token == END_OF_TEXT
+
+
+def files_of(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        ({"eos_token_id": [1, 106]}, SAMPLING | {"eos_token_id": [1, 106]}, [1, 106]),  # Gemma 3
+        ({"eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}}, None, [1, 106]),  # in its wrapper
+        ({"text_config": {"eos_token_id": 1}}, None, [1]),
+        ({"eos_token_id": 7}, SAMPLING | {"eos_token_id": [7, 8, 9]}, [7, 8, 9]),  # Llama 3
+        ({"eos_token_id": None}, {}, []),
+        ({}, None, []),
+    ],
+)
+def test_every_end_of_the_pretrained_model_stays_one_beside_the_trained(
+    config: dict[str, Any], generation: dict[str, Any] | None, ends: list[int], saved: Path
+) -> None:
+    tokenizer = load_tokenizer(model_in(saved), "chatml")
+    made = Generation.of(tokenizer, files_of(saved, config, generation))
+    trained = token(tokenizer, "<|im_end|>")
+    assert made.end_tokens == (trained, *ends)
+    assert made.settings["eos_token_id"] == ([trained, *ends] if ends else trained)
+    assert made.settings.items() >= {key: value for key, value in (generation or {}).items() if key in SAMPLING}.items()
+    made.save(saved)
+    assert GenerationConfig.from_pretrained(saved).eos_token_id == made.settings["eos_token_id"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_broken_file_of_the_weights_is_named_before_training(name: str, content: str, saved: Path) -> None:
+    tokenizer = load_tokenizer(model_in(saved), "chatml")
+    (files_of(saved, {}, {}) / name).write_text(content)
+    with pytest.raises(NotFoundError, match=rf"{name}( has no model_type| is not a JSON object)?"):
+        Generation.of(tokenizer, saved)
+
+
+def test_a_template_without_an_end_is_refused_before_training(
+    make_run: Callable[..., Any], base_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_tokenizer, "chat_template", WITHOUT_END)
+    base_tokenizer.save_pretrained(tmp_path)
+    source = f"model.tokenizer={{source: {tmp_path}, vocab_size: null}}"
+    with pytest.raises(DataError, match="no special token after an assistant turn"):
+        make_run("endless", source, "data.chat_template=model")
+    make_run("endless", source, "data.chat_template=model", "data.train_on=all", "data.too_long=drop")
+
+
+class TalksOn:
+    """Answers each question rightly, ends its turn, and talks on as long as it is let."""
+
+    def __init__(self, answers: list[list[int]], end: int) -> None:
+        self.config = type("Config", (), {"_attn_implementation": "sdpa"})()
+        self._rows = [[*answer, end, *answer, end] for answer in answers]
+
+    def set_attn_implementation(self, name: str) -> None:
+        pass
+
+    def generate(self, *, input_ids: torch.Tensor, generation_config: GenerationConfig, **_: Any) -> torch.Tensor:
+        """Stop a row where transformers would, and pad it to the longest."""
+        ends, pad = generation_config.eos_token_id, generation_config.pad_token_id
+        rows = []
+        for row in self._rows:
+            stops = next((index for index, each in enumerate(row) if each in ends), len(row) - 1) + 1
+            rows.append(row[:stops])
+        longest = max(map(len, rows))
+        padded = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
+        return torch.cat([input_ids, padded], dim=1)
+
+
+def test_an_answer_that_is_right_and_ends_its_turn_scores_whatever_the_tokenizers_end_is(
+    finished_run: Any, world: World
+) -> None:
+    data = PreparedData(finished_run.plan.data_directory)
+    tokenizer = load_saved_tokenizer(data.tokenizer)
+    end = token(tokenizer, END_OF_TURN)
+    tokenizer.eos_token = START
+    evaluator = Evaluator(finished_run.plan, data, tokenizer, Generation.of(tokenizer, None), world)
+    examples = data.read_heldout_examples()[:5]
+    answers = [tokenizer(example["sql"], add_special_tokens=False)["input_ids"] for example in examples]
+    asked = finished_run.plan.recipe.evaluation.sql_execution
+    samples = evaluator._answer_questions(cast("Any", TalksOn(answers, end)), asked)
+    assert [sample.answer for sample in samples] == [example["sql"] for example in examples]
+    assert all(sample.correct for sample in samples)
+
+
+@pytest.fixture(scope="module")
+def base(finished_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The finished run's weights as those of a base model: with an end of texts, sampling, and no chat template."""
+    folder = tmp_path_factory.mktemp("base") / "base"
+    shutil.copytree(finished_run.layout.export, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token, tokenizer.chat_template = START, None
+    (folder / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    files_of(folder, config | {"eos_token_id": tokenizer.eos_token_id}, SAMPLING | {"eos_token_id": [1]})
+    return folder
+
+
+def trained_on(base: Path, name: str, make_run: Callable[..., Any], *overrides: str) -> Any:
+    run = make_run(
+        name, f"model.weights={base}", "model.tokenizer={source: model, vocab_size: null}", "data.chat_template=gemma",
+        "training.max_steps=1", "evaluation.sql_execution=null", *overrides, processes=1,
+    )  # fmt: skip
+    run.train()
+    return run
+
+
+def length_of_answer(model: Any, export: Path) -> int:
+    """Return how many tokens the model generates that says the end of its turn at once, if it is let go on."""
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    end = token(tokenizer, END_OF_TURN)
+
+    def say_end(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([end]), 0.0)
+
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "How many?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    processors = LogitsProcessorList([cast("Any", say_end)])
+    output = model.generate(**chat, max_new_tokens=8, logits_processor=processors)
+    return int(output.shape[1] - chat["input_ids"].shape[1])
+
+
+def test_a_base_model_that_learned_to_chat_stops_from_its_export_alone(base: Path, make_run: Any) -> None:
+    export = trained_on(base, "chatting", make_run).layout.export
+    model = AutoModelForCausalLM.from_pretrained(export)
+    assert length_of_answer(model, export) == 1
+    assert model.generation_config.temperature == 0.6
+    assert AutoTokenizer.from_pretrained(export).eos_token == END_OF_TURN
+    ends = json.loads((export / "config.json").read_text())["eos_token_id"]
+    assert ends == json.loads((export / "generation_config.json").read_text())["eos_token_id"]
+    assert len(ends) == 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_bring_the_end_of_their_turns_with_them(base: Path, make_run: Any) -> None:
+    lora = ("training.method=lora", "training.lora={rank: 4}")
+    export = trained_on(base, "chatting-adapters", make_run, *lora).layout.export
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(export))
+    assert length_of_answer(model, export) == 8
+    model.generation_config = GenerationConfig.from_pretrained(export)
+    assert length_of_answer(model, export) == 1
+
+
+def test_the_files_of_an_export_have_the_modes_of_the_umask(finished_run: Any, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.touch()
+    modes = {path.name: path.stat().st_mode for path in finished_run.layout.export.iterdir()}
+    assert set(modes.values()) == {plain.stat().st_mode}
+    assert os.access(finished_run.layout.export / "model.safetensors", os.R_OK)
+
+
+def test_an_export_in_fp32_of_rows_that_do_not_divide_is_written(make_run: Callable[..., Any]) -> None:
+    sizes = ("model.architecture.vocab_size=513", "model.tokenizer.vocab_size=513", "training.max_steps=1")
+    run = make_run("odd rows", *sizes, "evaluation.sql_execution=null", "training.precision=fp32")
+    run.train()
+    assert AutoModelForCausalLM.from_pretrained(run.layout.export).get_input_embeddings().weight.shape[0] == 513
