@@ -59,6 +59,16 @@ def read_index(folder: Path) -> Metadata:
     return index
 
 
+def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
+    """Return the sizes of a checkpoint's whole tensors, of those under a prefix, without it."""
+    stored = read_index(folder).state_dict_metadata
+    return {
+        name.removeprefix(prefix): each.size
+        for name, each in stored.items()
+        if name.startswith(prefix) and isinstance(each, metadata.TensorStorageMetadata)
+    }
+
+
 def named_files(index: Metadata) -> set[str]:
     """Return the files that a checkpoint's tensors are in.
 

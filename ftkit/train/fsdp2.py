@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from ftkit.errors import TrainingError
 from ftkit.train.activation_offload import ActivationOffload
-from ftkit.train.adamw8bit import AdamW8bit
-from ftkit.train.checkpoint_reader import read_state
+from ftkit.train.adamw8bit import AdamW8bit, take_saved_scales
+from ftkit.train.checkpoint_reader import read_state, saved_sizes
 from ftkit.train.checkpointing import checkpoint_layers
 from ftkit.train.collectives import choose_collectives
 from ftkit.train.facts import Held, gather_facts
@@ -77,7 +77,7 @@ class Fsdp2Engine:
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer, made when it is first needed: by then the weights are in place."""
         if self._optimizer is None:
-            self._optimizer = _make_optimizer(self.model, self._training, self._world)
+            self._optimizer = _make_optimizer(self.model, self._training)
         return self._optimizer
 
     def facts(self) -> ShardingFacts:
@@ -150,6 +150,8 @@ class Fsdp2Engine:
     def load(self, folder: Path) -> None:
         """Read a state back, written at any world size."""
         model, optimizer = self._state_dicts()
+        if isinstance(self.optimizer, AdamW8bit):
+            take_saved_scales(optimizer["state"], saved_sizes(folder, "optimizer.state."))
         read_state({"model": model, "optimizer": {"state": optimizer["state"]}}, folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
         if isinstance(self.optimizer, HostStateAdamW):
@@ -224,11 +226,11 @@ def compiles(training: TrainingPlan, device: torch.device) -> bool:
     return training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
 
 
-def _make_optimizer(model: nn.Module, training: TrainingPlan, world: World) -> torch.optim.Optimizer:
+def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Optimizer:
     groups = parameter_groups(model, training)
     rates: dict[str, Any] = {"lr": training.learning_rate, "betas": training.betas}
     if training.optimizer == "adamw8bit":
-        return AdamW8bit(groups, host_mesh=world.host_mesh, **rates)
+        return AdamW8bit(groups, **rates)
     kind = HostStateAdamW if training.offload == "optimizer" else torch.optim.AdamW
     return kind(groups, **rates, fused=True)
 
