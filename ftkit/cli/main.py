@@ -108,6 +108,9 @@ def main(args: Sequence[str] | None = None) -> int:
 def _report(error: Exception, words: list[str]) -> int:
     """Print an error and return the exit code that goes with it."""
     error = explained(error)
+    if isinstance(error, ExceptionGroup) and all(isinstance(each, FtkitError) for each in error.exceptions):
+        first, *_ = [_report(each, words) for each in error.exceptions]
+        return first
     if isinstance(error, FtkitError):
         _print_error(error)
         return error.exit_code

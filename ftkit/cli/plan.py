@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
 
 from ftkit.cli.arguments import json_option, run_words, what_to_run
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.plan_view import plan_facts
+from ftkit.cli.plan_view import plan_facts, show_findings
 from ftkit.cli.terminal import Terminal
+from ftkit.errors import NotFoundError
+from ftkit.launch.prerequisites import check_image, examine
 from ftkit.launch.resolve import resolve
 from ftkit.plan import plan_to_json
 from ftkit.specs.load import Surroundings
@@ -30,7 +33,8 @@ from ftkit.specs.load import Surroundings
 def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     """Show what a run would be, and check that it fits. Nothing is written or submitted.
 
-    Takes the arguments of 'ftkit run'.
+    Takes the arguments of 'ftkit run', and ends as that would if files, weights, data, packages or memory
+    are not there. An image that is not imported yet is a warning.
     """
     terminal = Terminal()
     plan = resolve(run_words(words, **options), Surroundings.here())
@@ -38,3 +42,8 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
         terminal.data(plan_to_json(plan))
     else:
         terminal.facts(plan_facts(plan), is_data=True)
+    try:
+        check_image(plan)
+    except NotFoundError as error:
+        terminal.warn(f"{error.what}; {error.fix}")
+    show_findings(examine(plan, os.environ), terminal)

@@ -8,6 +8,8 @@ from ftkit.cli.terminal import Cell, Styled
 from ftkit.cli.wording import count, duration, gib, plural, short_path
 
 if TYPE_CHECKING:
+    from ftkit.cli.terminal import Terminal
+    from ftkit.launch.prerequisites import Findings
     from ftkit.memory import Moment
     from ftkit.plan import RunPlan
 
@@ -32,6 +34,17 @@ def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
     if plan.image:
         facts.append(("image", _image(plan)))
     return facts + [("note", Styled(note, "yellow")) for note in plan.notes]
+
+
+def show_findings(findings: Findings, terminal: Terminal) -> None:
+    """Warn of what the job alone can know.
+
+    Raises:
+        FtkitError: the run would fail; an ExceptionGroup of them if there are several reasons.
+    """
+    for warning in findings.warnings:
+        terminal.warn(warning)
+    findings.raise_errors()
 
 
 def _model(plan: RunPlan) -> str:

@@ -11,11 +11,11 @@ from ftkit.cli.arguments import follow_option, hf_token_option, run_words, what_
 from ftkit.cli.follow import follow
 from ftkit.cli.image_ready import ensure_image
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.plan_view import plan_facts
+from ftkit.cli.plan_view import plan_facts, show_findings
 from ftkit.cli.terminal import Styled, Terminal
 from ftkit.launch.jobs import start
 from ftkit.launch.manifest import describe
-from ftkit.launch.prerequisites import check_prerequisites, check_sources, check_trackers
+from ftkit.launch.prerequisites import check_image, examine
 from ftkit.launch.resolve import resolve
 from ftkit.launch.slurm import overriding_variables
 from ftkit.render import render_job
@@ -66,10 +66,9 @@ def command(
     if dry_run:
         terminal.data(script)
         return
-    for warning in (*check_trackers(plan, os.environ), *check_sources(plan, os.environ)):
-        terminal.warn(warning)
+    show_findings(examine(plan, os.environ), terminal)
     image_facts = ensure_image(plan, terminal, does_import=does_import)
-    check_prerequisites(plan)
+    check_image(plan)
     if plan.cluster.scheduler == "slurm":
         for variable in overriding_variables(os.environ):
             terminal.warn(f"{variable} in your environment wins over the job script")

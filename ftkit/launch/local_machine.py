@@ -31,6 +31,11 @@ def with_this_machine(profile: ClusterProfile, environment: Mapping[str, str], r
     return profile.model_copy(update=found)
 
 
+def main_memory_gib() -> float:
+    """Return the main memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
 def _count_gpus(environment: Mapping[str, str], root: Path) -> int:
     """Count the GPUs that CUDA will show to a process started here."""
     present = len(list(root.glob("dev/nvidia[0-9]*")))

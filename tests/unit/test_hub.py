@@ -15,14 +15,14 @@ from ftkit.data.__main__ import main as prepare_data
 from ftkit.data.store import PreparedData
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
 from ftkit.hub import check_data, read_token
-from ftkit.launch.prerequisites import check_sources
+from ftkit.launch.prerequisites import source_checks
 from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.plan import plan_to_json
 from ftkit.specs.data import HubSource
 from ftkit.specs.model import ArchitectureSpec, ModelSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from ftkit.errors import FtkitError
     from ftkit.plan import RunPlan
@@ -286,13 +286,17 @@ def test_the_first_stage_of_a_job_ends_at_what_is_gated(
     assert "unwelcome" not in "".join(path.read_text() for path in refused.layout.root.rglob("*") if path.is_file())
 
 
+def sources_of(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
+    return [warning for check in source_checks(plan, environment) for warning in check()]
+
+
 def test_before_a_submission_data_is_asked_for_unless_it_is_prepared(
     plan: RunPlan, environment: dict[str, str]
 ) -> None:
     data = plan.recipe.data.model_copy(update={"source": dataset("org/gated")})
     gated = replace(plan, recipe=plan.recipe.model_copy(update={"data": data}))
     with pytest.raises(PrerequisiteError, match=r"data\.source\.dataset: 'org/gated' is gated"):
-        check_sources(gated, environment)
+        sources_of(gated, environment)
     gated.data_directory.mkdir(parents=True)
     PreparedData(gated.data_directory).manifest_path.touch()
-    assert check_sources(gated, environment) == []
+    assert sources_of(gated, environment) == []

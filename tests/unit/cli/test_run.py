@@ -230,6 +230,29 @@ def test_the_file_with_the_token_is_named_to_the_job_and_the_token_stays_in_it(
     assert "of-the-file" not in written + result.out + result.err
 
 
+@pytest.mark.parametrize("words", [("plan",), ("plan", "--json"), ("run",)])
+def test_a_plan_ends_as_its_run_would(
+    ftkit: Callable[..., Result], workspace: Workspace, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    data = "data.source={kind: files, train: nowhere.jsonl, num_heldout: 100}"
+    tokenizer = "model.tokenizer={source: model, vocab_size: null}"
+    result = ftkit(*words, "demo", data, "evaluation.sql_execution=null", f"model.weights={tmp_path}/no", tokenizer)
+    assert result.code == 4
+    assert "error: data.source.train names " in result.err
+    assert f"error: model.weights names {tmp_path}/no, which is not there" in result.err
+    assert bool(result.out) == (words[0] == "plan")
+    assert not workspace.root.exists()
+
+
+def test_a_plan_warns_of_an_image_that_is_not_imported_and_of_a_hub_that_does_not_answer(
+    ftkit: Callable[..., Result], workspace: Workspace
+) -> None:
+    result = ftkit("plan", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g", "--nodes", "2")
+    assert result.code == 0
+    assert f"warning: image olmo3:25.02 is not there: looked for {workspace.image_file('olmo3:25.02')}" in result.err
+    assert "warning: can't ask the hub" in result.err
+
+
 def test_weights_that_are_not_there_end_the_command_before_anything_is_submitted(
     ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace, tmp_path: Path
 ) -> None:

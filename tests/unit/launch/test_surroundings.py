@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.errors import DataError, NotFoundError, PrerequisiteError
+from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_stamp
 from ftkit.launch.local_machine import with_this_machine
 from ftkit.launch.manifest import describe, git_commit
-from ftkit.launch.prerequisites import check_prerequisites, check_sources, check_trackers
+from ftkit.launch.prerequisites import Findings, check_image, check_memory, check_trackers, examine, source_checks
 from ftkit.specs.load import Surroundings, load_cluster, load_recipe
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ftkit.layout import Workspace
     from ftkit.plan import RunPlan
     from ftkit.specs.recipe import RecipeSpec
@@ -74,6 +76,10 @@ def test_the_drivers_name_of_a_gpu_is_recognised(tmp_path: Path, name: str, mode
 def test_a_profile_that_names_its_device_is_left_alone() -> None:
     profile = load_cluster("a4-highgpu-8g", NOWHERE)
     assert with_this_machine(profile, {}) is profile
+
+
+def check_sources(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
+    return [warning for check in source_checks(plan, environment) for warning in check()]
 
 
 def with_weights(plan: RunPlan, weights: str, **changes: object) -> RunPlan:
@@ -254,23 +260,59 @@ def test_without_a_container_a_trackers_package_is_missed_too(plan: RunPlan, mon
         check_trackers(here, {})
 
 
+def test_all_that_is_missing_is_found_at_once(plan: RunPlan, tmp_path: Path) -> None:
+    recipe = recipe_with_files(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    here = with_weights(replace(plan, recipe=plan.recipe.model_copy(update={"data": recipe.data})), "/nowhere/model")
+    findings = examine(here, {})
+    assert [error.what.partition(" ")[0] for error in findings.errors] == ["data.source.train", "model.weights"]
+    with pytest.raises(ExceptionGroup, match="the run would fail"):
+        findings.raise_errors()
+    assert examine(plan, {}) == Findings((), ())
+
+
+@pytest.mark.parametrize(("main_gib", "fits", "warns"), [(30.0, True, False), (15.0, True, True), (9.0, False, False)])
+def test_a_model_that_this_machine_can_not_hold_is_refused_where_that_is_sure(
+    plan: RunPlan, main_gib: float, fits: bool, warns: bool
+) -> None:
+    large = replace(plan, memory=replace(plan.memory, parameters=10.0))
+    if fits:
+        assert bool(check_memory(large, main_gib)) == warns
+    else:
+        with pytest.raises(MemoryExhaustedError, match=r"about 20 GiB of memory .* this machine has 9 GiB"):
+            check_memory(large, main_gib)
+    elsewhere = replace(large, cluster=plan.cluster.model_copy(update={"scheduler": "slurm"}))
+    assert check_memory(elsewhere, main_gib) == []
+
+
+def test_a_model_that_a_gpu_can_not_hold_half_of_is_refused(plan: RunPlan) -> None:
+    placement = replace(plan.placement, device="cuda")
+    cluster = plan.cluster.model_copy(update={"gpu": "h200", "device": "cuda"})
+    here = replace(plan, placement=placement, cluster=cluster)
+    assert check_memory(replace(here, memory=replace(plan.memory, parameters=200.0)), 1.0) == []
+    with pytest.raises(MemoryExhaustedError, match=r"a GPU \(h200\) has 133 GiB"):
+        check_memory(replace(here, memory=replace(plan.memory, parameters=999.0)), 1.0)
+    unknown = replace(here, cluster=cluster.model_copy(update={"gpu": None}))
+    assert check_memory(replace(unknown, memory=replace(plan.memory, parameters=999.0)), 1.0) == []
+
+
 def test_an_image_that_is_not_there_is_told_with_those_that_are(plan: RunPlan, workspace: Workspace) -> None:
     file = workspace.image_file("olmo3:25.02")
     here = replace(plan, image="olmo3:25.02", container_image=str(file))
     with pytest.raises(NotFoundError, match=r"olmo3\+25\.02\.sqsh") as caught:
-        check_prerequisites(here)
+        check_image(here)
     assert "there are no images" in caught.value.meaning
     file.parent.mkdir(parents=True)
     (file.parent / "other.sqsh").touch()
     with pytest.raises(NotFoundError) as caught:
-        check_prerequisites(here)
+        check_image(here)
     assert "other.sqsh" in caught.value.meaning
     file.touch()
-    check_prerequisites(here)
+    check_image(here)
 
 
 def test_an_image_address_is_left_to_the_container_runtime(plan: RunPlan) -> None:
-    check_prerequisites(replace(plan, image="docker://h#p:t", container_image="docker://h#p:t"))
+    check_image(replace(plan, image="docker://h#p:t", container_image="docker://h#p:t"))
 
 
 def test_the_manifest_says_what_a_run_was_made_from(plan: RunPlan, tmp_path: Path) -> None:
