@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ftkit.records import Record
 
 _REDRAWS_PER_SECOND = 4
+_SECONDS_BETWEEN_STEPS = 30
 
 
 class FollowView(Protocol):
@@ -43,21 +44,28 @@ def state_words(seen: Observation) -> str:
 
 
 class PlainView:
-    """A line for each thing that happens."""
+    """A line for what happens, few enough to be read in the log of a pipeline: memory is in the run's own log."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
         self._shown = ""
+        self._next_step = 0.0
 
     def state(self, seen: Observation) -> None:
-        """Print the state if it is another than before."""
+        """Print the state if it is another than before; that of a completed run stands in its summary."""
         words = state_words(seen)
-        if words != self._shown:
+        if words != self._shown and seen.state is not RunState.COMPLETED:
             self._terminal.say(words)
             self._shown = words
 
     def record(self, record: Record) -> None:
-        """Print a line."""
+        """Print a line; of steps, the first, the last, and one each half minute of the run."""
+        if isinstance(record, MemoryRecord):
+            return
+        if isinstance(record, StepRecord):
+            if record.time < self._next_step and record.step != record.num_steps:
+                return
+            self._next_step = record.time + _SECONDS_BETWEEN_STEPS
         self._terminal.say(record_line(record))
 
     def close(self) -> None:

@@ -11,12 +11,20 @@ import pytest
 from rich.console import Console
 
 from ftkit.cli.closing import choose_samples
-from ftkit.cli.follow_views import LiveView
+from ftkit.cli.follow_views import LiveView, PlainView
 from ftkit.cli.terminal import Column, Terminal
 from ftkit.cli.wording import age, count, duration, gib, plural, short_path
 from ftkit.errors import EXIT_CODES, TrainingError, explained
 from ftkit.launch.states import Observation, RunState
-from ftkit.records import CheckpointRecord, RankError, Sample, StageRecord, leave_rank_error, write_rank_error
+from ftkit.records import (
+    CheckpointRecord,
+    MemoryRecord,
+    RankError,
+    Sample,
+    StageRecord,
+    leave_rank_error,
+    write_rank_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -275,6 +283,21 @@ def test_a_screen_shows_a_bar_for_steps_and_lines_for_the_rest(records: Any) -> 
         "completed after 400 steps, 1 min 15 s of training",
     ):
         assert part in shown
+
+
+def test_a_log_gets_few_lines_of_a_long_run(records: Any) -> None:
+    terminal, output = screen()
+    view = PlainView(terminal)
+    view.state(Observation(RunState.RUNNING, is_final=False))
+    view.record(MemoryRecord(0.0, "loading", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    for number in range(1, 101):
+        view.record(records.step(number, time=float(number), num_steps=100))
+    view.state(Observation(RunState.COMPLETED, is_final=True))
+    view.close()
+    steps = [line.split()[1] for line in output.getvalue().splitlines() if "loss" in line]
+    assert steps == ["1/100", "31/100", "61/100", "91/100", "100/100"]
+    assert "memory" not in output.getvalue()
+    assert "completed" not in output.getvalue()
 
 
 def test_two_samples_are_shown_one_of_each_kind_if_there_are_both() -> None:
