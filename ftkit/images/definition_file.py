@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftkit.images import labels
@@ -27,7 +28,7 @@ def definition_file(definition: ImageDefinition, files: Path | None = None) -> s
         ConfigError: the base is no legal reference.
     """
     spec, context = definition.spec, assemble(definition)
-    base = parse_reference(spec.base.reference + (f"@{spec.base.digest}" if spec.base.digest else ""))
+    base = replace(parse_reference(spec.base.reference), digest=spec.base.digest)
     folder = f"{files}/" if files else ""
     certificate = context.arguments.get("PIP_CERT")
     sections = {

@@ -11,6 +11,7 @@ from ftkit.images import engine
 from ftkit.images.progress import Report, say_nothing
 from ftkit.images.retries import with_retries
 from ftkit.images.streams import explain_transfer, follow_transfer
+from ftkit.specs.digest import Digest
 from ftkit.specs.image_reference import RegistryImage, check_name, local_name, parse_reference
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class Pushed:
     """An image in a registry."""
 
     reference: RegistryImage
-    digest: str
+    digest: Digest
 
 
 def remote_reference(reference: str, registry: str) -> RegistryImage:
@@ -54,7 +55,7 @@ def push(
         image = engine.inspect_required(client, local_name(reference), f"build it: ftkit build {reference}")
         client.tag(image.id, wanted.repository, wanted.tag, force=True)
 
-        def attempt() -> str:
+        def attempt() -> Digest | None:
             try:
                 events = client.push(
                     wanted.repository,

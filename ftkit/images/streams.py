@@ -11,6 +11,7 @@ from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import credentials as who
 from ftkit.images.progress import Progress, Report
 from ftkit.images.retries import TransientError
+from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,7 +60,7 @@ _TRANSIENT: Final = (
 
 def follow_transfer(
     events: Iterable[dict[str, Any]], stage: str, report: Report, reference: RegistryImage, known: Credentials | None
-) -> str:
+) -> Digest | None:
     """Follow a pull or push to its end; return the digest that it told.
 
     Raises:
@@ -67,7 +68,7 @@ def follow_transfer(
         NotFoundError: it has no such image.
         TransientError: the connection was lost.
     """
-    digest = ""
+    told = ""
     for event in events:
         if "error" in event:
             raise explain_transfer(str(event["error"]), reference, known)
@@ -84,10 +85,17 @@ def follow_transfer(
                     is_over=status.startswith(_SETTLED),
                 )
             )
-        digest = (event.get("aux") or {}).get("Digest", digest)
+        told = (event.get("aux") or {}).get("Digest", told)
         if status.startswith("Digest: "):
-            digest = status.removeprefix("Digest: ")
-    return digest
+            told = status.removeprefix("Digest: ")
+    return _digest(told)
+
+
+def _digest(told: object) -> Digest | None:
+    try:
+        return Digest(str(told))
+    except ValueError:
+        return None
 
 
 def explain_transfer(said: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:
@@ -119,9 +127,9 @@ class BuildFollower:
     report: Report
     step: str = "sending the build context"
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_SHOWN))
-    image_id: str = ""
+    image_id: Digest | None = None
 
-    def follow(self, events: Iterable[dict[str, Any]]) -> str:
+    def follow(self, events: Iterable[dict[str, Any]]) -> Digest:
         """Follow the build to its end; return the image's id.
 
         Raises:
@@ -131,7 +139,7 @@ class BuildFollower:
             if "error" in event:
                 raise self._failed(event)
             self._hear(str(event.get("stream", "")))
-            self.image_id = (event.get("aux") or {}).get("ID", self.image_id)
+            self.image_id = _digest((event.get("aux") or {}).get("ID")) or self.image_id
         if not self.image_id:
             raise ImageError("docker ended the build without an image", fix="see the engine's log, and try again")
         return self.image_id

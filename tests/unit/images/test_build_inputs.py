@@ -21,6 +21,7 @@ from ftkit.images.inventory import bill_of_materials
 from ftkit.images.lock import inputs_digest, read_lock
 from ftkit.images.pins import pins
 from ftkit.images.wheel import make_wheel
+from ftkit.specs.image import BaseImageSpec
 from ftkit.specs.load import ImageDefinition, Surroundings, find_image, list_images
 
 SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
@@ -145,6 +146,14 @@ def test_the_singularity_definition_has_the_dockerfile_s_steps(definition: Image
     assert "\nFrom: nvcr.io/nvidia/pytorch:25.02-py3\n" in text
     assert text.count("python3 -m pip install") == 2
     assert "requirements.lock /opt/ftkit/requirements.lock" in text
+
+
+def test_the_singularity_definition_has_the_base_s_digest_however_it_was_given(definition: ImageDefinition) -> None:
+    digest = "sha256:" + "1" * 64
+    for reference in ("nvcr.io/nvidia/pytorch:25.02-py3", f"nvcr.io/nvidia/pytorch:25.02-py3@{digest}"):
+        base = BaseImageSpec(reference=reference, digest=digest)
+        changed = replace(definition, spec=definition.spec.model_copy(update={"base": base}))
+        assert f"\nFrom: nvcr.io/nvidia/pytorch@{digest}\n" in definition_file(changed)
 
 
 # --- What runs inside the image ------------------------------------------------------------------

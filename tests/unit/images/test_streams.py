@@ -13,11 +13,13 @@ from ftkit.specs.image_reference import parse_reference
 if TYPE_CHECKING:
     from ftkit.images.progress import Progress
 
+DIGEST = "sha256:" + "d" * 64
+
 
 def test_a_long_step_is_shortened_to_a_narrow_screen() -> None:
     seen: list[Progress] = []
-    steps = [{"stream": "Step 8/13 : RUN python3 -m pip install " + "--option " * 20}, {"aux": {"ID": "sha256:1"}}]
-    assert BuildFollower(seen.append).follow(steps) == "sha256:1"
+    steps = [{"stream": "Step 8/13 : RUN python3 -m pip install " + "--option " * 20}, {"aux": {"ID": DIGEST}}]
+    assert BuildFollower(seen.append).follow(steps) == DIGEST
     assert len(seen[0].text) == 76
     assert seen[0].text.endswith("…")
 
@@ -44,10 +46,18 @@ def test_of_a_transfer_only_its_layers_are_shown() -> None:
         {"status": "Pushing", "id": "a1", "progressDetail": {"current": 1, "total": 2}},
         {"status": "Mounted from team/y", "id": "b2", "progressDetail": {}},
         {"status": "1: digest: sha256:d size: 3"},
-        {"aux": {"Digest": "sha256:d"}},
+        {"aux": {"Digest": DIGEST}},
     ]
-    assert follow_transfer(events, "pushing", seen.append, parse_reference("r.io/x:1"), None) == "sha256:d"
+    assert follow_transfer(events, "pushing", seen.append, parse_reference("r.io/x:1"), None) == DIGEST
     assert [(progress.text, progress.is_over) for progress in seen] == [
         ("a1 Pushing", False),
         ("b2 Mounted from team/y", True),
     ]
+
+
+@pytest.mark.parametrize("told", ["", "sha256:d", "../x", None, 7, {"a": 1}])
+def test_a_digest_that_is_none_is_as_good_as_none(told: object) -> None:
+    reference = parse_reference("r.io/x:1")
+    assert follow_transfer([{"aux": {"Digest": told}}], "pushing", lambda _: None, reference, None) is None
+    with pytest.raises(ImageError, match="without an image"):
+        BuildFollower(lambda _: None).follow([{"aux": {"ID": told}}])
