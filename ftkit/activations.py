@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ftkit.parameters import count_model
+
 if TYPE_CHECKING:
     from ftkit.specs.model import ArchitectureSpec
 
@@ -24,11 +26,14 @@ class _Kept:
     intermediate: int = 0
 
     def numbers(self, shape: ArchitectureSpec) -> int:
+        counts = count_model(shape)
+        # A token is copied for each of its experts, whose outputs are weighted and summed up.
+        hidden = self.hidden + 3 * counts.experts_per_token * (self.intermediate > 0)
         return (
-            self.hidden * shape.hidden_size
+            hidden * shape.hidden_size
             + self.queries * shape.num_attention_heads * shape.head_dim
             + self.keys * shape.num_key_value_heads * shape.head_dim
-            + self.intermediate * shape.intermediate_size
+            + self.intermediate * counts.feed_forward
         )
 
 

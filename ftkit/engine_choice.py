@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 from ftkit.gpus import GPUS
 from ftkit.memory import predict_memory
+from ftkit.parameters import count_model
 from ftkit.specs.training import EngineName, Method, TrainingPlan
 
 if TYPE_CHECKING:
@@ -85,6 +86,6 @@ def keeps_weights(
     """Tell whether layers keep their gathered weights: if the recipe says so, or leaves it open and there is room."""
     if world_size == 1 or engine == "zero3" or training.reshard_after_forward != "auto":
         return world_size > 1 and training.reshard_after_forward == "never"
-    if gpu is None or training.offload != "none":
+    if gpu is None or training.offload != "none" or not count_model(shape).is_exact:
         return False
     return predict_memory(shape, training, world_size, keeps_weights=True).total <= SPARE * gpu.usable_gib

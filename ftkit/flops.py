@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftkit.methods import count_adapter_parameters, projections
+from ftkit.parameters import count_adapter_parameters, count_model
 
 if TYPE_CHECKING:
     from ftkit.specs.model import ArchitectureSpec
@@ -58,8 +58,7 @@ def token_flops(
         target_ratio: part of the tokens whose next one counts; the output projection is left out for the others.
     """
     layers, full = shape.num_hidden_layers, count_full_layers(shape)
-    in_layers = layers * sum(inputs * outputs for inputs, outputs in projections(shape).values())
-    matrices = in_layers + target_ratio * shape.vocab_size * shape.hidden_size
+    matrices = count_model(shape).active + target_ratio * shape.vocab_size * shape.hidden_size
     adapters = 0 if training.adapters is None else count_adapter_parameters(shape, training.adapters)
     passes = 6 if training.adapters is None else 4
     heads = shape.num_attention_heads * shape.head_dim

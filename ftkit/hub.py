@@ -90,6 +90,20 @@ def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
         raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
 
 
+def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
+    """Return the folder of a model's files that is on this machine: the one that is named, or the hub's cache.
+
+    Arguments as `check_weights` has them. None: there is none, or no config.json in it.
+    """
+    if model.weights == "random":
+        return None
+    if is_path(model.weights):
+        folder = Path(model.weights)
+    else:
+        folder = _snapshot(_cache(environment, default_home, "hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"), model)
+    return folder if (folder / CONFIG_FILE).is_file() else None
+
+
 def check_data(source: Source, environment: Mapping[str, str], default_home: Path) -> str | None:
     """Check that a data set of the hub is there and may be read, as `check_weights` does; others have no hub."""
     if not isinstance(source, HubSource) or is_path(source.dataset):

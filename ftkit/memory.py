@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.activations import layer_bytes, selective_numbers
-from ftkit.methods import nf4_parts, projections
-from ftkit.parameters import count_parameters, embedding_parameters, layer_parameters, method_counts
+from ftkit.methods import nf4_parts
+from ftkit.parameters import count_model, method_counts
 
 if TYPE_CHECKING:
     from ftkit.specs.model import ArchitectureSpec
@@ -120,8 +120,8 @@ class _Sizes:
         self.plain_attention = device == "cpu" or training.attention == "sdpa"
         self.width = compute_width(training)
         self.tokens = training.micro_batch_size * training.sequence_length
-        counts = method_counts(shape, training)
-        self.trained, self.total = counts.trained, counts.total
+        self.counts, method = count_model(shape), method_counts(shape, training)
+        self.trained, self.total = method.trained, method.total
         self.keeps_gradients = engine == "zero3" or training.global_batch_size > training.micro_batch_size * num_shards
         self.table = shape.vocab_size * shape.hidden_size
         self.trains_table = training.adapters is None
@@ -131,7 +131,7 @@ class _Sizes:
     def own_weights(self) -> float:
         if self.training.offload == "all":
             return 0
-        kept = _frozen_bytes(self.shape, self.training, self.width)
+        kept = 0 if self.training.adapters is None else self._frozen_bytes()
         if self.engine == "zero3":
             kept += self.width * self.trained
         on_device = self.training.offload == "none" or self.engine == "fsdp2"
@@ -151,23 +151,34 @@ class _Sizes:
     # Weights and gradients in full, for as long as they are needed
 
     def layer(self) -> float:
-        adapters = (self.total - count_parameters(self.shape)) / self.shape.num_hidden_layers
-        return _frozen_layer_bytes(self.shape, self.training, self.width) + self.width * adapters
+        adapters = (self.total - self.counts.total) / self.shape.num_hidden_layers
+        saved = self._saved_by_nf4() / self.shape.num_hidden_layers
+        return self.width * (self.counts.largest_layer + adapters) - saved
 
     def around(self) -> float:
-        return self.width * embedding_parameters(self.shape)
+        return self.width * self.counts.around
 
     def trained_layer(self) -> float:
-        return self.trained / self.shape.num_hidden_layers if self.training.adapters else layer_parameters(self.shape)
+        return self.trained / self.shape.num_hidden_layers if self.training.adapters else self.counts.largest_layer
 
     def trained_around(self) -> float:
-        return embedding_parameters(self.shape) if self.trains_table else 0
+        return self.counts.around if self.trains_table else 0
 
     def matrix(self) -> float:
         """Return the bytes of the largest 4-bit matrix in the compute precision, while it is multiplied by."""
         if self.training.method != "qlora":
             return 0
-        return self.width * max(inputs * outputs for inputs, outputs in projections(self.shape).values())
+        return self.width * max((linear.size for linear in self.counts.linears), default=0)
+
+    def _saved_by_nf4(self) -> float:
+        """Return how many bytes fewer the 4-bit matrices take than in the compute precision."""
+        if self.training.method != "qlora":
+            return 0
+        return sum(each.count * (self.width * each.size - sum(nf4_parts(each.size))) for each in self.counts.linears)
+
+    def _frozen_bytes(self) -> float:
+        """Return the bytes of all frozen weights, 4-bit ones as they are stored."""
+        return self.width * self.counts.total - self._saved_by_nf4()
 
     def gathered(self, layers: int) -> float:
         """Return the bytes of whole weights while so many layers wait for their backward pass."""
@@ -275,18 +286,3 @@ class _Sizes:
     def _plan(self, moment: Moment, **parts: float) -> MemoryPlan:
         parts |= {"parameters": self.own_weights(), "optimizer": self.own_states()}
         return MemoryPlan(moment, **{name: size / GIB for name, size in parts.items()})
-
-
-def _frozen_layer_bytes(shape: ArchitectureSpec, training: TrainingPlan, width: int) -> int:
-    """Count the bytes of a decoder layer's frozen weights, 4-bit ones as they are stored."""
-    weights = layer_parameters(shape)
-    if training.method != "qlora":
-        return width * weights
-    matrices = [inputs * outputs for inputs, outputs in projections(shape).values()]
-    return width * (weights - sum(matrices)) + sum(sum(nf4_parts(matrix)) for matrix in matrices)
-
-
-def _frozen_bytes(shape: ArchitectureSpec, training: TrainingPlan, width: int) -> int:
-    if training.adapters is None:
-        return 0
-    return shape.num_hidden_layers * _frozen_layer_bytes(shape, training, width) + width * embedding_parameters(shape)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ftkit.specs.model import ArchitectureSpec
-    from ftkit.specs.training import LoraSpec, TrainingSpec
+    from ftkit.specs.training import LoraSpec
 
 NF4_BLOCK = 64
 """Weights that share a scale."""
@@ -40,24 +40,9 @@ def projections(shape: ArchitectureSpec) -> dict[str, tuple[int, int]]:
     }
 
 
-def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
-    """Count the parameters of all adapters: two narrow matrices a projection, and DoRA's lengths of outputs."""
-    sizes = projections(shape)
-    unknown = (shape.hidden_size, shape.hidden_size)  # an estimate, for families with projections of their own
-    targets = [sizes.get(name, unknown) for name in lora.targets]
-    return shape.num_hidden_layers * sum(adapter_size(lora, inputs, outputs) for inputs, outputs in targets)
-
-
 def adapter_size(lora: LoraSpec, num_inputs: int, num_outputs: int) -> int:
     """Count the parameters of the adapter of one projection."""
     return lora.rank * (num_inputs + num_outputs) + (num_outputs if lora.use_dora else 0)
-
-
-def count_quantised_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
-    """Count the weights that are kept in 4 bits: those of every projection with qlora, otherwise none."""
-    if training.method != "qlora":
-        return 0
-    return shape.num_hidden_layers * sum(inputs * outputs for inputs, outputs in projections(shape).values())
 
 
 def nf4_parts(num_weights: int) -> tuple[int, int, int, int]:

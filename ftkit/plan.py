@@ -6,28 +6,30 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from ftkit.engine_choice import EnginePlan, choose_engine, with_kept_weights
+from ftkit.engine_choice import EnginePlan, choose_engine, keeps_weights, with_kept_weights
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.gpus import GPUS
 from ftkit.layout import DATA_MANIFEST, RunLayout, Workspace
 from ftkit.memory import MemoryPlan, predict_memory
-from ftkit.parameters import count_parameters, method_counts
+from ftkit.parameters import count_model, method_counts
 from ftkit.plan_checks import find_notes, find_problems
 from ftkit.proposals import ExecutionPlan, choose_execution, propose_changes, propose_faster
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.image_reference import RegistryImage
+from ftkit.specs.model import ArchitecturePlan, ModelPlan
 from ftkit.specs.recipe import RecipePlan
 from ftkit.speed import Network, SpeedPlan, predict_speed
 
 if TYPE_CHECKING:
     from ftkit.specs.image import ImageSpec
+    from ftkit.specs.model import ModelCounts
     from ftkit.specs.recipe import RecipeSpec
     from ftkit.specs.request import RunRequest
     from ftkit.specs.training import TrainingPlan, TrainingSpec
@@ -125,11 +127,14 @@ def plan_run(
     if problems:
         raise ConfigError(problems)
     placement = _placement(cluster, num_nodes, per_node)
-    shape, network = recipe.model.architecture, _network(cluster, placement)
+    counted, network = request.counts or count_model(recipe.model.architecture), _network(cluster, placement)
+    shape = ArchitecturePlan.of(recipe.model.architecture, counted)
+    model = ModelPlan.of(recipe.model, shape)
+    recipe = recipe.model_copy(update={"model": model})
     gpu = GPUS[cluster.gpu] if cluster.gpu and placement.device == "cuda" else None
     engine = choose_engine(recipe, placement.world_size, cluster.gpu)
     training, execution = choose_execution(shape, recipe.training, engine.name, placement.device, gpu, network)
-    planned = RecipePlan.of(recipe, training)
+    planned = RecipePlan.of(recipe, model, training)
     engine = with_kept_weights(engine, shape, training, placement.world_size, gpu)
     kept = engine.keeps_weights
     memory = predict_memory(shape, training, placement.world_size, engine.name, placement.device, keeps_weights=kept)
@@ -150,7 +155,7 @@ def plan_run(
         batch=_batch(training, placement.world_size),
         memory=memory,
         speed=None if gpu is None else predict_speed(shape, training, engine.name, gpu, network, keeps_weights=kept),
-        num_parameters=count_parameters(shape),
+        num_parameters=counted.total,
         num_trained=counts.trained,
         num_steps=count_steps(training, request.num_packs),
         image=str(request.image) if request.image and cluster.runtime != "none" else None,
@@ -158,6 +163,29 @@ def plan_run(
         python=request.python if cluster.runtime == "none" else "python3",
         notes=(*_notes(planned, cluster, placement, engine, memory), *find_notes(recipe, cluster, image)),
         execution=execution,
+    )
+
+
+def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
+    """Return the plan with what follows from the parameters as they are counted on the real model.
+
+    A plan by an estimate says so, and keeps no gathered weights by it: the counts decide that anew, and how much memory
+    is needed. Micro-batch and checkpointing stay as planned.
+    """
+    shape = plan.recipe.model.architecture
+    if not shape.is_estimated:
+        return plan
+    shape, training, num_shards = ArchitecturePlan.of(shape, counts), plan.recipe.training, plan.placement.world_size
+    gpu = GPUS[plan.cluster.gpu] if plan.cluster.gpu and plan.placement.device == "cuda" else None
+    kept = keeps_weights(shape, training, num_shards, plan.engine.name, gpu)
+    memory = predict_memory(shape, training, num_shards, plan.engine.name, plan.placement.device, keeps_weights=kept)
+    return replace(
+        plan,
+        recipe=RecipePlan.of(plan.recipe, ModelPlan.of(plan.recipe.model, shape), training),
+        engine=replace(plan.engine, keeps_weights=kept),
+        memory=memory,
+        num_parameters=counts.total,
+        num_trained=method_counts(shape, training).trained,
     )
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftkit.errors import Problem
+from ftkit.parameters import count_model
 from ftkit.specs.data import GeneratedSource
 from ftkit.specs.image_reference import ImageFile
 from ftkit.specs.layers import COMMAND_LINE
-from ftkit.specs.model import FAMILIES
+from ftkit.specs.model import FAMILIES, CountSource
 from ftkit.specs.tracking import SINK_PACKAGES, sinks_without_package
-from ftkit.specs.training import ALL_PROJECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.specs.cluster import ClusterProfile
     from ftkit.specs.image import ImageSpec
+    from ftkit.specs.model import ModelCounts
     from ftkit.specs.recipe import RecipeSpec
     from ftkit.specs.request import RunRequest
 
@@ -37,7 +38,7 @@ def find_problems(
         *_kernels(recipe, cluster),
         *_collectives(recipe, cluster, num_nodes, processes_per_node),
         *_engine(recipe),
-        *_targets(recipe),
+        *_targets(recipe, request.counts),
         *_lengths(recipe),
         *_evaluation(recipe),
         *_profile(recipe, num_nodes * processes_per_node),
@@ -141,13 +142,15 @@ def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _targets(recipe: RecipeSpec) -> Iterator[Problem]:
+def _targets(recipe: RecipeSpec, counted: ModelCounts | None) -> Iterator[Problem]:
     adapters, shape = recipe.training.adapters, recipe.model.architecture
-    unknown = [name for name in adapters.targets if name not in ALL_PROJECTIONS] if adapters else []
-    if unknown and not shape.is_estimated:
+    counts = counted or count_model(shape)
+    known = list(dict.fromkeys(linear.name for linear in counts.linears))
+    unknown = [name for name in adapters.targets if name not in known] if adapters else []
+    if unknown and counts.is_exact:
         yield Problem(
             f"recipe {recipe.name}", "training.lora.targets",
-            f"{', '.join(unknown)}: {shape.family} has no such projection.", f"It has {', '.join(ALL_PROJECTIONS)}.",
+            f"{', '.join(unknown)}: {shape.family} has no such projection.", f"It has {', '.join(known)}.",
         )  # fmt: skip
 
 
@@ -256,15 +259,29 @@ def _sinks(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None)
         )  # fmt: skip
 
 
+_ESTIMATED: dict[CountSource, str] = {
+    "formula": "parameters are counted exactly, memory and speed are estimates",
+    "model": "parameters are counted on the model itself, memory and speed are estimates",
+    "config": "parameters and memory are estimates",
+    "family": "parameters and memory are estimates",
+}
+
+
 def find_notes(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None) -> Iterator[str]:
     """Return what is possible, but not as sure as the rest of the plan."""
     shape = recipe.model.architecture
     if not shape.is_estimated:
         return
+    counts = count_model(shape)
     yield (
-        f"'{shape.family}' is none of {', '.join(FAMILIES)}: parameters and memory are estimates, and whether it can "
+        f"'{shape.family}' is none of {', '.join(FAMILIES)}: {_ESTIMATED[counts.source]}, and whether it can "
         "be trained is proven when the job starts"
     )
+    if counts.source == "family" and counts.experts_per_token:
+        yield (
+            f"'{shape.family}' is a mixture of experts, and how many it has can't be read here: the plan is for the "
+            "largest that is usual (for a better one, download the weights' config.json or install ftkit[train])"
+        )
     if image is not None and cluster.runtime != "none" and shape.family not in image.families:
         yield f"'{image.reference}' is not made for '{shape.family}': its transformers must know it"
 

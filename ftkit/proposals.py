@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ftkit.engine_choice import keeps_weights, least_memory
 from ftkit.gpus import Gpu
 from ftkit.memory import predict_memory
+from ftkit.parameters import count_model
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.recipe import RecipePlan
@@ -31,6 +32,8 @@ LEAST_DIFFERENCE = 1.02
 """Speed-up over a smaller micro-batch that is worth a larger one."""
 ROOM = 0.85
 """Part of a GPU's usable memory that is filled where the choice is ftkit's: predictions have missed by a tenth."""
+ROOM_IF_ESTIMATED = 0.5
+"""The same for a model whose parameters are an estimate."""
 MOST_TOKENS = 2**17
 """Tokens of a micro-batch, at most, where the choice is ftkit's: more were never measured."""
 CPU_TOKENS = 2**11
@@ -96,13 +99,14 @@ def choose_execution(
     sizes = _micro_batch_sizes(lightest, network.size, MOST_TOKENS) if is_size_open else [lightest.micro_batch_size]
     modes = MODES if is_mode_open else (lightest.activation_checkpointing,)
     predictor = _Predictor(shape, engine, gpu, network)
-    best = _fastest(predictor.ways(lightest, sizes, modes), ROOM * gpu.usable_gib)
+    room = ROOM if count_model(shape).is_exact else ROOM_IF_ESTIMATED
+    best = _fastest(predictor.ways(lightest, sizes, modes), room * gpu.usable_gib)
     if best is None:
-        return lightest, ExecutionPlan(chosen, f"the least memory: nothing leaves {1 - ROOM:.0%} of the GPU's free")
+        return lightest, ExecutionPlan(chosen, f"the least memory: nothing leaves {1 - room:.0%} of the GPU's free")
     speedup = predictor.predict(lightest).step_seconds / best.step_seconds
     gain = f", {speedup:.1f} times as fast as what takes the least memory" if speedup >= WORTHWHILE else ""
     return best.training, ExecutionPlan(
-        chosen, f"the fastest by prediction that leaves {1 - ROOM:.0%} of the GPU's memory free{gain}"
+        chosen, f"the fastest by prediction that leaves {1 - room:.0%} of the GPU's memory free{gain}"
     )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal import Cell, Styled
 from ftkit.cli.wording import count, duration, gib, plural, short_path
+from ftkit.parameters import count_model
 
 if TYPE_CHECKING:
     from ftkit.cli.terminal import Terminal
@@ -51,9 +52,11 @@ def _model(plan: RunPlan) -> str:
     model = plan.recipe.model
     shape = model.architecture
     weights = "untrained" if model.weights == "random" else model.weights
-    about = "about " if shape.is_estimated else ""
+    counts = count_model(shape)
+    about = "" if counts.is_exact else "about "
+    experts = f", {about}{count(counts.active + counts.around)} of them for a token" if counts.experts_per_token else ""
     return (
-        f"{shape.family}, {weights}: {about}{plan.num_parameters:,} parameters "
+        f"{shape.family}, {weights}: {about}{plan.num_parameters:,} parameters{experts} "
         f"({shape.num_hidden_layers} layers, width {shape.hidden_size})"
     )
 

@@ -13,6 +13,7 @@ from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.launch.data_files import data_stamp
 from ftkit.launch.json_files import read_json
 from ftkit.launch.local_machine import with_this_machine
+from ftkit.launch.model_size import count_on_this_machine
 from ftkit.layout import Workspace
 from ftkit.plan import fingerprint, plan_run
 from ftkit.specs.image_reference import AnyImage, NamedImage, parse_image
@@ -121,8 +122,12 @@ def resolve(words: RunWords, around: Surroundings) -> RunPlan:
     problems.raise_if_any()
     if read is None or site is None:
         raise AssertionError("what could not be loaded was raised above")
+    workspace = workspace_of(loaded, around)
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
-    request = _request(words, read.spec, wanted, workspace_of(loaded, around), origins)
+    request = replace(
+        _request(words, read.spec, wanted, workspace, origins),
+        counts=count_on_this_machine(read.spec.model, around.environment, workspace),
+    )
     here = with_this_machine(site.spec, around.environment)
     plan = plan_run(read.spec, here, image, request, ftkit_version=__version__)
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, model_validator
@@ -74,6 +75,75 @@ class ArchitectureSpec(Spec):
         return self
 
 
+CountSource = Literal["formula", "model", "config", "family"]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear layers of one name and size: `count` of them in all decoder layers together."""
+
+    name: str
+    inputs: int
+    outputs: int
+    count: int
+
+    @property
+    def size(self) -> int:
+        """Weights of one of them."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class ModelCounts:
+    """Parameters of a model, before adapters.
+
+    Attributes:
+        source: how they were counted: by the formula of a known family; on the model itself, without its weights; by
+            what config.json says of experts; or by what is usual for the family.
+        layers: parameters of all decoder layers.
+        largest_layer: parameters of the largest decoder layer.
+        around: parameters outside the decoder layers, shared ones once.
+        active: weights of matrices in the decoder layers that one token is multiplied by; of experts, of those alone
+            that it is sent to.
+        feed_forward: width of the feed-forward layers that one token goes through in a decoder layer.
+        experts_per_token: experts that a token is sent to; 0 without any.
+        linears: the linear layers in the decoder layers; experts that are stacked in one tensor are none.
+    """
+
+    source: CountSource
+    layers: int
+    largest_layer: int
+    around: int
+    active: int
+    feed_forward: int
+    experts_per_token: int
+    linears: tuple[Linear, ...]
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.layers + self.around
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether these are no estimates."""
+        return self.source in {"formula", "model"}
+
+
+class ArchitecturePlan(ArchitectureSpec):
+    """A shape with its parameters counted."""
+
+    counts: ModelCounts | None = None
+    """None: they follow from the other fields."""
+
+    @classmethod
+    def of(cls, shape: ArchitectureSpec, counts: ModelCounts) -> ArchitecturePlan:
+        """Put the counts beside the shape that they are of."""
+        return cls.model_validate(
+            {name: getattr(shape, name) for name in ArchitectureSpec.model_fields} | {"counts": counts}
+        )
+
+
 class TokenizerSpec(Spec):
     """Where the tokeniser comes from."""
 
@@ -109,3 +179,16 @@ class ModelSpec(Spec):
         if self.weights == "random" and self.tokenizer.source == "model":
             raise ValueError("weights 'random' bring no tokeniser: set tokenizer.source")
         return self
+
+
+class ModelPlan(ModelSpec):
+    """The model with its parameters counted."""
+
+    architecture: ArchitecturePlan
+    """The shape."""
+
+    @classmethod
+    def of(cls, model: ModelSpec, architecture: ArchitecturePlan) -> ModelPlan:
+        """Put the counted shape in its place."""
+        fields = {name: getattr(model, name) for name in ModelSpec.model_fields}
+        return cls.model_validate(fields | {"architecture": architecture})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftkit.specs.data import DataSpec
-from ftkit.specs.model import ModelSpec
+from ftkit.specs.model import ModelPlan, ModelSpec
 from ftkit.specs.profile import ProfileSpec
 from ftkit.specs.strict import Name, Spec
 from ftkit.specs.tracking import TrackingSpec
@@ -36,13 +36,15 @@ class RecipeSpec(Spec):
 
 
 class RecipePlan(RecipeSpec):
-    """A recipe as it is carried out: what `auto` stood for is resolved."""
+    """A recipe as it is carried out: what `auto` stood for is resolved, and the model's parameters are counted."""
 
+    model: ModelPlan
+    """The model to fine-tune."""
     training: TrainingPlan
     """The optimization."""
 
     @classmethod
-    def of(cls, recipe: RecipeSpec, training: TrainingPlan) -> RecipePlan:
-        """Put the resolved optimization in its place."""
+    def of(cls, recipe: RecipeSpec, model: ModelPlan, training: TrainingPlan) -> RecipePlan:
+        """Put what is resolved in its place."""
         fields = {name: getattr(recipe, name) for name in RecipeSpec.model_fields}
-        return cls.model_validate(fields | {"training": training})
+        return cls.model_validate(fields | {"model": model, "training": training})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.image_reference import AnyImage
 from ftkit.specs.layers import Layers
+from ftkit.specs.model import ModelCounts
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.specs.settings import Settings
 
@@ -50,6 +51,7 @@ class RunRequest:
         suffix: makes the run's id unique.
         data_stamp: changes when the files that a recipe names change.
         num_packs: packs of the training part, when the data is prepared already.
+        counts: parameters of a model whose family has no formula, as far as they could be counted; none: not at all.
         origins: where the values come from, for messages.
     """
 
@@ -64,4 +66,5 @@ class RunRequest:
     suffix: str
     data_stamp: str = ""
     num_packs: int | None = None
+    counts: ModelCounts | None = None
     origins: Origins = field(default_factory=Origins)

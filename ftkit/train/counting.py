@@ -1,19 +1,82 @@
-"""What a method will make of a model, counted on the real one while it is empty and whole."""
+"""What is in a model, and what a method will make of it, counted on the real one while it is empty and whole.
+
+As a program (`python -m ftkit.train.counting JSON`) it counts for a plan, which does without torch: it prints the
+`ModelCounts` of a model that it builds without weights.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
+from pydantic import TypeAdapter
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from ftkit.errors import TrainingError
 from ftkit.methods import ParameterCounts, adapter_size
-from ftkit.train.model import find_decoder_layers
+from ftkit.parameters import Experts, read_experts
+from ftkit.specs.model import ArchitectureSpec, Linear, ModelCounts
+from ftkit.train.model import find_decoder_layers, make_config, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from transformers import PretrainedConfig
+
     from ftkit.specs.training import TrainingPlan
+
+
+_OF_AN_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+"""Within a decoder layer, where experts are modules of their own, as in transformers 4."""
+
+
+def count_modules(model: Any, feed_forward: int) -> ModelCounts:
+    """Count the parameters of a model; those of experts also by how many a token is sent to.
+
+    Args:
+        model: whole, with or without its weights, and without adapters.
+        feed_forward: width of its feed-forward layers without experts.
+    """
+    layers = find_decoder_layers(model)
+    experts = read_experts(model.config.to_dict())
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    linears = Counter(
+        (name.rpartition(".")[2], linear.in_features, linear.out_features) for name, linear in _linears_in_layers(model)
+    )
+    used = feed_forward
+    if experts is not None:
+        used = max(
+            feed_forward * (experts.num_dense_layers > 0), experts.per_token * experts.width + experts.shared_width
+        )
+    return ModelCounts(
+        "model",
+        layers=sum(sizes),
+        largest_layer=max(sizes),
+        around=sum(parameter.numel() for parameter in model.parameters()) - sum(sizes),
+        active=round(
+            sum(_active(name, parameter, experts) for layer in layers for name, parameter in layer.named_parameters())
+        ),
+        feed_forward=used,
+        experts_per_token=0 if experts is None else experts.per_token,
+        linears=tuple(Linear(*kind, count) for kind, count in linears.items()),
+    )
+
+
+def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> float:
+    """Return how many weights of a parameter a token is multiplied by: of experts, those of its own alone."""
+    if parameter.ndim == 1:
+        return 0
+    is_stacked = experts is not None and parameter.ndim > 2 and parameter.shape[0] == experts.num  # noqa: PLR2004
+    if experts is not None and (is_stacked or _OF_AN_EXPERT.search(name)):
+        return parameter.numel() * experts.per_token / experts.num
+    return parameter.numel()
 
 
 def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
@@ -61,3 +124,22 @@ def _linears_in_layers(model: nn.Module) -> Iterable[tuple[str, nn.Linear]]:
 
 def _count_matrices(model: nn.Module) -> int:
     return sum(linear.weight.numel() for _, linear in _linears_in_layers(model))
+
+
+def main() -> None:
+    """Print the counts of a model that the first argument names by its shape, and by a folder if it has weights."""
+    asked = json.loads(sys.argv[1])
+    shape = ArchitectureSpec.model_validate(asked["architecture"])
+    if asked["folder"] is None:
+        no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        config: PretrainedConfig = make_config(shape, cast("Any", no_tokens))
+    else:
+        config = read_config(Path(asked["folder"]), shape).text
+    with torch.device("meta"):  # accelerate's empty weights have their memory for a moment: 30 GB for some experts
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    sys.stdout.write(TypeAdapter(ModelCounts).dump_json(count_modules(model, shape.intermediate_size)).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -15,13 +15,16 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from ftkit.errors import TrainingError, in_short
 from ftkit.model_folder import CONFIG_FILE, read_model_type
-from ftkit.specs.model import NEVER_WINDOWED
+from ftkit.specs.model import NEVER_WINDOWED, ArchitectureSpec
 from ftkit.specs.model_config import CONFIG_KEYS, find_contradictions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.specs.model import ArchitectureSpec, ModelSpec
+    from ftkit.specs.model import ModelSpec
+
+
+_PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every"}
 
 
 def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -32,7 +35,7 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
     Raises:
         TrainingError: transformers knows no such family.
     """
-    fields = shape.model_dump(exclude={"family", "sliding_window", "full_attention_every"}) | _windows(shape)
+    fields = shape.model_dump(include=_PASSED_ON) | _windows(shape)
     try:
         return AutoConfig.for_model(
             shape.family,

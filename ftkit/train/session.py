@@ -20,14 +20,14 @@ from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import TrainingError
 from ftkit.methods import ParameterCounts
 from ftkit.parameters import method_counts
-from ftkit.plan import RunPlan, count_steps
+from ftkit.plan import RunPlan, count_steps, plan_for_counts
 from ftkit.records import EndRecord, EvaluationRecord, ProofRecord, StageRecord, StartRecord
 from ftkit.train.adapters import fill_adapters, prepare_method
 from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.batches import BatchSchedule
 from ftkit.train.checkpoint import Progress, load_newest
 from ftkit.train.checkpoint_saver import CheckpointSaver
-from ftkit.train.counting import count_method
+from ftkit.train.counting import count_method, count_modules
 from ftkit.train.engines import make_engine
 from ftkit.train.evaluate import Evaluator
 from ftkit.train.export import ExportedParts, export
@@ -163,11 +163,20 @@ class Session:
         kernel, reason = choose_kernel(recipe.training.attention, recipe.training.precision, self.world.device)
         log.info("attention: %s (%s)", kernel, reason)
         model = build_empty(config.text, IMPLEMENTATIONS[kernel])
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        counts = count_modules(model, recipe.model.architecture.intermediate_size)
+        plan = plan_for_counts(self.plan, counts)
+        if plan.num_parameters != self.plan.num_parameters:
+            log.info(
+                "the model has %s parameters, the plan's estimate was %s: predicted peak of %.1f GiB, layers %s",
+                f"{plan.num_parameters:,}",
+                f"{self.plan.num_parameters:,}",
+                plan.memory.total,
+                "keep gathered weights" if plan.engine.keeps_weights else "are resharded after the forward pass",
+            )
         expected = count_method(model, recipe.training)
         if not recipe.model.architecture.is_estimated:
             expected = method_counts(recipe.model.architecture, recipe.training)
-        built = BuiltModel(config, type(model).__name__, generation, num_parameters, expected)
+        built = BuiltModel(config, type(model).__name__, generation, counts.total, expected)
         prepare_method(model, recipe.training)
 
         def fill(sharded: nn.Module) -> None:
@@ -178,7 +187,7 @@ class Session:
             fill_adapters(sharded, recipe.training.seed)
             self.trace.begin("making the optimizer")
 
-        engine = self.plan.engine
+        engine = plan.engine
         made = make_engine(engine.name, model, recipe.training, self.world, fill, keeps_weights=engine.keeps_weights)
         return made, built
 

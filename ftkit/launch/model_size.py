@@ -1,0 +1,73 @@
+"""How many parameters a model has beyond the families that are planned from their shape alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from ftkit import process
+from ftkit.errors import FtkitError
+from ftkit.hub import find_folder
+from ftkit.launch.json_files import read_json
+from ftkit.model_folder import CONFIG_FILE
+from ftkit.parameters import count_by_config
+from ftkit.specs.model import ModelCounts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from ftkit.layout import Workspace
+    from ftkit.specs.model import ModelSpec
+
+PROGRAM = "ftkit.train.counting"
+NEEDED = ("torch", "transformers", "accelerate")
+TIMEOUT_SECONDS = 120
+_COUNTS = TypeAdapter(ModelCounts)
+
+
+def count_on_this_machine(model: ModelSpec, environment: Mapping[str, str], workspace: Workspace) -> ModelCounts | None:
+    """Count the parameters of a model that isn't one of `FAMILIES`.
+
+    Some mixtures of experts have a formula for what their config.json names. Of others the model itself is counted,
+    without its weights, where torch is installed and config.json is on this machine (a model that is trained from
+    nothing needs none): in a process of its own, as neither the plan nor the command line imports torch. Elsewhere the
+    parameters are estimated by config.json.
+
+    Returns:
+        None: its shape is enough, or there is nothing to count.
+    """
+    if not model.architecture.is_estimated:
+        return None
+    folder = find_folder(model, environment, workspace.hub_home)
+    if folder is None:
+        return _count_model(model, None, environment) if model.weights == "random" else None
+    config = read_json(folder / CONFIG_FILE)
+    by_config = None if config is None else count_by_config(model.architecture, config)
+    if by_config is not None and by_config.is_exact:
+        return by_config
+    return _count_model(model, folder, environment) or by_config
+
+
+def _count_model(model: ModelSpec, folder: Path | None, environment: Mapping[str, str]) -> ModelCounts | None:
+    """Return what the counting program says; None: it can't run here, or can't build the model."""
+    if not all(find_spec(package) for package in NEEDED):
+        return None
+    asked: dict[str, Any] = {
+        "architecture": model.architecture.model_dump(mode="json"), "folder": None if folder is None else str(folder)
+    }  # fmt: skip
+    quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+    try:
+        done = process.run(
+            [sys.executable, "-m", PROGRAM, json.dumps(asked)],
+            timeout_seconds=TIMEOUT_SECONDS,
+            environment={**os.environ, **environment, **quiet},
+        )
+        return _COUNTS.validate_json(done.stdout.strip().rpartition("\n")[2]) if done.returncode == 0 else None
+    except (FtkitError, ValidationError):
+        return None
