@@ -128,13 +128,12 @@ def plan_run(
         raise ConfigError(problems)
     placement = _placement(cluster, num_nodes, per_node)
     counted, network = request.counts or count_model(recipe.model.architecture), _network(cluster, placement)
-    shape = ArchitecturePlan.of(recipe.model.architecture, counted)
-    model = ModelPlan.of(recipe.model, shape)
-    recipe = recipe.model_copy(update={"model": model})
+    recipe = recipe.model_copy(update={"model": ModelPlan.of(recipe.model, counted)})
+    shape = recipe.model.architecture
     gpu = GPUS[cluster.gpu] if cluster.gpu and placement.device == "cuda" else None
     engine = choose_engine(recipe, placement.world_size, cluster.gpu)
     training, execution = choose_execution(shape, recipe.training, engine.name, placement.device, gpu, network)
-    planned = RecipePlan.of(recipe, model, training)
+    planned = RecipePlan.of(recipe, training, counted)
     engine = with_kept_weights(engine, shape, training, placement.world_size, gpu)
     kept = engine.keeps_weights
     memory = predict_memory(shape, training, placement.world_size, engine.name, placement.device, keeps_weights=kept)
@@ -181,7 +180,7 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
     memory = predict_memory(shape, training, num_shards, plan.engine.name, plan.placement.device, keeps_weights=kept)
     return replace(
         plan,
-        recipe=RecipePlan.of(plan.recipe, ModelPlan.of(plan.recipe.model, shape), training),
+        recipe=RecipePlan.of(plan.recipe, training, counts),
         engine=replace(plan.engine, keeps_weights=kept),
         memory=memory,
         num_parameters=counts.total,

@@ -38,7 +38,7 @@ def find_problems(
         *_kernels(recipe, cluster),
         *_collectives(recipe, cluster, num_nodes, processes_per_node),
         *_engine(recipe),
-        *_targets(recipe, request.counts),
+        *_targets(recipe, cluster, request.counts),
         *_lengths(recipe),
         *_evaluation(recipe),
         *_profile(recipe, num_nodes * processes_per_node),
@@ -142,12 +142,14 @@ def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _targets(recipe: RecipeSpec, counted: ModelCounts | None) -> Iterator[Problem]:
+def _targets(recipe: RecipeSpec, cluster: ClusterProfile, counted: ModelCounts | None) -> Iterator[Problem]:
     adapters, shape = recipe.training.adapters, recipe.model.architecture
     counts = counted or count_model(shape)
     known = list(dict.fromkeys(linear.name for linear in counts.linears))
     unknown = [name for name in adapters.targets if name not in known] if adapters else []
-    if unknown and counts.is_exact:
+    # A container may have another transformers than this machine, in which experts are linear layers, or are none.
+    is_known = not shape.is_estimated or (counts.source == "model" and cluster.runtime == "none")
+    if unknown and is_known:
         yield Problem(
             f"recipe {recipe.name}", "training.lora.targets",
             f"{', '.join(unknown)}: {shape.family} has no such projection.", f"It has {', '.join(known)}.",

@@ -22,8 +22,9 @@ class ArchitectureSpec(Spec):
     """The shape of a decoder, under the names that Hugging Face configurations use."""
 
     family: ModelType
-    """Hugging Face's `model_type`. `gemma3_text`, `llama`, `olmo3` and `qwen3` are planned exactly; any other causal
-    language model of transformers is planned by estimates, and trained if it passes the proofs before step 1."""
+    """Hugging Face's `model_type`. `gemma3_text`, `llama`, `olmo3` and `qwen3` are planned exactly. Any other causal
+    language model of transformers has its parameters counted on the model itself, where its configuration and torch are
+    on this machine, and is trained if it passes the proofs before step 1; its memory and speed are estimates."""
     vocab_size: PositiveInt
     """Rows of the embedding table."""
     hidden_size: PositiveInt
@@ -137,7 +138,7 @@ class ArchitecturePlan(ArchitectureSpec):
     """None: they follow from the other fields."""
 
     @classmethod
-    def of(cls, shape: ArchitectureSpec, counts: ModelCounts) -> ArchitecturePlan:
+    def of(cls, shape: ArchitectureSpec, counts: ModelCounts | None) -> ArchitecturePlan:
         """Put the counts beside the shape that they are of."""
         return cls.model_validate(
             {name: getattr(shape, name) for name in ArchitectureSpec.model_fields} | {"counts": counts}
@@ -188,7 +189,7 @@ class ModelPlan(ModelSpec):
     """The shape."""
 
     @classmethod
-    def of(cls, model: ModelSpec, architecture: ArchitecturePlan) -> ModelPlan:
-        """Put the counted shape in its place."""
+    def of(cls, model: ModelSpec, counts: ModelCounts | None) -> ModelPlan:
+        """Put the counts beside the model's shape."""
         fields = {name: getattr(model, name) for name in ModelSpec.model_fields}
-        return cls.model_validate(fields | {"architecture": architecture})
+        return cls.model_validate(fields | {"architecture": ArchitecturePlan.of(model.architecture, counts)})

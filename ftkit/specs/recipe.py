@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftkit.specs.data import DataSpec
-from ftkit.specs.model import ModelPlan, ModelSpec
+from ftkit.specs.model import ModelCounts, ModelPlan, ModelSpec
 from ftkit.specs.profile import ProfileSpec
 from ftkit.specs.strict import Name, Spec
 from ftkit.specs.tracking import TrackingSpec
@@ -44,7 +44,7 @@ class RecipePlan(RecipeSpec):
     """The optimization."""
 
     @classmethod
-    def of(cls, recipe: RecipeSpec, model: ModelPlan, training: TrainingPlan) -> RecipePlan:
+    def of(cls, recipe: RecipeSpec, training: TrainingPlan, counts: ModelCounts | None = None) -> RecipePlan:
         """Put what is resolved in its place."""
         fields = {name: getattr(recipe, name) for name in RecipeSpec.model_fields}
-        return cls.model_validate(fields | {"model": model, "training": training})
+        return cls.model_validate(fields | {"model": ModelPlan.of(recipe.model, counts), "training": training})

@@ -9,8 +9,8 @@ from ftkit.engine_choice import choose_engine, keeps_weights, least_memory, with
 from ftkit.errors import ConfigError
 from ftkit.gpus import GPUS
 from ftkit.memory import GIB, predict_memory
-from ftkit.methods import count_adapter_parameters, nf4_parts
-from ftkit.parameters import count_parameters, method_counts
+from ftkit.methods import nf4_parts
+from ftkit.parameters import count_adapter_parameters, count_parameters, method_counts
 from ftkit.specs.load import Surroundings, load_recipe
 from ftkit.specs.model import ArchitectureSpec
 from ftkit.specs.training import LoraSpec, TrainingPlan

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.errors import ConfigError, FtkitError
+from ftkit.parameters import count_model
 from ftkit.plan import RunPlan, count_steps, fingerprint, plan_from_json, plan_run, plan_to_json
 from ftkit.specs.image import BaseImageSpec, ImageSpec
 from ftkit.specs.image_reference import ImageFile, NamedImage, parse_reference
@@ -193,6 +194,23 @@ def test_projections_that_one_of_the_four_families_lacks_are_refused() -> None:
     asked = ("training.method=lora", "training.lora.targets=[q_proj, qkv_proj]")
     assert "qkv_proj: qwen3 has no such projection. It has q_proj, k_proj" in problems(demo(*asked))
     assert plan(demo(*asked, "model.architecture.family=phi3")).num_parameters
+
+
+def test_projections_that_the_counted_model_lacks_are_refused_where_it_is_trained() -> None:
+    recipe = demo(
+        "training.method=lora", "training.lora.targets=[q_proj, gate_proj]", "model.architecture.family=mixtral"
+    )
+    counts = replace(count_model(recipe.model.architecture), source="model")
+    found = problems(recipe, request=replace(REQUEST, counts=counts))
+    assert "gate_proj: mixtral has no such projection. It has q_proj, k_proj, v_proj, o_proj" in found
+    elsewhere = replace(REQUEST, counts=counts, image=OLMO3)
+    assert plan(recipe, A4, IMAGE, elsewhere).num_parameters == counts.total
+
+
+def test_a_mixture_whose_experts_cannot_be_read_is_planned_for_many_and_said_to_be() -> None:
+    found = plan(demo("model.architecture.family=newmoe"))
+    assert "how many it has can't be read here" in " ".join(found.notes)
+    assert found.num_parameters > 10 * plan().num_parameters
 
 
 def test_paths_that_pyxis_cannot_mount_are_refused() -> None:

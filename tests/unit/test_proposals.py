@@ -22,6 +22,7 @@ from ftkit.proposals import (
     propose_changes,
     propose_faster,
 )
+from ftkit.specs.image_reference import NamedImage
 from ftkit.specs.load import Surroundings, list_names, load_cluster, load_recipe
 from ftkit.specs.recipe import RecipePlan
 from ftkit.specs.request import RunRequest
@@ -298,7 +299,7 @@ CLUSTERS = [name for name in list_names("cluster", NOWHERE) if load_cluster(name
 def test_a_shipped_recipe_is_as_fast_on_a_shipped_cluster_as_the_plan_knows_how(name: str) -> None:
     for cluster in (load_cluster(cluster, NOWHERE) for cluster in CLUSTERS):
         spec, gpu = load_recipe(name, NOWHERE), GPUS[cluster.gpu]
-        image, created = spec.image or "any.sqsh", datetime(2026, 1, 2, tzinfo=UTC)
+        image, created = NamedImage(spec.image or "any:1"), datetime(2026, 1, 2, tzinfo=UTC)
         request = RunRequest(None, None, None, image, False, Path("/w"), "python", created, "a")
         plan = plan_run(spec, cluster, None, request, ftkit_version="1")
         network = Network(
