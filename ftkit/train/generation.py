@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def as_configured(end_tokens: Sequence[int]) -> int | list[int]:
+def as_configured(end_tokens: Sequence[int]) -> int | list[int] | None:
     """Return end tokens as configurations have them: some who read these know no list where there is one token."""
-    return end_tokens[0] if len(end_tokens) == 1 else list(end_tokens)
+    return list(end_tokens) if len(end_tokens) > 1 else next(iter(end_tokens), None)
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,26 @@ class Generation:
     def of(cls, tokenizer: PreTrainedTokenizerBase, weights: Path | None) -> Generation:
         """Put together what the tokenizer and the folder of pretrained weights, if there are any, say.
 
+        The tokenizer may be another's: an end token of the weights that it has as ordinary text is none.
+
         Raises:
             NotFoundError: a file of the weights can't be read.
         """
         known = [find_answer_end(tokenizer), tokenizer.eos_token_id]
-        settings: dict[str, Any] = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        own = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        settings = {key: token for key, token in own.items() if token is not None}
         if weights is not None:
-            known += read_end_tokens(weights)
+            known += [token for token in read_end_tokens(weights) if token in tokenizer.added_tokens_decoder]
             settings |= read_generation_config(weights)
         end_tokens = tuple(dict.fromkeys(token for token in known if token is not None))
-        given = {key: value for key, value in settings.items() if value is not None}
-        return cls(end_tokens, given | {"eos_token_id": as_configured(end_tokens)})
+        return cls(end_tokens, settings | {"eos_token_id": as_configured(end_tokens)})
 
     def greedy(self, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> GenerationConfig:
         """Return how evaluation generates: the likeliest token each time, whatever the makers recommend."""
         return GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            eos_token_id=list(self.end_tokens),
+            eos_token_id=list(self.end_tokens) or None,
             pad_token_id=tokenizer.pad_token_id,
         )
 

@@ -188,7 +188,7 @@ def has_random_weights(model: ModelSpec) -> bool:
 
 
 def plain_config(
-    config: PretrainedConfig, class_name: str, dtype: torch.dtype, end_tokens: int | list[int]
+    config: PretrainedConfig, class_name: str, dtype: torch.dtype, end_tokens: int | list[int] | None
 ) -> PretrainedConfig:
     """Return the configuration to export: the model's own class name, where its answers end, a cache for inference."""
     exported = copy.deepcopy(config)

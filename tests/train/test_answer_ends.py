@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -120,10 +121,11 @@ def files_of(folder: Path, config: dict[str, Any], generation: dict[str, Any] | 
 @pytest.mark.parametrize(
     ("config", "generation", "ends"),
     [
-        ({"eos_token_id": [1, 106]}, SAMPLING | {"eos_token_id": [1, 106]}, [1, 106]),  # Gemma 3
-        ({"eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}}, None, [1, 106]),  # in its wrapper
-        ({"text_config": {"eos_token_id": 1}}, None, [1]),
-        ({"eos_token_id": 7}, SAMPLING | {"eos_token_id": [7, 8, 9]}, [7, 8, 9]),  # Llama 3
+        ({"eos_token_id": [2, 3]}, SAMPLING | {"eos_token_id": [2, 3]}, [2, 3]),  # as Gemma 3
+        ({"eos_token_id": [2, 3], "text_config": {"eos_token_id": 2}}, None, [2, 3]),  # in its wrapper
+        ({"text_config": {"eos_token_id": 2}}, None, [2]),
+        ({"eos_token_id": 1}, SAMPLING | {"eos_token_id": [1, 2, 3]}, [1, 2, 3]),  # as Llama 3
+        ({"eos_token_id": [2, 106]}, None, [2]),  # in this tokenizer, 106 is text
         ({"eos_token_id": None}, {}, []),
         ({}, None, []),
     ],
@@ -148,6 +150,15 @@ def test_a_broken_file_of_the_weights_is_named_before_training(name: str, conten
     (files_of(saved, {}, {}) / name).write_text(content)
     with pytest.raises(NotFoundError, match=rf"{name}( has no model_type| is not a JSON object)?"):
         Generation.of(tokenizer, saved)
+
+
+def test_without_any_end_none_is_exported(base_tokenizer: Any) -> None:
+    tokenizer = deepcopy(base_tokenizer)
+    tokenizer.eos_token, tokenizer.chat_template = None, WITHOUT_END
+    made = Generation.of(tokenizer, None)
+    assert (made.end_tokens, made.settings["eos_token_id"]) == ((), None)
+    assert made.greedy(tokenizer, 3).eos_token_id is None
+    assert made.up_to_end([1, 2]) == [1, 2]
 
 
 def test_a_template_without_an_end_is_refused_before_training(
