@@ -184,6 +184,18 @@ def test_an_object_in_a_tensors_place_is_not_unpickled(layout: RunLayout, world:
     assert not touched.exists()
 
 
+def test_values_beside_the_tensors_that_older_checkpoints_hold_are_left_alone(tmp_path: Path, world: World) -> None:
+    del world
+    saved = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {"w": {"step": torch.ones(())}}}}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["w"]}]
+    older = saved | {"optimizer": saved["optimizer"] | {"param_groups": groups}}
+    torch.distributed.checkpoint.save(older, checkpoint_id=tmp_path)
+    state = {"model": {"w": torch.zeros(2)}, "optimizer": {"state": {"w": {"step": torch.zeros(())}}}}
+    read_state(state, tmp_path)
+    assert state["model"]["w"].tolist() == [1, 1]
+    assert state["optimizer"]["state"]["w"]["step"] == 1
+
+
 def test_the_newest_are_kept_by_number_and_damaged_later_ones_push_none_out(layout: RunLayout) -> None:
     shutil.copytree(layout.checkpoint(10), layout.checkpoint(2_000_000))
     delete_oldest(layout, 1_000_000, keep=2)

@@ -103,6 +103,13 @@ def test_training_goes_on_while_a_checkpoint_of_the_moment_is_written(
     assert 0 < record.stalled_seconds < record.seconds
 
 
+def test_whoever_writes_checkpoints_first_removes_what_a_killed_job_left(plan: RunPlan, saver: CheckpointSaver) -> None:
+    for name in (".step-000010.17.deleted", ".step-000300.partial"):
+        (plan.layout.checkpoints / name).mkdir(parents=True)
+    with saver:
+        assert list(plan.layout.checkpoints.iterdir()) == []
+
+
 def test_the_next_checkpoint_waits_for_the_one_before_and_uses_its_buffers(
     plan: RunPlan, engine: Any, saver: CheckpointSaver, world: World, gate: Gate
 ) -> None:
