@@ -21,6 +21,7 @@ _MAX_EXTENDED_HEADER: Final = 1 << 20
 _MAX_OCTAL_SIZE: Final = 8**11
 _MAX_DIGITS: Final = 18
 _MAX_PATH: Final = 4096
+_MAX_NAME: Final = 255
 _BINARY, _NEGATIVE = 0x80, 0xFF
 _ZEROS: Final = bytes(BLOCK)
 
@@ -197,6 +198,8 @@ def _clean(path: bytes) -> bytes:
     if len(path) > _MAX_PATH:
         raise _damaged(f"a path of {len(path)} bytes")
     parts = [part for part in path.split(b"/") if part not in (b"", b".")]
+    if max(map(len, parts), default=0) > _MAX_NAME:
+        raise _damaged(f"a name of more than {_MAX_NAME} bytes")
     if b".." in parts or b"\0" in path:
         raise ImageError(f"the image's tar stream has a path that leads out of it, or is none: {shortened(path)}")
     return b"/".join(parts)

@@ -135,6 +135,7 @@ def test_a_size_that_is_no_octal_number_is_an_error(field: bytes) -> None:
         b"size=\xd9\xa3",
         b"path=a\0b",
         b"path=" + b"d/" * 5000,
+        b"path=" + b"n" * 256,
         b"path=../../etc/passwd",
         b"linkpath=a\0b",
         b"GNU.sparse.major=1",
