@@ -80,10 +80,11 @@ Answer = tuple[int, dict[str, str], bytes]
 
 @dataclass
 class Internet:
-    """Answers by address; what is not said is 404. `asked` keeps address and headers of each request."""
+    """Answers by address; what is not said is 404. `asked` and `proxies` keep what each request was."""
 
     answers: dict[str, Answer | Callable[[requests.PreparedRequest], Answer]] = field(default_factory=dict)
     asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    proxies: list[dict[str, str]] = field(default_factory=list)
 
     def image(self, tag: str = "1", **parts: Any) -> Pushed:
         """Push an image."""
@@ -99,7 +100,8 @@ class Internet:
 
     def serve(self, pushed: Pushed, tag: str = "1", host: str = HOST, path: str = "team/x") -> None:
         """Put an image where a registry would have it."""
-        root = f"https://{host}/v2/{path}"
+        scheme = "http" if host.startswith("127.") else "https"
+        root = f"{scheme}://{host}/v2/{path}"
         self.answers[f"{root}/manifests/{tag}"] = (200, {}, pushed.body)
         self.answers[f"{root}/manifests/{pushed.digest}"] = (200, {}, pushed.body)
         for digest, data in pushed.blobs.items():
@@ -117,7 +119,8 @@ class Adapter(requests.adapters.HTTPAdapter):
         super().__init__()
         self._internet = internet
 
-    def send(self, request: requests.PreparedRequest, *_: Any, **__: Any) -> requests.Response:
+    def send(self, request: requests.PreparedRequest, *_: Any, **options: Any) -> requests.Response:
+        self._internet.proxies.append(dict(options["proxies"] or {}))
         code, headers, body = self._internet.answer(request)
         raw = HTTPResponse(io.BytesIO(body), HTTPHeaderDict(headers), code, preload_content=False)
         return self.build_response(request, raw)

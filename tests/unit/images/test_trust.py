@@ -456,6 +456,22 @@ def test_nothing_of_netrc_goes_anywhere(
     assert not [headers for _, headers in internet.asked if "Authorization" in headers]
 
 
+def test_a_password_for_a_registry_on_this_machine_goes_through_no_proxy(
+    internet: Internet, store: ImageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(variable, "http://proxy.example.com:3128")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+    internet.serve(internet.image(), host="127.0.0.1:5000")
+    fetch(store, "127.0.0.1:5000/team/x:1", known=ALICE)
+    assert len(internet.proxies) == 3
+    assert not [one for one in internet.proxies if one.keys() & {"http", "all"}]
+    internet.proxies.clear()
+    fetch(store)
+    assert all(one["https"] == "http://proxy.example.com:3128" for one in internet.proxies)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1:5000", "127.9.9.9", "localhost", "localhost:5000", "[::1]:5000"])
 def test_this_machine_is_known_as_such(host: str) -> None:
     assert is_loopback(host)
