@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _STOP_SECONDS: Final = 60
-"""Time that an interrupted program gets to clean up: Slurm's default KillWait is 30 seconds."""
+"""Time that an interrupted program gets to clean up."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def run_stoppable(
     """Run a program that has something to clean up when it is interrupted; otherwise as `run` does.
 
     The program leads a process group, so that Ctrl-C reaches only this process. When this process is interrupted,
-    or the time is over, it calls `stop`, waits until the whole group has ended, and kills what is left. Without
-    `stop` the group gets SIGTERM.
+    or the time is over, it calls `stop`, sends SIGTERM to the group, waits until all of it has ended, and kills what
+    is left.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
@@ -130,8 +130,7 @@ def _end_group(leader: subprocess.Popen[bytes], stop: Callable[[], object] | Non
     try:
         if stop:
             stop()
-        else:
-            signal_group(leader.pid, signal.SIGTERM)
+        signal_group(leader.pid, signal.SIGTERM)
         deadline = time.monotonic() + _STOP_SECONDS
         while time.monotonic() < deadline and (leader.poll() is None or group_members(leader.pid)):
             time.sleep(0.1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import shutil
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from ftkit.specs.image_reference import RegistryImage
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
+_CANCEL_SECONDS: Final = 90
+"""Longer than KillWait, which is 30 seconds unless the site says otherwise."""
 _ANOTHER_IMAGE, _OTHER_LAYERS, _HAS_DEVICES = 65, 66, 67
 
 _IMPORT: Final = f"""set -eu
@@ -70,14 +74,15 @@ export ENROOT_TEMP_PATH=$folder/temp
 set -m
 bash -c "$@" "$folder" &
 import=$!
+set +m
 wait "$import"
 """
 """enroot's temporary folders go to the node's own disk: shared file systems can't hold them (whiteouts).
 
-The import is waited for in the background, because bash hears of a signal only when a foreground program has ended,
+The import is waited for in the background, because bash acts on a signal only when its foreground program has ended,
 and Slurm kills after KillWait. It is killed at once, so that nothing writes into what is being removed; programs in
-groups of their own get the signal from Slurm, and fail a moment later: hence several attempts. What an import left
-that was killed itself goes with the next one on that node.
+groups of their own get the signal from Slurm, and fail a moment later: hence several attempts. What a killed
+import left is removed by the next one on that node.
 """
 
 
@@ -102,9 +107,9 @@ class Address:
 
 @dataclass(frozen=True)
 class ComputeNode:
-    """How to get at a compute node."""
+    """How to get at a compute node: sbatch's options, and its own disk."""
 
-    srun_options: tuple[str, ...]
+    options: tuple[str, ...]
     local_folder: str
 
 
@@ -146,13 +151,13 @@ def import_to(output: Path, address: Address, node: ComputeNode | None = None) -
     """Import an image into a file that is not there yet.
 
     Raises:
-        PrerequisiteError: enroot or srun is not there.
+        PrerequisiteError: enroot or sbatch is not there.
         ImageError: it failed, or the file would hold another image or one that no user can unpack.
     """
     layers = " ".join(f"{blob.hex}:{content.hex}" for blob, content in address.layers)
     config = address.config.hex if address.config else ""
     words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, config, layers]
-    done = _on_node(words, node, address) if node else _here(words, output, address)
+    done = _on_node(words, node, output, address) if node else _here(words, output, address)
     if done.returncode != 0 or not output.is_file():
         raise _explain(address, done, output)
     squashfs.check_whole(output)
@@ -170,14 +175,28 @@ def _here(words: list[str], output: Path, address: Address) -> process.ProgramOu
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _on_node(words: list[str], node: ComputeNode, address: Address) -> process.ProgramOutput:
-    """Run on a compute node; when interrupted, cancel the job: srun itself would kill without time to clean up."""
-    job = f"ftkit-import-{secrets.token_hex(4)}"
-    command = ["srun", *node.srun_options, f"--job-name={job}", "bash", "-c", _ON_NODE, "ftkit", node.local_folder]
-    return process.run_stoppable(
-        [*command, *words], timeout_seconds=_TIMEOUT_SECONDS, environment=_environment(address),
-        stop=partial(process.run, ["scancel", f"--name={job}"]),
-    )  # fmt: skip
+def _on_node(words: list[str], node: ComputeNode, output: Path, address: Address) -> process.ProgramOutput:
+    """Run on a compute node, as a batch job: one of srun's own is killed at once when it is canceled."""
+    job, log = f"ftkit-import-{secrets.token_hex(4)}", output.with_name(f"{output.name}.log")
+    script = shlex.join(["exec", "bash", "-c", _ON_NODE, "ftkit", node.local_folder, *words])
+    command = ["sbatch", "--wait", "--no-requeue", *node.options, f"--job-name={job}"]
+    command += [f"--output={str(log).replace('%', '%%')}", f"--wrap={script}"]
+    try:
+        done = process.run_stoppable(
+            command, timeout_seconds=_TIMEOUT_SECONDS, environment=_environment(address), stop=partial(_cancel, job)
+        )
+        said = log.read_text(errors="replace") if log.exists() else ""
+        return process.ProgramOutput(done.returncode, said, done.stderr)
+    finally:
+        log.unlink(missing_ok=True)
+
+
+def _cancel(job: str) -> None:
+    """Cancel a job, and wait until it has cleaned up or Slurm has killed it."""
+    process.run(["scancel", f"--name={job}"])
+    deadline = time.monotonic() + _CANCEL_SECONDS
+    while time.monotonic() < deadline and process.run(["squeue", "--noheader", f"--name={job}"]).stdout.strip():
+        time.sleep(1)
 
 
 def _environment(address: Address) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""enroot, srun and apptainer, by stand-ins that record how they are called and make a file as they would."""
+"""enroot, sbatch and apptainer, by stand-ins that record how they are called and make a file as they would."""
 
 from __future__ import annotations
 
@@ -44,7 +44,20 @@ ENROOT = (
     + '[ -n "${SAYS-}" ] && { echo "$SAYS"; exit 1; }\ncp "$RECORD/sqsh" "$3"; >"$ENROOT_CACHE_PATH/${CONFIG-$OURS}"\n'
 )
 """As the real one: it knows its release, and its cache has the configuration of the image that it imported."""
-SRUN = RECORD + 'while case $1 in -*) true ;; *) false ;; esac; do shift; done; exec "$@"\n'
+SBATCH = (
+    RECORD
+    + """for word; do
+    case $word in
+    --output=*) out=${word#*=}; exec >"${out//%%/%}" 2>&1 ;;
+    --wrap=*) echo '#!/bin/sh' >"$RECORD/job"; echo "${word#*=}" >>"$RECORD/job" ;;
+    esac
+done
+setsid sh "$RECORD/job" & echo $! >"$RECORD/pid"
+wait $!
+"""
+)
+SCANCEL = RECORD + 'kill -TERM "$(cat "$RECORD/pid")"\n'
+SQUEUE = 'if kill -0 "$(cat "$RECORD/pid")" 2>/dev/null; then echo 1 dev ftkit-import; fi\n'
 APPTAINER = RECORD + (
     '[ -n "${SAYS-}" ] && { echo "$SAYS" >&2; exit 1; }\n'
     'echo "INFO: Starting build..." >&2\n'
@@ -185,11 +198,19 @@ def test_on_a_node_enroot_works_on_the_node_s_own_disk(
     stand_in(
         "enroot", '[ "$1" = version ] || echo "$ENROOT_TEMP_PATH $ENROOT_CACHE_PATH" >"$RECORD/folders"\n' + ENROOT
     )
-    stand_in("srun", SRUN)
+    stand_in("sbatch", SBATCH)
     local = tmp_path / "local disk"
-    import_on(local, tmp_path)
-    words = (record / "srun").read_text().splitlines()
-    assert {"--nodes=1", "--ntasks=1", "--partition=gpu", "--account=me", "--exclusive"} <= set(words)
+    import_on(local, tmp_path / "100% it's")
+    words = (record / "sbatch").read_text().splitlines()
+    assert {
+        "--wait",
+        "--no-requeue",
+        "--nodes=1",
+        "--ntasks=1",
+        "--partition=gpu",
+        "--account=me",
+        "--exclusive",
+    } <= set(words)
     temp, cache = (record / "folders").read_text().strip().split(f" {local}", 1)
     assert temp.startswith(f"{local}/ftkit-import-")
     assert (temp.rpartition("/")[2], cache.rpartition("/")[2]) == ("temp", "cache")
@@ -202,11 +223,23 @@ def import_on(local: Path, tmp_path: Path) -> None:
     import_image("olmo3:25.02", choose_source(wish, say_nothing), ImageStore(tmp_path / "images"))
 
 
+def test_what_enroot_says_on_a_node_is_explained_too(
+    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in("enroot", ENROOT)
+    stand_in("sbatch", SBATCH)
+    monkeypatch.setenv("SAYS", "[INFO] Authenticating with user: alice")
+    with pytest.raises(ImageError, match=r"could not log in to nvcr\.io"):
+        import_on(tmp_path / "local", tmp_path / "100% it's")
+    assert not [path.name for path in (tmp_path / "100% it's" / "images").iterdir() if "partial" in path.name]
+    assert record.is_dir()
+
+
 def test_what_a_killed_import_left_on_a_node_goes_with_the_next(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     stand_in("enroot", ENROOT)
-    stand_in("srun", SRUN)
+    stand_in("sbatch", SBATCH)
     gone = subprocess.Popen(["true"])
     gone.wait()
     local, host = tmp_path / "local", socket.gethostname()
@@ -245,8 +278,9 @@ def test_an_interrupted_import_cancels_its_job_and_leaves_nothing(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, number: signal.Signals, where: str
 ) -> None:
     stand_in("enroot", AT_WORK)
-    stand_in("srun", 'echo $$ >"$RECORD/pid"\n' + SRUN)
-    stand_in("scancel", RECORD + 'kill -TERM "$(cat "$RECORD/pid")"\n')
+    stand_in("sbatch", SBATCH)
+    stand_in("scancel", SCANCEL)
+    stand_in("squeue", SQUEUE)
     local = tmp_path / "local"
     local.mkdir()
     words = [str(tmp_path / "x.sqsh"), *([str(local)] if where == "node" else [])]
@@ -259,7 +293,7 @@ def test_an_interrupted_import_cancels_its_job_and_leaves_nothing(
     assert list(local.iterdir()) == []
     assert {path.name for path in tmp_path.iterdir()} == {"record", "bin", "local"}
     if where == "node":
-        name = next(word for word in (record / "srun").read_text().split() if word.startswith("--job-name="))
+        name = next(word for word in (record / "sbatch").read_text().split() if word.startswith("--job-name="))
         assert (record / "scancel").read_text().split() == [name.replace("--job-name", "--name")]
 
 
