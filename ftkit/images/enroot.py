@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from ftkit.specs.image_reference import RegistryImage
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
-_CANCEL_SECONDS: Final = 90
-"""Longer than KillWait, which is 30 seconds unless the site says otherwise."""
+_CLEAN_UP_SECONDS: Final = 120
 _ANOTHER_IMAGE, _OTHER_LAYERS, _HAS_DEVICES = 65, 66, 67
 
 _IMPORT: Final = f"""set -eu
@@ -192,10 +191,18 @@ def _on_node(words: list[str], node: ComputeNode, output: Path, address: Address
 
 
 def _cancel(job: str) -> None:
-    """Cancel a job, and wait until it has cleaned up or Slurm has killed it."""
-    process.run(["scancel", f"--name={job}"])
-    deadline = time.monotonic() + _CANCEL_SECONDS
-    while time.monotonic() < deadline and process.run(["squeue", "--noheader", f"--name={job}"]).stdout.strip():
+    """Ask a job to end, and wait until it has cleaned up; cancel it if it is still waiting for a node, or too slow.
+
+    A canceled job is killed after KillWait, which can be too short for removing an unpacked image.
+    """
+    name = f"--name={job}"
+    process.run(["scancel", "--state=PENDING", name])
+    process.run(["scancel", "--full", "--signal=TERM", name])
+    deadline = time.monotonic() + _CLEAN_UP_SECONDS
+    while process.run(["squeue", "--noheader", name]).stdout.strip():
+        if time.monotonic() > deadline:
+            process.run(["scancel", name])
+            return
         time.sleep(1)
 
 

@@ -56,7 +56,9 @@ setsid sh "$RECORD/job" & echo $! >"$RECORD/pid"
 wait $!
 """
 )
-SCANCEL = RECORD + 'kill -TERM "$(cat "$RECORD/pid")"\n'
+SCANCEL = """echo "$@" >>"$RECORD/scancel"
+case "$*" in *--signal=TERM*) kill -TERM "$(cat "$RECORD/pid")" ;; esac
+"""
 SQUEUE = 'if kill -0 "$(cat "$RECORD/pid")" 2>/dev/null; then echo 1 dev ftkit-import; fi\n'
 APPTAINER = RECORD + (
     '[ -n "${SAYS-}" ] && { echo "$SAYS" >&2; exit 1; }\n'
@@ -294,7 +296,9 @@ def test_an_interrupted_import_cancels_its_job_and_leaves_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"record", "bin", "local"}
     if where == "node":
         name = next(word for word in (record / "sbatch").read_text().split() if word.startswith("--job-name="))
-        assert (record / "scancel").read_text().split() == [name.replace("--job-name", "--name")]
+        name = name.replace("--job-name", "--name")
+        expected = [f"--state=PENDING {name}", f"--full --signal=TERM {name}"]
+        assert (record / "scancel").read_text().splitlines() == expected
 
 
 @pytest.mark.parametrize(
