@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from ftkit.cli.record_lines import record_line
-from ftkit.cli.wording import count, duration
+from ftkit.cli.wording import count, duration, printable
 from ftkit.launch.states import RunState
 from ftkit.records import EndRecord, MemoryRecord, StageRecord, StepRecord
 
@@ -115,9 +115,9 @@ class LiveView:
             return
         if isinstance(record, StageRecord):
             self._stage = record
-            self._show_waiting(record.stage)
+            self._show_waiting(printable(record.stage))
             return
-        self._progress.console.print(record_line(record))
+        self._progress.console.print(printable(record_line(record)))
         if isinstance(record, EndRecord):
             self._show_waiting(record.outcome)
 
@@ -131,7 +131,7 @@ class LiveView:
         if self._stage:
             seconds = record.time - self._stage.time
             took = f" ({duration(seconds)})" if seconds >= 1 else ""
-            self._progress.console.print(f"{self._stage.stage}{took}")
+            self._progress.console.print(f"{printable(self._stage.stage)}{took}")
             self._stage = None
 
     def close(self) -> None:

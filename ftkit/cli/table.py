@@ -9,6 +9,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 
+from ftkit.cli.wording import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -71,4 +73,4 @@ def _fit(text: str, room: int) -> str:
 
 
 def _text(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else cell.text
+    return " ".join(printable(cell if isinstance(cell, str) else cell.text).split("\n"))

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.cli.table import Cell, Column, Styled, table_segments
+from ftkit.cli.wording import printable
 from ftkit.errors import without_secrets
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _console(stream: IO[str]) -> Console:
 
 
 def _text(cell: Cell) -> Text:
-    return Text(cell) if isinstance(cell, str) else Text(cell.text, style=cell.style)
+    return Text(printable(cell)) if isinstance(cell, str) else Text(printable(cell.text), style=cell.style)
 
 
 def _print(console: Console, renderable: RenderableType) -> None:

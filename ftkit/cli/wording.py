@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Write control characters as their escapes, without colors: no log is to steer a terminal."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", _COLOR.sub("", text.replace("\r\n", "\n")))
 
 
 def count(number: float) -> str:

@@ -308,6 +308,14 @@ def test_two_samples_are_shown_one_of_each_kind_if_there_are_both() -> None:
     assert choose_samples(()) == []
 
 
+def test_what_a_model_or_a_log_says_does_not_steer_the_terminal() -> None:
+    terminal, output = screen()
+    terminal.say("a\x1b[31mb\x1b[0m \x1b[2J\x07c\nd")
+    terminal.table((Column("NAME"),), [["a\x1b]0;title\x07b\nc"]])
+    assert "ab \\x1b[2J\\x07c\nd" in output.getvalue()
+    assert "a\\x1b]0;title\\x07b c" in output.getvalue()
+
+
 @pytest.mark.parametrize(
     ("number", "text"),
     [
