@@ -6,6 +6,7 @@ import codecs
 import json
 import re
 import shlex
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -123,8 +124,8 @@ def _parse_object(text: str, path: Path, where: str) -> Columns:
 def _unique(pairs: list[tuple[str, Any]]) -> Columns:
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {name[:80]!r} stands twice")
     return unique
 
 

@@ -32,8 +32,9 @@ def data_stamp(recipe: RecipeSpec) -> str:
         NotFoundError: a file may not be looked at, or a folder is too large to be a data set's.
     """
     stamps = []
-    for file in sorted({file for key, path in named_paths(recipe) for file in _files_of(key, path)}):
-        about = _look_at("data", file)
+    files = {file: key for key, path in named_paths(recipe) for file in _files_of(key, path)}
+    for file, key in sorted(files.items()):
+        about = _look_at(key, file)
         if about is not None:
             stamps.append(f"{file} {about.st_size} {about.st_mtime_ns}")
     return "\n".join(stamps)
