@@ -12,6 +12,7 @@ from ftkit.data.encoding import encode, find_answer_end
 from ftkit.data.packing import assign_packs, build_pack
 from ftkit.data.rows import errors_at, write_json_lines
 from ftkit.data.sources import read_examples
+from ftkit.data.sql_score import read_question
 from ftkit.data.store import DataManifest, PackStore, PreparedData, building
 from ftkit.data.tokenizers import check_size, check_tokens, learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError
@@ -56,6 +57,9 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None]) -
     report("reading examples")
     examples = read_examples(recipe.data.source)
     _report_unused_columns(recipe, examples.train, report)
+    for row in examples.heldout if recipe.evaluation.sql_execution else ():
+        with errors_at(row):
+            read_question(row.columns)
     tokenizer = _tokenizer(recipe, examples.train, report)
     check_size(tokenizer, recipe.model.architecture.vocab_size, report)
     _check_answers_end(tokenizer, recipe)

@@ -1,14 +1,21 @@
 """Judge a model's SQL by executing it: the rows that it returns against the reference's rows."""
 
+from __future__ import annotations
+
 import re
 import sqlite3
 import time
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 from ftkit.data.text_to_sql import Example
+from ftkit.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # Far above what a question on small tables needs, far below what a reader would wait for or a node has memory for.
 MAX_INSTRUCTIONS = 1_000_000
@@ -53,6 +60,23 @@ class ExecutionMatch:
     @property
     def matched(self) -> bool:
         return self.outcome is Outcome.MATCH
+
+
+def read_question(columns: Mapping[str, Any]) -> Example:
+    """Read a question from the columns of an example of any source.
+
+    Raises:
+        DataError: it lacks a column that scoring needs.
+    """
+    missing = [name for name in ("sql_prompt", "sql_context", "sql") if columns.get(name) is None]
+    if missing:
+        raise DataError(
+            f"evaluation.sql_execution needs a column that is missing or null: {', '.join(missing)}",
+            meaning=f"the data has: {', '.join(sorted(columns))}",
+            fix="rename the columns of the held-out examples, or leave evaluation.sql_execution out",
+        )
+    texts = {field.name: str(columns.get(field.name) or "") for field in fields(Example)}
+    return Example(**texts)
 
 
 def execution_match(example: Example, predicted_sql: str) -> ExecutionMatch:

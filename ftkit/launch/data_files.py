@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ftkit.data.conversations import to_messages
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import read_first_examples
+from ftkit.data.sql_score import read_question
 from ftkit.errors import NotFoundError
 from ftkit.specs.data import FilesSource, HubSource
 from ftkit.specs.paths import is_path
@@ -55,9 +56,13 @@ def check_examples(recipe: RecipeSpec) -> None:
                 f"{key}: {path} is {'a folder' if stat.S_ISDIR(about.st_mode) else 'no ordinary file'}",
                 fix=f"give a .jsonl file: {key}=FILE",
             )
-    for row in read_first_examples(source):
+    rows = read_first_examples(source)
+    for row in rows:
         with errors_at(row):
             to_messages(row.columns, recipe.data.format)
+    for row in rows[-1:] if recipe.evaluation.sql_execution else ():  # of the held-out file, where there is one
+        with errors_at(row):
+            read_question(row.columns)
 
 
 def named_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:

@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.conversations import to_prompt
 from ftkit.data.encoding import render
-from ftkit.data.sql_score import execution_match
+from ftkit.data.sql_score import execution_match, read_question
 from ftkit.data.store import PackStore, PreparedData
-from ftkit.data.text_to_sql import Example
 from ftkit.plan import RunPlan
 from ftkit.records import EvaluationRecord, Sample
 from ftkit.specs.data import PromptCompletionFormat
@@ -110,10 +109,5 @@ class Evaluator:
 
 
 def _judge(example: dict[str, Any], answer: str) -> Sample:
-    reference = Example(
-        sql_prompt=str(example["sql_prompt"]),
-        sql_context=str(example["sql_context"]),
-        sql=str(example["sql"]),
-        sql_fixture=str(example.get("sql_fixture", "")),
-    )
+    reference = read_question(example)
     return Sample(reference.sql_prompt, reference.sql, answer, execution_match(reference, answer).matched)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftkit.data.sql_score import MAX_RESULT_BYTES, ExecutionMatch, Outcome, execution_match
+from ftkit.data.sql_score import MAX_RESULT_BYTES, ExecutionMatch, Outcome, execution_match, read_question
 from ftkit.data.text_to_sql import Example
+from ftkit.errors import DataError
 
 CONTEXT = "CREATE TABLE cars (model TEXT, price INTEGER, weight REAL);"
 FIXTURE = "INSERT INTO cars VALUES ('Nova', 30, 0.1), ('Echo', 10, 0.2), ('Delta', 20, 0.3), ('Echo', 40, NULL);"
@@ -221,3 +222,14 @@ def test_slow_instructions_are_stopped_by_the_time_that_they_take(monkeypatch: p
     seconds = count()
     monkeypatch.setattr("ftkit.data.sql_score.time.thread_time", lambda: next(seconds))
     assert score(from_numbers("SELECT count(*)", "LIMIT 1")).outcome is Outcome.PREDICTION_FAILED
+
+
+def test_a_question_is_read_from_the_columns_of_any_source() -> None:
+    columns = {"sql_prompt": "How many?", "sql_context": CONTEXT, "sql": "SELECT 1", "id": 3}
+    assert read_question(columns) == Example("How many?", CONTEXT, "SELECT 1")
+    assert read_question(columns | {"sql_fixture": FIXTURE}).sql_fixture == FIXTURE
+    assert read_question(columns | {"sql_fixture": None}).sql_fixture == ""
+    with pytest.raises(
+        DataError, match=r"a column that is missing or null: sql_prompt, sql\n.*the data has: id, sql, sql_"
+    ):
+        read_question({"sql_context": CONTEXT, "sql": None, "id": 3} | {"sql_prompts": 1})

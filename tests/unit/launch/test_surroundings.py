@@ -163,6 +163,7 @@ def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
     [
         (101 * '{"sql": 1}\n', r"train\.jsonl:1: data\.format\.prompt uses columns .*: sql_context, sql_prompt"),
         (QUESTION + "{]\n", r"train\.jsonl:2: not valid JSON"),
+        (101 * QUESTION.replace('"CREATE TABLE t (a)"', "null"), r"sql_execution needs a column .* null: sql_context"),
         (3 * QUESTION, r"has 3 examples, the recipe asks for 101"),
         ("", r"has 0 examples"),
     ],
