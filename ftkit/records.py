@@ -289,10 +289,10 @@ def write_rank_error(path: Path, error: RankError) -> None:
 
 def leave_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int) -> int:
     """Write down what ended a rank, also on a full disk, where `disk_full` alone is made; return its exit code."""
-    if isinstance(error, DiskFullError):
-        disk_full.touch()
     left = RankError.from_exception(error, rank=rank)
     with suppress(OSError):
+        if isinstance(error, DiskFullError):
+            disk_full.touch()
         write_rank_error(path, left)
     return left.exit_code
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from ftkit.data.prepare import prepare
@@ -24,6 +25,7 @@ def main(plan_path: Path) -> int:
         sys.stderr.write(f"prepare: {text}\n")
         append_record(layout.metrics, StageRecord(time.time(), text))
 
+    layout.disk_full.unlink(missing_ok=True)  # of an earlier start
     try:
         plan = read_plan(layout)
         home = Workspace(plan.workspace).hub_home
@@ -33,13 +35,11 @@ def main(plan_path: Path) -> int:
         for warning in filter(None, warnings):
             report(f"warning: {warning}")
         prepare(plan, report)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason why the run ends
         reason = explained(error)
-        code = leave_rank_error(reason, layout.rank_error(0), layout.disk_full, rank=0)
-        if not isinstance(reason, FtkitError):
-            raise
-        sys.stderr.write(f"prepare: error: {without_secrets(str(reason), os.environ)}\n")
-        return code
+        text = str(reason) if isinstance(reason, FtkitError) else traceback.format_exc()
+        sys.stderr.write(f"prepare: error: {without_secrets(text, os.environ)}\n")
+        return leave_rank_error(reason, layout.rank_error(0), layout.disk_full, rank=0)
     return 0
 
 
