@@ -155,9 +155,9 @@ class Connection:
         if not location or not host or target.scheme not in ("http", "https") or target.username is not None:
             raise self.nonsense(f"redirects to {shortened(location)}, which is no address")
         if is_loopback(host) and not self._reference.is_loopback:
-            raise self.nonsense(f"redirects to {host}, which is this machine")
+            raise self.nonsense(f"redirects to {shortened(host)}, which is this machine")
         if target.scheme == "http" and self._root.scheme == "https" and not has_digest:
-            raise self.nonsense(f"redirects to {host} without TLS, where anyone can change the answer")
+            raise self.nonsense(f"redirects to {shortened(host)} without TLS, where anyone can change the answer")
         return target.geturl()
 
     def _get(self, url: str, headers: dict[str, str], authorization: str, **options: Any) -> requests.Response:
@@ -169,7 +169,7 @@ class Connection:
             )  # fmt: skip
         except self._library.exceptions.SSLError as error:
             raise ImageError(
-                f"{urlsplit(url).netloc} does not speak TLS as it should: {_last_reason(error)}",
+                f"{shortened(urlsplit(url).netloc)} does not speak TLS as it should: {_last_reason(error)}",
                 meaning="the registry speaks plain HTTP, or its certificate is not trusted here",
                 fix="REQUESTS_CA_BUNDLE names the file of certificates to trust",
             ) from error
@@ -210,7 +210,7 @@ class Connection:
         realm = self._token_service(asked.get("realm", ""))
         scope = asked.get("scope") or f"repository:{self._reference.path}:pull"
         authorization = _basic(self._credentials) if self._credentials else ""
-        parameters = {"service": asked.get("service", ""), "scope": scope}
+        parameters = {"scope": scope} | ({"service": asked["service"]} if asked.get("service") else {})
         with self._get(realm, {}, authorization, params=parameters) as answer:
             code = answer.status_code
             if code in _TRANSIENT:
@@ -220,7 +220,7 @@ class Connection:
             if code in (400, _UNAUTHORIZED, _FORBIDDEN):
                 raise who.refused(self._reference, self._credentials)
             if code != 200:  # noqa: PLR2004
-                raise self.nonsense(f"names a token service, {urlsplit(realm).hostname}, that answers {code}")
+                raise self.nonsense(f"names a token service that answers {code}: {shortened(realm)}")
             body = self.whole(answer, _MAX_TOKEN_ANSWER)
         given = read_answer(TokenAnswer, body, f"{self._reference.host} names a token service whose answer")
         token = given.token or given.access_token or ""
@@ -239,7 +239,7 @@ class Connection:
             raise self.nonsense(f"names a token service that is no address: {shortened(realm)}")
         is_local = is_loopback(host) and self._reference.is_loopback
         if target.scheme == "http" and not is_local:
-            raise self.nonsense(f"wants the login sent to {host} without TLS, where anyone could read it")
+            raise self.nonsense(f"wants the login sent to {shortened(host)} without TLS, where anyone could read it")
         return realm
 
 
@@ -268,4 +268,4 @@ def _last_reason(error: BaseException) -> str:
     while inner := error.__cause__ or error.__context__:
         error = inner
     said = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-    return said.splitlines()[0][:200]
+    return "".join(character if character.isprintable() else " " for character in said[:200])

@@ -20,7 +20,9 @@ from ftkit.specs.paths import absolute_path, is_path
 DOCKER_HUB = "registry-1.docker.io"
 
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
-_HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)*(?::[0-9]+)?"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*(?::(?P<port>[0-9]{{1,5}}))?"
+_LARGEST_PORT: Final = 65535
 _TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 _NAMED = re.compile(rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>{_TAG}))?(?:@(?P<digest>{DIGEST_PATTERN}))?")
 
@@ -142,14 +144,16 @@ def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
     bare = text.removeprefix("docker://")
     if "#" in bare:
         host, _, rest = bare.partition("#")
-        found = re.fullmatch(_HOST, host)
     else:
         first, slash, after = bare.partition("/")
         is_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
         host, rest = (first, after) if is_host else (DOCKER_HUB, bare)
-        found = re.fullmatch(_HOST, host)
-    named = _NAMED.fullmatch(rest)
-    if not found or not named:
+    found, named = re.fullmatch(_HOST, host), _NAMED.fullmatch(rest)
+    if not found or int(found["port"] or 0) > _LARGEST_PORT:
+        raise ConfigError(
+            [Problem(where, key, f"{text!r} is no reference to an image: {host!r} is no host.", _GRAMMAR)]
+        )
+    if not named:
         raise ConfigError([Problem(where, key, f"{text!r} is no reference to an image: {_reason(rest)}.", _GRAMMAR)])
     path = named["path"]
     if host in ("docker.io", "index.docker.io"):

@@ -340,13 +340,14 @@ def test_an_answer_of_an_odd_status_is_an_error(internet: Internet, store: Image
     [
         "", "https://", "ftp://example.com/x", "file:///etc/passwd", "https://[::1/x", "https://example.com:99999/x",
         "https://user:secret@example.com/x", "//", "javascript:1", "http://example.com/x", "https://127.0.0.1/x",
-        "http://localhost:8080/stop", "https://registry.example.com/v2/team/x/manifests/1", "https://\x00/",
+        "http://localhost:8080/stop", "https://registry.example.com/v2/team/x/manifests/1", "https://\x00/", "http://\x1b[2Jx/",
     ],
 )  # fmt: skip
 def test_a_redirect_to_nowhere_or_in_a_circle_is_an_error(internet: Internet, store: ImageStore, location: str) -> None:
     internet.answers[f"{ROOT}/manifests/1"] = (307, {"Location": location}, b"")
-    with pytest.raises(ImageError, match=r"redirects|can't be asked"):
+    with pytest.raises(ImageError, match=r"redirects|can't be asked") as caught:
         fetch(store)
+    assert caught.value.what.isprintable()
     assert {url.split("/")[2] for url, _ in internet.asked} == {"registry.example.com"}
 
 
@@ -371,6 +372,19 @@ def test_a_token_service_on_another_host_is_asked_over_tls(internet: Internet, s
     internet.answers["https://auth.example.org/token"] = (200, {}, b'{"token": "opaque"}')
     assert fetch(store, known=ALICE).is_new
     assert internet.headers_to("auth.example.org")[0]["Authorization"].startswith("Basic ")
+
+
+def test_a_token_service_that_names_no_service_is_not_asked_for_one(internet: Internet, store: ImageStore) -> None:
+    internet.image()
+    url = f"{ROOT}/manifests/1"
+    internet.answers[url] = (401, {"WWW-Authenticate": 'Bearer realm="https://auth.example.org/token"'}, b"")
+    internet.answers["https://auth.example.org/token"] = (200, {}, b'{"access_token": "opaque"}')
+    with pytest.raises(ImageError):
+        fetch(store)
+    assert [url for url, _ in internet.asked if "auth" in url] == [
+        "https://auth.example.org/token?scope=repository%3Ateam%2Fx%3Apull"
+    ]
+    assert internet.asked[-1][1]["Authorization"] == "Bearer opaque"
 
 
 @pytest.mark.parametrize(

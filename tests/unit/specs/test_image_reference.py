@@ -57,6 +57,9 @@ def test_a_digest_wins_over_a_tag() -> None:
         ("r.io/a..b:1", "no legal name"),
         ("r.io/a:-1", "no legal tag"),
         ("r.io/a@sha256:12", "no legal tag or digest"),
+        ("r.io:65536/a:1", "no host"),
+        ("docker://r.io:9999999#a:1", "no host"),
+        ("-r.io/a:1", "no host"),
     ],
 )
 def test_an_illegal_reference_is_refused_with_a_reason(text: str, reason: str) -> None:
