@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.conversations import Message
 from ftkit.data.encoding import IGNORED, encode
-from ftkit.data.tokenizers import check_size, check_tokens, learn_tokenizer
+from ftkit.data.tokenizers import _with_template, check_size, check_tokens, learn_tokenizer
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -161,3 +162,16 @@ def test_a_token_beyond_the_models_vocabulary_is_named(tokenizer: PreTrainedToke
         check_tokens(tokenizer, np.array([3, 260]), 260)
     with pytest.raises(DataError, match=r"token 0 \('<pad>'\) is beyond"):
         check_size(tokenizer, 0, said.append)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_fast": False}, "the tokeni.er of 'org/model' lacks a fast version"),
+        ({"pad_token_id": None, "eos_token": None}, "the tokeni.er of 'org/model' lacks a padding or end token"),
+    ],
+)
+def test_a_tokenizer_that_packs_cannot_be_made_with_is_refused(changes: dict[str, object], message: str) -> None:
+    whole = {"is_fast": True, "pad_token_id": 0, "eos_token": "<eos>", "chat_template": "{{ messages }}"}
+    with pytest.raises(DataError, match=message):
+        _with_template(SimpleNamespace(**(whole | changes)), "org/model", "model")

@@ -136,3 +136,16 @@ def test_documents_that_all_are_too_long_are_refused(tmp_path: Path, capsys: pyt
     file = write(tmp_path / "train.jsonl", turns("7" * 5000, "a"))
     printed = refused(plan_for(tmp_path, *source_of(file), "training.sequence_length=512"), capsys)
     assert "none of 1 documents fits a pack of 512 tokens (the longest has" in printed
+
+
+def test_a_row_of_a_data_set_is_named_by_its_split_and_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder / "train.jsonl", turns("q", "a"), turns("q", " "))
+    rest = source_of(folder)[1:]
+    source = json.dumps({"kind": "hub", "dataset": str(folder)})
+    printed = refused(plan_for(tmp_path, f"data.source={source}", *rest), capsys)
+    assert f"error: data set '{folder}', split train, row 1: an assistant turn is blank" in printed
