@@ -12,6 +12,8 @@ from ftkit.specs.digest import Digest, shortened
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _LARGEST_SIZE: Final = 1 << 50
+_MOST_LAYERS: Final = 1000
+"""Docker makes 127 at most."""
 
 
 def _as_text(value: str) -> str:
@@ -52,7 +54,7 @@ class Manifest(_Answer):
     """An image: its configuration, and its layers from the lowest up, compressed as the registry has them."""
 
     config: Descriptor
-    layers: tuple[Descriptor, ...]
+    layers: Annotated[tuple[Descriptor, ...], Field(max_length=_MOST_LAYERS)]
 
 
 class Index(_Answer):

@@ -203,6 +203,17 @@ def test_more_or_fewer_layers_than_the_configuration_has_are_refused(internet: I
         fetch(store)
 
 
+def test_an_image_of_ten_thousand_layers_is_refused_before_any_is_asked_for(
+    internet: Internet, store: ImageStore
+) -> None:
+    pushed = internet.image()
+    pushed.manifest["layers"] *= 10_000
+    internet.serve(pushed)
+    with pytest.raises(ImageError, match="at most 1000 items"):
+        fetch(store)
+    assert len(internet.asked) == 1
+
+
 def test_the_same_layers_compressed_otherwise_are_the_same_image_and_leave_the_file_alone(
     internet: Internet, store: ImageStore
 ) -> None:
