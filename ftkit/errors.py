@@ -144,8 +144,7 @@ def explained(error: Exception) -> Exception:
     if isinstance(error, DiskFullError):
         return error
     for cause in _causes(error):
-        is_full = isinstance(cause, OSError) and cause.errno in _DISK_FULL
-        if is_full or any(os.strerror(number) in str(cause) for number in _DISK_FULL):
+        if _says_disk_full(cause):
             path = cause.filename if isinstance(cause, OSError) else None
             return DiskFullError(
                 "the disk is full, or its quota is used up" + (f": can't write {path}" if path else ""),
@@ -156,6 +155,15 @@ def explained(error: Exception) -> Exception:
 
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written|unexpected pos \d+ vs \d+|database or disk is full")
+"""What numpy, torch and sqlite say of a write that was cut short, without the system's reason."""
+
+
+def _says_disk_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        return True
+    text = str(error)
+    return any(os.strerror(number) in text for number in _DISK_FULL) or _SHORT_WRITE.search(text) is not None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

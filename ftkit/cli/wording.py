@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_AGES = 1000 * 365 * _DAY
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -31,7 +32,9 @@ def gib(amount: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a length of time: `0.45 s`, `45 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`."""
+    """Write a length of time: `0.45 s`, `45 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`; 1,000 years are `ages`."""
+    if not seconds < _AGES:
+        return "ages"
     whole = max(0, round(seconds))
     if 0 < seconds < 9.95:  # noqa: PLR2004 - two digits tell more than one
         return f"{seconds:.2g} s"

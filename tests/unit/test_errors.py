@@ -43,6 +43,12 @@ def test_a_full_disk_is_found_wherever_it_is_said(number: int) -> None:
     assert explained(found) is found
 
 
+def test_a_write_that_was_cut_short_is_a_full_disk() -> None:
+    texts = ("373248 requested and 73696 written", "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+    for text in texts:
+        assert isinstance(explained(OSError(text)), DiskFullError)
+
+
 def test_any_other_error_stays_what_it_is() -> None:
     for error in (ValueError("no"), caused_by(OSError(EACCES, "no right")), FtkitError("no")):
         assert explained(error) is error

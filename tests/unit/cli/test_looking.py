@@ -336,6 +336,7 @@ def test_lengths_of_time_are_written_as_people_say_them() -> None:
     assert [duration(seconds) for seconds in (0, 59.4, 200, 7500, 273600)] == [
         "0 s", "59 s", "3 min 20 s", "2 h 05 min", "3 d 4 h",
     ]  # fmt: skip
+    assert [duration(seconds) for seconds in (1e300, float("inf"), float("nan"))] == ["ages"] * 3
     assert [age(seconds) for seconds in (-5, 30, 90, 7200, 200000)] == ["0 s", "30 s", "1 min", "2 h", "2 d"]
 
 
