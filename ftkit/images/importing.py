@@ -61,7 +61,9 @@ def import_image(
             report(Progress(f"{reference} was imported by an older ftkit, which compared less: importing it anew"))
         with store.partial(final) as partial, _full_disk_is_said(store.root):
             made = source.make_file(partial, report)
-            if found := None if force else _under_another_manifest(reference, source, store):
+            # Whether Apptainer compares layers with the configuration depends on its release: its file is taken anew.
+            is_compared = source.format == "sqsh"
+            if found := _under_another_manifest(reference, source, store) if is_compared and not force else None:
                 return found
             manifest = _describe(reference, source, partial, final.name, made, report)
             store.publish(partial, manifest, made.contents.sbom)

@@ -364,6 +364,19 @@ def test_a_sif_file_of_the_engine_is_asked_for_by_id(
     assert (record / "apptainer").read_text().split()[-1] == f"docker-daemon:{Known.image_id}"
 
 
+def test_a_sif_file_of_another_manifest_is_another_one(
+    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    stand_in("apptainer", APPTAINER)
+    store = ImageStore(tmp_path / "images")
+    source = SifSource(ImportWish("docker://r.io/a:1", None, SLURM), say_nothing)
+    import_image("a:1", source, store)
+    source.registry_digest = Digest("sha256:" + "d" * 64)
+    again = import_image("a:1", source, store)
+    assert (again.is_new, again.manifest.registry_digest) == (True, source.registry_digest)
+    assert record.is_dir()
+
+
 def test_a_sif_build_that_fails_shows_what_was_said(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
