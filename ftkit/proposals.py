@@ -93,7 +93,9 @@ def choose_execution(
     if device == "cpu":
         size = _micro_batch_sizes(lightest, network.size, CPU_TOKENS)[-1] if is_size_open else lightest.micro_batch_size
         mode = "none" if is_mode_open else lightest.activation_checkpointing
-        return TrainingPlan.of(training, size, mode), ExecutionPlan(chosen, "without GPUs: small, and nothing twice")
+        return TrainingPlan.of(training, size, mode), ExecutionPlan(
+            chosen, f"at most {CPU_TOKENS:,} tokens at a time and nothing computed again, as there is no GPU"
+        )
     if gpu is None:
         return lightest, ExecutionPlan(chosen, "the least memory: the cluster's profile names no GPU (set its 'gpu')")
     sizes = _micro_batch_sizes(lightest, network.size, MOST_TOKENS) if is_size_open else [lightest.micro_batch_size]
