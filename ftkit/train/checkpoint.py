@@ -85,7 +85,7 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: st
         raise TrainingError(
             f"every checkpoint in {layout.checkpoints} is damaged: {', '.join(damaged)}",
             meaning="the file system lost data, files were changed or moved, or this user may not read them",
-            fix="restore one of them, or start a new run; nothing was deleted",
+            fix=f"restore one of them, then: ftkit resume {layout.root.name}; or start a new run. Nothing was deleted",
         )
     return None
 
@@ -100,7 +100,7 @@ def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path
             raise TrainingError(
                 f"the checkpoints of this run can't be listed: {error}",
                 meaning="this user may not read them, or the file system is out of reach",
-                fix=f"make {layout.checkpoints} readable, then resume",
+                fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
             ) from error
     listed: list[tuple[int, Path]] = world.gather_objects(found)[0]
     return listed
