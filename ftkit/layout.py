@@ -141,6 +141,11 @@ class RunLayout:
         return self.root / "stop-requested"
 
     @property
+    def leases(self) -> Path:
+        """Who trains here: `ftkit.runs.lease`."""
+        return self.root / "leases"
+
+    @property
     def exit_code(self) -> Path:
         """The exit code of the job script, written when it ends."""
         return self.root / "exit-code"

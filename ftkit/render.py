@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ftkit import assets
 from ftkit.errors import ConfigError, Problem
-from ftkit.layout import RunLayout
+from ftkit.layout import DATA_MANIFEST, RunLayout
 from ftkit.specs.data import FilesSource, HubSource
 from ftkit.specs.paths import is_path
 
@@ -68,6 +68,7 @@ def render_job(plan: RunPlan) -> RenderedJob:
         nccl=_nccl(plan),
         mounts=_mounts(plan) if plan.cluster.runtime != "none" else (),
         container_environment=_container_environment(plan),
+        data_manifest=plan.data_directory / DATA_MANIFEST,
         image_is_file=(plan.container_image or "").startswith("/"),
     )  # fmt: skip
     return RenderedJob(scheduler, plan.layout, script)

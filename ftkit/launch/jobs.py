@@ -14,6 +14,7 @@ from ftkit.launch.slurm_refusals import UncertainSubmitError
 from ftkit.launch.states import RunState
 from ftkit.launch.submission import Submission, SubmittedRun, read_submission, write_submission
 from ftkit.process import ProgramTimeoutError
+from ftkit.runs.lease import revoke
 
 if TYPE_CHECKING:
     from ftkit.launch.states import Observation
@@ -46,6 +47,7 @@ def resume(plan: RunPlan) -> SubmittedRun:
     submission = read_submission(layout)
     if submission:
         _check_it_ended(SubmittedRun(layout, submission))
+    revoke(layout)  # nobody trains any more: the next job need not find that out by watching
     for path in (layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state):
         path.unlink(missing_ok=True)
     return _submit(plan, earlier=submission)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ftkit import process
 from ftkit.launch.states import Observation, RunState
 from ftkit.launch.submission import Submission, SubmittedRun
+from ftkit.runs.lease import current_holder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,12 +55,12 @@ class LocalScheduler:
     def cancel(self, run: SubmittedRun) -> None:
         """Ask the script to end, then the whole group, then end it."""
         pid = int(run.submission.job_id)
-        for ask in (_terminate_script, _terminate_group):
+        for ask in (_terminate_script, _terminate_group, _kill_group):
             ask(pid)
             if _wait_until_gone(run.submission, self.grace_seconds):
-                return
-        process.signal_group(pid, signal.SIGKILL)
-        _wait_until_gone(run.submission, self.grace_seconds)
+                break
+        if current_holder(run.layout):  # in a container, say: no signal from here reaches it, but a file does
+            run.layout.stop_request.touch()
 
 
 def _is_alive(submission: Submission) -> bool:
@@ -81,6 +82,10 @@ def _terminate_script(pid: int) -> None:
 
 def _terminate_group(pid: int) -> None:
     process.signal_group(pid, signal.SIGTERM)
+
+
+def _kill_group(pid: int) -> None:
+    process.signal_group(pid, signal.SIGKILL)
 
 
 def _wait_until_gone(submission: Submission, seconds: float) -> bool:

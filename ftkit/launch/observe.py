@@ -17,6 +17,7 @@ from ftkit.launch.json_files import read_json, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.launch.states import Observation, RunState
 from ftkit.records import EndRecord, read_last_record
+from ftkit.runs.lease import current_holder, last_touch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ftkit.launch.runs import RunGlance
     from ftkit.launch.submission import SchedulerName, SubmittedRun
     from ftkit.layout import RunLayout
+    from ftkit.runs.lease import Holder
 
 
 _OBSERVATION = TypeAdapter(Observation)
@@ -91,6 +93,9 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
             return replace(seen, state=RunState.STOPPED, reason=waits)
         return seen
     last = seen or _by_its_files(run, stopped_at)
+    if holder := _still_trains(run, seen):
+        reason = f"its job has ended, but its folder is still trained in: {holder}"
+        return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since, reason=reason)
     if last.is_final and run.layout.cancelled.exists():
         return replace(last, state=RunState.CANCELLED, reason="")
     if last.is_final and stopped_at:
@@ -99,6 +104,17 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
     if last.state is RunState.FAILED and run.layout.disk_full.exists():
         return replace(last, reason=EXIT_CODES[DiskFullError.exit_code], exit_code=DiskFullError.exit_code)
     return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run.layout))
+
+
+def _still_trains(run: SubmittedRun, seen: Observation | None) -> Holder | None:
+    """Return who trains in the run's folder although its job has ended; None: nobody.
+
+    When Slurm says that a job has ended it has ended the processes too, unless it lost a node with them.
+    """
+    holder = current_holder(run.layout)
+    if holder and seen and seen.state is not RunState.NODE_FAILURE and holder.job_id == run.submission.job_id:
+        return None
+    return holder
 
 
 def _by_its_files(run: SubmittedRun, stopped_at: str) -> Observation:
@@ -168,6 +184,6 @@ def _write_final(run: SubmittedRun, seen: Observation) -> None:
 
 def _last_change(layout: RunLayout) -> float:
     try:
-        return layout.metrics.stat().st_mtime
+        return max(layout.metrics.stat().st_mtime, last_touch(layout))
     except OSError:
-        return 0.0
+        return last_touch(layout)

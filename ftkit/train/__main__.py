@@ -6,35 +6,52 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
 from ftkit.errors import FtkitError, explained, without_secrets
 from ftkit.layout import RunLayout
 from ftkit.plan import read_plan
 from ftkit.records import leave_rank_error
+from ftkit.runs.lease import held_lease
+from ftkit.train.launcher import follow_launcher
+
+log = logging.getLogger(__name__)
 
 
 def main(plan_path: Path) -> int:
     """Run this rank; leave its error beside its log, for `ftkit status` to show."""
     layout = RunLayout(plan_path.parent)
     rank = int(os.environ["RANK"])
+    at_end = ExitStack()  # closed by whatever comes first: the end of the work, or torchrun's SIGTERM
+    follow_launcher(at_end.close)
     _start_logs(layout, rank)
     layout.rank_error(rank).unlink(missing_ok=True)
     try:
-        from ftkit.train.session import run_session  # noqa: PLC0415 - its imports can fail too
-        from ftkit.train.world import joined_world  # noqa: PLC0415
+        if rank == 0:  # before anything of the run is touched; the others wait for this rank
+            # Once another job has taken the run over, this one ends at once.
+            held = held_lease(layout, say=log.info, on_loss=lambda error: os._exit(_fail(layout, rank, error)))
+            at_end.enter_context(held)
+        with at_end:
+            from ftkit.train.session import run_session  # noqa: PLC0415 - its imports can fail too
+            from ftkit.train.world import joined_world  # noqa: PLC0415
 
-        plan = read_plan(layout)
-        with joined_world(plan.placement) as world:
-            run_session(plan, world)
+            plan = read_plan(layout)
+            with joined_world(plan.placement) as world:
+                run_session(plan, world)
     except Exception as error:
-        reason = explained(error)
-        if isinstance(reason, FtkitError):
-            logging.getLogger(__name__).error("%s", reason)  # noqa: TRY400 - the message says all
-        else:
-            logging.getLogger(__name__).exception("rank %d failed", rank)
-        return leave_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
+        return _fail(layout, rank, error)
     return 0
+
+
+def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
+    """Log and leave what ended this rank; return its exit code."""
+    reason = explained(error)
+    if isinstance(reason, FtkitError):
+        log.error("%s", reason)
+    else:
+        log.error("rank %d failed", rank, exc_info=error)
+    return leave_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
 
 
 def check() -> int:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ftkit.errors import NotFoundError, TrainingError
-from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.specs.paths import is_path
 from ftkit.train.adapters import DORA_LENGTHS, is_adapter
 from ftkit.train.quantise import Nf4Layout, Nf4Linear
@@ -40,6 +40,7 @@ def fetch_weights(model: ModelSpec, world: World) -> Path:
         NotFoundError: there is no such folder or hub model, or this token may not read it.
     """
     if is_path(model.weights):
+        check_folder(Path(model.weights))  # nobody has looked from the nodes, if the data was prepared before
         return Path(model.weights)
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
     if world.local_rank == 0:

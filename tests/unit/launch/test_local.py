@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +15,7 @@ from ftkit.launch.local import LocalScheduler
 from ftkit.launch.observe import observe
 from ftkit.launch.states import RunState
 from ftkit.launch.submission import SubmittedRun
+from ftkit.runs.lease import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,3 +130,12 @@ def test_a_run_on_another_machine_is_not_judged_from_here(make_run: RunMaker, mo
     seen = observe(run)
     assert (seen.state, seen.is_final) == (RunState.UNKNOWN, False)
     assert run.submission.host in seen.reason
+
+
+def test_a_trainer_that_no_signal_reaches_is_asked_by_the_stop_file(make_run: RunMaker) -> None:
+    run = make_run(scheduler="local", job_id="99999999")
+    run.layout.leases.mkdir()
+    inside = Holder("container", "another process namespace", 7, "1", "", 0.0)
+    (run.layout.leases / "000001.json").write_text(json.dumps(asdict(inside)))
+    assert cancel(run) is None
+    assert run.layout.stop_request.exists()

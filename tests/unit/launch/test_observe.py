@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.errors import SubmitError
+from ftkit.launch.jobs import resume
 from ftkit.launch.observe import observe, observe_all
 from ftkit.launch.states import RunState
 from ftkit.launch.submission import SubmittedRun
+from ftkit.plan import read_plan
+from ftkit.runs.lease import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,3 +179,55 @@ def test_a_damaged_note_of_the_state_is_passed_over(
     run.layout.state.write_text(text)
     slurm_says(run, accounting="TIMEOUT")
     assert observe(run).state is RunState.TIMED_OUT
+
+
+@pytest.fixture
+def trains_in() -> Callable[..., Holder]:
+    """Leave the lease of a process on another machine, which touched it this moment."""
+
+    def leave(run: SubmittedRun, job_id: str) -> Holder:
+        holder = Holder("n7", "another machine", 4711, "1", job_id, 0.0)
+        run.layout.leases.mkdir()
+        (run.layout.leases / "000001.json").write_text(json.dumps(asdict(holder)))
+        return holder
+
+    return leave
+
+
+@pytest.mark.parametrize("scheduler", ["local", "slurm"])
+def test_a_run_whose_job_is_gone_is_running_while_someone_trains_in_its_folder(
+    scheduler: str, make_run: RunMaker, slurm_says: Callable[..., None], trains_in: Callable[..., Holder]
+) -> None:
+    run = make_run(scheduler=scheduler, job_id="99999999")
+    slurm_says(run, accounting="FAILED")
+    holder = trains_in(run, "55")
+    seen = observe(run)
+    assert (seen.state, seen.is_final) == (RunState.RUNNING, False)
+    assert str(holder) in seen.reason
+    with pytest.raises(SubmitError, match="job 55, process 4711 on n7"):
+        resume(read_plan(run.layout))
+
+
+def test_a_state_written_down_is_not_believed_when_someone_trains_since(
+    make_run: RunMaker, slurm_says: Callable[..., None], trains_in: Callable[..., Holder]
+) -> None:
+    run = make_run()
+    slurm_says(run, accounting="FAILED")
+    assert observe(run).is_final
+    trains_in(run, "55")
+    os.utime(run.layout.leases / "000001.json", (time.time() + 5, time.time() + 5))
+    assert observe(run).state is RunState.RUNNING
+
+
+@pytest.mark.parametrize(("accounting", "expected"), [("CANCELLED by 0", "cancelled"), ("NODE_FAIL", "running")])
+def test_slurm_ends_the_processes_of_a_job_unless_it_lost_their_node(
+    accounting: str,
+    expected: str,
+    make_run: RunMaker,
+    slurm_says: Callable[..., None],
+    trains_in: Callable[..., Holder],
+) -> None:
+    run = make_run()
+    slurm_says(run, accounting=accounting)
+    trains_in(run, run.submission.job_id)
+    assert observe(run).state == expected

@@ -33,7 +33,11 @@ env -0 >"$RECORD/${0##*/}.$call/environment"
 
 STAND_INS = {
     # Starts the one task of a node as srun would, leaving out its own options.
-    "srun": 'while [[ ${1-} == -* ]]; do shift; done\nSLURM_NODEID=${FAKE_NODEID:-0} exec "$@"\n',
+    "srun": (
+        'case "$*" in *--overlap*--nodes=1*) exit "${FAKE_PROBE_HERE:-0}" ;;\n'
+        '*--overlap*) exit "${FAKE_PROBE_ALL:-0}" ;; esac\n'
+        'while [[ ${1-} == -* ]]; do shift; done\nSLURM_NODEID=${FAKE_NODEID:-0} exec "$@"\n'
+    ),
     "scontrol": (
         'if [[ "$1 $2" == "show job" ]]; then echo "${FAKE_JOB:-PreemptTime=None}"\n'
         'elif [[ $1 == show ]]; then printf "n1\\nn2\\n"\n'
@@ -151,6 +155,7 @@ class Machine:
             "PATH": f"{self.root / 'bin'}:{os.defpath}",
             "HOME": str(self.root / "home"),
             "RECORD": str(self.root / "record"),
+            "SLURMD_NODENAME": "n1",
             "SLURM_JOB_ID": "12345",
             "SLURM_JOB_NODELIST": "n[1-2]",
             **self.environment,

@@ -65,7 +65,7 @@ def test_without_seconds_to_stop_in_slurm_sends_no_signal(make_plan: PlanMaker) 
 
 
 def test_mpi_is_named_only_when_the_site_needs_it(make_plan: PlanMaker) -> None:
-    assert "--mpi" not in render_job(make_plan("slurm")).script
+    assert "\n    --mpi" not in render_job(make_plan("slurm")).script
     assert "\n    --mpi=pmix\n" in render_job(make_plan("slurm", mpi="pmix")).script
 
 

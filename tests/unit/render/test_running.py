@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.layout import DATA_MANIFEST
 from ftkit.records import EndRecord, to_line
 from ftkit.specs.cluster import NcclSpec
 
@@ -72,7 +73,7 @@ def test_data_is_prepared_once_and_then_each_node_trains(make_plan: PlanMaker, m
     stages = [call.words[:2] for call in machine.calls("srun")]
     assert stages == [["--nodes=1", "--ntasks=1"], ["--nodes=2", "--ntasks=2"]]
     assert machine.calls("python3")[1].words == [
-        "-m", "torch.distributed.run", "--node-rank=1", "--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=static",
+        "-m", "ftkit.train.launcher", "--node-rank=1", "--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=static",
         "--master-addr=n1", "--master-port=22345", "--max-restarts=0", "-m", "ftkit.train", str(plan.layout.plan),
     ]  # fmt: skip
 
@@ -113,11 +114,15 @@ def test_a_job_is_not_requeued_when_there_is_no_reason_to(why_not: str, slurm_pl
     assert slurm_plan.layout.exit_code.read_text(encoding="utf-8") == f"{code}\n"
 
 
-def _signal_the_task(machine: Machine, plan: RunPlan) -> tuple[int, str]:
-    """Do what Slurm does before it pre-empts a job: SIGTERM to the tasks, not to the script."""
+def _signal_the_task(machine: Machine, plan: RunPlan, number: int = signal.SIGTERM, stage: int = 1) -> tuple[int, str]:
+    """Do what Slurm does before it pre-empts a job, and for scancel --signal: not the script gets it.
+
+    Where it tracks processes without cgroups, all that a task has started gets it as well.
+    """
     job = machine.start(plan)
-    machine.wait_for_call(1)
-    os.kill(machine.calls("srun")[1].pid, signal.SIGTERM)
+    machine.wait_for_call(stage)
+    for name in ("srun", "python3"):
+        os.kill(machine.calls(name)[stage].pid, number)
     return _finish(job)
 
 
@@ -138,6 +143,66 @@ def test_tasks_that_end_by_a_signal_are_started_again_only_if_slurm_pre_empts(
     is_preempted = job != "PreemptTime=None"
     assert _signal_the_task(machine, slurm_plan)[0] == (0 if is_preempted else 143)
     assert _requeued(machine) == is_preempted
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_tasks_is_a_request_to_stop(number: int, slurm_plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped")}
+    assert _signal_the_task(machine, slurm_plan, number)[0] == 0
+    assert _requeued(machine)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_data_is_prepared_to_the_end_whatever_the_task_is_sent(
+    number: int, slurm_plan: RunPlan, machine: Machine
+) -> None:
+    machine.environment = {"FAKE_PREPARE": WAIT_FOR_REQUEST + "touch prepared"}
+    assert _signal_the_task(machine, slurm_plan, number, stage=0)[0] == 0
+    assert (slurm_plan.layout.root / "prepared").exists()
+    assert _requeued(machine)
+
+
+def test_prepared_data_needs_no_container(plan: RunPlan, machine: Machine) -> None:
+    plan.data_directory.mkdir(parents=True)
+    (plan.data_directory / DATA_MANIFEST).touch()
+    code, said = machine.run(plan)
+    assert code == 0
+    assert "the data is prepared already" in said
+    (train,) = machine.calls("python3")
+    assert "ftkit.train" in train.words
+
+
+def test_a_job_that_lost_a_node_is_requeued_before_slurm_notices(slurm_plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {"FAKE_TRAINER": "exit 1", "FAKE_PROBE_ALL": "233"}
+    code, said = machine.run(slurm_plan)
+    assert code == 0
+    assert "a node of this job no longer answers" in said
+    assert _requeued(machine)
+    assert not slurm_plan.layout.exit_code.exists()
+
+
+@pytest.mark.parametrize(
+    ("why_not", "environment"),
+    [
+        ("all nodes answer", {}),
+        ("srun does not work at all", {"FAKE_PROBE_ALL": "1", "FAKE_PROBE_HERE": "1"}),
+        ("cancelled", {"FAKE_PROBE_ALL": "1", "FAKE_TRAINER": "touch cancelled; exit 1"}),
+        ("completed", {"FAKE_PROBE_ALL": "1", "FAKE_TRAINER": _end("completed") + "; exit 1"}),
+    ],
+)
+def test_a_failure_with_all_nodes_there_stays_a_failure(
+    why_not: str, environment: dict[str, str], slurm_plan: RunPlan, machine: Machine
+) -> None:
+    machine.environment = {"FAKE_TRAINER": "exit 1", **environment}
+    assert machine.run(slurm_plan)[0] == 1, why_not
+    assert not _requeued(machine)
+    assert slurm_plan.layout.exit_code.read_text(encoding="utf-8") == "1\n"
+
+
+def test_a_job_of_one_node_has_no_peers_to_look_for(make_plan: PlanMaker, machine: Machine) -> None:
+    machine.environment = {"FAKE_TRAINER": "exit 1"}
+    assert machine.run(make_plan("dev", 1, node_local_dir=machine.local_disk))[0] == 1
+    assert len(machine.calls("srun")) == 2
 
 
 def test_a_refused_requeue_is_a_failure(slurm_plan: RunPlan, machine: Machine) -> None:

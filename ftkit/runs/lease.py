@@ -1,0 +1,305 @@
+"""Who trains in a run's folder: one process at a time, on whatever node it is.
+
+Not every shared file system has locks, so this is a lease with a heartbeat. Leases are numbered files, and the
+highest number is the one that counts. A lease is taken by creating the next number, which exactly one of several
+processes can do. Its holder touches the file every few seconds; one whose file stays as it is for long is dead, and
+the next number may be taken. A holder that only seemed dead finds the higher number and ends.
+
+Ages are not compared between nodes, whose clocks differ: who wants the lease watches whether it is touched. On the
+holder's own machine none of this takes time, because there the process can be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftkit import process
+from ftkit.errors import TrainingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ftkit.layout import RunLayout
+
+BEAT_SECONDS = 10.0
+NUM_MISSED_BEATS = 12
+"""As many without a touch, and the holder is dead: file systems and Python's lock can stall for a minute."""
+
+_RELEASED = {"is_released": True}
+_SURELY_DEAD_SECONDS = 600.0
+"""Of age by this machine's clock. Slurm's nodes can't even talk to each other if their clocks differ by 5 minutes."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lease.
+
+    Args:
+        host: name of its machine.
+        machine: tells the machine and the process namespace in which `pid` means something.
+        pid: its process id.
+        process_start: tells it from a later process with the same id.
+        job_id: its Slurm job; empty: none.
+        since: when it took the lease, in seconds since the epoch.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    process_start: str
+    job_id: str
+    since: float
+
+    @classmethod
+    def here(cls) -> Holder:
+        """Describe this process."""
+        pid, job_id = os.getpid(), os.environ.get("SLURM_JOB_ID", "")
+        return cls(socket.gethostname(), _machine(), pid, process.start_time(pid) or "", job_id, time.time())
+
+    def __str__(self) -> str:
+        job = f"job {self.job_id}, " if self.job_id else ""
+        since = datetime.fromtimestamp(self.since, UTC)
+        return f"{job}process {self.pid} on {self.host}, since {since:%Y-%m-%d %H:%M:%S} UTC"
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A lease as it was read. `holder` is None in the moment between the file's creation and its first words."""
+
+    number: int
+    holder: Holder | None
+    is_released: bool
+    touched: float
+
+    @property
+    def may_be_alive(self) -> bool:
+        """Whether its holder may still train, as far as a single look from here can tell."""
+        if self.is_released or time.time() - self.touched > _SURELY_DEAD_SECONDS:
+            return False
+        return self.holder is None or self.holder.machine != _machine() or _is_running(self.holder)
+
+    @property
+    def is_running_here(self) -> bool:
+        """Whether its holder is seen to run, on this machine."""
+        return self.holder is not None and self.holder.machine == _machine() and _is_running(self.holder)
+
+    @property
+    def seems_alive(self) -> bool:
+        """As `may_be_alive`, trusting the clocks: good enough to show."""
+        is_fresh = time.time() - self.touched < NUM_MISSED_BEATS * BEAT_SECONDS
+        return self.may_be_alive and (is_fresh or self.is_running_here)
+
+
+def current_holder(layout: RunLayout) -> Holder | None:
+    """Return who trains in a run's folder, as far as a look can tell; None: nobody."""
+    lease = _look(layout)
+    return lease.holder if lease and lease.seems_alive else None
+
+
+def last_touch(layout: RunLayout) -> float:
+    """Return when the newest lease was touched, in seconds since the epoch; 0 if there is none."""
+    lease = _look(layout)
+    return lease.touched if lease else 0.0
+
+
+def _look(layout: RunLayout) -> Lease | None:
+    try:
+        return _newest(layout.leases)
+    except OSError:  # in somebody else's folder, that may not be allowed
+        return None
+
+
+def revoke(layout: RunLayout) -> None:
+    """End the lease of a holder that is known to be dead. One that lives after all ends at its next beat."""
+    lease = _newest(layout.leases)
+    if lease and not lease.is_released:
+        with contextlib.suppress(FileExistsError):
+            _write(_path(layout.leases, lease.number + 1), _RELEASED)
+
+
+@contextmanager
+def held_lease(
+    layout: RunLayout,
+    *,
+    say: Callable[[str], None],
+    on_loss: Callable[[TrainingError], None],
+    pause: Callable[[float], None] = time.sleep,
+) -> Iterator[HeldLease]:
+    """Hold the lease of a run's folder.
+
+    Args:
+        layout: the run's folder.
+        say: told why this takes a while, when it does.
+        on_loss: called in a thread of its own when another process has taken the lease over. It must end this one.
+        pause: waits for so many seconds.
+
+    Raises:
+        TrainingError: another process holds it.
+    """
+    held = HeldLease(layout.leases, _take(layout.leases, say, pause), on_loss)
+    held.start()
+    try:
+        yield held
+    finally:
+        held.release()
+
+
+class HeldLease:
+    """The lease in the hands of its holder, touched by a thread of its own."""
+
+    def __init__(self, folder: Path, number: int, on_loss: Callable[[TrainingError], None]) -> None:
+        self._folder = folder
+        self._number = number
+        self._on_loss = on_loss
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+
+    def start(self) -> None:
+        """Begin to touch the file."""
+        self._thread.start()
+
+    def release(self) -> None:
+        """Say in the file that nobody trains any more, so that the next holder need not watch it."""
+        self._ended.set()
+        path = _path(self._folder, self._number)
+        fresh = path.with_suffix(".released")
+        with contextlib.suppress(OSError):  # one that can't be released dies with this process
+            _write(fresh, _RELEASED)
+            fresh.replace(path)
+
+    def beat(self) -> None:
+        """Touch the file, unless it is somebody else's turn by now."""
+        try:
+            newest = _newest(self._folder)
+            os.utime(_path(self._folder, self._number))
+        except FileNotFoundError:
+            newest = None
+        except OSError:
+            return  # the file system stalls: it will be seen whether someone took the lease meanwhile
+        if newest is None or newest.number != self._number:
+            self._on_loss(_lost(newest))
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            self.beat()
+
+
+def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], None]) -> int:
+    """Take the lease; return its number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    newest = _newest(folder)
+    if newest is not None and newest.may_be_alive:
+        _watch_it_die(folder, newest, say, pause)
+    number = newest.number + 1 if newest else 1
+    path = _path(folder, number)
+    try:
+        _write(path, asdict(Holder.here()))
+    except FileExistsError:
+        raise _refusal(_newest(folder)) from None
+    newest = _newest(folder)
+    if newest is None or newest.number != number:  # others came and went between the first look and now
+        path.unlink(missing_ok=True)
+        raise _refusal(newest)
+    for lease in _numbers(folder):
+        if lease < number:
+            _path(folder, lease).unlink(missing_ok=True)
+    return number
+
+
+def _watch_it_die(folder: Path, lease: Lease, say: Callable[[str], None], pause: Callable[[float], None]) -> None:
+    """Wait until a lease is dead for sure.
+
+    Raises:
+        TrainingError: it is alive.
+    """
+    if lease.is_running_here:
+        raise _refusal(lease)
+    seconds = NUM_MISSED_BEATS * BEAT_SECONDS
+    say(f"the run's folder is held by {_name(lease)}: watching for up to {seconds:.0f} s whether that still trains")
+    for _ in range(NUM_MISSED_BEATS):
+        pause(BEAT_SECONDS)
+        now = _newest(folder)
+        if now is None or not now.may_be_alive:
+            return
+        if (now.number, now.touched) != (lease.number, lease.touched):
+            raise _refusal(now)
+
+
+def _newest(folder: Path) -> Lease | None:
+    while numbers := _numbers(folder):
+        with contextlib.suppress(FileNotFoundError):  # the next holder has just cleared it away
+            return _read(folder, max(numbers))
+    return None
+
+
+def _numbers(folder: Path) -> list[int]:
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - names are all that is needed
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [int(match[1]) for name in names if (match := re.fullmatch(r"(\d+)\.json", name))]
+
+
+def _read(folder: Path, number: int) -> Lease:
+    """Read a lease. Opening the file makes NFS ask its server, which `stat` alone would not."""
+    with _path(folder, number).open(encoding="utf-8", errors="replace") as file:
+        touched = os.fstat(file.fileno()).st_mtime
+        text = file.read()
+    try:
+        values = json.loads(text)
+        if values.get("is_released"):
+            return Lease(number, None, is_released=True, touched=touched)
+        holder = Holder(**{field.name: values[field.name] for field in fields(Holder)})
+    except (ValueError, KeyError, AttributeError):
+        holder = None
+    return Lease(number, holder, is_released=False, touched=touched)
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    """Create a file, which only one of several processes can."""
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(values, file)
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.json"
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - no path, but a name
+
+
+def _is_running(holder: Holder) -> bool:
+    return process.start_time(holder.pid) == holder.process_start
+
+
+def _name(lease: Lease | None) -> str:
+    return str(lease.holder) if lease and lease.holder else "another process"
+
+
+def _refusal(lease: Lease | None) -> TrainingError:
+    return TrainingError(
+        f"another process trains in this run's folder: {_name(lease)}",
+        meaning="the run was submitted twice, or an earlier job of it did not end",
+        fix="end that one, or let it end; then: ftkit resume",
+    )
+
+
+def _lost(lease: Lease | None) -> TrainingError:
+    return TrainingError(
+        f"the run's folder was taken over: {_name(lease)}",
+        meaning="this process stood still for minutes (suspended, or without its file system), and was taken for dead",
+        fix="nothing, if the other one trains; its log says so",
+    )

@@ -1,0 +1,115 @@
+"""One trainer in a run's folder at a time, and what ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftkit import process
+from ftkit.plan import plan_to_json
+from ftkit.records import EndRecord, read_last_step, read_rank_error
+from ftkit.runs.lease import current_holder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SECONDS = 240
+"""More than a busy machine needs: what takes longer hangs."""
+
+FOR_LONG = ("training.max_steps=100000", "training.checkpoint_every_steps=100000", "evaluation.sql_execution=null")
+
+
+@contextmanager
+def training(run: Any, launcher: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Train in the background; yield the launcher when steps are being taken."""
+    run.layout.root.mkdir(parents=True, exist_ok=True)
+    run.layout.plan.write_text(plan_to_json(run.plan))
+    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node=2", "-m", "ftkit.train"]
+    with (
+        (run.layout.root / "output").open("wb") as output,
+        subprocess.Popen(
+            [*command, str(run.layout.plan)],
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        ) as started,
+    ):
+        try:
+            wait_until(lambda: read_last_step(run.layout.metrics), run, started)
+            yield started
+        finally:
+            process.signal_group(started.pid, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], object], run: Any, launcher: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait for something that happens only while `launcher` runs."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        ended = time.monotonic() > deadline or (launcher and launcher.poll() is not None)
+        assert not ended, (run.layout.root / "output").read_text()
+        time.sleep(0.05)
+
+
+def ranks_of(launcher: subprocess.Popen[bytes]) -> list[int]:
+    pids = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text(encoding="utf-8").split()
+    assert len(pids) == 2
+    return [int(pid) for pid in pids]
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(make_run: Callable[..., Any]) -> None:
+    run = make_run("launcher-killed", *FOR_LONG)
+    with training(run, "torch.distributed.run") as launcher:
+        ranks = ranks_of(launcher)
+        launcher.kill()
+        wait_until(lambda: not any(process.start_time(rank) for rank in ranks), run)
+    assert current_holder(run.layout) is None
+
+
+def test_a_second_job_in_the_folder_is_refused_and_the_first_is_not_disturbed(make_run: Callable[..., Any]) -> None:
+    run = make_run("twice", *FOR_LONG)
+    with training(run, "torch.distributed.run") as launcher:
+        holder = current_holder(run.layout)
+        assert holder is not None
+        assert holder.pid == ranks_of(launcher)[0]
+        before = read_last_step(run.layout.metrics).step
+        said = run.train(expect=9)
+        assert f"another process trains in this run's folder: {holder}" in said
+        error = read_rank_error(run.layout.rank_error(0))
+        assert (error.type, error.exit_code) == ("TrainingError", 9)
+        assert launcher.poll() is None
+        run.layout.stop_request.touch()
+        assert launcher.wait(SECONDS) == 0
+    assert [record.outcome for record in run.records(EndRecord)] == ["stopped"]
+    assert run.records(EndRecord)[0].step > before
+    assert current_holder(run.layout) is None
+
+
+def test_signals_of_slurm_to_all_processes_end_nothing(make_run: Callable[..., Any]) -> None:
+    run = make_run("signalled", *FOR_LONG)
+    with training(run, "ftkit.train.launcher") as launcher:
+        for pid in (*ranks_of(launcher), launcher.pid):
+            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGTERM)
+        before = read_last_step(run.layout.metrics).step
+        wait_until(lambda: read_last_step(run.layout.metrics).step >= before + 3, run, launcher)
+        run.layout.stop_request.touch()
+        assert launcher.wait(SECONDS) == 0
+    assert [record.outcome for record in run.records(EndRecord)] == ["stopped"]
+
+
+def test_torchrun_asked_to_end_ends_its_ranks_and_frees_the_folder(make_run: Callable[..., Any]) -> None:
+    run = make_run("terminated", *FOR_LONG)
+    with training(run, "torch.distributed.run") as launcher:
+        ranks = ranks_of(launcher)
+        launcher.terminate()
+        launcher.wait(SECONDS)
+        assert not any(process.start_time(rank) for rank in ranks)
+    (lease,) = run.layout.leases.glob("*.json")
+    assert "is_released" in lease.read_text(encoding="utf-8")

@@ -1,0 +1,158 @@
+"""The lease of a run's folder, without waiting: a pause is a function that the test gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit import process
+from ftkit.errors import TrainingError
+from ftkit.layout import RunLayout
+from ftkit.runs.lease import NUM_MISSED_BEATS, Holder, current_holder, held_lease, revoke
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    return RunLayout(tmp_path / "run")
+
+
+def refuse_to_wait(_seconds: float) -> None:
+    pytest.fail("nothing had to be waited for")
+
+
+def ignore(_anything: object) -> None:
+    """Stand in for what is told or called."""
+
+
+def hold(layout: RunLayout, pause: Callable[[float], None] = refuse_to_wait, **others: Any) -> Any:
+    return held_lease(layout, pause=pause, **{"say": ignore, "on_loss": ignore, **others})
+
+
+ELSEWHERE = Holder("n7", "another boot, another namespace", 4711, "1", "55", 0.0)
+
+
+def leave(layout: RunLayout, holder: Holder, number: int = 1) -> Path:
+    """Leave the lease of a process that did not release it."""
+    layout.leases.mkdir(parents=True, exist_ok=True)
+    path = layout.leases / f"{number:06d}.json"
+    path.write_text(json.dumps(asdict(holder)), encoding="utf-8")
+    return path
+
+
+def test_a_second_holder_on_the_same_machine_is_refused_at_once_and_told_who_holds_it(layout: RunLayout) -> None:
+    with (
+        hold(layout),
+        pytest.raises(TrainingError, match=f"process {os.getpid()} on {Holder.here().host}"),
+        hold(layout),
+    ):
+        pytest.fail("two hold it")
+
+
+def test_a_released_lease_is_free_at_once(layout: RunLayout) -> None:
+    with hold(layout):
+        assert current_holder(layout) is not None
+    assert current_holder(layout) is None
+    with hold(layout):
+        assert [path.name for path in layout.leases.iterdir()] == ["000002.json"]
+
+
+def test_a_process_that_is_gone_from_this_machine_holds_nothing(layout: RunLayout) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    leave(layout, replace(Holder.here(), pid=gone.pid))
+    assert current_holder(layout) is None
+    with hold(layout):
+        pass
+
+
+def test_a_later_process_with_the_same_id_is_not_the_holder(layout: RunLayout) -> None:
+    leave(layout, replace(Holder.here(), process_start="0"))
+    assert process.start_time(os.getpid()) != "0"
+    with hold(layout):
+        pass
+
+
+def test_a_holder_on_another_machine_that_touches_its_lease_is_not_replaced(layout: RunLayout) -> None:
+    path, told = leave(layout, ELSEWHERE), []
+
+    def touch(_seconds: float) -> None:
+        os.utime(path, (1, path.stat().st_mtime + 10))
+
+    with pytest.raises(TrainingError, match="job 55, process 4711 on n7"), hold(layout, touch, say=told.append):
+        pytest.fail("two hold it")
+    assert "job 55, process 4711 on n7" in told[0]
+    assert current_holder(layout) == ELSEWHERE
+
+
+def test_a_holder_on_another_machine_that_is_silent_for_long_is_replaced(layout: RunLayout) -> None:
+    leave(layout, ELSEWHERE, number=9)
+    pauses: list[float] = []
+    with hold(layout, pauses.append):
+        assert len(pauses) == NUM_MISSED_BEATS
+        assert [path.name for path in layout.leases.iterdir()] == ["000010.json"], "numbers are no texts"
+        assert current_holder(layout) == replace(Holder.here(), since=current_holder(layout).since)  # type: ignore[union-attr]
+
+
+def test_of_several_that_see_a_dead_lease_exactly_one_takes_it(layout: RunLayout) -> None:
+    leave(layout, ELSEWHERE)
+
+    def another_takes_it(_seconds: float) -> None:
+        leave(layout, replace(ELSEWHERE, host="n8"), 2)
+
+    with pytest.raises(TrainingError, match="process 4711 on n8"), hold(layout, another_takes_it):
+        pytest.fail("two hold it")
+
+
+def test_the_number_that_another_has_just_taken_can_not_be_taken_again(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(layout, replace(ELSEWHERE, host="n8"), 2)
+    names = iter([["000001.json"], ["000001.json", "000002.json"]])
+    leave(layout, replace(Holder.here(), process_start="0"), 1)
+    monkeypatch.setattr("ftkit.runs.lease.os.listdir", lambda _: next(names))  # as a stale listing of a network has it
+    with pytest.raises(TrainingError, match="on n8"), hold(layout):
+        pytest.fail("two hold it")
+
+
+def test_one_whose_turn_is_over_is_told_so_at_its_next_beat(layout: RunLayout) -> None:
+    lost: list[TrainingError] = []
+    with hold(layout, on_loss=lost.append) as held:
+        held.beat()
+        assert not lost
+        leave(layout, ELSEWHERE, 2)
+        held.beat()
+    assert "taken over: job 55, process 4711 on n7" in str(lost[0])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_lease_that_can_not_be_read_is_watched_like_any_other(text: str, layout: RunLayout) -> None:
+    leave(layout, ELSEWHERE).write_text(text, encoding="utf-8")
+    pauses: list[float] = []
+    with hold(layout, pauses.append):
+        assert len(pauses) == NUM_MISSED_BEATS
+
+
+def test_a_revoked_lease_is_free_at_once_and_its_holder_is_told(layout: RunLayout) -> None:
+    lost: list[TrainingError] = []
+    with hold(layout, on_loss=lost.append) as held:
+        revoke(layout)
+        assert current_holder(layout) is None
+        held.beat()
+        with hold(layout):
+            pass
+    assert len(lost) == 1
+    revoke(layout)
+    assert len(list(layout.leases.iterdir())) == 2, "one that is released needs no revoking"
+
+
+def test_nobody_holds_a_folder_without_leases(layout: RunLayout) -> None:
+    assert current_holder(layout) is None
