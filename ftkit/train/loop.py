@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from ftkit.layout import RunLayout
 from ftkit.plan import RunPlan
 from ftkit.train.batches import BatchSchedule, StepBatch
 from ftkit.train.checkpoint import Progress
@@ -114,7 +117,7 @@ class Training:
 
     def _is_asked_to_stop(self) -> bool:
         """Look for the request on rank 0 alone; the step's sums tell the others."""
-        return self.world.is_first and self.plan.layout.stop_request.exists()
+        return self.world.is_first and any(path.exists() for path in _stop_files(self.plan.layout))
 
     def _report(self, reporter: StepReporter, result: StepResult | None) -> bool:
         """Report a step, if there is one; return whether someone asked to stop after it."""
@@ -143,3 +146,9 @@ class Training:
             self.saver.save(self.engine, self.progress, in_background=not is_last)
         else:
             self.saver.report_ended()
+
+
+def _stop_files(layout: RunLayout) -> list[Path]:
+    """Return the files of which each is a request: to the run, and to the Slurm job that this is."""
+    own = os.environ.get("FTKIT_STOP_FILE")
+    return [layout.stop_request, *([Path(own)] if own else [])]

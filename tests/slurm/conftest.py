@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 CHECKOUT = Path(__file__).parents[2]
 DEV_CLUSTER = CHECKOUT / "scripts" / "dev-cluster"
+STATE = Path(os.environ.get("FTKIT_DEV_CLUSTER_DIR", "/var/lib/ftkit-dev-cluster"))
 TINY = "tests/train/tiny.yaml"
 SKIPPED = 77
 EVERYTHING_HERE = Path(__file__).parent
@@ -45,6 +49,33 @@ class Cluster:
     def switch(self, verb: str, node: str) -> None:
         subprocess.run([str(DEV_CLUSTER), verb, node], check=True, capture_output=True, timeout=120)
 
+    def folder(self, run: str) -> Path:
+        """Return a run's folder."""
+        return STATE / "shared" / "runs" / run
+
+    def nodes(self, job: str) -> list[str]:
+        """Return the nodes of a job."""
+        listed = self.execute("squeue", "--noheader", "--jobs", job, "--format=%N").stdout.strip()
+        return self.execute("scontrol", "show", "hostnames", listed).stdout.split()
+
+    @contextmanager
+    def default_timeouts(self) -> Iterator[None]:
+        """Let Slurm notice dead nodes as late as it does when nobody sets its time-outs."""
+        self._set_timeouts(SlurmdTimeout=300, MessageTimeout=10, KillWait=30)
+        try:
+            yield
+        finally:
+            self._set_timeouts(SlurmdTimeout=10, MessageTimeout=5, KillWait=5)
+
+    def _set_timeouts(self, **seconds: int) -> None:
+        file = STATE / "etc" / "slurm.conf"
+        text = file.read_text(encoding="utf-8")
+        for name, value in seconds.items():
+            text, count = re.subn(rf"(?m)^{name}=.*$", f"{name}={value}", text)
+            assert count == 1
+        file.write_text(text, encoding="utf-8")
+        subprocess.run([str(DEV_CLUSTER), "node", "n1", "scontrol", "reconfigure"], check=True, timeout=60)
+
     def submit(self, name: str, *arguments: str) -> str:
         """Start a run on two nodes without following it; return its id."""
         done = self.ftkit("run", TINY, "--cluster", "dev", "--nodes", "2", "--name", name, "--no-follow", *arguments)
@@ -61,6 +92,14 @@ class Cluster:
             assert time.monotonic() < deadline, self.explain(run)
             time.sleep(1)
         return status
+
+    def wait_for_log(self, run: str, text: str, seconds: int = 300) -> str:
+        """Wait until the job's log holds a text; return the log."""
+        deadline = time.monotonic() + seconds
+        while text not in (log := self.execute("ftkit", "logs", run).stdout):
+            assert time.monotonic() < deadline, self.explain(run)
+            time.sleep(1)
+        return log
 
     def wait_for_completion(self, run: str, seconds: int = 400) -> dict[str, Any]:
         status = self.wait(run, lambda status: status["is_final"], seconds)

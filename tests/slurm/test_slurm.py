@@ -6,6 +6,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -93,16 +95,45 @@ def test_a_run_survives_the_death_of_a_node(cluster: Cluster) -> None:
     assert status["start"]["resumed_from"] >= 20
 
 
-def test_a_run_asked_to_stop_writes_a_checkpoint_and_goes_on_later(cluster: Cluster) -> None:
-    run = cluster.submit("interrupted", *LONG, "training.max_steps=150", "training.checkpoint_every_steps=1000")
+def test_with_slurm_s_own_time_outs_a_run_that_lost_a_node_is_requeued_before_slurm_notices(cluster: Cluster) -> None:
+    with cluster.default_timeouts():
+        run = cluster.submit("unnoticed", *LONG, "training.max_steps=150")
+        job = cluster.wait(run, is_training)["job_id"]
+        victim = cluster.nodes(job)[-1]
+        cluster.switch("kill-node", victim)
+        log = cluster.wait_for_log(run, "putting the job back into the queue")
+    assert "a node of this job no longer answers" in log
+    cluster.switch("revive-node", victim)
+    start_now(cluster, run)
+    status = cluster.wait_for_completion(run)
+    assert status["last_step"]["step"] == 150
+    assert status["start"]["resumed_from"] >= 20
+
+
+# What Slurm does when the time limit is near; and what people type.
+@pytest.mark.parametrize("signal", [("USR1", "--batch"), ("USR1",), ("TERM",)], ids=" ".join)
+def test_a_run_asked_to_stop_writes_a_checkpoint_and_goes_on_later(cluster: Cluster, signal: tuple[str, ...]) -> None:
+    name = f"interrupted-{len(signal)}-{signal[0].lower()}"
+    run = cluster.submit(name, *LONG, "training.max_steps=150", "training.checkpoint_every_steps=1000")
     job = cluster.wait(run, is_training)["job_id"]
-    # What Slurm does when the time limit is near.
-    assert cluster.execute("scancel", "--signal=USR1", "--batch", job).returncode == 0
+    assert cluster.execute("scancel", f"--signal={signal[0]}", *signal[1:], job).returncode == 0
     cluster.wait(run, lambda status: status["state"] in {"pending", "stopped"})
     start_now(cluster, run)
     status = cluster.wait_for_completion(run)
     assert status["last_step"]["step"] == 150
     assert status["start"]["resumed_from"] > 25
+
+
+def test_a_second_job_in_a_run_s_folder_is_refused_and_the_first_goes_on(cluster: Cluster) -> None:
+    run = cluster.submit("twice", *LONG, "training.max_steps=150")
+    job = cluster.wait(run, is_training)["job_id"]
+    cluster.ftkit("resume", run, "--no-follow", expect=6)
+    folder = cluster.folder(run)
+    second = cluster.execute("sbatch", "--wait", f"--chdir={folder}", f"{folder}/job.sbatch", timeout=300)
+    assert second.returncode != 0
+    log = cluster.ftkit("logs", run).stdout
+    assert f"another process trains in this run's folder: job {job}, process" in log
+    assert cluster.wait_for_completion(run)["last_step"]["step"] == 150
 
 
 def test_a_refusal_of_slurm_is_explained(cluster: Cluster) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -45,7 +46,7 @@ def _end(outcome: str) -> str:
     return f"echo '{line}' >metrics.jsonl"
 
 
-WAIT_FOR_REQUEST = "until [[ -e stop-requested ]]; do sleep 0.01; done; "
+WAIT_FOR_REQUEST = 'until [[ -e "${FTKIT_STOP_FILE:-stop-requested}" ]]; do sleep 0.01; done; '
 
 
 def _finish(job: subprocess.Popen[str]) -> tuple[int, str]:
@@ -88,9 +89,10 @@ def test_the_exit_code_of_a_stage_becomes_the_job_s(stage: str, code: int, plan:
 
 def test_what_an_earlier_start_left_is_removed(plan: RunPlan, machine: Machine) -> None:
     plan.layout.root.mkdir(parents=True)
-    plan.layout.stop_request.touch()
+    job = "-12345" if plan.cluster.scheduler == "slurm" else ""
+    Path(f"{plan.layout.stop_request}{job}").touch()
     plan.layout.exit_code.write_text("1\n", encoding="utf-8")
-    machine.environment = {"FAKE_PREPARE": "[[ ! -e stop-requested && ! -e exit-code ]] || exit 99"}
+    machine.environment = {"FAKE_PREPARE": "! compgen -G 'stop-requested*' && [[ ! -e exit-code ]] || exit 99"}
     assert machine.run(plan)[0] == 0
 
 
@@ -98,7 +100,7 @@ def test_near_the_time_limit_the_trainer_stops_and_the_job_is_requeued(slurm_pla
     machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped")}
     assert _signal_while_training(machine, slurm_plan, signal.SIGUSR1)[0] == 0
     assert _requeued(machine)
-    assert not slurm_plan.layout.stop_request.exists()
+    assert not list(slurm_plan.layout.root.glob("stop-requested*"))
     assert not slurm_plan.layout.exit_code.exists(), "a run that goes on has no exit code"
 
 
