@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ftkit.layout import RunLayout
 from ftkit.plan import RunPlan
 from ftkit.train.batches import BatchSchedule, StepBatch
 from ftkit.train.checkpoint import Progress
@@ -28,6 +27,8 @@ from ftkit.train.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ftkit.layout import RunLayout
 
 
 @dataclass
