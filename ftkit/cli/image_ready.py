@@ -14,6 +14,8 @@ from ftkit.images.choosing import ImportWish
 from ftkit.images.inventory import python_packages
 from ftkit.images.store import MANIFEST_VERSION, manifest_file, sbom_file
 from ftkit.images.verify import looks_whole
+from ftkit.launch.json_files import read_json
+from ftkit.launch.prerequisites import check_image
 from ftkit.specs.image_reference import NamedImage, local_name, parse_image
 from ftkit.specs.tracking import SINK_PACKAGES, sinks_without_package
 
@@ -40,7 +42,7 @@ def ensure_image(plan: RunPlan, terminal: Terminal, *, does_import: bool) -> dic
         with engine.connected() as client:
             image = engine.inspect_required(client, wanted, f"build it: ftkit build {plan.image}")
         _warn_of_other_code(image.labels, plan, terminal)
-        return {"image_id": image.id}
+        return {"image_id": image.id} | _lock_of(image.labels)
     if not wanted.startswith("/"):
         return {}  # an address: the cluster fetches it
     file = Path(wanted)
@@ -49,6 +51,32 @@ def ensure_image(plan: RunPlan, terminal: Terminal, *, does_import: bool) -> dic
             raise _missing(plan, file)
         _import(plan, terminal)
     return _facts(plan, file, terminal) if file.exists() else {}
+
+
+def require_same_image(plan: RunPlan, terminal: Terminal) -> None:
+    """Check that a run which goes on gets the image that it began with.
+
+    Raises:
+        NotFoundError: it is not there any more.
+        ImageError: it is damaged, or another one.
+    """
+    facts = ensure_image(plan, terminal, does_import=False)
+    check_image(plan)
+    recorded = read_json(plan.layout.manifest) or {}
+    differing = [name for name, value in facts.items() if recorded.get(name, value) != value]
+    if differing:
+        name = differing[0]
+        raise ImageError(
+            f"{plan.container_image} is another image than the run began with: "
+            f"{name} is {facts[name]}, it was {recorded[name]}",
+            meaning="it was built or imported again, or the file was replaced",
+            fix="put the former one back, or start a new run with the new one",
+        )
+
+
+def _lock_of(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return what the trainer compares with what it finds in its container."""
+    return {"image_lock_sha256": labels[image_labels.LOCK]} if image_labels.LOCK in labels else {}
 
 
 def _import(plan: RunPlan, terminal: Terminal) -> None:
@@ -71,7 +99,7 @@ def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
                 "imports it anew"
             )
         _require_sinks(plan, final)
-        return {"image_id": manifest.image_id, "image_sha256": manifest.sha256}
+        return {"image_id": manifest.image_id, "image_sha256": manifest.sha256} | _lock_of(manifest.labels)
     if manifest_file(final).exists():
         raise ImageError(
             f"{file} is not what was imported: its size or its head differs from its manifest",
@@ -79,7 +107,8 @@ def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
             fix=f"see what differs with 'ftkit verify {file}'; import it again: ftkit import {plan.image} --force",
         )
     terminal.warn(f"{file} has no manifest: nothing says what is in it")
-    return {}
+    found = final.stat()
+    return {"image_size": str(found.st_size), "image_modified": str(found.st_mtime_ns)}
 
 
 def _require_sinks(plan: RunPlan, final: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import click
 
 from ftkit.cli.arguments import RUN_HELP, follow_option, hf_token_option, run_argument, run_of
+from ftkit.cli.image_ready import require_same_image
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.run import after_submission
 from ftkit.cli.terminal import Terminal
@@ -37,5 +38,6 @@ def command(reference: str, *, follow: bool) -> None:
     plan = read_plan(layout)
     for warning in check_trackers(plan, os.environ):
         terminal.warn(warning)
+    require_same_image(plan, terminal)
     run = resume(plan)
     after_submission(run, terminal, does_follow=follow, tail=tail)

@@ -16,7 +16,7 @@ from ftkit.cli.terminal import Styled, Terminal
 from ftkit.launch.jobs import start
 from ftkit.launch.manifest import describe
 from ftkit.launch.prerequisites import check_image, examine
-from ftkit.launch.resolve import resolve
+from ftkit.launch.resolve import resolve, with_image_file
 from ftkit.launch.slurm import overriding_variables
 from ftkit.render import render_job
 from ftkit.specs.load import Surroundings
@@ -69,6 +69,8 @@ def command(
     show_findings(examine(plan, os.environ), terminal)
     image_facts = ensure_image(plan, terminal, does_import=does_import)
     check_image(plan)
+    plan = with_image_file(plan)  # there only now, if it was imported
+    script = render_job(plan).script
     if plan.cluster.scheduler == "slurm":
         for variable in overriding_variables(os.environ):
             terminal.warn(f"{variable} in your environment wins over the job script")

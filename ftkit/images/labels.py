@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ftkit.specs.image import ImageSpec
 
 BUILD_KEY: Final = "ftkit.build-key"
+LOCK: Final = "ftkit.lock-sha256"
 REFERENCE: Final = "ftkit.reference"
 UNPINNED: Final = "ftkit.base-unpinned"
 _FIRST_ZIP_DAY: Final = 315532800
@@ -73,7 +74,7 @@ def make_labels(
         BUILD_KEY: build_key,
         "ftkit.version": ftkit.__version__,
         "ftkit.base-id": base.id,
-        "ftkit.lock-sha256": lock_sha256,
+        LOCK: lock_sha256,
         "ftkit.families": ",".join(spec.families),
         "ftkit.default-recipe": spec.default_recipe,
         "ftkit.source-date-epoch": str(epoch),

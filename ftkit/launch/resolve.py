@@ -6,6 +6,7 @@ import secrets
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ftkit import __version__
@@ -129,8 +130,18 @@ def resolve(words: RunWords, around: Surroundings) -> RunPlan:
         counts=count_on_this_machine(read.spec.model, around.environment, workspace),
     )
     here = with_this_machine(site.spec, around.environment)
-    plan = plan_run(read.spec, here, image, request, ftkit_version=__version__)
+    plan = with_image_file(plan_run(read.spec, here, image, request, ftkit_version=__version__))
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
+
+
+def with_image_file(plan: RunPlan) -> RunPlan:
+    """Let a plan name the file that a link leads to now: by the time the job starts, it may lead elsewhere."""
+    if plan.container_image is None or not plan.container_image.startswith("/"):
+        return plan
+    file = Path(plan.container_image)
+    while file.is_symlink() and file.exists():  # the last part alone: folders may be mounted elsewhere on the nodes
+        file = file.parent / file.readlink()
+    return replace(plan, container_image=str(file))
 
 
 def _assumed_cluster(words: RunWords, loaded: LoadedSettings) -> str | None:

@@ -14,6 +14,7 @@ from ftkit.layout import RunLayout
 from ftkit.plan import read_plan
 from ftkit.records import leave_rank_error
 from ftkit.runs.lease import held_lease
+from ftkit.runs.started import record_start
 from ftkit.train.launcher import follow_launcher
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ def main(plan_path: Path) -> int:
             # Once another job has taken the run over, this one ends at once.
             held = held_lease(layout, say=log.info, on_loss=lambda error: os._exit(_fail(layout, rank, error)))
             at_end.enter_context(held)
+            record_start(layout.manifest)
         with at_end:
             from ftkit.train.session import run_session  # noqa: PLC0415 - its imports can fail too
             from ftkit.train.world import joined_world  # noqa: PLC0415
@@ -39,7 +41,7 @@ def main(plan_path: Path) -> int:
             plan = read_plan(layout)
             with joined_world(plan.placement) as world:
                 run_session(plan, world)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is left for `ftkit status`
         return _fail(layout, rank, error)
     return 0
 

@@ -211,3 +211,23 @@ def test_the_number_of_steps_is_known_once_the_data_is_prepared(project: Path) -
 def test_two_runs_of_the_same_second_have_two_ids(project: Path) -> None:
     ids = {resolve(RunWords(recipe="demo"), around(project)).id for _ in range(3)}
     assert len(ids) == 3
+
+
+def test_the_job_gets_the_file_that_a_readable_link_leads_to_now(project: Path) -> None:
+    images = project / "images"
+    images.mkdir()
+    (images / "sha256-1.sqsh").touch()
+    (images / "olmo3+25.02.sqsh").symlink_to("sha256-1.sqsh")
+    words = RunWords(image="olmo3:25.02", cluster="slurm")
+    plan = resolve(words, around(project))
+    assert plan.container_image == str(images / "sha256-1.sqsh")
+    assert plan.image == "olmo3:25.02"
+
+
+def test_links_that_lead_nowhere_are_left_for_the_check_of_the_image(project: Path) -> None:
+    images = project / "images"
+    images.mkdir()
+    link = images / "olmo3+25.02.sqsh"
+    link.symlink_to(link.name)
+    plan = resolve(RunWords(image="olmo3:25.02", cluster="slurm"), around(project))
+    assert plan.container_image == str(link)
