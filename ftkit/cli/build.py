@@ -25,7 +25,7 @@ from ftkit.specs.load import Surroundings, find_image
     examples=(
         "ftkit build olmo3:25.02",
         "ftkit build olmo3:25.02 --push --registry registry.example.com/team",
-        "ftkit build olmo3:25.02 --base registry.example.com/mirror/pytorch@sha256:…",
+        "ftkit build olmo3:25.02 --base registry.example.com/mirror/pytorch:25.02-py3",
     ),
 )
 @image_argument

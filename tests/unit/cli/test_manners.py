@@ -185,12 +185,32 @@ def test_the_configuration_tells_where_each_value_comes_from(
     assert settings["workspace"] == {"value": str(tmp_path / "project"), "from": "default"}
 
 
-def test_a_damaged_recipe_does_not_hide_the_others(ftkit: Callable[..., Result], tmp_path: Path) -> None:
-    (tmp_path / "project" / "recipes").mkdir()
-    (tmp_path / "project" / "recipes" / "mine.yaml").write_text("name: [")
-    result = ftkit("recipes")
-    assert "demo" in result.out
+DAMAGE = (
+    b"name: [", b"a: \x07", b"\xff", b"a: !!int x", b"a: &a {<<: *a}", b"a: " + b"[" * 1000, b"a: " + b"9" * 5000,
+    b"- a",
+)  # fmt: skip
+LISTINGS = {
+    "recipes": ("recipes/mine.yaml", "demo"),
+    "clusters": ("clusters/mine.yaml", "a4-highgpu-8g"),
+    "images": ("containers/mine/1/image.yaml", "olmo3:25.02"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("command", LISTINGS)
+def test_a_damaged_file_does_not_hide_the_others(
+    ftkit: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, damage: bytes
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    file, other = LISTINGS[command]
+    path = tmp_path / "project" / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(damage)
+    result = ftkit(command)
+    assert result.code == 0
+    assert other in result.out
     assert "passed over mine" in result.err
+    assert f"{path}:1" in result.err
 
 
 def test_the_schema_knows_what_recipe_files_may_say(ftkit: Callable[..., Result]) -> None:

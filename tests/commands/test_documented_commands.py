@@ -1,0 +1,112 @@
+"""Every command of README, docs and `--help` works as it is typed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.cli.main import _SECTIONS
+
+if TYPE_CHECKING:
+    from conftest import Machine
+
+    from ftkit.cli.lazy_group import LazyCommand
+
+CHECKOUT = Path(__file__).parents[2]
+PAGES = [
+    page
+    for page in (CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").rglob("*.md")))
+    if page.name != "cli.md"  # made from the commands' help, whose examples are tested by themselves
+]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    kind: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found = re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [Block(kind, re.sub(rf"^{indent}", "", text, flags=re.MULTILINE)) for indent, kind, text in found]
+
+
+def commands(block: Block) -> list[str]:
+    return [line.removeprefix("$ ") for line in block.text.splitlines() if line.startswith("$ ")]
+
+
+WITH_COMMANDS = [page for page in PAGES if any(commands(block) for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_are_written_so_that_they_are_tested(page: Path) -> None:
+    for block in blocks(page):
+        assert bool(commands(block)) == (block.kind == "console"), block.text
+        if block.kind != "console":
+            assert not re.search(r"^(ftkit|pip|git|scripts/|\./scripts)\b", block.text, re.MULTILINE), block.text
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+def test_a_pages_commands_work_as_typed_after_its_files_were_written(page: Path, machine: Machine) -> None:
+    machine.environment["PATH"] += f":{machine.project}/.venv/bin"
+    done = machine.type("python3 -m venv .venv")
+    assert done.returncode == 0, done.stderr
+    if page.name not in ("README.md", "CONTRIBUTING.md"):  # they begin with a clone
+        machine.write("ftkit.yaml", "workspace: /shared/me/ftkit\nregistry: registry.example.com/team\n")
+    elif page.name == "README.md":
+        machine.environment["FTKIT_WORKSPACE"] = str(machine.root / "shared")  # one for the demo and for what follows
+    for block in blocks(page):
+        name = re.match(r"# (\S+\.yaml)\n", block.text)
+        if block.kind == "yaml" and name:
+            machine.write(name[1], block.text)
+        if block.kind == "console":
+            done = machine.type(*commands(block))
+            assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+            assert "Traceback" not in done.stderr
+
+
+# --- The examples of --help ------------------------------------------------------------------------
+
+DEMO = "ftkit run demo"
+IMPORTED = ("ftkit build olmo3:25.02", "ftkit import olmo3:25.02")
+ON_SLURM = (*IMPORTED, "ftkit run --image olmo3:25.02 --nodes 2 --no-follow")
+STOPPED = ("echo stopped >$MACHINE/outcome", "! ftkit run demo", "echo completed >$MACHINE/outcome")
+BUSY = (*IMPORTED, "touch $MACHINE/is-busy", ON_SLURM[-1], "ftkit run demo --no-follow")
+
+BEFORE: dict[str, tuple[str, ...]] = {
+    "run": IMPORTED,
+    "status": (*ON_SLURM, DEMO),
+    "logs": (DEMO,),
+    "push": IMPORTED[:1],
+    "import": IMPORTED[:1],
+    "verify": IMPORTED,
+}
+"""What is there before a command is of use."""
+
+BEFORE_EACH = {"resume": STOPPED, "cancel": BUSY, "runs": BUSY}
+"""The same, where an example uses it up."""
+
+COMMANDS = [command for section in _SECTIONS.values() for command in section]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_examples_of_a_commands_help_work_as_typed(command: LazyCommand, machine: Machine) -> None:
+    machine.write("ftkit.yaml", "workspace: /shared\nregistry: registry.example.com/team\n")
+    machine.write("clusters/mycluster.yaml", "name: mycluster\nextends: slurm\ndescription: ours\n")
+    machine.write("my-recipe.yaml", "name: mine\nextends: olmo3-7b-full\n")
+    before = machine.type(*BEFORE.get(command.name, ()))
+    assert before.returncode == 0, before.stderr
+    for example in import_module(command.module).command.examples:
+        before = machine.type(*BEFORE_EACH.get(command.name, ()))
+        assert before.returncode == 0, before.stderr
+        # What is for zsh can't be evaluated by bash: that there is something must do.
+        done = machine.type(*["eval() { [[ $1 == *compdef* ]]; }"] * ("zsh" in example), example)
+        assert done.returncode == 0, f"{example}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
