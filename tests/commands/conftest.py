@@ -20,7 +20,7 @@ import sys
 import tarfile
 import tempfile
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -273,7 +273,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            with suppress(BrokenPipeError):  # a client that knows enough goes away
+                self.wfile.write(data)
 
     do_GET = do_HEAD = do_POST = do_DELETE = handle_any  # noqa: N815 - http.server's names
 

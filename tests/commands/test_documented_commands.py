@@ -78,7 +78,7 @@ DEMO = "ftkit run demo"
 IMPORTED = ("ftkit build olmo3:25.02", "ftkit import olmo3:25.02")
 ON_SLURM = (*IMPORTED, "ftkit run --image olmo3:25.02 --nodes 2 --no-follow")
 STOPPED = ("echo stopped >$MACHINE/outcome", "! ftkit run demo", "echo completed >$MACHINE/outcome")
-BUSY = (*IMPORTED, "touch $MACHINE/is-busy", ON_SLURM[-1], "ftkit run demo --no-follow")
+BUSY = ("rm -rf /shared/runs", *IMPORTED, "touch $MACHINE/is-busy", ON_SLURM[-1], "ftkit run demo --no-follow")
 
 BEFORE: dict[str, tuple[str, ...]] = {
     "run": IMPORTED,
