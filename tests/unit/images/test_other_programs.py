@@ -274,8 +274,9 @@ AT_WORK = (
 """In the middle of an import; on a node, with a program of another process group that goes on writing."""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("where", ["here", "node"])
+@pytest.mark.parametrize(
+    ("where", "number"), [("here", signal.SIGINT), ("here", signal.SIGHUP), ("node", signal.SIGTERM)]
+)
 def test_an_interrupted_import_cancels_its_job_and_leaves_nothing(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, number: signal.Signals, where: str
 ) -> None:
