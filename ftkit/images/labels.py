@@ -48,8 +48,8 @@ def own_commit() -> OwnCommit:
     if not (checkout / ".git").exists():
         return OwnCommit()
     try:
-        head = process.run(["git", "-C", str(checkout), "log", "-1", "--format=%H %ct"], timeout_seconds=10)
-        changes = process.run(["git", "-C", str(checkout), "status", "--porcelain"], timeout_seconds=20)
+        head = process.run(["git", "-C", str(checkout), "log", "-1", "--format=%H %ct"])
+        changes = process.run(["git", "-C", str(checkout), "status", "--porcelain"])
     except FtkitError:
         return OwnCommit()
     commit, _, moment = head.stdout.strip().partition(" ")

@@ -51,8 +51,8 @@ def describe(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, 
 def git_commit(folder: Path) -> dict[str, Any] | None:
     """Return commit and cleanness of the git checkout around `folder`; None if there is none."""
     try:
-        head = process.run(["git", "-C", str(folder), "rev-parse", "HEAD"], timeout_seconds=10)
-        changes = process.run(["git", "-C", str(folder), "status", "--porcelain"], timeout_seconds=20)
+        head = process.run(["git", "-C", str(folder), "rev-parse", "HEAD"])
+        changes = process.run(["git", "-C", str(folder), "status", "--porcelain"])
     except FtkitError:
         return None
     if head.returncode != 0 or changes.returncode != 0:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from ftkit.images.self_check import PASSED
 from ftkit.records import EndRecord, StartRecord, StepRecord, to_line
@@ -158,7 +159,7 @@ class Machine:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_SECONDS,
             check=False,
         )
 

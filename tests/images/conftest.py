@@ -12,13 +12,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.images.lock import inputs_digest
 from ftkit.specs.image import ImageSpec
@@ -101,11 +101,10 @@ def free_port() -> int:
 def running(command: list[str], log: Path, is_ready: Callable[[], bool]) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("ab") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
-            deadline = time.monotonic() + 60
-            while not is_ready():
-                assert process.poll() is None, log.read_text(errors="replace")[-2000:]
-                assert time.monotonic() < deadline, f"{command[0]} did not start: see {log}"
-                time.sleep(0.1)
+            wait_until(
+                lambda: process.poll() is not None or is_ready(), lambda: f"{command[0]} did not start: see {log}"
+            )
+            assert process.poll() is None, log.read_text(errors="replace")[-2000:]
             yield process
         finally:
             process.terminate()
@@ -289,7 +288,7 @@ class Project:
 
     def call(self, *words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
         with self.start(*words, given=given) as process:
-            out, err = process.communicate(given, timeout=900)
+            out, err = process.communicate(given, timeout=PATIENCE_SECONDS)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     def ok(self, *words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -300,11 +299,8 @@ class Project:
     def kill_when(self, is_time: Callable[[], bool], *words: str) -> None:
         """Start ftkit, and kill it as soon as something is so."""
         with self.start(*words) as process:
-            deadline = time.monotonic() + 60
-            while not is_time():
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            wait_until(lambda: process.poll() is not None or is_time())
+            assert process.poll() is None, process.communicate()
             process.send_signal(signal.SIGKILL)
             process.communicate()
 

@@ -9,12 +9,12 @@ import shutil
 import signal
 import stat
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.errors import ImageError
 from ftkit.images.importing import import_image
@@ -227,13 +227,12 @@ def test_an_interrupted_import_leaves_nothing(
     bases.tag("large:1", f"{registry}/large", "1")
     push(bases, f"{registry}/large:1")
     with project.start("import", f"docker://{registry}#large:1", "--with", "enroot") as process:
-        deadline = time.monotonic() + 60
-        while not any(path.stat().st_size > 1 << 20 for path in enroot.rglob("large")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(
+            lambda: process.poll() is not None or any(path.stat().st_size > 1 << 20 for path in enroot.rglob("large"))
+        )
+        assert process.poll() is None, process.communicate()
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 128 + number
     assert list(enroot.iterdir()) == []
     assert project.unfinished() == []

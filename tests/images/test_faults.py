@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.images.squashfs import ENROOT_OPTIONS
 
@@ -49,10 +51,7 @@ def test_a_killed_build_leaves_no_image_and_the_next_one_succeeds(project: Proje
     assert not bases.images("ftkit/tiny")
     project.define()
     project.ok("build", "tiny:1", "--allow-unpinned")
-    deadline = time.monotonic() + 30
-    while any("ftkit" in str(row.get("Labels")) for row in bases.containers(all=True)):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: not any("ftkit" in str(row.get("Labels")) for row in bases.containers(all=True)))
 
 
 def has_begun_to_receive(registry: RunningRegistry) -> bool:
@@ -136,11 +135,9 @@ def test_a_read_only_target_is_said(project: Project, tmp_path: Path) -> None:
 
 def test_a_registry_that_is_gone_is_tried_again_and_then_said(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
-    started = time.monotonic()
     done = project.call("push", "tiny:1", "--registry", "127.0.0.1:9")
     assert done.returncode == IMAGE_ERROR
-    assert done.stderr.count("trying again in") == 3
-    assert time.monotonic() - started > 10
+    assert re.findall(r"trying again in (\S+) s", done.stderr) == ["1", "3", "9"]
     assert "lost the connection" in done.stderr
 
 
@@ -151,13 +148,10 @@ def test_a_registry_that_goes_in_the_middle_and_comes_back_is_no_failure(
     project.ok("build", "tiny:1", "--allow-unpinned")
     with own_registry.serving():
         process = project.start("push", "tiny:1", "--registry", own_registry.host)
-        deadline = time.monotonic() + 30
-        while not has_begun_to_receive(own_registry):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: has_begun_to_receive(own_registry))
     time.sleep(0.5)
     with own_registry.serving(), process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, err
     assert "@sha256:" in out
 
@@ -335,7 +329,7 @@ def test_two_imports_at_once_do_the_work_once(project: Project) -> None:
     project.define(base="large:1")
     project.ok("build", "tiny:1", "--allow-unpinned")
     with project.start("import", "tiny:1") as first, project.start("import", "tiny:1") as second:
-        said = [process.communicate(timeout=120)[1] for process in (first, second)]
+        said = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
     assert sum("packing" in text for text in said) == 1
     assert sum("is there already" in text for text in said) == 1

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -23,7 +24,7 @@ def run(*command: str | Path, cwd: Path = Path("/"), expect: int = 0) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == expect, done.stdout + done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,18 +37,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Cluster:
     """The login node, and the power switches of the others."""
 
-    def ftkit(self, *arguments: str, expect: int = 0, timeout: int = 500) -> subprocess.CompletedProcess[str]:
+    def ftkit(
+        self, *arguments: str, expect: int = 0, timeout: int = PATIENCE_SECONDS
+    ) -> subprocess.CompletedProcess[str]:
         done = self.execute(str(CHECKOUT / ".venv" / "bin" / "ftkit"), *arguments, timeout=timeout)
         assert done.returncode == expect, done.stdout + done.stderr
         assert "Traceback (most recent call last)" not in done.stdout or arguments[0] in {"run", "status", "logs"}
         return done
 
-    def execute(self, *command: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
+    def execute(self, *command: str, timeout: int = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
         full = [str(DEV_CLUSTER), "exec", "--", *command]
         return subprocess.run(full, cwd=CHECKOUT, capture_output=True, text=True, timeout=timeout, check=False)
 
     def switch(self, verb: str, node: str) -> None:
-        subprocess.run([str(DEV_CLUSTER), verb, node], check=True, capture_output=True, timeout=120)
+        subprocess.run([str(DEV_CLUSTER), verb, node], check=True, capture_output=True, timeout=PATIENCE_SECONDS)
 
     def folder(self, run: str) -> Path:
         """Return a run's folder."""
@@ -74,7 +77,7 @@ class Cluster:
             text, count = re.subn(rf"(?m)^{name}=.*$", f"{name}={value}", text)
             assert count == 1
         file.write_text(text, encoding="utf-8")
-        subprocess.run([str(DEV_CLUSTER), "node", "n1", "scontrol", "reconfigure"], check=True, timeout=60)
+        subprocess.run([str(DEV_CLUSTER), "node", "n1", "scontrol", "reconfigure"], check=True)
 
     def submit(self, name: str, *arguments: str) -> str:
         """Start a run on two nodes without following it; return its id."""
@@ -85,7 +88,9 @@ class Cluster:
         status: dict[str, Any] = json.loads(self.ftkit("status", run, "--json").stdout)
         return status
 
-    def wait(self, run: str, condition: Callable[[dict[str, Any]], bool], seconds: int = 400) -> dict[str, Any]:
+    def wait(
+        self, run: str, condition: Callable[[dict[str, Any]], bool], seconds: int = PATIENCE_SECONDS
+    ) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while not condition(status := self.status(run)):
             assert not status["is_final"], self.explain(run)
@@ -93,7 +98,7 @@ class Cluster:
             time.sleep(1)
         return status
 
-    def wait_for_log(self, run: str, text: str, seconds: int = 300) -> str:
+    def wait_for_log(self, run: str, text: str, seconds: int = PATIENCE_SECONDS) -> str:
         """Wait until the job's log holds a text; return the log."""
         deadline = time.monotonic() + seconds
         while text not in (log := self.execute("ftkit", "logs", run).stdout):
@@ -101,7 +106,7 @@ class Cluster:
             time.sleep(1)
         return log
 
-    def wait_for_completion(self, run: str, seconds: int = 400) -> dict[str, Any]:
+    def wait_for_completion(self, run: str, seconds: int = PATIENCE_SECONDS) -> dict[str, Any]:
         status = self.wait(run, lambda status: status["is_final"], seconds)
         assert status["state"] == "completed", self.explain(run)
         return status
@@ -112,12 +117,12 @@ class Cluster:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    up = subprocess.run([str(DEV_CLUSTER), "up"], capture_output=True, text=True, timeout=600, check=False)
+    up = subprocess.run([str(DEV_CLUSTER), "up"], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     if up.returncode == SKIPPED:
         pytest.skip(up.stderr.strip())
     assert up.returncode == 0, up.stdout + up.stderr
     yield Cluster()
-    subprocess.run([str(DEV_CLUSTER), "down"], check=True, capture_output=True, timeout=120)
+    subprocess.run([str(DEV_CLUSTER), "down"], check=True, capture_output=True, timeout=PATIENCE_SECONDS)
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_an_interrupted_import_on_a_node_ends_its_job_and_leaves_nothing(
     shared_folder.chmod(0o777)
     python = str(CHECKOUT / ".venv" / "bin" / "python")
     is_running = "no" if options else "yes"
-    done = cluster.execute(python, "-c", INTERRUPTED, str(shared_folder), "15", is_running, *options, timeout=300)
+    done = cluster.execute(python, "-c", INTERRUPTED, str(shared_folder), "15", is_running, *options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"returncode": 143, "jobs": 0}
     looked = [str(CHECKOUT / "scripts" / "dev-cluster"), "node", "n1", "--", "find", LOCAL, "-mindepth", "1"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ def test_a_cancelled_run_ends_and_is_not_put_back_into_the_queue(cluster: Cluste
 
 def test_the_log_is_followed_to_the_end_of_the_run(cluster: Cluster) -> None:
     run = cluster.submit("followed", FOUR)
-    log = cluster.ftkit("logs", run, "-f", timeout=300).stdout
+    log = cluster.ftkit("logs", run, "-f").stdout
     assert "step 20/20" in log
     assert "completed after 20 steps" in log
 
@@ -129,7 +129,7 @@ def test_a_second_job_in_a_run_s_folder_is_refused_and_the_first_goes_on(cluster
     job = cluster.wait(run, is_training)["job_id"]
     cluster.ftkit("resume", run, "--no-follow", expect=6)
     folder = cluster.folder(run)
-    second = cluster.execute("sbatch", "--wait", f"--chdir={folder}", f"{folder}/job.sbatch", timeout=300)
+    second = cluster.execute("sbatch", "--wait", f"--chdir={folder}", f"{folder}/job.sbatch")
     assert second.returncode != 0
     log = cluster.ftkit("logs", run).stdout
     assert f"another process trains in this run's folder: job {job}, process" in log
@@ -151,7 +151,7 @@ def test_a_workspace_with_an_unusual_name_works(cluster: Cluster) -> None:
     export FTKIT_WORKSPACE="$0/it's 100% \\"\\$(odd)\\" ;&"
     mkdir -p "$FTKIT_WORKSPACE" && exec ftkit run tests/train/tiny.yaml --cluster dev training.max_steps=2
     """
-    done = cluster.execute("bash", "-c", script, settings["workspace"]["value"], timeout=300)
+    done = cluster.execute("bash", "-c", script, settings["workspace"]["value"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2/2" in done.stderr
 
@@ -159,8 +159,9 @@ def test_a_workspace_with_an_unusual_name_works(cluster: Cluster) -> None:
 def start_now(cluster: Cluster, run: str) -> None:
     """Spare the test the two minutes that Slurm lets a requeued job wait."""
     job = cluster.status(run)["job_id"]
-    for _ in range(60):
+
+    def has_started() -> bool:
         cluster.execute("scontrol", "update", f"jobid={job}", "StartTime=now")
-        if cluster.status(run)["state"] != "pending":
-            return
-        time.sleep(1)
+        return bool(cluster.status(run)["state"] != "pending")
+
+    wait_until(has_started)

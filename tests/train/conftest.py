@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from ftkit.data.prepare import prepare
 from ftkit.plan import RunPlan, plan_run, plan_to_json
@@ -55,7 +56,9 @@ class Run:
         command += [f"--nproc-per-node={self.plan.placement.world_size}", *(program or ("-m", "ftkit.train"))]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         command += [str(self.layout.plan)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=PATIENCE_SECONDS, check=False
+        )
         assert (done.returncode != 0) == (expect != 0), done.stdout + done.stderr
         return done.stdout + done.stderr
 

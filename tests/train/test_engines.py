@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
+from waiting import PATIENCE_SECONDS
 
 from ftkit.errors import TrainingError
 from ftkit.parameters import method_counts
@@ -66,7 +67,12 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(MATRIX), str(output)], capture_output=True, text=True, env=environment, timeout=400, check=False
+        [*command, str(MATRIX), str(output)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results: dict[str, dict[str, Any]] = json.loads(output.read_text())

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from waiting import PATIENCE_SECONDS
+
 from ftkit import process
 from ftkit.plan import plan_to_json
 from ftkit.records import EndRecord, read_last_step, read_rank_error
@@ -18,9 +20,6 @@ from ftkit.runs.lease import current_holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-SECONDS = 240
-"""More than a busy machine needs: what takes longer hangs."""
 
 FOR_LONG = ("training.max_steps=100000", "training.checkpoint_every_steps=100000", "evaluation.sql_execution=null")
 
@@ -50,7 +49,7 @@ def training(run: Any, launcher: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def wait_until(condition: Callable[[], object], run: Any, launcher: subprocess.Popen[bytes] | None = None) -> None:
     """Wait for something that happens only while `launcher` runs."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         ended = time.monotonic() > deadline or (launcher and launcher.poll() is not None)
         assert not ended, (run.layout.root / "output").read_text()
@@ -85,7 +84,7 @@ def test_a_second_job_in_the_folder_is_refused_and_the_first_is_not_disturbed(ma
         assert (error.type, error.exit_code) == ("TrainingError", 9)
         assert launcher.poll() is None
         run.layout.stop_request.touch()
-        assert launcher.wait(SECONDS) == 0
+        assert launcher.wait(PATIENCE_SECONDS) == 0
     assert [record.outcome for record in run.records(EndRecord)] == ["stopped"]
     assert run.records(EndRecord)[0].step > before
     assert current_holder(run.layout) is None
@@ -100,7 +99,7 @@ def test_signals_of_slurm_to_all_processes_end_nothing(make_run: Callable[..., A
         before = read_last_step(run.layout.metrics).step
         wait_until(lambda: read_last_step(run.layout.metrics).step >= before + 3, run, launcher)
         run.layout.stop_request.touch()
-        assert launcher.wait(SECONDS) == 0
+        assert launcher.wait(PATIENCE_SECONDS) == 0
     assert [record.outcome for record in run.records(EndRecord)] == ["stopped"]
 
 
@@ -109,7 +108,7 @@ def test_torchrun_asked_to_end_ends_its_ranks_and_frees_the_folder(make_run: Cal
     with training(run, "torch.distributed.run") as launcher:
         ranks = ranks_of(launcher)
         launcher.terminate()
-        launcher.wait(SECONDS)
+        launcher.wait(PATIENCE_SECONDS)
         assert not any(process.start_time(rank) for rank in ranks)
     (lease,) = run.layout.leases.glob("*.json")
     assert "is_released" in lease.read_text(encoding="utf-8")

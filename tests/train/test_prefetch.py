@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from waiting import PATIENCE_SECONDS
 
 from ftkit.records import StepRecord
 from ftkit.train.batches import HOST, StepBatch, to_micro_batch
@@ -42,7 +43,7 @@ def test_the_next_batches_are_built_before_they_are_asked_for_but_only_so_many()
 
     with prefetched(build, range(100), HOST) as batches:
         assert next(batches).num_targets == 0
-        assert both.wait(timeout=60)
+        assert both.wait(timeout=PATIENCE_SECONDS)
     assert built == list(range(1 + NUM_AHEAD))
 
 

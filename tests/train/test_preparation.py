@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
+from waiting import PATIENCE_SECONDS
 
 from ftkit.data.__main__ import main
 from ftkit.data.encoding import IGNORED
@@ -49,7 +50,7 @@ def plan_for(workspace: Path, *overrides: str) -> RunPlan:
 def prepare(workspace: Path, *overrides: str) -> tuple[RunPlan, str]:
     plan = plan_for(workspace, *overrides)
     command = [sys.executable, "-m", "ftkit.data", str(plan.layout.plan)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     return plan, done.stderr
 

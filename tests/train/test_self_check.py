@@ -4,12 +4,18 @@ import subprocess
 import sys
 from typing import get_args
 
+from waiting import PATIENCE_SECONDS
+
 from ftkit.specs.model import Family
 
 
 def test_the_self_check_trains_a_model_of_each_family() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ftkit.train", "--self-check"], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-m", "ftkit.train", "--self-check"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert all(f"{family} (loss 5." in done.stdout for family in get_args(Family))

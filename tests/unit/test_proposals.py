@@ -69,7 +69,7 @@ def taken(proposal: Proposal) -> tuple[RecipePlan, int]:
     return recipe(*BATCHES, *(word for word in words if "=" in word)), num_nodes
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.floats(0.1, 400))
 def test_what_is_proposed_can_be_typed_and_is_predicted_to_fit(capacity: float) -> None:
     proposals = propose(recipe(*BATCHES), capacity)
@@ -81,7 +81,7 @@ def test_what_is_proposed_can_be_typed_and_is_predicted_to_fit(capacity: float) 
     assert len({proposal.override for proposal in proposals}) == len(proposals)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.floats(1, 200))
 def test_no_part_of_a_proposal_can_be_left_out(capacity: float) -> None:
     spec = recipe(*BATCHES)
@@ -240,7 +240,7 @@ def test_auto_takes_less_on_a_smaller_gpu() -> None:
     num_processes=st.sampled_from([1, 2, 3, 8, 24]),
     accumulation=st.integers(1, 36),
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_the_micro_batch_always_makes_up_the_global_batch(
     name: str, gpu: GpuModel, num_processes: int, accumulation: int
 ) -> None:

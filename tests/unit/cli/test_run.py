@@ -167,21 +167,25 @@ def test_a_resumed_run_shows_only_what_is_new(
 
 
 def test_an_interrupt_leaves_the_run_alone_and_says_how_to_come_back(
-    ftkit: Callable[..., Result], job: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    ftkit: Callable[..., Result],
+    job: Callable[[str], None],
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
-    job("exec sleep 2")
+    job("while [ ! -e go ]; do sleep 0.01; done")
     monkeypatch.setattr("ftkit.cli.follow.looks", interrupt)
     result = ftkit("run", "demo")
+    (next(workspace.runs.iterdir()) / "go").touch()
     assert result.code == 130
     assert "goes on without you" in result.err
     assert "ftkit cancel demo-" in result.err
 
 
 def test_a_running_run_is_cancelled_by_name(ftkit: Callable[..., Result], job: Callable[[str], None]) -> None:
-    job("exec sleep 60")
+    job("exec sleep 3600")
     assert ftkit("run", "demo", "--no-follow").code == 0
     assert "cancelled demo-" in ftkit("cancel", "demo").err
     assert "had ended already: cancelled" in ftkit("cancel", "demo").err

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
 from ftkit.images import choosing, enroot, sif, squashfs
@@ -288,10 +289,9 @@ def test_an_interrupted_import_cancels_its_job_and_leaves_nothing(
     local.mkdir()
     words = [str(tmp_path / "x.sqsh"), *([str(local)] if where == "node" else [])]
     with subprocess.Popen([sys.executable, "-c", INTERRUPTED, *words], stderr=subprocess.PIPE) as process:
-        while not (record / "at-work").exists():
-            assert process.poll() is None, process.stderr
+        wait_until(lambda: (record / "at-work").exists() or process.poll() is not None)
         process.send_signal(number)
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode in (128 + number, -number)
     assert list(local.iterdir()) == []
     assert {path.name for path in tmp_path.iterdir()} == {"record", "bin", "local"}

@@ -6,7 +6,7 @@ import io
 import tarfile
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.errors import ImageError
@@ -41,7 +41,6 @@ def read_all(stream: io.BytesIO) -> list[tuple[Member, bytes]]:
     return [(member, b"".join(reader.content())) for member in reader]
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(PATHS, st.binary(max_size=2000), max_size=8),
     st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]),
@@ -51,7 +50,6 @@ def test_every_file_of_an_archive_is_read(files: dict[str, bytes], kind: int) ->
     assert [(member.path.decode(), data) for member, data in found] == list(files.items())
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(PATHS, st.sampled_from([FILE, LINK, SYMLINK, FOLDER]), PATHS, st.binary(max_size=1500))))
 def test_what_is_written_is_read_by_tarfile(members: list[tuple[str, bytes, str, bytes]]) -> None:
     stream = io.BytesIO()

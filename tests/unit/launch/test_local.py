@@ -3,11 +3,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import wait_until
 
 from ftkit import process
 from ftkit.launch.jobs import cancel
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 POLITE = """
 trap 'kill $child; wait $child; echo stopping; echo 0 >exit-code; exit 0' TERM
-sleep 60 &
+sleep 3600 &
 child=$!
 echo ready >ready
 wait $child
@@ -49,13 +49,6 @@ def started(make_run: RunMaker) -> Iterator[Callable[[str], SubmittedRun]]:
             process.signal_group(int(run.submission.job_id), signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_script_runs_in_its_folder_in_a_session_of_its_own(started: Callable[[str], SubmittedRun]) -> None:
     run = started("pwd; ps=$(cut -d' ' -f6 /proc/$$/stat); echo session $ps of $$; echo 0 >exit-code")
     wait_until(lambda: observe(run).is_final)
@@ -74,7 +67,7 @@ def test_a_script_is_running_until_it_ends(started: Callable[[str], SubmittedRun
 
 
 def test_a_killed_script_has_failed_and_says_so(started: Callable[[str], SubmittedRun]) -> None:
-    run = started("exec sleep 60")
+    run = started("exec sleep 3600")
     os.kill(int(run.submission.job_id), signal.SIGKILL)
     wait_until(lambda: observe(run).is_final)
     assert observe(run).state is RunState.FAILED
@@ -82,7 +75,7 @@ def test_a_killed_script_has_failed_and_says_so(started: Callable[[str], Submitt
 
 
 def test_what_is_left_of_a_killed_script_still_counts_as_running(started: Callable[[str], SubmittedRun]) -> None:
-    run = started("sleep 60 & echo ready >ready; wait")
+    run = started("sleep 3600 & echo ready >ready; wait")
     wait_until((run.layout.root / "ready").exists)
     os.kill(int(run.submission.job_id), signal.SIGKILL)
     wait_until(lambda: process.start_time(int(run.submission.job_id)) is None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.plan import plan_run
 from ftkit.render import render_job
@@ -128,15 +128,13 @@ class Machine:
     def run(self, plan: RunPlan, *, with_image: bool = True) -> tuple[int, str]:
         """Run the script of a plan; return its exit status and what it said."""
         with self.start(plan, with_image=with_image) as job:
-            _, said = job.communicate(timeout=20)
+            _, said = job.communicate(timeout=PATIENCE_SECONDS)
         return job.returncode, said
 
     def wait_for_call(self, number: int, name: str = "python3") -> None:
         """Wait until a stand-in is called for the `number`-th time, counted from 0."""
-        deadline = time.monotonic() + 10
-        while not (self.root / "record" / f"{name}.{number}" / "environment").exists():
-            assert time.monotonic() < deadline, f"{name} was not called"
-            time.sleep(0.01)
+        environment = self.root / "record" / f"{name}.{number}" / "environment"
+        wait_until(environment.exists, lambda: f"{name} was not called")
 
     def calls(self, name: str) -> list[Call]:
         """Return how a stand-in was called."""

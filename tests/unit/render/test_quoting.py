@@ -23,7 +23,7 @@ LINES = st.text(st.characters(codec="utf-8", exclude_characters="\x7f", min_code
 
 
 @given(st.lists(WORDS, min_size=1, max_size=20))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_bash_reads_quoted_words_as_they_were(words: list[str]) -> None:
     script = "printf '%s\\0' " + " ".join(map(quote_word, words))
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)

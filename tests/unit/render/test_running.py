@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.layout import DATA_MANIFEST
 from ftkit.records import EndRecord, to_line
@@ -50,7 +50,7 @@ WAIT_FOR_REQUEST = 'until [[ -e "${FTKIT_STOP_FILE:-stop-requested}" ]]; do slee
 
 
 def _finish(job: subprocess.Popen[str]) -> tuple[int, str]:
-    _, said = job.communicate(timeout=20)
+    _, said = job.communicate(timeout=PATIENCE_SECONDS)
     return job.returncode, said
 
 
@@ -235,12 +235,11 @@ def test_here_the_first_sigterm_asks_for_a_checkpoint(make_plan: PlanMaker, mach
 
 def test_here_a_second_sigterm_ends_all_processes(make_plan: PlanMaker, machine: Machine) -> None:
     plan = make_plan("local", 1, node_local_dir=machine.local_disk)
-    machine.environment = {"FAKE_TRAINER": "exec sleep 20"}
+    machine.environment = {"FAKE_TRAINER": "exec sleep 3600"}
     job = machine.start(plan)
     machine.wait_for_call(1)
     os.kill(job.pid, signal.SIGTERM)
-    while not plan.layout.stop_request.exists():
-        time.sleep(0.01)
+    wait_until(plan.layout.stop_request.exists)
     os.kill(job.pid, signal.SIGTERM)
     assert _finish(job)[0] == 143
     assert plan.layout.exit_code.read_text(encoding="utf-8") == "143\n"
@@ -248,7 +247,7 @@ def test_here_a_second_sigterm_ends_all_processes(make_plan: PlanMaker, machine:
 
 def test_here_sigterm_ends_the_preparation_of_data_at_once(make_plan: PlanMaker, machine: Machine) -> None:
     plan = make_plan("local", 1, node_local_dir=machine.local_disk)
-    machine.environment = {"FAKE_PREPARE": "exec sleep 20"}
+    machine.environment = {"FAKE_PREPARE": "exec sleep 3600"}
     job = machine.start(plan)
     machine.wait_for_call(0)
     os.kill(job.pid, signal.SIGTERM)

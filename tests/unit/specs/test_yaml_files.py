@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ftkit.errors import ConfigError, NotFoundError
@@ -154,7 +154,6 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200) | st.lists(PIECES, max_size=40).map("".join).map(str.encode))
 @example(b"a: \xef\xbb\xbf")
 def test_any_bytes_give_values_or_a_refusal_with_a_place(data: bytes) -> None:
@@ -168,7 +167,6 @@ plain = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,4}", fullmatch=True), plain, max_size=4))
 def test_json_is_yaml(values: dict[str, Any]) -> None:
     assert outcome(json.dumps(values, ensure_ascii=False).encode()) == values

@@ -6,22 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import wait_until
 
 from ftkit import process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 RANK = """
 import sys, time
 from ftkit.train.launcher import follow_launcher
 follow_launcher(lambda: print("released", flush=True))
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 LAUNCHER = f"""
 import subprocess, sys
@@ -31,11 +31,6 @@ if sys.stdin.readline():
     rank.terminate()
     print(rank.wait(), flush=True)
 """
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():  # a test that hangs here is ended by its runner
-        time.sleep(0.01)
 
 
 @pytest.fixture
