@@ -23,7 +23,7 @@ from ftkit.specs.image import ImageSpec
 from ftkit.specs.image_reference import parse_image, parse_reference
 from ftkit.specs.layers import Layers
 from ftkit.specs.model import ArchitectureSpec
-from ftkit.specs.paths import absolute_path, is_path
+from ftkit.specs.paths import absolute_path, is_path, path_problem
 from ftkit.specs.problems import validate
 from ftkit.specs.recipe import RecipeSpec
 from ftkit.specs.settings import Settings
@@ -149,6 +149,7 @@ def load_image(reference: str, around: Surroundings) -> ImageSpec:
 def find_image(reference: str, around: Surroundings) -> ImageDefinition:
     """Read the definition of `NAME:TAG`, with its files. Raises as `load_recipe` does."""
     name, _, tag = reference.partition(":")
+    _check_can_be_a_file("image", reference)
     for folder in _folders("image", around):
         path = folder / name / tag / "image.yaml"
         if tag and path.is_file():
@@ -198,6 +199,7 @@ def _folders(kind: str, around: Surroundings) -> list[Path]:
 
 
 def _find(kind: str, name: str, around: Surroundings) -> Path:
+    _check_can_be_a_file(kind, name)
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name).expanduser().absolute()
         if path.is_file():
@@ -212,6 +214,12 @@ def _find(kind: str, name: str, around: Surroundings) -> Path:
         meaning=f"known are: {', '.join(known)}",
         fix=_closest(name, known, f"give a name from this list, or the path of a {kind} file"),
     )
+
+
+def _check_can_be_a_file(kind: str, name: str) -> None:
+    problem = path_problem(f"{name}.yaml")
+    if problem:
+        raise NotFoundError(f"there is no such {kind}: {problem}", fix=f"give a {kind}'s name")
 
 
 def _closest(word: str, known: list[str], otherwise: str) -> str:

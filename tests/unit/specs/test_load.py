@@ -187,6 +187,14 @@ def test_unknown_names_suggest_the_nearest(around: Surroundings) -> None:
     assert "olmo3:25.02" in caught.value.fix
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-at-all/x.yaml", "a\0b", "/x" * 3000, "\x1b[2J"])
+def test_a_name_that_no_file_can_have_is_not_found(around: Surroundings, name: str) -> None:
+    for load in (load_recipe, load_cluster, load_image):
+        with pytest.raises(NotFoundError) as caught:
+            load(name, around)
+        assert len(str(caught.value)) < 400
+
+
 def test_a_profile_extends_another(around: Surroundings) -> None:
     (around.user / "clusters" / "ours.yaml").write_text(
         "name: ours\ndescription: d\nextends: a4-highgpu-8g\npartition: p\n"
