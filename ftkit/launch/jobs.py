@@ -14,7 +14,7 @@ from ftkit.launch.slurm_refusals import UncertainSubmitError
 from ftkit.launch.states import RunState
 from ftkit.launch.submission import Submission, SubmittedRun, read_submission, write_submission
 from ftkit.process import ProgramTimeoutError
-from ftkit.runs.lease import revoke
+from ftkit.runs.lease import current_holder, revoke
 
 if TYPE_CHECKING:
     from ftkit.launch.states import Observation
@@ -47,6 +47,11 @@ def resume(plan: RunPlan) -> SubmittedRun:
     submission = read_submission(layout)
     if submission:
         _check_it_ended(SubmittedRun(layout, submission))
+    elif holder := current_holder(layout):  # Slurm took the job, although it seemed not to
+        raise SubmitError(
+            f"{plan.id} is trained already, by {holder}: two jobs must not train in one folder",
+            fix="end that job first (Slurm's list of yours: squeue --me), or let it end",
+        )
     revoke(layout)  # nobody trains any more: the next job need not find that out by watching
     for path in (layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state):
         path.unlink(missing_ok=True)

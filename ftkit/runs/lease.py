@@ -85,9 +85,11 @@ class Lease:
     @property
     def may_be_alive(self) -> bool:
         """Whether its holder may still train, as far as a single look from here can tell."""
-        if self.is_released or time.time() - self.touched > _SURELY_DEAD_SECONDS:
+        if self.is_released:
             return False
-        return self.holder is None or self.holder.machine != _machine() or _is_running(self.holder)
+        if self.holder is not None and self.holder.machine == _machine():
+            return _is_running(self.holder)
+        return time.time() - self.touched < _SURELY_DEAD_SECONDS
 
     @property
     def is_running_here(self) -> bool:
@@ -103,19 +105,19 @@ class Lease:
 
 def current_holder(layout: RunLayout) -> Holder | None:
     """Return who trains in a run's folder, as far as a look can tell; None: nobody."""
-    lease = _look(layout)
+    lease = _look(layout.leases)
     return lease.holder if lease and lease.seems_alive else None
 
 
 def last_touch(layout: RunLayout) -> float:
     """Return when the newest lease was touched, in seconds since the epoch; 0 if there is none."""
-    lease = _look(layout)
+    lease = _look(layout.leases)
     return lease.touched if lease else 0.0
 
 
-def _look(layout: RunLayout) -> Lease | None:
+def _look(folder: Path) -> Lease | None:
     try:
-        return _newest(layout.leases)
+        return _newest(folder)
     except OSError:  # in somebody else's folder, that may not be allowed
         return None
 
@@ -180,14 +182,15 @@ class HeldLease:
 
     def beat(self) -> None:
         """Touch the file, unless it is somebody else's turn by now."""
+        is_there = True
         try:
-            newest = _newest(self._folder)
             os.utime(_path(self._folder, self._number))
         except FileNotFoundError:
-            newest = None
+            is_there = False
         except OSError:
-            return  # the file system stalls: it will be seen whether someone took the lease meanwhile
-        if newest is None or newest.number != self._number:
+            return  # the file system stalls: whether someone took the lease meanwhile is seen afterwards
+        newest = _look(self._folder)
+        if not is_there or (newest is not None and newest.number > self._number):
             self._on_loss(_lost(newest))
 
     def _beat(self) -> None:
@@ -208,7 +211,7 @@ def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], Non
     except FileExistsError:
         raise _refusal(_newest(folder)) from None
     newest = _newest(folder)
-    if newest is None or newest.number != number:  # others came and went between the first look and now
+    if newest is not None and newest.number > number:  # others came and went between the first look and now
         path.unlink(missing_ok=True)
         raise _refusal(newest)
     for lease in _numbers(folder):

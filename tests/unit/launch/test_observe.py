@@ -231,3 +231,14 @@ def test_slurm_ends_the_processes_of_a_job_unless_it_lost_their_node(
     slurm_says(run, accounting=accounting)
     trains_in(run, run.submission.job_id)
     assert observe(run).state == expected
+
+
+def test_a_run_that_slurm_took_although_it_seemed_not_to_is_not_submitted_beside_itself(
+    make_run: RunMaker, programs: FakePrograms, trains_in: Callable[..., Holder]
+) -> None:
+    run = make_run()
+    run.layout.submission.unlink()
+    trains_in(run, "55")
+    with pytest.raises(SubmitError, match="is trained already, by job 55"):
+        resume(read_plan(run.layout))
+    assert programs.calls() == []

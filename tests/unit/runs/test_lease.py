@@ -154,5 +154,31 @@ def test_a_revoked_lease_is_free_at_once_and_its_holder_is_told(layout: RunLayou
     assert len(list(layout.leases.iterdir())) == 2, "one that is released needs no revoking"
 
 
+def test_a_process_that_is_seen_to_run_holds_its_lease_however_old_its_last_touch(layout: RunLayout) -> None:
+    with hold(layout):
+        (path,) = layout.leases.iterdir()
+        os.utime(path, (1, 1))
+        assert current_holder(layout) is not None
+        with pytest.raises(TrainingError, match="another process trains"), hold(layout):
+            pytest.fail("two hold it")
+
+
+def test_a_listing_that_lags_behind_ends_nobody(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[TrainingError] = []
+    with hold(layout, on_loss=lost.append) as held:
+        monkeypatch.setattr("ftkit.runs.lease._numbers", lambda _: [])
+        held.beat()
+    assert not lost
+
+
+def test_a_lease_whose_file_was_removed_is_lost(layout: RunLayout) -> None:
+    lost: list[TrainingError] = []
+    with hold(layout, on_loss=lost.append) as held:
+        (path,) = layout.leases.iterdir()
+        path.unlink()
+        held.beat()
+    assert len(lost) == 1
+
+
 def test_nobody_holds_a_folder_without_leases(layout: RunLayout) -> None:
     assert current_holder(layout) is None
