@@ -102,10 +102,12 @@ def test_with_slurm_s_own_time_outs_a_run_that_lost_a_node_is_requeued_before_sl
         victim = cluster.nodes(job)[-1]
         cluster.switch("kill-node", victim)
         log = cluster.wait_for_log(run, "putting the job back into the queue")
-    assert "a node of this job no longer answers" in log
-    cluster.switch("revive-node", victim)
-    start_now(cluster, run)
-    status = cluster.wait_for_completion(run)
+        assert "a node of this job no longer answers" in log
+        cluster.declare_dead(victim)  # and no start_now: in the same second, the job's GPUs are not its own again
+        try:
+            status = cluster.wait_for_completion(run)
+        finally:
+            cluster.switch("revive-node", victim)
     assert status["last_step"]["step"] == 150
     assert status["start"]["resumed_from"] >= 20
 
