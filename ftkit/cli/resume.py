@@ -11,9 +11,8 @@ from ftkit.cli.image_ready import require_same_image
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.run import after_submission
 from ftkit.cli.terminal import Terminal
-from ftkit.launch.jobs import resume
+from ftkit.launch.jobs import read_plan_to_resume, resume
 from ftkit.launch.prerequisites import check_trackers
-from ftkit.plan import read_plan
 from ftkit.records import RecordTail
 
 
@@ -35,7 +34,7 @@ def command(reference: str, *, follow: bool) -> None:
     terminal = Terminal()
     layout = run_of(reference).layout
     tail = RecordTail(layout.metrics, skips_old=True)  # what earlier jobs wrote is not shown again
-    plan = read_plan(layout)
+    plan = read_plan_to_resume(layout)
     for warning in check_trackers(plan, os.environ):
         terminal.warn(warning)
     require_same_image(plan, terminal)

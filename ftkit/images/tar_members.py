@@ -187,8 +187,8 @@ def _member(header: bytes, path: bytes, target: bytes, size: int) -> Member:
     target = (target or _text(header[157:257])) if is_link else b""
     if kind == LINK:
         target = _clean(target)
-    elif b"\0" in target:
-        raise _damaged(f"a link leads to {shortened(target)}")
+    if is_link and (not target or b"\0" in target or len(target) >= _MAX_PATH):  # no system makes such a link
+        raise _damaged(f"a link leads to '{shortened(target)}'")
     mode = _number(header[100:108]) & 0o7777
     return Member(_clean(path), kind, mode, max(0, _number(header[136:148])), size, target)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,13 @@ from ftkit.launch.scheduler import scheduler_for
 from ftkit.launch.slurm_refusals import UncertainSubmitError
 from ftkit.launch.states import RunState
 from ftkit.launch.submission import Submission, SubmittedRun, read_submission, write_submission
+from ftkit.plan import PlanError, read_plan
 from ftkit.process import ProgramTimeoutError
 from ftkit.runs.lease import current_holder, revoke
 
 if TYPE_CHECKING:
     from ftkit.launch.states import Observation
+    from ftkit.layout import RunLayout
     from ftkit.plan import RunPlan
 
 
@@ -35,6 +38,22 @@ def start(plan: RunPlan, script: str, manifest: dict[str, Any]) -> SubmittedRun:
         if not isinstance(error, UncertainSubmitError):
             shutil.rmtree(plan.layout.root, ignore_errors=True)
         raise
+
+
+def read_plan_to_resume(layout: RunLayout) -> RunPlan:
+    """Read the plan of a run that is to be submitted again.
+
+    Raises:
+        PlanError: it can't be read, or is that of a run in another folder, which would be submitted instead.
+    """
+    plan = read_plan(layout)
+    if os.path.realpath(plan.layout.root) != os.path.realpath(layout.root):
+        raise PlanError(
+            f"the plan in {layout.plan} is that of the run in {plan.layout.root}",
+            meaning="the folder was copied or moved; its plan and its job script have the paths of the former place",
+            fix="move it back, or start a new run",
+        )
+    return plan
 
 
 def resume(plan: RunPlan) -> SubmittedRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from conftest import FakePrograms, Result, RunMaker
 
     from ftkit.launch.submission import SubmittedRun
-
-ODD_VALUES: tuple[Any, ...] = (
-    None, True, "", "text", "\x1b[2J\n", "\ud800", -1, 0, 2**63, 10**400, 1e308, float("nan"), float("inf"),
-    [], [[]], {}, {"a": [1]}, ["1"] * 5,
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -46,55 +41,6 @@ def run(make_run: RunMaker, programs: FakePrograms, records: Any, sacct_line: An
     return made
 
 
-def odd_json(random_: random.Random, value: Any) -> Any:
-    """Put an odd value somewhere into a JSON value."""
-    if isinstance(value, dict) and value and random_.random() < 0.8:
-        key = random_.choice(list(value))
-        if random_.random() < 0.2:
-            return {name: inner for name, inner in value.items() if name != key}
-        return value | {key: odd_json(random_, value[key])}
-    return random_.choice(ODD_VALUES)
-
-
-def damage(random_: random.Random, content: bytes) -> bytes:
-    """Damage a file's content in one of many ways."""
-    match random_.randrange(6):
-        case 0:
-            return content[: random_.randrange(len(content))]
-        case 1:
-            at = random_.randrange(len(content))
-            return content[:at] + random_.randbytes(random_.randrange(1, 9)) + content[at + 1 :]
-        case 2:
-            return random_.choice((b"[", b'{"a":', b'{"event": "step", "step":')) * 50_000
-        case 3:
-            return random_.choice((b"", b"\xff\xfe", b"\0" * 999, b"9" * 5000, b"null", b"\n\n"))
-        case _:
-            try:
-                lines = [json.loads(content)]
-            except ValueError:
-                lines = [json.loads(line) for line in content.splitlines() if line.startswith(b"{")] or [{}]
-            index = random_.randrange(len(lines))
-            lines[index] = odd_json(random_, lines[index])
-            return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_a_run_folder_with_anything_in_it_breaks_no_listing(
-    ftkit: Callable[..., Result], run: SubmittedRun, seed: int
-) -> None:
-    random_ = random.Random(seed)
-    layout = run.layout
-    files = (layout.plan, layout.submission, layout.state, layout.metrics, layout.rank_error(1), layout.exit_code)
-    for path in random_.sample(files, random_.choice((1, 1, 2))):
-        path.write_bytes(damage(random_, path.read_bytes()))
-    for words in (("runs",), ("runs", "--json"), ("status", run.id), ("status", run.id, "--json"), ("gc", "--dry-run")):
-        result = ftkit(*words)
-        assert result.code == 0, (words, result.err)
-    good = next(listed for listed in json.loads(ftkit("runs", "--json").out) if listed["name"] == "good")
-    assert good["step"] == 7
-    assert ftkit("logs", run.id).out == "words\n"
-
-
 def test_a_damaged_run_is_listed_with_what_is_wrong(
     ftkit: Callable[..., Result], run: SubmittedRun, tmp_path: Path
 ) -> None:
@@ -109,6 +55,18 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(
     assert "400/400" in shown.out
     assert ftkit("resume", "victim").code == 3
     assert str(tmp_path) in ftkit("resume", "victim").err
+
+
+def test_a_copied_run_is_not_resumed_in_the_place_of_the_original(
+    ftkit: Callable[..., Result], run: SubmittedRun
+) -> None:
+    copied = run.layout.root.with_name("victim-20270102T030405Z-ffff")
+    shutil.copytree(run.layout.root, copied)
+    result = ftkit("resume", copied.name)
+    assert result.code == 3
+    assert f"is that of the run in {run.layout.root}" in result.err
+    assert run.layout.exit_code.exists()
+    assert ftkit("status", copied.name).code == 0
 
 
 def test_an_unusable_workspace_is_said_to_be_so(

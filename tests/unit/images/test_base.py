@@ -17,7 +17,7 @@ from ftkit.specs.load import ImageDefinition, Surroundings, find_image
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import Internet
+    from fuzzing.internet import Internet
 
 BASE = "registry.example.com/team/x:1"
 OLD = Digest("sha256:" + "1" * 64)

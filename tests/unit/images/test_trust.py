@@ -26,7 +26,7 @@ from ftkit.specs.image_reference import is_loopback, parse_reference
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import Internet, Pushed
+    from fuzzing.internet import Internet, Pushed
 
 SQUASHFS = b"hsqs" + bytes(36) + (200).to_bytes(8, "little") + bytes(200)
 NAME = "registry.example.com/team/x:1"
