@@ -40,6 +40,7 @@ STAND_INS = {
     ),
     "scontrol": (
         'if [[ "$1 $2" == "show job" ]]; then echo "${FAKE_JOB:-PreemptTime=None}"\n'
+        'elif [[ "$1 $2" == "show config" ]]; then echo "${FAKE_CONFIG:-}"\n'
         'elif [[ $1 == show ]]; then printf "n1\\nn2\\n"\n'
         'else exit "${FAKE_REQUEUE_CODE:-0}"; fi\n'
     ),

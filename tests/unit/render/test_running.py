@@ -174,13 +174,27 @@ def test_prepared_data_needs_no_container(plan: RunPlan, machine: Machine) -> No
     assert "ftkit.train" in train.words
 
 
-def test_a_job_that_lost_a_node_is_requeued_before_slurm_notices(slurm_plan: RunPlan, machine: Machine) -> None:
+def test_a_job_that_lost_a_node_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {"FAKE_TRAINER": "exit 1", "FAKE_PROBE_ALL": "233"}
     code, said = machine.run(slurm_plan)
     assert code == 0
     assert "a node of this job no longer answers" in said
     assert _requeued(machine)
     assert not slurm_plan.layout.exit_code.exists()
+
+
+def test_slurm_is_left_to_requeue_a_job_that_lost_a_node_itself(slurm_plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {
+        "FAKE_TRAINER": "exit 1",
+        "FAKE_PROBE_ALL": "233",
+        "FAKE_CONFIG": "SlurmdTimeout           = 300 sec",
+    }
+    sleep = machine.root / "bin" / "sleep"
+    sleep.write_text('#!/bin/bash\necho "$1" >slept\nkill -TERM "$PPID"\n', encoding="utf-8")
+    sleep.chmod(0o755)
+    assert machine.run(slurm_plan)[0] == 1
+    assert (slurm_plan.layout.root / "slept").read_text(encoding="utf-8") == "660\n"
+    assert not _requeued(machine)
 
 
 @pytest.mark.parametrize(
