@@ -61,7 +61,7 @@ def load_tokenizer(model: ModelSpec, template_name: str) -> PreTrainedTokenizerB
     source = model.weights if model.tokenizer.source == "model" else model.tokenizer.source
     revision = model.revision if model.tokenizer.source == "model" else None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # it reads the model's configuration too, whose odd values raise anything
         raise DataError(
             f"can't load the tokeniser of '{source}': {in_short(error)}",
@@ -142,5 +142,5 @@ def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokeniser that was kept beside prepared data."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds of imports
 
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return loaded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,8 @@ from ftkit.process import ProgramTimeoutError
 from ftkit.runs.lease import current_holder, revoke
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.launch.states import Observation
     from ftkit.layout import RunLayout
     from ftkit.plan import RunPlan
@@ -47,13 +48,20 @@ def read_plan_to_resume(layout: RunLayout) -> RunPlan:
         PlanError: it can't be read, or is that of a run in another folder, which would be submitted instead.
     """
     plan = read_plan(layout)
-    if os.path.realpath(plan.layout.root) != os.path.realpath(layout.root):
+    if not _is_same(plan.layout.root, layout.root):
         raise PlanError(
             f"the plan in {layout.plan} is that of the run in {plan.layout.root}",
             meaning="the folder was copied or moved; its plan and its job script have the paths of the former place",
             fix="move it back, or start a new run",
         )
     return plan
+
+
+def _is_same(first: Path, second: Path) -> bool:
+    try:
+        return first.samefile(second)
+    except (OSError, ValueError):  # it is not there, or no system has such a path
+        return False
 
 
 def resume(plan: RunPlan) -> SubmittedRun:

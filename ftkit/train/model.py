@@ -101,7 +101,7 @@ def _read_stored(folder: Path) -> PretrainedConfig:
             fix="take an image with a newer transformers, or choose another model",
         )
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # what odd values raise is up to each architecture and version
         raise TrainingError(
             f"transformers {version} can't take {folder / CONFIG_FILE} for a '{model_type}': {in_short(error)}",

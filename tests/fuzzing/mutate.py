@@ -35,7 +35,24 @@ def damaged_value(rng: random.Random, value: Any) -> Any:
         if rng.random() < 0.2:
             return value * rng.choice((0, 2, 50))
         return [*value[:place], damaged_value(rng, value[place]), *value[place + 1 :]]
+    if rng.random() < 0.4:
+        return near_value(rng, value)
     return [value] if rng.random() < 0.1 else rng.choice(ODD_VALUES)
+
+
+def near_value(rng: random.Random, value: Any) -> Any:
+    """Return another value of the same type, which may be as good."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return rng.choice((value - 1, value + 1, value * 2, value // 2, value * 1000, 10**12))
+        case float():
+            return rng.choice((value * 2, value / 1000, -value, 1e-300))
+        case str():
+            return rng.choice((value.upper(), value + "x", value[:-1], value * 2, value + " "))
+        case _:
+            return rng.choice(ODD_VALUES)
 
 
 def damaged_bytes(rng: random.Random, data: bytes, pieces: tuple[bytes, ...] = _NUMBERS) -> bytes:

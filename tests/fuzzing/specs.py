@@ -10,7 +10,7 @@ from ftkit import assets
 from ftkit.specs.yaml_files import read_yaml
 from fuzzing.area import Area, Case
 from fuzzing.command_line import command_line
-from fuzzing.mutate import ODD_VALUES, damaged_bytes, damaged_value
+from fuzzing.mutate import ODD_VALUES, damaged_bytes, damaged_value, near_value
 
 if TYPE_CHECKING:
     import random
@@ -35,7 +35,7 @@ _NAMES = ("training", "data", "model", "resources", "evaluation", "tracking", "n
 
 def _make(rng: random.Random) -> Case:
     kind = rng.choice((*_FILES, "recipe.yaml", "ftkit.yaml", "overrides"))
-    words = [rng.choice(("demo", "olmo3-7b-full", "gemma3-12b-sql-qlora")), rng.choice(("local", "a3-ultragpu-8g"))]
+    words = [rng.choice(("demo", "olmo3-7b-full", "gemma3-12b-sql-qlora")), rng.choice(("slurm", "a3-ultragpu-8g"))]
     if kind == "overrides":
         overrides = [_override(rng) for _ in range(rng.choice((1, 1, 3)))]
         return {"words.json": json.dumps([*words, *overrides]).encode()}
@@ -51,11 +51,13 @@ def _make(rng: random.Random) -> Case:
 
 
 def _override(rng: random.Random) -> str:
-    fields = [key for key, value in read_yaml(assets.RECIPES / "olmo3-7b-full.yaml").origins.items() if value]
-    names = rng.choice(fields) if rng.random() < 0.8 else rng.choices(_NAMES, k=rng.choice((1, 2, 99)))
-    value = rng.choice(ODD_VALUES)
+    layers = read_yaml(assets.RECIPES / "olmo3-7b-full.yaml")
+    names = rng.choice([key for key in layers.origins if key])
+    value = near_value(rng, layers.value(names)) if rng.random() < 0.5 else rng.choice(ODD_VALUES)
+    if rng.random() < 0.2:
+        names = tuple(rng.choices(_NAMES, k=rng.choice((1, 2, 99))))
     text = value if isinstance(value, str) else json.dumps(value)
-    return ".".join(names) + rng.choice(("=", "=", "=", "", "==", ".=", "=[")) + text
+    return ".".join(names) + rng.choice(("=", "=", "=", "=", "=", "", "==", ".=", "=[")) + text
 
 
 def _run(case: Case, folder: Path) -> bool:

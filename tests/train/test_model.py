@@ -266,3 +266,12 @@ def test_a_parameter_that_no_file_has_is_named(tokenizer: PreTrainedTokenizerBas
     build("llama", tokenizer, num_hidden_layers=3).save_pretrained(tmp_path)
     with pytest.raises(TrainingError, match=r"9 of the model's parameters are not in .*: model\.layers\.3\."):
         load_weights(build("llama", tokenizer), tmp_path)
+
+
+def test_a_tokenizer_s_own_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers would ask
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Own", null]}}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
+    with pytest.raises(DataError, match="custom code"):
+        load_tokenizer(ModelSpec(weights=str(tmp_path), architecture=architecture("llama")), "model")
+    assert not (tmp_path / "ran").exists()
