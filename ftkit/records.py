@@ -12,13 +12,13 @@ import socket
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
 
-from ftkit.errors import DiskFullError, FtkitError, without_secrets
+from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -298,12 +298,13 @@ def leave_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int
 
 
 def read_rank_error(path: Path) -> RankError | None:
-    """Read an error back; None for a file that is no such thing."""
+    """Read an error back; None for a file that is no such thing. An exit code of another version of ftkit becomes 1."""
     try:
         with _open(path) as file:
-            return _RANK_ERROR.validate_json(file.read(LONGEST_LINE))
+            error = _RANK_ERROR.validate_json(file.read(LONGEST_LINE))
     except (OSError, ValueError):
         return None
+    return error if error.exit_code in EXIT_CODES else replace(error, exit_code=1)
 
 
 def read_last_step(path: Path, *, tail_bytes: int = 16_384) -> StepRecord | None:

@@ -77,7 +77,9 @@ def _run(case: Case, folder: Path) -> bool:
     odd = _IDS["odd"]
     with command_line(folder) as call:
         for words in (("runs",), ("status", odd), ("status", odd, "--json"), ("gc", "--dry-run")):
-            assert call(*words)[0] == 0, words
+            code, out = call(*words)
+            assert code == 0, words
+            assert "\x1b" not in out, "what is in a file steers the terminal"
         listed = {run["name"]: run for run in json.loads(call("runs", "--json")[1])}
         assert call("logs", odd) == (0, "words\n")
         assert call("resume", odd, "--no-follow")[0] > 1, "there is no Slurm"
