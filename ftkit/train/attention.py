@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,45 +9,123 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import AttentionInterface
 
-from ftkit.errors import TrainingError
+from ftkit.errors import PrerequisiteError, TrainingError, in_short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
-    from ftkit.specs.training import AttentionChoice, Precision
+    from ftkit.specs.training import TrainingPlan
+    from ftkit.train.world import World
 
-Kernel = Literal["flash4", "flex", "sdpa"]
+Kernel = Literal["flash4", "flex", "sdpa", "eager"]
 
-IMPLEMENTATIONS: dict[Kernel, str] = {"flash4": "ftkit_varlen", "flex": "flex_attention", "sdpa": "sdpa"}
+IMPLEMENTATIONS: dict[Kernel, str] = {
+    "flash4": "ftkit_varlen",
+    "flex": "flex_attention",
+    "sdpa": "sdpa",
+    "eager": "eager",
+}
 """What transformers calls each kernel."""
 
 _HOPPER = (9, 0)
 _UNKNOWN_TO_FLASH4 = ("softcap", "s_aux", "position_bias")
 """What some models pass to a kernel to change the scores: caps, sinks, biases."""
 
+_CHANGES_SCORES = {"attn_logit_softcapping": "caps its attention scores"}
+"""Configuration keys of models whose attention flash-attn-4 and SDPA don't compute, with what they do."""
+_HAS_SINKS = ("gpt_oss",)
+"""Families whose attention has sinks, which no key of their configuration says."""
 
-def choose_kernel(wanted: AttentionChoice, precision: Precision, device: torch.device) -> tuple[Kernel, str]:
-    """Return the kernel to use, and why.
+FLEX_MINIMUM = 128
+"""Tokens from which on flex attention has one kernel for training and inference. For fewer queries torch takes a
+decoding kernel without gradients, which ignores documents or fails to compile (seen with torch 2.11)."""
+
+
+def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World) -> tuple[Kernel, str]:
+    """Return the kernel to use, and why. Every rank must call it; all get the same answer.
 
     flash-attn-4 runs on Hopper and newer, in bf16, and takes packed documents of any length; flex attention is
-    compiled for any CUDA device; torch's own SDPA runs everywhere, with a mask of sequence length squared.
+    compiled for any CUDA device; torch's SDPA and transformers' eager attention run everywhere, with a mask of
+    sequence length squared. Only flex and eager attention know models that change their attention scores.
+
+    Raises:
+        TrainingError: the recipe asks for a kernel that can't compute this model.
+        PrerequisiteError: it asks for flash-attn-4, which does not work here.
     """
-    if wanted != "auto":
-        return wanted, "the recipe asks for it"
-    if device.type != "cuda":
-        return "sdpa", "the one that runs on processors"
-    has_package = importlib.util.find_spec("flash_attn") is not None and _has_cute()
-    if precision == "fp32":
-        return "flex", "CUDA, in fp32"
-    if has_package and torch.cuda.get_device_capability(device) >= _HOPPER:
-        return "flash4", f"{torch.cuda.get_device_name(device)} and flash-attn-4 is installed"
-    return "flex", "CUDA without flash-attn-4"
+    special = _changed_scores(config)
+    if training.attention != "auto":
+        _check_wanted(training, special, config, world)
+        return training.attention, "the recipe asks for it"
+    if world.device.type != "cuda":
+        return ("eager", f"CPU; the model {special}") if special else ("sdpa", "the fastest one on CPUs")
+    if special is None and training.precision == "bf16" and torch.cuda.get_device_capability() >= _HOPPER:
+        failure = _flash4_failure(config, world)
+        if failure is None:
+            return "flash4", f"{torch.cuda.get_device_name()} and flash-attn-4 is installed"
+    else:
+        failure = f"the model {special}" if special else f"{torch.cuda.get_device_name()} in {training.precision}"
+    if training.sequence_length >= FLEX_MINIMUM:
+        return "flex", f"flash-attn-4 can't be used: {failure}"
+    if special:
+        return "eager", f"the model {special}, and flex attention needs {FLEX_MINIMUM} tokens"
+    return "sdpa", f"packs of {training.sequence_length} tokens: flex attention needs {FLEX_MINIMUM}"
 
 
-def _has_cute() -> bool:
-    return importlib.util.find_spec("flash_attn.cute") is not None
+def _changed_scores(config: PretrainedConfig) -> str | None:
+    """Say how a model changes its attention scores, if it does."""
+    if config.model_type in _HAS_SINKS:
+        return "has attention sinks"
+    return next((text for key, text in _CHANGES_SCORES.items() if getattr(config, key, None) is not None), None)
+
+
+def _check_wanted(training: TrainingPlan, special: str | None, config: PretrainedConfig, world: World) -> None:
+    wanted = training.attention
+    if special and wanted in {"flash4", "sdpa"}:
+        raise TrainingError(
+            f"training.attention={wanted} can't compute a '{config.model_type}': it {special}",
+            fix="set training.attention=auto",
+        )
+    if wanted == "flex" and training.sequence_length < FLEX_MINIMUM:
+        raise TrainingError(
+            f"training.attention=flex needs a sequence length of {FLEX_MINIMUM} or more, not "
+            f"{training.sequence_length}",
+            meaning="for shorter packs torch takes a kernel that ignores where documents end",
+            fix="set training.attention=auto, or a longer training.sequence_length",
+        )
+    if wanted == "flash4" and (failure := _flash4_failure(config, world)) is not None:
+        raise PrerequisiteError(
+            f"training.attention=flash4: {failure}",
+            meaning="flash-attn-4 or a package that it needs is missing or of another version, or it does not support "
+            "this GPU or these heads",
+            fix="pip install flash-attn-4 in the image, or set training.attention=auto",
+        )
+
+
+def _flash4_failure(config: PretrainedConfig, world: World) -> str | None:
+    """Return why flash-attn-4 can't train this model on some rank, or None if it can on all."""
+    failures = world.gather_objects(_flash4_failure_here(config, world.device))
+    return next((failure for failure in failures if failure is not None), None)
+
+
+def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str | None:
+    """Try its forward and backward pass on the model's heads: what it compiles for that, training uses again."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    try:
+        query, key, value = (
+            torch.randn(FLEX_MINIMUM, num, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+            for num in (heads, key_heads, key_heads)
+        )
+        borders = torch.tensor([0, FLEX_MINIMUM // 3, FLEX_MINIMUM], dtype=torch.int32, device=device)
+        output, _ = _varlen(query, key, value, borders, FLEX_MINIMUM, 1 / math.sqrt(width), None)
+        output.sum().backward()
+        torch.cuda.synchronize(device)  # host sync: a kernel's error shows here, before step 1
+    except Exception as error:  # noqa: BLE001 - what a missing part or an unsupported head raises is up to many packages
+        return f"{type(error).__name__}: {in_short(error)}"
+    return None
 
 
 def _flash4(  # noqa: PLR0913 - the interface is transformers'

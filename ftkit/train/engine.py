@@ -40,6 +40,12 @@ class Engine(Protocol):
     def inference(self) -> AbstractContextManager[nn.Module]:
         """Give the model for evaluation, without gradients."""
 
+    def probe(self) -> AbstractContextManager[nn.Module]:
+        """Give the model as it is trained, with gradients; none of them reaches the parameters.
+
+        One forward pass, and no backward pass or one by `torch.autograd.grad`.
+        """
+
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a global norm, update the weights and clear the gradients.
 

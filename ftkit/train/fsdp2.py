@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -113,9 +114,23 @@ class Fsdp2Engine:
                 yield self.model
         finally:
             self.model.train()
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            self._reshard()
+
+    @contextmanager
+    def probe(self) -> Iterator[nn.Module]:
+        """Give the model as it is trained; see `Engine.probe`."""
+        try:
+            with warnings.catch_warnings():
+                # Of outputs changed in place later, which a probe never does.
+                warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+                yield self.model
+        finally:
+            self._reshard()
+
+    def _reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Clip, update the weights and clear the gradients; see `Engine.step`."""

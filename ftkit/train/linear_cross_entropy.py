@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,40 @@ from ftkit.train.library_versions import TORCH
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from transformers import PretrainedConfig
 
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of `hidden @ weight.T` against the targets, summed, in fp32.
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model makes of its output projection's products before they are logits: it scales them, then caps them.
+
+    A cap `c` is `c * tanh(x / c)`, as in Gemma 2.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> LogitTransform:
+        """Return a model's, by what families call it in their configurations."""
+        divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+        factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+        return cls(factor / divisor, getattr(config, "final_logit_softcapping", None))
+
+    def apply(self, products: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        logits = products if self.scale == 1.0 else products * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def derivative(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """Return that of `apply`, from what it returned."""
+        return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform = LogitTransform()
+) -> torch.Tensor:
+    """Return the cross-entropy of the logits of `hidden @ weight.T` against the targets, summed, in fp32.
 
     The gradients are computed in the forward pass, while a chunk's logits are there: one pass over them instead of
     keeping or recomputing them.
@@ -25,15 +57,18 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: to
         hidden: [N, H].
         weight: [V, H].
         targets: int64 [N].
+        transform: what makes logits of the products.
     """
-    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        needs_hidden, needs_weight, _ = ctx.needs_input_grad  # a frozen projection needs none
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform
+    ) -> torch.Tensor:
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad  # a frozen projection needs none
         vocabulary = weight.shape[0]
         weight = _padded(weight)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -43,21 +78,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, len(targets), chunk):
             part = slice(begin, begin + chunk)
             logits = hidden[part] @ weight.T
-            part_loss, grad_logits = _loss_and_gradient(logits, targets[part], vocabulary)
+            part_loss, grad_logits = _loss_and_gradient(logits, targets[part], vocabulary, transform)
             loss += part_loss
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[part])
+            del logits, grad_logits  # before the next chunk has its own
         if grad_weight is not None:
             grad_weight = grad_weight[:vocabulary].to(weight.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = (None if grad is None else grad * grad_output for grad in ctx.saved_tensors)
-        return grad_hidden, grad_weight, None
+        return grad_hidden, grad_weight, None, None
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -75,25 +111,28 @@ def _padded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _loss_and_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, vocabulary: int
+    products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of logits [N, V], and its gradient to them: softmax minus one at the target.
+    """Return the summed loss of products [N, V], and its gradient to them: softmax minus one at the target.
 
     Columns from `vocabulary` on are padding: no token is there.
     """
-    function = _compiled() if logits.device.type == "cuda" else _plain
-    return function(logits, targets, vocabulary)
+    function = _compiled() if products.device.type == "cuda" else _plain
+    return function(products, targets, vocabulary, transform)
 
 
-def _plain(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    places = torch.arange(logits.shape[1], device=logits.device)
-    exact = logits.float().masked_fill(places >= vocabulary, -torch.inf)
+def _plain(
+    products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
+) -> tuple[torch.Tensor, torch.Tensor]:
+    places = torch.arange(products.shape[1], device=products.device)
+    logits = transform.apply(products.float())
+    exact = logits.masked_fill(places >= vocabulary, -torch.inf)
     normaliser = exact.logsumexp(dim=-1, keepdim=True)
     chosen = exact.gather(1, targets[:, None])
     gradient = (exact - normaliser).exp() - (places == targets[:, None]).float()
-    return (normaliser - chosen).sum(), gradient.to(logits.dtype)
+    return (normaliser - chosen).sum(), (gradient * transform.derivative(logits)).to(products.dtype)
 
 
 @cache
-def _compiled() -> Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
+def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     return torch.compile(_plain, dynamic=True)

@@ -124,7 +124,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
             f"transformers {transformers.__version__} can't build a '{config.model_type}' with attention "
             f"'{attention}': {in_short(error)}",
             meaning="it is not a causal language model, or its class does not know this attention kernel",
-            fix="try training.attention=flex on GPUs, or choose another model",
+            fix="set training.attention=auto, or choose another model",
         ) from error
     built.tie_weights()  # a parameter that took its memory from another is an object of its own again
     _check_takes_packs(built)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn import functional
 
-from ftkit.train.linear_cross_entropy import linear_cross_entropy
-from ftkit.train.model import find_decoder
+from ftkit.train.linear_cross_entropy import LogitTransform, linear_cross_entropy
+from ftkit.train.model import find_decoder, find_decoder_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,9 +54,9 @@ class MicroBatch:
 
 
 def _hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Return the last hidden states, [B * T, H]."""
+    """Return the last hidden states, [B, T, H]."""
     hidden: torch.Tensor = find_decoder(model)(**_inputs(batch)).last_hidden_state
-    return hidden.flatten(0, 1)
+    return hidden
 
 
 def _inputs(batch: MicroBatch) -> dict[str, Any]:
@@ -79,15 +79,16 @@ def _inputs(batch: MicroBatch) -> dict[str, Any]:
 
 def _loss_in_chunks(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the cross-entropy summed over the targets, in fp32. Logits are there a chunk at a time."""
-    kept = _hidden_states(model, batch).index_select(0, batch.target_index)
-    return linear_cross_entropy(kept, model.get_output_embeddings().weight, batch.targets)
+    kept = _hidden_states(model, batch).flatten(0, 1).index_select(0, batch.target_index)
+    transform = LogitTransform.of(model.config)
+    return linear_cross_entropy(kept, model.get_output_embeddings().weight, batch.targets, transform)
 
 
 def _loss_of_whole(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the same from logits that are there as a whole: for engines that gather weights by calling modules."""
-    kept = _hidden_states(model, batch).index_select(0, batch.target_index)
-    logits = model.get_output_embeddings()(kept)
-    return functional.cross_entropy(logits.float(), batch.targets, reduction="sum")
+    kept = _hidden_states(model, batch).flatten(0, 1).index_select(0, batch.target_index)
+    logits = LogitTransform.of(model.config).apply(model.get_output_embeddings()(kept).float())
+    return functional.cross_entropy(logits, batch.targets, reduction="sum")
 
 
 def add_objective(model: nn.Module, *, in_chunks: bool) -> None:
@@ -108,13 +109,60 @@ def summed_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
     return loss
 
 
-def loss_of_own_logits(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Return the same as `summed_loss` from the logits that the model's own class computes."""
-    logits = model(**_inputs(batch)).logits.flatten(0, 1).index_select(0, batch.target_index)
-    return functional.cross_entropy(logits.float(), batch.targets, reduction="sum")
-
-
 def packed_hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the last hidden states of a model that has an objective, [B * T, H]."""
-    hidden: torch.Tensor = model.packed_hidden_states(batch)
-    return hidden
+    hidden: torch.Tensor = model.packed_hidden_states(batch)  # not a view yet, which FSDP2 warns of
+    return hidden.flatten(0, 1)
+
+
+def states_and_gradients(model: Any, batch: MicroBatch, is_kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a model's last hidden states, and gradients of the chosen ones to the first layer's output at all tokens.
+
+    Not to the embeddings: those of a frozen table have no gradient in training, and giving them one would compile the
+    first layer anew.
+
+    Args:
+        model: a model that has an objective.
+        batch: N tokens.
+        is_kept: bool [N], the tokens whose hidden states the gradients are of, in a random direction.
+
+    Returns:
+        Both [N, H].
+    """
+    outputs: list[torch.Tensor] = []
+
+    def watch(_: nn.Module, __: Any, output: Any) -> None:
+        outputs.append(output if isinstance(output, torch.Tensor) else output[0])
+
+    with find_decoder_layers(model)[0].register_forward_hook(watch):
+        states = packed_hidden_states(model, batch)
+    direction = torch.randn(states.shape, dtype=states.dtype, device=states.device) * is_kept[:, None]
+    (gradients,) = torch.autograd.grad(states, outputs[:1], direction)
+    return states.detach(), gradients.flatten(0, 1)
+
+
+def own_forward(model: Any, batch: MicroBatch, num_logits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Call a model's own class.
+
+    Returns:
+        Its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and those that
+        `summed_loss` would compute its loss from, [M, V].
+    """
+    states: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+
+    def watch_decoder(_: nn.Module, __: Any, output: Any) -> None:
+        states.append(output.last_hidden_state.detach())
+
+    def watch_projection(module: Any, __: Any, ___: Any) -> None:
+        # Here, since it is only now that an engine has its weights in one piece.
+        kept = states[0][:, -num_logits:].to(module.weight.dtype)
+        products = functional.linear(kept, module.weight, module.bias)
+        expected.append(LogitTransform.of(model.config).apply(products.detach().float()))
+
+    with (
+        find_decoder(model).register_forward_hook(watch_decoder),
+        model.get_output_embeddings().register_forward_hook(watch_projection),
+    ):
+        logits = model(**_inputs(batch), logits_to_keep=num_logits).logits[:, -num_logits:]
+    return states[0].flatten(0, 1), logits.detach().flatten(0, 1), expected[0].flatten(0, 1)

@@ -20,7 +20,7 @@ from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.batches import to_micro_batch
 from ftkit.train.engines import make_engine
 from ftkit.train.model import build_empty, make_config
-from ftkit.train.proofs import prove_isolation, prove_sharding
+from ftkit.train.proofs import prove_isolation, prove_logits, prove_sharding, run_probe
 from ftkit.train.weights import draw_weights
 from ftkit.train.world import joined_world
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ftkit.train.world import World
 
 VOCABULARY = 320
-LENGTH = 64
+LENGTH = 256
 
 
 def self_check() -> str:
@@ -64,12 +64,14 @@ def _take_step(family: Family, world: World) -> float:
     training = TrainingPlan(
         precision=precision, sequence_length=LENGTH, global_batch_size=1, max_steps=1, learning_rate=1e-3
     )
-    kernel, _ = choose_kernel(training.attention, training.precision, world.device)
     config = make_config(shape, learn_tokenizer(["self-check"], 300, "chatml"))
+    kernel, _ = choose_kernel(training, config, world)
     model = build_empty(config, IMPLEMENTATIONS[kernel])
     engine = make_engine("fsdp2", model, training, world, lambda sharded: draw_weights(sharded, shape, 0))
     prove_sharding(engine.facts(), training, method_counts(shape, training))
-    prove_isolation(engine, world, VOCABULARY)
+    probe = run_probe(engine, world, VOCABULARY, micro_batch_size=1, sequence_length=LENGTH)
+    prove_isolation(probe)
+    prove_logits(probe)
     tokens = np.arange(LENGTH, dtype=np.int32)
     pack = build_pack([Document(tokens, np.roll(tokens, -1))], LENGTH, pad=0)
     loss = engine.backward(to_micro_batch(pack[None], world.device), LENGTH, is_last=True)

@@ -37,7 +37,7 @@ from ftkit.train.memory_trace import MemoryTrace
 from ftkit.train.model import TextConfig, build_empty, has_random_weights, make_config, read_config
 from ftkit.train.out_of_memory import OutOfMemoryExplainer
 from ftkit.train.profiler import check_profile
-from ftkit.train.proofs import prove_isolation, prove_loss, prove_sharding, prove_targets
+from ftkit.train.proofs import prove_isolation, prove_logits, prove_sharding, prove_targets, run_probe
 from ftkit.train.telemetry import Recorder
 from ftkit.train.trackers.feed import tracked
 from ftkit.train.utilisation import measure_utilisation
@@ -160,7 +160,7 @@ class Session:
             folder = fetch_weights(recipe.model, self.world)
             config = read_config(folder, recipe.model.architecture)
         generation = Generation.of(self.tokenizer, folder)
-        kernel, reason = choose_kernel(recipe.training.attention, recipe.training.precision, self.world.device)
+        kernel, reason = choose_kernel(recipe.training, config.text, self.world)
         log.info("attention: %s (%s)", kernel, reason)
         model = build_empty(config.text, IMPLEMENTATIONS[kernel])
         counts = count_modules(model, recipe.model.architecture.intermediate_size)
@@ -195,10 +195,15 @@ class Session:
         self._stage("proving that the model is sharded and its documents are isolated")
         recipe = self.plan.recipe
         checks = prove_sharding(engine.facts(), recipe.training, expected)
-        vocabulary = recipe.model.architecture.vocab_size
         checks |= prove_targets(store.num_targets)
-        checks |= prove_isolation(engine, self.world, vocabulary)
-        checks |= prove_loss(engine, self.world, vocabulary)
+        probe = run_probe(
+            engine,
+            self.world,
+            recipe.model.architecture.vocab_size,
+            micro_batch_size=self.plan.batch.micro_batch_size,
+            sequence_length=recipe.training.sequence_length,
+        )
+        checks |= prove_isolation(probe) | prove_logits(probe)
         self.recorder.write(ProofRecord(time.time(), checks))
         log.info("proven: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
 

@@ -129,6 +129,18 @@ class Zero3Engine:
         finally:
             self._engine.train()
 
+    @contextmanager
+    def probe(self) -> Iterator[nn.Module]:
+        """Give the model as it is trained; see `Engine.probe`."""
+        try:
+            yield self.model
+        finally:
+            # DeepSpeed counts the outputs of each module whose gradients are to come, and frees weights after the last.
+            module: Any
+            for module in self.model.modules():
+                if hasattr(module, "ds_grads_remaining"):
+                    module.ds_grads_remaining = 0
+
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Clip, update the weights and clear the gradients; see `Engine.step`."""
         optimizer = self._engine.optimizer

@@ -42,7 +42,7 @@ from ftkit.train.engines import make_engine
 from ftkit.train.model import make_config
 from ftkit.train.objective import MicroBatch, summed_loss
 from ftkit.train.precision import DTYPES
-from ftkit.train.proofs import prove_isolation, prove_loss, prove_sharding
+from ftkit.train.proofs import prove_isolation, prove_logits, prove_sharding, run_probe
 from ftkit.train.world import World, joined_world
 
 if TYPE_CHECKING:
@@ -174,8 +174,9 @@ def train(case: Case, world: World) -> dict[str, Any]:
             keeps_weights=weights == "kept",
         )  # fmt: skip
     checks = prove_sharding(engine.facts(), training, expected)
-    prove_isolation(engine, world, VOCABULARY, length=16)
-    prove_loss(engine, world, VOCABULARY, length=16)
+    probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
+    prove_isolation(probe)
+    prove_logits(probe)
     num_targets = (2 * LENGTH - 1) * ACCUMULATION * world.size
     losses, norms = [], []
     for step in range(STEPS):

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from ftkit import memory
-from ftkit.train.linear_cross_entropy import linear_cross_entropy
+from ftkit.train.linear_cross_entropy import LogitTransform, linear_cross_entropy
 
 
 @pytest.mark.parametrize("vocabulary", [64, 77])
@@ -46,3 +46,16 @@ def test_a_frozen_projection_gets_no_gradient_and_the_hidden_states_keep_theirs(
     exact = hidden.detach().clone().requires_grad_()
     functional.cross_entropy(exact @ weight.T, targets, reduction="sum").backward()
     torch.testing.assert_close(hidden.grad, exact.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.25), LogitTransform(2.0, 3.0)])
+def test_scaled_and_capped_logits_have_the_loss_and_gradients_of_autograd(transform: LogitTransform) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (20, 70))
+    targets = torch.randint(0, 70, (20,), generator=generator)
+    expected = functional.cross_entropy(transform.apply(hidden @ weight.T), targets, reduction="sum")
+    gradients = torch.autograd.grad(expected, (hidden, weight))
+    loss = linear_cross_entropy(hidden, weight, targets, transform)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    for found, wanted in zip(torch.autograd.grad(loss, (hidden, weight)), gradients, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5)

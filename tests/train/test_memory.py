@@ -147,7 +147,7 @@ def test_what_fills_the_device_is_explained_by_part_with_what_would_fit(plan: Ru
     def exhaust_in_step_2(module: torch.nn.Module, _: Any) -> None:
         if "DecoderLayer" in type(module).__name__ and torch.is_grad_enabled():
             calls.append(module)
-            if len(calls) > 4:
+            if len(calls) > 8:  # two layers: of the probe, and of two micro-batches in step 1
                 exhaust()
 
     hook = register_module_forward_pre_hook(exhaust_in_step_2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from ftkit.data.encoding import Document
@@ -20,12 +22,22 @@ from ftkit.methods import ParameterCounts
 from ftkit.parameters import count_parameters, method_counts
 from ftkit.specs.model import FAMILIES, ArchitectureSpec, ModelSpec
 from ftkit.specs.training import ActivationCheckpointing, TrainingPlan
+from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.batches import to_micro_batch
 from ftkit.train.counting import count_method
 from ftkit.train.fsdp2 import Fsdp2Engine
 from ftkit.train.model import build_empty, find_decoder_layers, make_config, read_config
 from ftkit.train.objective import summed_loss
-from ftkit.train.proofs import ShardingFacts, prove_isolation, prove_loss, prove_sharding, prove_targets
+from ftkit.train.proofs import (
+    ProbeResult,
+    ShardingFacts,
+    _probe_rows,
+    prove_isolation,
+    prove_logits,
+    prove_sharding,
+    prove_targets,
+    run_probe,
+)
 from ftkit.train.weights import load_weights
 
 if TYPE_CHECKING:
@@ -115,8 +127,9 @@ def test_every_family_passes_the_proofs(
     checks = prove_sharding(engine.facts(), training, expected)
     assert checks["units"] == "5"
     assert checks[f"layers with checkpointing '{checkpointing}'"] == "4"
-    assert "documents isolated" in prove_isolation(engine, world, 320)
-    assert "loss of own logits" in prove_loss(engine, world, 320)
+    probe = run_probe(engine, world, 320, micro_batch_size=2, sequence_length=60)
+    assert prove_isolation(probe)["documents isolated"].endswith("gradient 0e+00")
+    prove_logits(probe)
 
 
 def test_a_tied_table_is_sharded_once(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -163,6 +176,10 @@ def test_packs_without_a_target_are_refused_by_number() -> None:
         prove_targets(np.array([3, 0, 7, 0]))
 
 
+def probe(engine: Fsdp2Engine, world: World) -> ProbeResult:
+    return run_probe(engine, world, 320, micro_batch_size=1, sequence_length=64)
+
+
 def test_documents_that_see_each_other_are_noticed(
     tokenizer: PreTrainedTokenizerBase, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +192,7 @@ def test_documents_that_see_each_other_are_noticed(
 
     monkeypatch.setattr(decoder, "forward", with_mask)
     with pytest.raises(TrainingError, match="documents in one pack see each other"):
-        prove_isolation(engine, world, 320)
+        prove_isolation(probe(engine, world))
 
 
 def test_a_model_that_passes_documents_on_by_convolution_is_refused(
@@ -186,28 +203,88 @@ def test_a_model_that_passes_documents_on_by_convolution_is_refused(
     torch.manual_seed(3)
     engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), TRAINING, world)
     with pytest.raises(TrainingError, match="documents in one pack see each other"):
-        prove_isolation(engine, world, 320)
+        prove_isolation(probe(engine, world))
 
 
-def test_a_model_that_scales_its_logits_is_refused(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
-    config = make_config(architecture("granite", initializer_range=0.2), tokenizer)
-    config.logits_scaling = 8.0
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere2", {"logit_scale": 0.0625}),
+        ("gemma2", {"final_logit_softcapping": 0.05, "attn_logit_softcapping": 0.02}),
+    ],
+)
+def test_models_that_scale_or_cap_their_logits_train_with_them(
+    family: str, fields: dict[str, float], tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    config = make_config(architecture(family, sliding_window=6, full_attention_every=2), tokenizer)
+    vars(config).update(fields)
+    kernel, _ = choose_kernel(TRAINING, config, world)
+    config._attn_implementation = IMPLEMENTATIONS[kernel]
+    torch.manual_seed(3)
     engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), TRAINING, world)
-    with pytest.raises(TrainingError, match="not that of the model's own logits: found"):
-        prove_loss(engine, world, 320)
+    tried = probe(engine, world)
+    prove_isolation(tried)
+    prove_logits(tried)
+    tokens = np.arange(40, dtype=np.int32)
+    pack = build_pack([Document(tokens, np.roll(tokens, -1))], 40, pad=0)
+    with engine.inference() as model:
+        batch = to_micro_batch(pack[None], world.device)
+        logits = model(input_ids=batch.tokens).logits.flatten(0, 1)[batch.target_index]
+        expected = functional.cross_entropy(logits, batch.targets, reduction="sum")
+        assert float(summed_loss(model, batch)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_logits_that_are_changed_in_an_unknown_way_are_refused_though_the_loss_hardly_shows_it(
+    tokenizer: PreTrainedTokenizerBase, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Fsdp2Engine(build("llama", tokenizer), TRAINING, world)
+    kind = type(engine.model)
+    forward = kind.forward
+
+    def scaled(self: nn.Module, **inputs: Any) -> Any:
+        output = forward(self, **inputs)
+        output.logits = output.logits * 1.1
+        return output
+
+    monkeypatch.setattr(kind, "forward", scaled)
+    with pytest.raises(TrainingError, match=r"not those of the model's own class: they differ by 9\.1e-02"):
+        prove_logits(probe(engine, world))
+
+
+def test_a_gradient_that_reaches_a_neighbor_is_noticed_though_hidden_states_are_right(
+    tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    right = probe(Fsdp2Engine(build("llama", tokenizer), TRAINING, world), world)
+    gradients = right.gradients.clone()
+    (first_neighbor, *_) = (~right.is_kept).nonzero()
+    gradients[first_neighbor] += 0.1 * gradients[right.is_kept].norm(dim=1).mean()
+    with pytest.raises(TrainingError, match=r"hidden states change by 0\.0e"):
+        prove_isolation(replace(right, gradients=gradients))
 
 
 def test_a_bias_of_the_output_projection_counts_in_the_loss(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
     model = build("phi", tokenizer)
     torch.nn.init.normal_(model.lm_head.bias)
-    prove_loss(Fsdp2Engine(model, TRAINING, world), world, 320)
+    prove_logits(probe(Fsdp2Engine(model, TRAINING, world), world))
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 64, 1000, 20480])
+def test_a_probe_fills_rows_with_kept_documents_and_their_neighbors_in_turn(length: int) -> None:
+    kept, begins = _probe_rows(3, length)
+    assert kept.shape == (3, length)
+    assert (kept[0] == ~kept[1]).all()
+    assert (kept[0] == kept[2]).all()
+    assert 0 < kept[0].sum() < length
+    assert begins[0] == 0
+    assert not np.any(begins[1:] % 2 == 0)  # never at the border of a kernel's tile
 
 
 @pytest.mark.parametrize(
     ("family", "attention", "message"),
     [
         ("t5", "sdpa", "can't build a 't5' with attention 'sdpa'"),
-        ("gpt_oss", "sdpa", "can't build a 'gpt_oss'.*\n.*\n.*attention=flex"),
+        ("gpt_oss", "sdpa", "can't build a 'gpt_oss'.*\n.*\n.*attention=auto"),
         ("bloom", "eager", "BloomModel does not take the positions of packed documents"),
     ],
 )
