@@ -222,8 +222,7 @@ def shard(model: nn.Module, training: TrainingPlan, world: World, *, keeps_weigh
             cast_where_used(model, compute, world.device)
         return model
     collectives = choose_collectives(training, world)
-    reduced = compute if collectives else DTYPES[training.reduce_precision]
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)
+    policy = _mixed_precision(training, is_reduced_by_ftkit=collectives is not None)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
     options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": policy, "offload_policy": offload}
     for layer in layers:
@@ -233,7 +232,23 @@ def shard(model: nn.Module, training: TrainingPlan, world: World, *, keeps_weigh
         for module in (*layers, model):
             collectives.serve(cast("FSDPModule", module))
     add_objective(model, in_chunks=True)
+    if training.adapters is not None and training.precision == "bf16":
+        cast_where_used(model, compute, world.device)
     return model
+
+
+def _mixed_precision(training: TrainingPlan, *, is_reduced_by_ftkit: bool) -> MixedPrecisionPolicy:
+    """Return in which precision weights are gathered, and gradients reduced.
+
+    With adapters, parameters are gathered as they are: frozen ones in the compute precision, trained ones in fp32, to
+    be cast where they are used, as on one process. FSDP2 then copies bytes. Were all of one precision, it would copy
+    numbers, and `torch._foreach_copy_` makes one NaN of all NaNs on GPUs: 4-bit weights, which are no numbers, would
+    come out changed.
+    """
+    compute, reduced = DTYPES[training.precision], DTYPES[training.reduce_precision]
+    if training.adapters is not None:
+        return MixedPrecisionPolicy(reduce_dtype=None if is_reduced_by_ftkit else reduced)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute if is_reduced_by_ftkit else reduced)
 
 
 def compiles(training: TrainingPlan, device: torch.device) -> bool:

@@ -1,0 +1,97 @@
+"""Models whose attention or logits are special, and what is chosen for them on a GPU."""
+
+from __future__ import annotations
+
+import builtins
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ftkit.errors import PrerequisiteError
+from ftkit.specs.model import ArchitectureSpec
+from ftkit.specs.training import TrainingPlan
+from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.fsdp2 import Fsdp2Engine
+from ftkit.train.model import build_empty, make_config
+from ftkit.train.proofs import prove_isolation, prove_logits, run_probe
+from ftkit.train.weights import draw_weights
+
+if TYPE_CHECKING:
+    from ftkit.train.world import World
+
+pytestmark = pytest.mark.gpu
+LENGTH, VOCABULARY = 512, 1000
+IDS: Any = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+
+
+def training(**changes: Any) -> TrainingPlan:
+    fields = {"sequence_length": LENGTH, "global_batch_size": 2, "micro_batch_size": 2, "max_steps": 1}
+    return TrainingPlan.model_validate({"learning_rate": 1e-3, "precision": "bf16", **fields, **changes})
+
+
+def architecture(family: str, **changes: Any) -> ArchitectureSpec:
+    fields = {
+        "family": family, "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "max_position_embeddings": LENGTH, "initializer_range": 0.08,
+    }  # fmt: skip
+    return ArchitectureSpec.model_validate(fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere2", {"logit_scale": 0.0625}),
+    ],
+)
+def test_models_that_cap_or_scale_train_isolated_with_their_own_logits(
+    family: str, fields: dict[str, float], world: World
+) -> None:
+    shape = architecture(family, sliding_window=100, full_attention_every=2)
+    config = make_config(shape, IDS)
+    vars(config).update(fields)
+    kernel, reason = choose_kernel(training(), config, world)
+    assert kernel == "flex" or family != "gemma2", reason
+    model = build_empty(config, IMPLEMENTATIONS[kernel])
+    engine = Fsdp2Engine(model, training(), world, lambda sharded: draw_weights(sharded, shape, 0))
+    probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
+    prove_isolation(probe)
+    prove_logits(probe)
+
+
+def test_short_packs_take_a_kernel_that_keeps_them_apart(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftkit.train.attention._flash4_failure", lambda *_: "tried without it")
+    short = training(sequence_length=96)
+    config = make_config(architecture("llama"), IDS)
+    kernel, reason = choose_kernel(short, config, world)
+    assert kernel == "sdpa"
+    assert "flex attention needs 128" in reason
+    config._attn_implementation = IMPLEMENTATIONS[kernel]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(world.device)
+    engine = Fsdp2Engine(model, short, world)
+    prove_isolation(run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=96))
+
+
+def test_flash4_with_a_part_missing_is_left_alone_and_an_explicit_choice_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without_flash(name: str, *rest: Any, **named: Any) -> Any:
+        if name.startswith("flash_attn"):
+            raise ImportError("libcute is missing")
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without_flash)
+    config = make_config(architecture("llama"), IDS)
+    kernel, reason = choose_kernel(training(), config, world)
+    assert kernel == "flex"
+    assert "ImportError: libcute is missing" in reason
+    with pytest.raises(PrerequisiteError, match="libcute is missing"):
+        choose_kernel(training(attention="flash4"), config, world)
