@@ -46,6 +46,12 @@ _COMPILED = {
     "olmo3": _Kept(4, 3, 3, 3),
     "gemma3_text": _Kept(5, 3, 3, 3),
 }
+_COMPILED_WITH_ADAPTERS = {
+    # A norm of queries keeps their two parts, the frozen product's and the adapter's, in place of the sum.
+    "qwen3": _Kept(0, 1, 0),
+    "olmo3": _Kept(0, 1, 0),
+    "gemma3_text": _Kept(0, 1, 0),
+}
 _EAGER = {
     "llama": _Kept(4, 2, 2, 4),
     "qwen3": _Kept(4, 3, 3, 4),
@@ -61,10 +67,12 @@ _EAGER_FP32 = {
 }
 
 
-def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool) -> int:
+def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, has_adapters: bool = False) -> int:
     """Return the bytes that a layer keeps of a token, in a compute precision of `width` bytes."""
     kept = (_COMPILED if compiled else _EAGER).get(shape.family) or (_COMPILED if compiled else _EAGER)[_PLAIN]
     size = width * kept.numbers(shape)
+    if compiled and has_adapters and shape.family in _COMPILED_WITH_ADAPTERS:
+        size += width * _COMPILED_WITH_ADAPTERS[shape.family].numbers(shape)
     if not compiled:
         size += 4 * (_EAGER_FP32.get(shape.family) or _EAGER_FP32[_PLAIN]).numbers(shape)
     return size

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 FP32 = 4
 """Bytes."""
-Moment = Literal["loss", "backward", "optimizer"]
+Moment = Literal["loading", "loss", "backward", "optimizer"]
 
 CHUNK_LOGITS = 2**28
 """Logits that the loss has at a time with engine fsdp2, about: half a GiB in bf16."""
@@ -37,7 +37,8 @@ class MemoryPlan:
     """Predicted peak memory of one process, in GiB, by part: what each holds at the moment of the peak.
 
     Attributes:
-        moment: when the peak is: while the loss is computed, in the backward pass, or in the optimizer's step.
+        moment: when the peak is: while weights are loaded, while the loss is computed, in the backward pass, or in the
+            optimizer's step.
         parameters: the process's own shard of the weights.
         gradients: its own shard of their gradients.
         optimizer: its own shard of the optimizer's states.
@@ -117,7 +118,7 @@ class _Sizes:
         self.keeps_weights = keeps_weights
         self.shape, self.training, self.num_shards, self.engine = shape, training, num_shards, engine
         self.compiled = engine == "fsdp2" and training.compile != "none" and device == "cuda"
-        self.plain_attention = device == "cpu" or training.attention == "sdpa"
+        self.plain_attention = device == "cpu" or training.attention in {"sdpa", "eager"}
         self.width = compute_width(training)
         self.tokens = training.micro_batch_size * training.sequence_length
         self.counts, method = count_model(shape), method_counts(shape, training)
@@ -153,7 +154,8 @@ class _Sizes:
     def layer(self) -> float:
         adapters = (self.total - self.counts.total) / self.shape.num_hidden_layers
         saved = self._saved_by_nf4() / self.shape.num_hidden_layers
-        return self.width * (self.counts.largest_layer + adapters) - saved
+        adapter_width = self.width if self.engine == "zero3" else FP32  # FSDP2 gathers adapters in fp32
+        return self.width * self.counts.largest_layer + adapter_width * adapters - saved
 
     def around(self) -> float:
         return self.width * self.counts.around
@@ -210,7 +212,8 @@ class _Sizes:
 
         What it computes there takes the place of what it is done with (measured at 65,536 tokens).
         """
-        return self.tokens * layer_bytes(self.shape, self.width, compiled=self.compiled)
+        has_adapters = self.training.adapters is not None
+        return self.tokens * layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
 
     def hidden(self) -> float:
         """Return the bytes of the residual stream between two layers."""
@@ -248,7 +251,15 @@ class _Sizes:
     def moments(self) -> list[MemoryPlan]:
         # Activations are the most when the last layer's gradients have just gone, gradients at the first layer.
         at_its_start = self.in_backward(max(0, self.shape.num_hidden_layers - 2))
-        return [self.in_loss(), at_its_start, self.in_backward(0), self.in_optimizer()]
+        return [self.in_loading(), self.in_loss(), at_its_start, self.in_backward(0), self.in_optimizer()]
+
+    def in_loading(self) -> MemoryPlan:
+        """A tied table has memory under both of its names before it is tied."""
+        tied = self.engine == "fsdp2" and self.shape.tie_word_embeddings
+        width = FP32 if self.trains_table else self.width
+        second = width * self.table / self.num_shards if tied and self.training.offload != "all" else 0
+        parameters = (self.own_weights() + second) / GIB
+        return MemoryPlan("loading", parameters=parameters)
 
     def in_loss(self) -> MemoryPlan:
         layers = self.shape.num_hidden_layers

@@ -108,10 +108,15 @@ def _steps(plan: RunPlan) -> str:
 def _memory(plan: RunPlan) -> str:
     memory = plan.memory
     parts = " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
-    return f"about {gib(memory.total)} per process at most, in the {_MOMENTS[memory.moment]}: {parts}"
+    return f"peak about {gib(memory.total)} per process, {_MOMENTS[memory.moment]}: {parts}"
 
 
-_MOMENTS: dict[Moment, str] = {"loss": "loss", "backward": "backward pass", "optimizer": "optimizer's step"}
+_MOMENTS: dict[Moment, str] = {
+    "loading": "while loading the weights",
+    "loss": "while computing the loss",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+}
 
 
 def _speed(plan: RunPlan) -> str:

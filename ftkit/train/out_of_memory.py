@@ -98,7 +98,7 @@ def _held_words(held: Mapping[str, float], memory: DeviceMemory) -> str:
 
 def _foreseen_words(plan: RunPlan) -> str:
     memory = plan.memory
-    return f"{_words(memory.parts)}; {memory.total:.1f} GiB in all, at most (in the {memory.moment})"
+    return f"{_words(memory.parts)}; {memory.total:.1f} GiB in all, at most (moment: {memory.moment})"
 
 
 def _words(parts: Mapping[str, float]) -> str:

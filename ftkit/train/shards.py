@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -10,7 +12,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+
+_READ_AT_ONCE = 2**27
+"""Elements of a tensor that are read before they are where they belong: in fp32, half a GiB."""
+
+
+def rows_at_once(shape: Sequence[int]) -> int:
+    """Return how many rows of a tensor to read at a time."""
+    return max(1, _READ_AT_ONCE // max(1, math.prod(shape[1:])))
 
 
 @dataclass(frozen=True)
@@ -39,13 +50,14 @@ class OwnPart:
 
     @torch.no_grad()
     def fill_from_rows(self, read: Callable[[int, int], torch.Tensor]) -> None:
-        """Take this part of a tensor that `read(first, last)` gives a range of rows of."""
-        if self.begin == self.end:
-            return
+        """Take this part of a tensor that `read(first, last)` gives a range of rows of; a few rows at a time."""
         width = self.shape[1:].numel()
         first, last = self.begin // width, -(-self.end // width)
-        offset = first * width
-        self.values.copy_(read(first, last).reshape(-1)[self.begin - offset : self.end - offset])
+        step = rows_at_once(self.shape)
+        for top, bottom in pairwise([first, *range((first // step + 1) * step, last, step), last]):
+            begin, end = max(self.begin, top * width), min(self.end, bottom * width)
+            rows = read(top, bottom).reshape(-1)[begin - top * width : end - top * width]
+            self.values[begin - self.begin : end - self.begin].copy_(rows)
 
 
 def own_part(parameter: torch.Tensor) -> OwnPart:

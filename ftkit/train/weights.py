@@ -23,7 +23,7 @@ from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.specs.paths import is_path
 from ftkit.train.adapters import DORA_LENGTHS, is_adapter
 from ftkit.train.quantise import Nf4Layout, Nf4Linear
-from ftkit.train.shards import OwnPart, own_part
+from ftkit.train.shards import OwnPart, own_part, rows_at_once
 from ftkit.train.stored_layout import JoinedPieces, Pieces, arrange
 
 if TYPE_CHECKING:
@@ -121,8 +121,9 @@ class _OpenFiles(ExitStack):
 def draw_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
     """Fill a sharded model's parameters, apart from adapters, with random values: the same at any number of shards.
 
-    Each matrix is drawn whole and each rank keeps its part, so there is never more than one of them beside the
-    shards. Vectors scale what was normalised: they begin as one (Gemma adds the one itself); biases as zero.
+    Each rank draws the chunks of rows that its part is in, so there is never more than a chunk beside the shards; 4-bit
+    matrices are drawn whole. Vectors scale what was normalized: they begin as one (Gemma adds the one itself); biases
+    as zero.
     """
     norm = 0.0 if shape.family in _ADDS_ONE else 1.0
     for name, destination in _destinations(model).items():
@@ -150,8 +151,18 @@ class _Drawn:
         shape, device = self.get_shape(), self.destination.part.values.device
         if len(shape) == 1:
             return torch.full(shape, self.constant, device=device)[rows]
-        generator = torch.Generator(device).manual_seed(self.seed)
-        return torch.empty(shape, device=device).normal_(std=self.deviation, generator=generator)[rows]
+        first, last, _ = rows.indices(shape[0])
+        height = rows_at_once(shape)
+        chunks = range(first // height, -(-last // height))
+        drawn = torch.cat([self._chunk(number, height) for number in chunks])
+        return drawn[first - chunks.start * height : last - chunks.start * height]
+
+    def _chunk(self, number: int, height: int) -> torch.Tensor:
+        """Draw so many rows. Most matrices are one chunk."""
+        shape, values = self.get_shape(), self.destination.part.values
+        rows = min(height, shape[0] - number * height)
+        generator = torch.Generator(values.device).manual_seed(self.seed + number)
+        return torch.empty(rows, *shape[1:], device=values.device).normal_(std=self.deviation, generator=generator)
 
 
 @dataclass(frozen=True)

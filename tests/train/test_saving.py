@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
-from waiting import PATIENCE_SECONDS
 
 from ftkit.errors import TrainingError
 from ftkit.records import CheckpointRecord, StartRecord, read_records
@@ -53,7 +52,7 @@ class Gate:
         self._opened.set()
 
     def save(self, *args: Any, **options: Any) -> None:
-        assert self._opened.wait(PATIENCE_SECONDS)
+        assert self._opened.wait(60)
         if self.error:
             raise self.error
         state_dict_saver.save(*args, **options)

@@ -1,0 +1,54 @@
+"""Weights that are read or drawn a few rows at a time are those of the whole matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from ftkit.specs.model import ArchitectureSpec
+from ftkit.train import shards
+from ftkit.train.shards import OwnPart
+from ftkit.train.weights import draw_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.mark.parametrize("bounds", [(0, 60), (0, 0), (7, 41), (12, 24), (59, 60)])
+def test_a_part_is_read_a_few_rows_at_a_time(bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_READ_AT_ONCE", 12)  # three rows of four
+    begin, end = bounds
+    whole = torch.arange(60.0).view(15, 4)
+    part = OwnPart(whole.shape, torch.full((end - begin,), -1.0), begin)
+    read: list[int] = []
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        read.append(last - first)
+        return whole[first:last]
+
+    part.fill_from_rows(rows)
+    assert torch.equal(part.values, whole.flatten()[begin:end])
+    assert max(read, default=0) <= 3
+
+
+def test_random_tables_are_the_same_however_they_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ArchitectureSpec(
+        family="llama", vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=8,
+    )  # fmt: skip
+    monkeypatch.setattr(shards, "_READ_AT_ONCE", 80)  # ten rows
+
+    def drawn(begin: int, end: int) -> torch.Tensor:
+        model = nn.ModuleDict({"table": nn.Embedding(64, 8)})
+        model["table"].weight = nn.Parameter(torch.zeros(end - begin))  # type: ignore[union-attr]
+        part: Callable[..., OwnPart] = lambda parameter: OwnPart(torch.Size((64, 8)), parameter.detach(), begin)  # noqa: E731
+        monkeypatch.setattr("ftkit.train.weights.own_part", part)
+        draw_weights(model, shape, 3)
+        return model["table"].weight.detach()  # type: ignore[union-attr, return-value]
+
+    whole = drawn(0, 512)
+    assert torch.equal(torch.cat([drawn(0, 200), drawn(200, 512)]), whole)
+    assert whole.std() == pytest.approx(shape.initializer_range, rel=0.2)
