@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING
 
 from ftkit.errors import Problem
 from ftkit.parameters import count_model
+from ftkit.specs.cluster import ClusterProfile
 from ftkit.specs.data import GeneratedSource
 from ftkit.specs.image_reference import ImageFile
 from ftkit.specs.layers import COMMAND_LINE
 from ftkit.specs.model import FAMILIES, CountSource
+from ftkit.specs.mounts import mounted_folders
+from ftkit.specs.recipe import RecipeSpec
 from ftkit.specs.tracking import SINK_PACKAGES, sinks_without_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.specs.cluster import ClusterProfile
     from ftkit.specs.image import ImageSpec
     from ftkit.specs.model import ModelCounts
-    from ftkit.specs.recipe import RecipeSpec
     from ftkit.specs.request import RunRequest
 
 
@@ -44,7 +45,7 @@ def find_problems(
         *_profile(recipe, num_nodes * processes_per_node),
         *_image(recipe, cluster, image, request),
         *_sinks(recipe, cluster, image),
-        *_paths(cluster, request),
+        *_paths(recipe, cluster, request, num_nodes),
     ]
     return [request.origins.locate(problem) for problem in problems]
 
@@ -288,19 +289,28 @@ def find_notes(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | N
         yield f"'{image.reference}' is not made for '{shape.family}': its transformers must know it"
 
 
-def _paths(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
+def _paths(recipe: RecipeSpec, cluster: ClusterProfile, request: RunRequest, num_nodes: int) -> Iterator[Problem]:
     workspace = str(request.workspace)
     if any(ord(character) < ord(" ") for character in workspace):
         yield Problem("settings", "workspace", f"control characters can't stand in a path: {workspace!r}.")
     if cluster.runtime == "none":
         return
-    if "," in workspace or ":" in workspace:
-        yield Problem(
-            "settings", "workspace", f"{cluster.runtime} can't mount a path with a comma or a colon: {workspace}.",
-            "Put the workspace elsewhere.",
-        )  # fmt: skip
+    for key, folder in mounted_folders(recipe, cluster, request.workspace, num_nodes):
+        if "," in folder or ":" in folder:
+            yield Problem(
+                _owner(key, recipe, cluster), key, f"{cluster.runtime} can't mount a path with a comma or a colon: "
+                f"{folder}.", "Put it elsewhere, or behind a link without them.",
+            )  # fmt: skip
     for mount in cluster.mounts:
         if "," in mount or not all(part.startswith("/") for part in mount.split(":")[:2]):
             yield Problem(
                 f"cluster {cluster.name}", "mounts", f"not an absolute PATH or FROM:TO without commas: {mount!r}."
             )
+
+
+def _owner(key: str, recipe: RecipeSpec, cluster: ClusterProfile) -> str:
+    """Return who holds a key, for where no file is known."""
+    first = key.partition(".")[0]
+    if first in ClusterProfile.model_fields:
+        return f"cluster {cluster.name}"
+    return f"recipe {recipe.name}" if first in RecipeSpec.model_fields else "settings"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -17,14 +17,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ftkit import assets
 from ftkit.errors import ConfigError, Problem
 from ftkit.layout import DATA_MANIFEST, RunLayout
-from ftkit.specs.data import FilesSource, HubSource
-from ftkit.specs.paths import is_path
+from ftkit.specs.mounts import mounted_folders, nccl_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ftkit.plan import RunPlan
-    from ftkit.specs.cluster import NcclSpec
 
 _TEMPLATES = {"local": "local.sh.j2", "slurm": "slurm.sbatch.j2"}
 
@@ -65,7 +61,7 @@ def render_job(plan: RunPlan) -> RenderedJob:
         time_limit=plan.recipe.resources.time_limit or plan.cluster.time_limit,
         runtime=plan.cluster.runtime,
         in_container=_Safe('"${container_start[@]}" ' if plan.cluster.runtime in ("docker", "apptainer") else ""),
-        nccl=_nccl(plan),
+        nccl=nccl_for(plan.cluster, plan.placement.num_nodes),
         mounts=_mounts(plan) if plan.cluster.runtime != "none" else (),
         container_environment=_container_environment(plan),
         data_manifest=plan.data_directory / DATA_MANIFEST,
@@ -74,15 +70,8 @@ def render_job(plan: RunPlan) -> RenderedJob:
     return RenderedJob(scheduler, plan.layout, script)
 
 
-def _nccl(plan: RunPlan) -> NcclSpec | None:
-    """Return what NCCL needs from the job; None if it needs nothing."""
-    nccl = plan.cluster.nccl
-    is_empty = not (nccl.environment or nccl.profile_script or nccl.library_dir)
-    return None if is_empty or (nccl.multi_node_only and plan.placement.num_nodes == 1) else nccl
-
-
 def _container_environment(plan: RunPlan) -> list[str]:
-    nccl = _nccl(plan)
+    nccl = nccl_for(plan.cluster, plan.placement.num_nodes)
     names = {*_FROM_THE_JOB, *plan.cluster.environment, *(nccl.environment if nccl else ())}
     return sorted(name for name in names if not name.startswith(_TAKEN_BY_PREFIX))
 
@@ -94,7 +83,8 @@ def _mounts(plan: RunPlan) -> list[str]:
     """Return the mounts as FROM:TO, without what lies in a folder that is mounted as it stands anyway."""
     mounts: list[str] = []
     mounted: list[PurePosixPath] = []
-    for wanted in (*plan.cluster.mounts, *map(_same_inside, _folders(plan))):
+    named = mounted_folders(plan.recipe, plan.cluster, plan.workspace, plan.placement.num_nodes)
+    for wanted in (*plan.cluster.mounts, *(folder for _, folder in named)):
         source, *rest = wanted.split(":")
         inside = PurePosixPath(source)
         if any(inside.is_relative_to(folder) for folder in mounted) and rest in ([], [source]):
@@ -103,28 +93,6 @@ def _mounts(plan: RunPlan) -> list[str]:
         if rest in ([], [source]):
             mounted.append(inside)
     return mounts
-
-
-def _folders(plan: RunPlan) -> Iterator[str]:
-    """Yield the folders of this machine that a job reads or writes."""
-    yield str(plan.workspace)
-    yield plan.cluster.node_local_dir
-    nccl = _nccl(plan)
-    if nccl and nccl.library_dir:
-        yield nccl.library_dir
-    model, source = plan.recipe.model, plan.recipe.data.source
-    yield from filter(is_path, (model.weights, model.tokenizer.source))
-    if isinstance(source, FilesSource):
-        yield from (str(Path(file).parent) for file in (source.train, source.heldout) if file)
-    elif isinstance(source, HubSource) and is_path(source.dataset):
-        yield source.dataset
-
-
-def _same_inside(folder: str) -> str:
-    if "," in folder or ":" in folder:
-        fix = "Put it elsewhere, or behind a link without them."
-        raise ConfigError([Problem("", "", f"a path with a comma or a colon can't be mounted: {folder}.", fix)])
-    return folder
 
 
 # --- Filters -------------------------------------------------------------------------------------

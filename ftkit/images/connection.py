@@ -10,20 +10,21 @@ import base64
 import re
 from contextlib import contextmanager
 from http.client import responses
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from pydantic import BaseModel
 
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
 from ftkit.images import credentials as who
+from ftkit.images.deadline import DeadlineError, within
 from ftkit.images.oci import read_answer
 from ftkit.images.retries import TransientError
 from ftkit.specs.digest import shortened
 from ftkit.specs.image_reference import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import requests
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from ftkit.specs.image_reference import RegistryImage
 
 _TIMEOUT: Final = (10, 60)
+DOCUMENT_SECONDS: Final = 300.0
+"""For a whole document, whose largest is 16 MiB: time enough at half a megabit a second."""
 _CHUNK: Final = 1 << 20
 _MAX_REDIRECTS: Final = 5
 _MAX_TOKEN_ANSWER: Final = 1 << 20
@@ -39,6 +42,8 @@ _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _TRANSIENT: Final = (408, 425, 429, 500, 502, 503, 504)
 _PARAMETER: Final = re.compile(r'(\w+)="([^"]*)"')
 _TOKEN: Final = re.compile(r"[!-~]{1,65536}")
+
+ResultT = TypeVar("ResultT")
 
 
 class TokenAnswer(BaseModel):
@@ -102,7 +107,31 @@ class Connection:
         except self._library.exceptions.RequestException as error:
             raise self.lost(_last_reason(error)) from error
 
-    def whole(self, answer: requests.Response, limit: int) -> bytes:
+    def document(self, path: str, headers: dict[str, str], limit: int, *, has_digest: bool) -> bytes:
+        """Return a small thing of the repository, of at most `limit` bytes. Raises as `open` does."""
+
+        def fetch() -> bytes:
+            with self.open(path, headers, has_digest=has_digest) as answer:
+                return self._whole(answer, limit)
+
+        return self._in_time(self._reference.host, fetch)
+
+    def _in_time(self, host: str, fetch: Callable[[], ResultT]) -> ResultT:
+        """Return what `fetch` returns, unless it takes too long in all.
+
+        Raises:
+            ImageError: it does.
+        """
+        try:
+            return within(DOCUMENT_SECONDS, fetch)
+        except DeadlineError as error:
+            raise ImageError(
+                f"{shortened(host)} did not send a small document within {DOCUMENT_SECONDS:g} s",
+                meaning="the connection is very slow, or this is not a registry that should be trusted",
+                fix="try again from a machine with a better connection, or check the registry's address",
+            ) from error
+
+    def _whole(self, answer: requests.Response, limit: int) -> bytes:
         """Return all bytes of a small answer.
 
         Raises:
@@ -211,6 +240,15 @@ class Connection:
         scope = asked.get("scope") or f"repository:{self._reference.path}:pull"
         authorization = _basic(self._credentials) if self._credentials else ""
         parameters = {"scope": scope} | ({"service": asked["service"]} if asked.get("service") else {})
+        host = urlsplit(realm).netloc
+        body = self._in_time(host, lambda: self._ask_token_service(realm, authorization, parameters))
+        given = read_answer(TokenAnswer, body, f"{self._reference.host} names a token service whose answer")
+        token = given.token or given.access_token or ""
+        if not _TOKEN.fullmatch(token):
+            raise self.nonsense("names a token service that gives no token")
+        return token
+
+    def _ask_token_service(self, realm: str, authorization: str, parameters: dict[str, str]) -> bytes:
         with self._get(realm, {}, authorization, params=parameters) as answer:
             code = answer.status_code
             if code in _TRANSIENT:
@@ -221,12 +259,7 @@ class Connection:
                 raise who.refused(self._reference, self._credentials)
             if code != 200:  # noqa: PLR2004
                 raise self.nonsense(f"names a token service that answers {code}: {shortened(realm)}")
-            body = self.whole(answer, _MAX_TOKEN_ANSWER)
-        given = read_answer(TokenAnswer, body, f"{self._reference.host} names a token service whose answer")
-        token = given.token or given.access_token or ""
-        if not _TOKEN.fullmatch(token):
-            raise self.nonsense("names a token service that gives no token")
-        return token
+            return self._whole(answer, _MAX_TOKEN_ANSWER)
 
     def _token_service(self, realm: str) -> str:
         """Return the address of the token service, if a password may go there."""

@@ -162,8 +162,7 @@ class Registry:
 
         def fetch() -> bytes:
             headers = {"Accept": ", ".join(_MEDIA_TYPES)} if path.startswith("manifests/") else {}
-            with self._connection.open(path, headers, has_digest=digest is not None) as answer:
-                return self._connection.whole(answer, limit)
+            return self._connection.document(path, headers, limit, has_digest=digest is not None)
 
         data = with_retries(fetch, self._report, self.stage, self._waits)
         if digest is not None:

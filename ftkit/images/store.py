@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.process import mode_of_new_files
 from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class ImageStore:
         sync(partial)
         if manifest.sbom:
             write_whole(sbom_file(final), sbom)
-        partial.chmod(0o644)
+        partial.chmod(mode_of_new_files(self.root))
         os.replace(partial, final)  # noqa: PTH105 - the one call that the whole module is about
         self.record(manifest)
         self.point(manifest.reference, final, manifest.format)

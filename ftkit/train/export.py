@@ -10,6 +10,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from ftkit.process import mode_of_new_files
 from ftkit.specs.recipe import RecipePlan
 from ftkit.train.adapters import peft_config, to_peft_names
 from ftkit.train.generation import Generation, as_configured
@@ -74,10 +75,7 @@ def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _let_others_read(folder: Path) -> None:
     """Give all files the mode of new ones: safetensors' are their owner's alone, whatever the umask says."""
-    probe = folder / ".mode"
-    probe.touch()
-    mode = probe.stat().st_mode
-    probe.unlink()
+    mode = mode_of_new_files(folder)
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)

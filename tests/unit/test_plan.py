@@ -15,8 +15,16 @@ from ftkit.parameters import count_model
 from ftkit.plan import RunPlan, count_steps, fingerprint, plan_from_json, plan_run, plan_to_json
 from ftkit.specs.image import BaseImageSpec, ImageSpec
 from ftkit.specs.image_reference import ImageFile, NamedImage, parse_reference
-from ftkit.specs.load import Surroundings, list_images, load_cluster, load_image, load_recipe
-from ftkit.specs.request import RunRequest
+from ftkit.specs.load import (
+    Surroundings,
+    list_images,
+    load_cluster,
+    load_image,
+    load_recipe,
+    read_cluster,
+    read_recipe,
+)
+from ftkit.specs.request import Origins, RunRequest
 
 if TYPE_CHECKING:
     from ftkit.specs.cluster import ClusterProfile
@@ -220,6 +228,38 @@ def test_paths_that_pyxis_cannot_mount_are_refused() -> None:
     assert "comma" in found
     assert "'relative'" in found
     assert "'/ok" not in found
+
+
+FOLDERS_THAT_CANNOT_BE_MOUNTED = {
+    "data.source": {"kind": "files", "train": "/data/a,b/train.jsonl"},
+    "model.weights": "/models/a:b",
+    "node_local_dir": "/local,disk",
+}
+
+
+@pytest.mark.parametrize("key", FOLDERS_THAT_CANNOT_BE_MOUNTED)
+def test_a_folder_that_containers_cannot_mount_is_refused_with_its_key_file_and_line(key: str, tmp_path: Path) -> None:
+    around = Surroundings(tmp_path, tmp_path / "user", {})
+    value = json.dumps(FOLDERS_THAT_CANNOT_BE_MOUNTED[key])
+    recipe, site = tmp_path / "recipes" / "mine.yaml", tmp_path / "clusters" / "mine.yaml"
+    for path in (recipe, site):
+        path.parent.mkdir()
+    site.write_text("extends: a4-highgpu-8g\n", encoding="utf-8")
+    recipe.write_text("extends: olmo3-7b-full\n", encoding="utf-8")
+    if key == "node_local_dir":
+        site.write_text(f"extends: a4-highgpu-8g\n{key}: {value}\n", encoding="utf-8")
+    else:
+        section, name = key.split(".")
+        recipe.write_text(f"extends: olmo3-7b-full\n{section}:\n  {name}: {value}\n", encoding="utf-8")
+    read, cluster = read_recipe("mine", around), read_cluster("mine", around)
+    request = replace(
+        REQUEST, image=ImageFile(Path("/x.sqsh")), origins=Origins(recipe=read.layers, cluster=cluster.layers)
+    )
+
+    found = problems(read.spec, cluster.spec, request=request)
+
+    at = f"{site}:2: node_local_dir" if key == "node_local_dir" else f"{recipe}:3: {key}"
+    assert f"{at}{'.train' if key == 'data.source' else ''}: pyxis can't mount a path with a comma or a colon" in found
 
 
 def test_sequences_longer_than_the_models_positions_are_refused() -> None:

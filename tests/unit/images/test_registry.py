@@ -7,12 +7,12 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 
 from ftkit.errors import ImageError
-from ftkit.images import retries
+from ftkit.images import connection, retries
 from ftkit.images.credentials import Credentials
 from ftkit.images.oci import Configuration, Descriptor, Manifest, RootFilesystem
 from ftkit.images.progress import say_nothing
@@ -45,6 +45,9 @@ class Faults:
     ignores_ranges: bool = False
     ranges: list[str] = field(default_factory=list)
     says_more: bool = False
+    stalls: Literal["", "headers", "body", "token"] = ""
+    """In the midst of what the answer never ends, though bytes keep coming."""
+    is_over: threading.Event = field(default_factory=threading.Event)
 
 
 class StandIn(BaseHTTPRequestHandler):
@@ -54,6 +57,9 @@ class StandIn(BaseHTTPRequestHandler):
         if self.faults.busy:
             self.faults.busy -= 1
             self.send_error(503)
+            return
+        if self.faults.stalls:
+            self._stall()
             return
         wanted = self.headers.get("Range", "")
         self.faults.ranges.append(wanted)
@@ -65,6 +71,21 @@ class StandIn(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[: self.faults.cut_after.pop(0)] if self.faults.cut_after else data)
         self.close_connection = True
+
+    def _stall(self) -> None:
+        """Send a byte at a time, each soon enough for a bound on single reads, until the test is over."""
+        if self.faults.stalls == "token" and self.path.startswith("/v2/"):
+            self.send_response(401)
+            realm = f"http://127.0.0.1:{self.server.server_address[1]}/token"
+            self.send_header("WWW-Authenticate", f'Bearer realm="{realm}"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\nX-Long: ")
+        if self.faults.stalls != "headers":
+            self.wfile.write(b"\r\n\r\n")
+        while not self.faults.is_over.wait(0.001):
+            self.wfile.write(b" ")
 
     def log_message(self, *words: Any) -> None:
         del words
@@ -84,6 +105,7 @@ def registry(faults: Faults) -> Iterator[Registry]:
         thread.start()
         with Registry(parse_reference(f"127.0.0.1:{server.server_port}/team/x:1"), None, say_nothing) as made:
             yield made
+        faults.is_over.set()
         server.shutdown()
         thread.join()
 
@@ -174,6 +196,16 @@ def test_a_busy_registry_is_asked_again(registry: Registry, faults: Faults, tmp_
     faults.busy = 2
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
+
+
+@pytest.mark.parametrize("part", ["headers", "body", "token"])
+def test_a_document_that_comes_byte_by_byte_is_given_up(
+    registry: Registry, faults: Faults, part: Literal["headers", "body", "token"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "DOCUMENT_SECONDS", 0.1)
+    faults.stalls = part
+    with pytest.raises(ImageError, match=r"did not send a small document within 0\.1 s"):
+        registry.manifest()
 
 
 def test_a_password_is_in_no_text() -> None:

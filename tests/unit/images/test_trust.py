@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
+import stat
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -79,6 +81,21 @@ def test_a_good_image_is_imported_and_found_again(internet: Internet, store: Ima
     internet.asked.clear()
     assert not fetch(store).is_new
     assert not [url for url, _ in internet.asked if str(pushed.manifest["layers"][0]["digest"]) in url]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o002, 0o664)])
+def test_an_imported_file_has_the_mode_of_the_umask(
+    internet: Internet, store: ImageStore, mask: int, mode: int
+) -> None:
+    internet.image()
+    before = os.umask(mask)
+    try:
+        imported = fetch(store)
+    finally:
+        os.umask(before)
+    files = [path for path in store.root.iterdir() if path.name.startswith("sha256-")]
+    assert imported.file in files
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == {path.name: mode for path in files}
 
 
 @pytest.mark.parametrize(
