@@ -41,6 +41,10 @@ _SURELY_DEAD_SECONDS = 600.0
 """Of age by this machine's clock. Slurm's nodes can't even talk to each other if their clocks differ by 5 minutes."""
 
 
+class FolderHeldError(TrainingError):
+    """The run's folder belongs to another process: this one must not write into its records, not even this error."""
+
+
 @dataclass(frozen=True)
 class Holder:
     """The process that holds a lease.
@@ -109,6 +113,12 @@ def current_holder(layout: RunLayout) -> Holder | None:
     return lease.holder if lease and lease.seems_alive else None
 
 
+def is_held_by_another_job(layout: RunLayout) -> bool:
+    """Tell whether another Slurm job than that of this process, which may be any of its ranks, trains in the folder."""
+    holder = current_holder(layout)
+    return holder is not None and holder.job_id != os.environ.get("SLURM_JOB_ID", "")
+
+
 def last_touch(layout: RunLayout) -> float:
     """Return when the newest lease was touched, in seconds since the epoch; 0 if there is none."""
     lease = _look(layout.leases)
@@ -135,7 +145,7 @@ def held_lease(
     layout: RunLayout,
     *,
     say: Callable[[str], None],
-    on_loss: Callable[[TrainingError], None],
+    on_loss: Callable[[FolderHeldError], None],
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[HeldLease]:
     """Hold the lease of a run's folder.
@@ -147,7 +157,7 @@ def held_lease(
         pause: waits for so many seconds.
 
     Raises:
-        TrainingError: another process holds it.
+        FolderHeldError: another process holds it.
     """
     held = HeldLease(layout.leases, _take(layout.leases, say, pause), on_loss)
     held.start()
@@ -160,7 +170,7 @@ def held_lease(
 class HeldLease:
     """The lease in the hands of its holder, touched by a thread of its own."""
 
-    def __init__(self, folder: Path, number: int, on_loss: Callable[[TrainingError], None]) -> None:
+    def __init__(self, folder: Path, number: int, on_loss: Callable[[FolderHeldError], None]) -> None:
         self._folder = folder
         self._number = number
         self._on_loss = on_loss
@@ -224,7 +234,7 @@ def _watch_it_die(folder: Path, lease: Lease, say: Callable[[str], None], pause:
     """Wait until a lease is dead for sure.
 
     Raises:
-        TrainingError: it is alive.
+        FolderHeldError: it is alive.
     """
     if lease.is_running_here:
         raise _refusal(lease)
@@ -292,16 +302,16 @@ def _name(lease: Lease | None) -> str:
     return str(lease.holder) if lease and lease.holder else "another process"
 
 
-def _refusal(lease: Lease | None) -> TrainingError:
-    return TrainingError(
+def _refusal(lease: Lease | None) -> FolderHeldError:
+    return FolderHeldError(
         f"another process trains in this run's folder: {_name(lease)}",
         meaning="the run was submitted twice, or an earlier job of it did not end",
         fix="end that one, or let it end; then: ftkit resume",
     )
 
 
-def _lost(lease: Lease | None) -> TrainingError:
-    return TrainingError(
+def _lost(lease: Lease | None) -> FolderHeldError:
+    return FolderHeldError(
         f"the run's folder was taken over: {_name(lease)}",
         meaning="this process stood still for minutes (suspended, or without its file system), and was taken for dead",
         fix="nothing, if the other one trains; its log says so",

@@ -13,7 +13,7 @@ from ftkit.errors import FtkitError, explained, without_secrets
 from ftkit.layout import RunLayout
 from ftkit.plan import read_plan
 from ftkit.records import leave_rank_error
-from ftkit.runs.lease import held_lease
+from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
 from ftkit.runs.started import record_start
 from ftkit.train.launcher import follow_launcher
 
@@ -27,7 +27,6 @@ def main(plan_path: Path) -> int:
     at_end = ExitStack()  # closed by whatever comes first: the end of the work, or torchrun's SIGTERM
     follow_launcher(at_end.close)
     _start_logs(layout, rank)
-    layout.rank_error(rank).unlink(missing_ok=True)
     try:
         if rank == 0:  # before anything of the run is touched; the others wait for this rank
             # Once another job has taken the run over, this one ends at once.
@@ -39,7 +38,8 @@ def main(plan_path: Path) -> int:
             from ftkit.train.world import joined_world  # noqa: PLC0415
 
             plan = read_plan(layout)
-            with joined_world(plan.placement) as world:
+            with joined_world(plan.placement) as world:  # which rank 0 joins with the lease in its hands
+                layout.rank_error(rank).unlink(missing_ok=True)  # of an earlier start
                 run_session(plan, world)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is left for `ftkit status`
         return _fail(layout, rank, error)
@@ -47,12 +47,14 @@ def main(plan_path: Path) -> int:
 
 
 def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
-    """Log and leave what ended this rank; return its exit code."""
+    """Log and leave what ended this rank; return its exit code. In another job's run it is only logged."""
     reason = explained(error)
     if isinstance(reason, FtkitError):
         log.error("%s", reason)
     else:
         log.error("rank %d failed", rank, exc_info=error)
+    if isinstance(reason, FolderHeldError) or is_held_by_another_job(layout):
+        return reason.exit_code if isinstance(reason, FtkitError) else 1
     return leave_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
 
 

@@ -15,7 +15,7 @@ from waiting import PATIENCE_SECONDS
 
 from ftkit import process
 from ftkit.plan import plan_to_json
-from ftkit.records import EndRecord, read_last_step, read_rank_error
+from ftkit.records import EndRecord, RankError, read_last_step, read_rank_error, write_rank_error
 from ftkit.runs.lease import current_holder
 
 if TYPE_CHECKING:
@@ -78,10 +78,11 @@ def test_a_second_job_in_the_folder_is_refused_and_the_first_is_not_disturbed(ma
         assert holder is not None
         assert holder.pid == ranks_of(launcher)[0]
         before = read_last_step(run.layout.metrics).step
+        kept = RankError(2e9, 0, "n1", "ValueError", "the first job's own", "Traceback", 1)
+        write_rank_error(run.layout.rank_error(0), kept)
         said = run.train(expect=9)
         assert f"another process trains in this run's folder: {holder}" in said
-        error = read_rank_error(run.layout.rank_error(0))
-        assert (error.type, error.exit_code) == ("TrainingError", 9)
+        assert read_rank_error(run.layout.rank_error(0)) == kept
         assert launcher.poll() is None
         run.layout.stop_request.touch()
         assert launcher.wait(PATIENCE_SECONDS) == 0

@@ -13,7 +13,7 @@ import pytest
 from ftkit import process
 from ftkit.errors import TrainingError
 from ftkit.layout import RunLayout
-from ftkit.runs.lease import NUM_MISSED_BEATS, Holder, current_holder, held_lease, revoke
+from ftkit.runs.lease import NUM_MISSED_BEATS, Holder, current_holder, held_lease, is_held_by_another_job, revoke
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,3 +182,13 @@ def test_a_lease_whose_file_was_removed_is_lost(layout: RunLayout) -> None:
 
 def test_nobody_holds_a_folder_without_leases(layout: RunLayout) -> None:
     assert current_holder(layout) is None
+
+
+@pytest.mark.parametrize(("own", "is_another"), [("55", False), ("56", True), ("", True)])
+def test_a_rank_knows_whether_its_own_job_holds_the_folder(
+    own: str, is_another: bool, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", own)
+    assert not is_held_by_another_job(layout)
+    leave(layout, ELSEWHERE)
+    assert is_held_by_another_job(layout) == is_another
