@@ -268,6 +268,7 @@ def _notes(
 
 
 _PLAN = TypeAdapter(RunPlan)
+_NUM_REASONS = 3
 
 
 def plan_to_json(plan: RunPlan) -> str:
@@ -285,16 +286,39 @@ def plan_from_json(text: str | bytes, where: str) -> RunPlan:
     """Read a plan back; `where` names the text in messages.
 
     Raises:
-        PlanError: it is no plan, or one of another version of ftkit.
+        PlanError: it is no plan, or one of another version of ftkit, which allowed what this one refuses.
     """
     try:
         return _PLAN.validate_json(text)
     except ValidationError as error:
+        found = [
+            f"{'.'.join(map(str, detail['loc']))}: {detail['msg'].removeprefix('Value error, ')}"
+            for detail in error.errors(include_input=False, include_url=False)[:_NUM_REASONS]
+        ]
+        more = error.error_count() - len(found)
         raise PlanError(
-            f"can't read the plan in {where}: {error.error_count()} of its fields are not as expected",
-            meaning="the file was changed by hand, or another version of ftkit wrote it",
-            fix="use the ftkit that submitted the run, or submit the run anew",
+            f"can't read the plan in {where}: {'; '.join(found)}" + (f"; and {more} more" if more else ""),
+            meaning=f"{_writer(text)} wrote it, by other rules than this one's, or it was changed by hand",
+            fix="to go on with the run, use the ftkit that submitted it; or mend what is named here in the recipe and "
+            "start a new run. 'ftkit runs', 'status' and 'logs' still show this one",
         ) from error
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """The value of a plan that every version writes."""
+
+    ftkit_version: str
+
+
+_WRITER = TypeAdapter(_Writer)
+
+
+def _writer(text: str | bytes) -> str:
+    try:
+        return f"ftkit {_WRITER.validate_json(text).ftkit_version}"
+    except ValidationError:
+        return "another version of ftkit"
 
 
 def read_plan(layout: RunLayout) -> RunPlan:

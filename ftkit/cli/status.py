@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
@@ -39,6 +39,8 @@ _NUM_CHECKPOINTS_SHOWN = 5
 class _Status:
     folder: RunFolder
     plan: RunPlan | None
+    plan_problem: str
+    """Why there is no plan, although the run's files are not damaged: it is one of another version of ftkit."""
     run: SubmittedRun | None
     seen: Observation
     summary: TrainingSummary
@@ -72,18 +74,17 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
 
 
 def _read(folder: RunFolder) -> _Status:
-    glance, plan = glance_at(folder), None
-    damage = glance.damage
+    glance, plan, plan_problem = glance_at(folder), None, ""
     if glance.plan:
         try:
             plan = read_plan(folder.layout)
         except PlanError as error:
-            damage = error.what
-    glance = replace(glance, damage=damage)
+            plan_problem = error.what
     seen = state_of(glance, observe_all([glance.run] if glance.run else []))
     return _Status(
         folder=folder,
         plan=plan,
+        plan_problem=plan_problem,
         run=glance.run,
         seen=seen,
         summary=summarise(folder.layout),
@@ -147,6 +148,8 @@ def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
         place = f"{plan.placement.num_nodes} × {plan.placement.processes_per_node} processes"
         facts.append(("recipe", plan.recipe.name))
         facts.append(("cluster", f"{plan.cluster.name}, {place} ({plan.placement.device}), {plan.engine.name}"))
+    if status.plan_problem:
+        facts.append(("plan", status.plan_problem))
     if plan and plan.image:
         facts.append(("image", plan.image))
     checkpoints = [path.name for _, path in list_checkpoints(layout)][-_NUM_CHECKPOINTS_SHOWN:]
@@ -172,6 +175,7 @@ def _as_json(status: _Status) -> dict[str, Any]:
             "earlier_job_ids": list(submission.earlier_job_ids) if submission else [],
             "created": status.folder.created.isoformat(),
             "submitted": submission.submitted if submission else None,
+            "plan_problem": status.plan_problem or None,
             "world_size": plan.placement.world_size if plan else None,
             "engine": plan.engine.name if plan else None,
             "num_steps": summary.last_step.num_steps if summary.last_step else plan and plan.num_steps,

@@ -57,6 +57,34 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(
     assert str(tmp_path) in ftkit("resume", "victim").err
 
 
+FILES_TWICE_HELD_OUT = {"kind": "files", "train": "/a.jsonl", "heldout": "/b.jsonl", "num_heldout": 3}
+REFUSED_BY_NOW = {
+    "num_heldout (3) has no effect with heldout": ("source", FILES_TWICE_HELD_OUT),
+    "{q:>3} is not a column's name": ("format", {"kind": "prompt-completion", "prompt": "{q:>3}", "completion": "{a}"}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED_BY_NOW)
+def test_a_run_of_an_older_ftkit_is_shown_although_its_plan_breaks_a_newer_rule(
+    reason: str, ftkit: Callable[..., Result], run: SubmittedRun
+) -> None:
+    plan = json.loads(run.layout.plan.read_text())
+    key, value = REFUSED_BY_NOW[reason]
+    plan["recipe"]["data"][key] = value
+    run.layout.plan.write_text(json.dumps({**plan, "ftkit_version": "0.0.9"}))
+
+    assert ["victim", run.id, "failed"] in [line.split()[:3] for line in ftkit("runs").out.splitlines()]
+    assert "words" in ftkit("logs", "victim").out
+    assert json.loads(ftkit("status", "victim", "--json").out)["state"] == "failed"
+    shown = " ".join(ftkit("status", "victim").out.split())
+    assert "damaged" not in shown
+    assert reason in shown
+    refused = ftkit("resume", "victim")
+    assert refused.code == 3
+    for part in (reason, "ftkit 0.0.9 wrote it", "use the ftkit that submitted it; or mend what is named here"):
+        assert part in " ".join(refused.err.split())
+
+
 def test_a_copied_run_is_not_resumed_in_the_place_of_the_original(
     ftkit: Callable[..., Result], run: SubmittedRun
 ) -> None:
