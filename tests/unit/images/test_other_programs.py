@@ -257,7 +257,9 @@ def test_what_a_killed_import_left_on_a_node_goes_with_the_next(
 
 INTERRUPTED = """
 from pathlib import Path
+import signal
 import sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, tests hand on that it is ignored
 from ftkit import process
 from ftkit.images import enroot
 address = enroot.Address("docker://r.io#a@sha256:1", "docker://r.io#a:1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
+from ftkit import process
 from ftkit.plan import plan_run
 from ftkit.render import render_job
 from ftkit.specs.image_reference import NamedImage
@@ -19,6 +21,8 @@ from ftkit.specs.load import Surroundings, load_cluster, load_image, load_recipe
 from ftkit.specs.request import RunRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ftkit.plan import RunPlan
 
 SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
@@ -103,6 +107,7 @@ class Machine:
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def local_disk(self) -> str:
@@ -118,13 +123,22 @@ class Machine:
             image.parent.mkdir(exist_ok=True)
             image.touch()
         layout.script.write_text(render_job(plan).script, encoding="utf-8")
-        return subprocess.Popen(
+        job = subprocess.Popen(
             ["bash", str(layout.script)],
             env=self._environment(),
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        self.started.append(job)
+        return job
+
+    def end(self) -> None:
+        """End what a test that failed has left running."""
+        for job in self.started:
+            if job.returncode is None:
+                process.signal_group(job.pid, signal.SIGKILL)
+                job.communicate()
 
     def run(self, plan: RunPlan, *, with_image: bool = True) -> tuple[int, str]:
         """Run the script of a plan; return its exit status and what it said."""
@@ -154,6 +168,7 @@ class Machine:
             "PATH": f"{self.root / 'bin'}:{os.defpath}",
             "HOME": str(self.root / "home"),
             "RECORD": str(self.root / "record"),
+            "TESTS": str(os.getpid()),
             "SLURMD_NODENAME": "n1",
             "SLURM_JOB_ID": "12345",
             "SLURM_JOB_NODELIST": "n[1-2]",
@@ -166,12 +181,14 @@ def _split(path: Path) -> list[str]:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    """Return a machine whose programs write down how they were called."""
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    """Yield a machine whose programs write down how they were called."""
     for folder in ("bin", "record", "home", "local-disk"):
         (tmp_path / folder).mkdir()
     for name, rest in STAND_INS.items():
         program = tmp_path / "bin" / name
         program.write_text(RECORD + rest, encoding="utf-8")
         program.chmod(0o755)
-    return Machine(tmp_path)
+    made = Machine(tmp_path)
+    yield made
+    made.end()

@@ -46,7 +46,8 @@ def _end(outcome: str) -> str:
     return f"echo '{line}' >metrics.jsonl"
 
 
-WAIT_FOR_REQUEST = 'until [[ -e "${FTKIT_STOP_FILE:-stop-requested}" ]]; do sleep 0.01; done; '
+WAIT_FOR_REQUEST = 'until [[ -e "${FTKIT_STOP_FILE:-stop-requested}" || ! -e /proc/$TESTS ]]; do sleep 0.01; done; '
+"""What a trainer does that is asked to stop; it does not outlive tests that are killed."""
 
 
 def _finish(job: subprocess.Popen[str]) -> tuple[int, str]:
@@ -123,7 +124,7 @@ def _signal_the_task(machine: Machine, plan: RunPlan, number: int = signal.SIGTE
     """
     job = machine.start(plan)
     machine.wait_for_call(stage)
-    for name in ("srun", "python3"):
+    for name in ("python3", "srun"):  # Python, which is deaf to it, ends as soon as the task has asked it to stop
         os.kill(machine.calls(name)[stage].pid, number)
     return _finish(job)
 
