@@ -85,7 +85,7 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
 def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
     """Refuse a shape that would have no effect: what is trained is what the weights' configuration says."""
     found = find_contradictions(model.architecture, text_part(config))
-    where, fix = f"{CONFIG_FILE} of {model.weights}", "Correct model.architecture in the recipe."
+    where, fix = f"{CONFIG_FILE} of {model.weights}", "Correct the recipe; what it leaves out has a default."
     if found:
         raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
 

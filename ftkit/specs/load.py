@@ -278,18 +278,27 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
     def absolute(value: str, *key: str) -> str:
         return str(absolute_path(value, layers.folder(key), layers.origin(key), ".".join(key)))
 
+    def hub_id_or_absolute(value: str, *key: str) -> str:
+        if is_path(value):
+            return absolute(value, *key)
+        if (layers.folder(key) / value).is_dir():
+            message = f"'{value}' is an id of the hub, and also a folder in {layers.folder(key)}."
+            fix = f"For the folder write ./{value}; for the hub's, rename the folder."
+            raise ConfigError([Problem(layers.origin(key), ".".join(key), message, fix)])
+        return value
+
     image, model, source = recipe.image, recipe.model, recipe.data.source
     if image is not None:
         image = str(parse_image(image, layers.folder(("image",)), layers.origin(("image",)), "image"))
-    if is_path(model.weights):
-        model = model.model_copy(update={"weights": absolute(model.weights, "model", "weights")})
+    if model.weights != "random":
+        model = model.model_copy(update={"weights": hub_id_or_absolute(model.weights, "model", "weights")})
     if is_path(model.tokenizer.source):
         tokenizer = {"source": absolute(model.tokenizer.source, "model", "tokenizer", "source")}
         model = model.model_copy(update={"tokenizer": model.tokenizer.model_copy(update=tokenizer)})
     if isinstance(source, FilesSource):
         files = {key: getattr(source, key) for key in ("train", "heldout") if getattr(source, key)}
         source = source.model_copy(update={key: absolute(value, "data", "source", key) for key, value in files.items()})
-    elif isinstance(source, HubSource) and is_path(source.dataset):
-        source = source.model_copy(update={"dataset": absolute(source.dataset, "data", "source", "dataset")})
+    elif isinstance(source, HubSource):
+        source = source.model_copy(update={"dataset": hub_id_or_absolute(source.dataset, "data", "source", "dataset")})
     data = recipe.data.model_copy(update={"source": source})
     return recipe.model_copy(update={"image": image, "model": model, "data": data})

@@ -37,7 +37,8 @@ class Generation:
     def of(cls, tokenizer: PreTrainedTokenizerBase, weights: Path | None) -> Generation:
         """Put together what the tokenizer and the folder of pretrained weights, if there are any, say.
 
-        The tokenizer may be another's: an end token of the weights that it has as ordinary text is none.
+        The tokenizer may be another's: an end token of the weights that it has as ordinary text is none. The export
+        can't call itself made from the model's configuration: transformers 4 would then generate by that one instead.
 
         Raises:
             NotFoundError: a file of the weights can't be read.
@@ -49,6 +50,7 @@ class Generation:
             known += [token for token in read_end_tokens(weights) if token in tokenizer.added_tokens_decoder]
             settings |= read_generation_config(weights)
         end_tokens = tuple(dict.fromkeys(token for token in known if token is not None))
+        settings.pop("_from_model_config", None)
         return cls(end_tokens, settings | {"eos_token_id": as_configured(end_tokens)})
 
     def greedy(self, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> GenerationConfig:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ftkit.specs.model import ModelSpec
 
 
+_NDIM_OF_STACKED_EXPERTS = 3
+_NUMBERS_IN_16_BYTES = 8
 _PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every"}
 
 
@@ -128,7 +130,16 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
         ) from error
     built.tie_weights()  # a parameter that took its memory from another is an object of its own again
     _check_takes_packs(built)
+    _compute_odd_experts_one_by_one(built)
     return _prepared(built)
+
+
+def _compute_odd_experts_one_by_one(model: Any) -> None:
+    """Leave grouped matrix products to experts that they can take: rows of whole 16 bytes, in bf16 8 numbers."""
+    stacked = [parameter for parameter in model.parameters() if parameter.ndim == _NDIM_OF_STACKED_EXPERTS]
+    is_odd = any(size % _NUMBERS_IN_16_BYTES for parameter in stacked for size in parameter.shape[1:])
+    if is_odd and hasattr(model, "set_experts_implementation"):  # transformers 4 has them one by one
+        model.set_experts_implementation("eager")
 
 
 def _check_takes_packs(model: Any) -> None:

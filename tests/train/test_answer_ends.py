@@ -143,6 +143,11 @@ def test_every_end_of_the_pretrained_model_stays_one_beside_the_trained(
     assert GenerationConfig.from_pretrained(saved).eos_token_id == made.settings["eos_token_id"]
 
 
+def test_an_export_does_not_send_its_readers_back_to_the_settings_of_the_models_configuration(saved: Path) -> None:
+    weights = files_of(saved, {"eos_token_id": 2}, {"_from_model_config": True, "eos_token_id": 2})  # as saved untouched
+    assert "_from_model_config" not in Generation.of(load_tokenizer(model_in(saved), "chatml"), weights).settings
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", ["{", "[1]"])
 def test_a_broken_file_of_the_weights_is_named_before_training(name: str, content: str, saved: Path) -> None:

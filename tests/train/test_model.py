@@ -132,6 +132,19 @@ def test_every_family_passes_the_proofs(
     prove_logits(probe)
 
 
+@pytest.mark.parametrize("odd", [{"intermediate_size": 50}, {"hidden_size": 36}])
+def test_experts_of_sizes_that_no_grouped_product_takes_learn_too(
+    odd: dict[str, int], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = build_empty(make_config(architecture("mixtral", **odd), tokenizer), "sdpa").bfloat16()
+    real = {
+        name: torch.full(parameter.shape, 0.02, dtype=torch.bfloat16, requires_grad=True)
+        for name, parameter in model.named_parameters()
+    }
+    torch.func.functional_call(model, real, kwargs={"input_ids": torch.arange(8)[None]}).logits.sum().backward()
+    assert all(weight.grad is not None for weight in real.values())
+
+
 def test_a_tied_table_is_sharded_once(tokenizer: PreTrainedTokenizerBase) -> None:
     model = build_empty(make_config(architecture("gemma3_text"), tokenizer), "sdpa")
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight

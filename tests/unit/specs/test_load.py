@@ -258,6 +258,17 @@ def test_an_address_where_a_path_is_asked_for_is_refused_by_the_plan(
     assert found.startswith(f"command line: {key}: addresses are not supported")
 
 
+def test_a_hub_id_that_is_also_a_folder_beside_the_recipe_is_refused(around: Surroundings) -> None:
+    recipes = around.project / "recipes"
+    (recipes / "mine.yaml").write_text("extends: demo\nmodel:\n  weights: model\n")
+    assert load_recipe("mine", around).model.weights == "model"
+    (recipes / "model").mkdir()
+    assert problems(around, recipe="mine") == [
+        f"{recipes}/mine.yaml:3: model.weights: 'model' is an id of the hub, and also a folder in {recipes}. "
+        "For the folder write ./model; for the hub's, rename the folder."
+    ]
+
+
 def test_a_folder_with_a_data_set_belongs_to_the_file_that_names_it(around: Surroundings) -> None:
     path = around.project / "recipes" / "mine.yaml"
     path.write_text("extends: olmo3-7b-full\nname: mine\ndata: {source: {dataset: ./sets}}\n")
