@@ -144,7 +144,7 @@ def test_every_end_of_the_pretrained_model_stays_one_beside_the_trained(
 
 
 def test_an_export_does_not_send_its_readers_back_to_the_settings_of_the_models_configuration(saved: Path) -> None:
-    weights = files_of(saved, {"eos_token_id": 2}, {"_from_model_config": True, "eos_token_id": 2})  # as saved untouched
+    weights = files_of(saved, {"eos_token_id": 2}, {"_from_model_config": True, "eos_token_id": 2})  # as saved
     assert "_from_model_config" not in Generation.of(load_tokenizer(model_in(saved), "chatml"), weights).settings
 
 
