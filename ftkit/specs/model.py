@@ -165,8 +165,8 @@ class ModelSpec(Spec):
     """The model to fine-tune."""
 
     weights: HubIdOrFolder
-    """A hub id such as `allenai/Olmo-3-1025-7B`, a folder (`/data/model`; `./model` in the recipe's folder), or `random`
-    for an untrained model."""
+    """A hub id such as `allenai/Olmo-3-1025-7B`, a folder (`/data/model`; `./model` in the recipe's folder), or
+    `random` for an untrained model."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     architecture: ArchitectureSpec
