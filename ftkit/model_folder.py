@@ -15,10 +15,12 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder of weights is there, with a configuration and safetensors.
+    """Check that a folder of weights is there, with a configuration and safetensors of their whole length.
 
     Raises:
         NotFoundError: it is not.
@@ -37,6 +39,13 @@ def check_folder(folder: Path) -> None:
             fix="give a folder in Hugging Face's layout, with weights as safetensors",
         )
     read_model_type(folder)
+    damaged = [file for file in _weights_files(folder) if not _is_whole(folder / file)]
+    if damaged:
+        raise NotFoundError(
+            f"model.weights: {folder} has no whole {' and no whole '.join(damaged)}",
+            meaning="a copy was interrupted, it holds Git LFS's pointer alone, or this user may not read it",
+            fix="copy or download it again",
+        )
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -45,10 +54,28 @@ def missing_files(folder: Path) -> list[str]:
     if not (folder / WEIGHTS_INDEX).is_file():
         return missing if (folder / WEIGHTS_FILE).is_file() else [*missing, f"{WEIGHTS_FILE} or {WEIGHTS_INDEX}"]
     try:
-        places = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        return missing + [file for file in _weights_files(folder) if not (folder / file).is_file()]
     except (ValueError, LookupError, TypeError, AttributeError):
         return [*missing, f"readable {WEIGHTS_INDEX}"]
-    return missing + [file for file in sorted(set(places)) if not (folder / file).is_file()]
+
+
+def _weights_files(folder: Path) -> list[str]:
+    index = folder / WEIGHTS_INDEX
+    if not index.is_file():
+        return [WEIGHTS_FILE]
+    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether a file of safetensors is as long as its header says: 8 bytes of length, the header, the tensors."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return bool(path.stat().st_size == 8 + length + max(ends, default=0))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def read_model_type(folder: Path) -> str:

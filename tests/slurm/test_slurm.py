@@ -56,7 +56,7 @@ def test_the_log_is_followed_to_the_end_of_the_run(cluster: Cluster) -> None:
 def test_a_failing_rank_is_shown_with_its_traceback(cluster: Cluster, shared_folder: Path) -> None:
     # What the file says fits; its class adds the sizes of another model, which every rank finds out.
     (shared_folder / "config.json").write_text('{"model_type": "qwen3"}')
-    (shared_folder / "model.safetensors").touch()
+    (shared_folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # no tensors
     arguments = ("run", "tests/train/tiny.yaml", "--cluster", "dev", "--nodes", "2", "--name", "failing", FOUR)
     done = cluster.ftkit(*arguments, f"model.weights={shared_folder}", expect=7)
     assert "are of another shape than model.architecture" in done.stderr

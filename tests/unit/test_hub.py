@@ -187,7 +187,7 @@ def test_a_shape_that_the_configuration_here_contradicts_is_refused(
 ) -> None:
     snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
-    (snapshot / WEIGHTS_FILE).touch()
+    (snapshot / WEIGHTS_FILE).write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     (snapshot / CONFIG_FILE).write_text('{"model_type": "llama", "tie_word_embeddings": true}')
     for weights in ("org/model", str(snapshot)):
         with pytest.raises(ConfigError, match=r"architecture\.tie_word_embeddings: False in the recipe, True in"):

@@ -3,13 +3,18 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from ftkit.errors import NotFoundError
 from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
 
 
 def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
@@ -22,7 +27,7 @@ def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(NotFoundError, match=r"has no model\.safetensors or"):
         check_folder(folder)
-    (folder / WEIGHTS_FILE).touch()
+    (folder / WEIGHTS_FILE).write_bytes(NO_TENSORS)
     check_folder(folder)
     (folder / WEIGHTS_INDEX).write_text("half of")
     with pytest.raises(NotFoundError, match="has no readable model"):
@@ -31,6 +36,28 @@ def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
     (folder / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(NotFoundError, match=r"has no a\.safetensors"):
         check_folder(folder)
+
+
+@pytest.mark.parametrize("names", [[WEIGHTS_FILE], ["a.safetensors", "b.safetensors"]])
+def test_weights_that_a_copy_has_cut_short_are_refused_wherever_they_end(names: list[str], tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
+    if len(names) > 1:
+        (tmp_path / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+    whole = safetensors.numpy.save({"one": np.zeros(3), "two": np.ones((2, 2))}, {"format": "pt"})
+    for name in names:
+        (tmp_path / name).write_bytes(whole)
+    check_folder(tmp_path)
+    for damaged in (
+        whole[:-1],
+        whole[:20],
+        whole[:4],
+        b"",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        whole + b"1",
+    ):
+        (tmp_path / names[-1]).write_bytes(damaged)
+        with pytest.raises(NotFoundError, match=f"has no whole {names[-1]}"):
+            check_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
