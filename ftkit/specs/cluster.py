@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 
-from ftkit.specs.strict import Name, NonNegativeInt, OneLine, PositiveInt, Spec, VariableName
+from ftkit.specs.strict import Name, NonNegativeInt, OneLine, PositiveFloat, PositiveInt, Spec, VariableName
 
 GpuModel = Literal["a100-40gb", "a100-80gb", "b200", "h100-80gb", "h200", "l4"]
 Device = Literal["auto", "cpu", "cuda"]

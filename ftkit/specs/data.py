@@ -7,15 +7,15 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from ftkit.specs.format_string import FormatString, columns_of
-from ftkit.specs.strict import HubIdOrFolder, LocalPath, NonNegativeInt, PositiveInt, Seed, Spec
+from ftkit.specs.strict import WHOLE_NUMBER, HubIdOrFolder, LocalPath, NonNegativeInt, PositiveInt, Seed, Spec
 
 
 class BinarySizes(Spec):
     """Sizes of simulated binaries; all between the two are as likely."""
 
-    smallest: int = Field(default=2048, ge=1024)
+    smallest: Annotated[int, Field(ge=1024), WHOLE_NUMBER] = 2048
     """Bytes of the smallest binary."""
-    largest: int = Field(default=6144, ge=1024)
+    largest: Annotated[int, Field(ge=1024), WHOLE_NUMBER] = 6144
     """Bytes of the largest binary."""
 
     @model_validator(mode="after")

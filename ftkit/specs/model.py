@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 
-from ftkit.specs.strict import HubIdOrFolder, PositiveInt, Spec
+from ftkit.specs.strict import LARGEST_COUNT, WHOLE_NUMBER, HubIdOrFolder, PositiveFloat, PositiveInt, Spec
 
 Family = Literal["gemma3_text", "llama", "olmo3", "qwen3"]
 """Families whose parameters and memory are planned exactly, and which every image and engine is tested with."""
@@ -151,7 +151,7 @@ class TokenizerSpec(Spec):
     source: HubIdOrFolder = "model"
     """`model`: the one beside the weights. `trained`: a byte-level BPE learned from the training part.
     Otherwise a folder or a hub id."""
-    vocab_size: PositiveInt | None = Field(default=None, ge=300)
+    vocab_size: Annotated[int, Field(ge=300, le=LARGEST_COUNT), WHOLE_NUMBER] | None = None
     """Size of a trained tokeniser's vocabulary, special tokens included."""
 
     @model_validator(mode="after")

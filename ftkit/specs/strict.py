@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
 from ftkit.specs.paths import is_path
 
@@ -61,9 +62,28 @@ LocalPath = Annotated[str, AfterValidator(_check_local_path)]
 HubIdOrFolder = Annotated[str, AfterValidator(_check_hub_id_or_folder)]
 OneLine = Annotated[str, AfterValidator(_check_one_line)]
 
+
+def _check_is_no_bool(kind: Literal["int_type", "float_type"]) -> BeforeValidator:
+    """Refuse what pydantic would read as 1 or 0: nobody who writes `max_steps: true` means one step."""
+
+    def check(value: object) -> object:
+        if isinstance(value, bool):
+            raise PydanticKnownError(kind)
+        return value
+
+    return BeforeValidator(check)
+
+
+WHOLE_NUMBER, NUMBER = _check_is_no_bool("int_type"), _check_is_no_bool("float_type")
+"""For the end of an annotation: a bound that comes after it is not in the JSON schema."""
+
 LARGEST_COUNT = 2**31 - 1
-PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_COUNT)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_COUNT), WHOLE_NUMBER]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT), WHOLE_NUMBER]
 """Counts. They are bounded so that no arithmetic with them overflows, and no loop over them lasts."""
 
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Float = Annotated[float, NUMBER]
+PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
+NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]
+
+Seed = Annotated[int, Field(ge=0, lt=2**63), WHOLE_NUMBER]

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ftkit.specs.strict import OneLine, PositiveInt, Seed, Spec
+from ftkit.specs.strict import (
+    NUMBER,
+    WHOLE_NUMBER,
+    Float,
+    NonNegativeFloat,
+    OneLine,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    Spec,
+)
 
 EngineName = Literal["fsdp2", "zero3"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -41,7 +51,7 @@ class LoraSpec(Spec):
     """Width of an adapter."""
     alpha: PositiveInt = 16
     """The adapters' output is scaled by alpha / rank, or alpha / sqrt(rank) with use_rslora."""
-    dropout: NonNegativeFloat = Field(default=0.0, lt=1)
+    dropout: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.0
     """Part of an adapter's inputs that is left out at random in training."""
     targets: tuple[ProjectionName, ...] = Field(default=ALL_PROJECTIONS, min_length=1)
     """Projections of each decoder layer that get an adapter; families other than the four have names of their own."""
@@ -71,7 +81,7 @@ class TrainingSpec(Spec):
     precision: Precision = "bf16"
     """Precision of forward and backward, and of weights that are not trained; master weights of those that
     are and optimizer states are fp32."""
-    sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
+    sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER]
     """Tokens in a pack."""
     micro_batch_size: Annotated[PositiveInt | Auto, BeforeValidator(_check_micro_batch_size)] = "auto"
     """Packs that one process computes at a time; `auto`: as many as are fastest on the cluster's GPUs, by prediction,
@@ -89,11 +99,11 @@ class TrainingSpec(Spec):
     """Highest learning rate, reached after the warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """How the learning rate goes on after the warm-up."""
-    warmup_ratio: NonNegativeFloat = Field(default=0.03, le=1)
+    warmup_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.03
     """Part of all steps in which the learning rate rises from 0."""
-    min_learning_rate_ratio: NonNegativeFloat = Field(default=0.0, le=1)
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.0
     """Where cosine and linear end, as a part of the highest."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Float, Float] = (0.9, 0.95)
     """AdamW's decay rates."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay, on matrices only."""
@@ -235,7 +245,7 @@ class EvaluationSpec(Spec):
 class ResourcesSpec(Spec):
     """How much of a cluster the recipe was made for; options of `ftkit run` come after it."""
 
-    num_nodes: Annotated[int, Field(gt=0, le=2**16)] = 1
+    num_nodes: Annotated[int, Field(gt=0, le=2**16), WHOLE_NUMBER] = 1
     """Nodes."""
     gpus_per_node: PositiveInt | None = None
     """GPUs, and so processes, on each node; none: what the cluster's nodes have."""

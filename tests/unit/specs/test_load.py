@@ -3,9 +3,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 from ftkit.errors import ConfigError, NotFoundError
 from ftkit.specs.load import (
@@ -17,6 +18,7 @@ from ftkit.specs.load import (
     load_settings,
 )
 from ftkit.specs.paths import is_path
+from ftkit.specs.strict import Spec
 
 if TYPE_CHECKING:
     from ftkit.specs.data import FilesSource
@@ -295,3 +297,53 @@ def test_the_project_is_the_nearest_folder_with_a_configuration(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     around = Surroundings.here()
     assert (around.project, around.user) == (tmp_path, tmp_path / "xdg" / "ftkit")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.max_steps=true", "training.max_steps: must be a whole number, got true."),
+        ("training.seed=false", "training.seed: must be a whole number, got false."),
+        ("training.learning_rate=true", "training.learning_rate: must be a number, got true."),
+        ("training.weight_decay=false", "training.weight_decay: must be a number, got false."),
+        ("training.warmup_ratio=true", "training.warmup_ratio: must be a number, got true."),
+        ("training.betas=[true, 0.9]", "training.betas: must be a number, got true."),
+        ("profile.ranks=[false]", "profile.ranks: must be a whole number, got false."),
+    ],
+)
+def test_true_and_false_are_not_numbers(around: Surroundings, override: str, message: str) -> None:
+    assert problems(around, override)[0] == f"command line: {message}"
+
+
+def test_every_number_of_a_spec_refuses_true() -> None:
+    taken = [
+        f"{spec.__name__}.{name}"
+        for spec in _subclasses(Spec)
+        for name, field in spec.model_fields.items()
+        if not _names(field.annotation) & {"bool", "str"} and _names(field.annotation) & {"int", "float"}
+        if _takes_true(spec, name)
+    ]
+    assert taken == []
+
+
+def _subclasses(spec: type[Spec]) -> list[type[Spec]]:
+    direct = spec.__subclasses__()
+    return direct + [inner for one in direct for inner in _subclasses(one)]
+
+
+def _names(annotation: Any) -> set[str]:
+    """Return the names of the types that an annotation is made of."""
+    parts = get_args(annotation)
+    return {name for part in parts for name in _names(part)} if parts else {getattr(annotation, "__name__", "")}
+
+
+def _takes_true(spec: type[Spec], name: str) -> bool:
+    """Tell whether a spec has nothing against `true`, nor against a list of it, for one field."""
+    for value in (True, [True, True]):
+        try:
+            spec.model_validate({name: value})
+        except ValidationError as error:
+            if any(detail["loc"][0] == name for detail in error.errors()):
+                continue
+        return True
+    return False
