@@ -165,6 +165,15 @@ def test_data_is_prepared_to_the_end_whatever_the_task_is_sent(
     assert _requeued(machine)
 
 
+def test_both_stages_use_the_container_that_a_profile_names(make_plan: PlanMaker, machine: Machine) -> None:
+    name = "--container-name=ftkit"
+    machine.run(make_plan("slurm", node_local_dir=machine.local_disk, srun_options=(name,)))
+    prepare, train = machine.calls("srun")
+    for call in (prepare, train):
+        assert name in call.words
+        assert any(word.startswith("--container-image=") for word in call.words), "whoever comes first makes it"
+
+
 def test_prepared_data_needs_no_container(plan: RunPlan, machine: Machine) -> None:
     plan.data_directory.mkdir(parents=True)
     (plan.data_directory / DATA_MANIFEST).touch()
