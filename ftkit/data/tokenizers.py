@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ftkit.data.chat_templates import TEMPLATES
+from ftkit.data.chat_templates import TEMPLATE_FILE, TEMPLATES, missing_template
 from ftkit.errors import DataError, in_short
 
 if TYPE_CHECKING:
@@ -79,16 +79,13 @@ def _with_template(tokenizer: Any, source: str, template_name: str) -> PreTraine
         if missing:
             raise DataError(
                 f"the tokeniser of '{source}' lacks {', '.join(missing)} of the '{template_name}' chat template",
-                fix="set data.chat_template to 'model', or to the template that this model was trained with",
+                fix="set data.chat_template to the template that this model was trained with, or to 'model': where the "
+                f"tokeniser brings none, write a {TEMPLATE_FILE} beside its files",
             )
         tokenizer.chat_template = template.template
         _end_texts_with_turns(tokenizer, template.end_of_turn)
     elif tokenizer.chat_template is None:
-        raise DataError(
-            f"the tokeniser of '{source}' brings no chat template",
-            meaning="base models often have none",
-            fix="set data.chat_template to one of: " + ", ".join(TEMPLATES),
-        )
+        raise missing_template(source)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None or not tokenizer.is_fast:

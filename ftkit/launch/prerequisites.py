@@ -9,12 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit.data.chat_templates import check_tokenizer_folder
 from ftkit.errors import FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.gpus import GPUS
 from ftkit.launch.data_files import check_examples, named_paths
 from ftkit.launch.local_machine import main_memory_gib
 from ftkit.layout import Workspace
 from ftkit.proposals import propose_changes
+from ftkit.specs.paths import is_path
 from ftkit.specs.tracking import check_access, check_packages
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
         NotFoundError: a file, a folder, the weights or the data set are not there.
         PrerequisiteError: the weights or the data set are gated.
         ConfigError: `model.architecture` contradicts the weights' own configuration.
-        DataError: one of the first rows of a local file can't be used as the recipe asks.
+        DataError: a folder has no tokenizer or no chat template, or one of the first rows of a local file can't be used
+            as the recipe asks.
     """
     from ftkit import hub  # noqa: PLC0415 - HTTP, which only plans of the hub's models need
 
@@ -107,6 +110,7 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
     if "model.weights" not in unseen:
         yield lambda: _as_list(hub.check_weights(plan.recipe.model, environment, home))
     if not plan.is_data_prepared:
+        yield partial(_check_tokenizer, plan.recipe)
         if not any(key.startswith("data.") for key in unseen):
             yield partial(_check_examples, plan.recipe)
         yield lambda: _as_list(hub.check_data(plan.recipe.data.source, environment, home))
@@ -114,6 +118,13 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
 
 def _check_examples(recipe: RecipeSpec) -> list[str]:
     check_examples(recipe)
+    return []
+
+
+def _check_tokenizer(recipe: RecipeSpec) -> list[str]:
+    source = recipe.model.weights if recipe.model.tokenizer.source == "model" else recipe.model.tokenizer.source
+    if is_path(source) and Path(source).is_dir():
+        check_tokenizer_folder(Path(source), recipe.data.chat_template)
     return []
 
 

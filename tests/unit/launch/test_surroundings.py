@@ -177,6 +177,37 @@ def test_rows_that_cannot_be_used_stop_a_run_before_it_queues(
         check_sources(here, {})
 
 
+@pytest.mark.parametrize(
+    ("files", "template", "message"),
+    [
+        ({}, "chatml", "holds no tokeniser"),
+        ({"tokenizer.json": "{}"}, "model", "brings no chat template"),
+        ({"tokenizer_config.json": '{"chat_template": null}'}, "model", "brings no chat template"),
+        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, "model", None),
+        ({"tokenizer.model": "", "chat_template.jinja": ""}, "model", None),
+        ({"vocab.json": "{}"}, "chatml", None),
+        ({"tekken.json": "{}"}, "model", None),
+        ({"tokenizer_config.json": "half of"}, "model", None),
+    ],
+)
+def test_a_tokenizer_or_template_that_a_folder_lacks_stops_a_run_before_it_queues(
+    plan: RunPlan, tmp_path: Path, files: dict[str, str], template: str, message: str | None
+) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    for name, content in files.items():
+        (tmp_path / "tokenizer" / name).write_text(content)
+    overrides = [
+        f"model.tokenizer={{source: {tmp_path}/tokenizer, vocab_size: null}}",
+        f"data.chat_template={template}",
+    ]
+    here = replace(plan, recipe=load_recipe("demo", NOWHERE, overrides))
+    if message is None:
+        assert check_sources(here, {}) == []
+    else:
+        with pytest.raises(DataError, match=message):
+            check_sources(here, {})
+
+
 def test_columns_that_a_generator_does_not_make_stop_a_run_before_it_queues(plan: RunPlan) -> None:
     recipe = load_recipe("demo", NOWHERE, ["data.format.prompt='{question}'"])
     with pytest.raises(DataError, match=r"generated example 1: data\.format\.prompt uses columns .*: question"):
