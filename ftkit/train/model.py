@@ -136,8 +136,12 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
 
 def _compute_odd_experts_one_by_one(model: Any) -> None:
     """Leave grouped matrix products to experts that they can take: rows of whole 16 bytes, in bf16 8 numbers."""
-    stacked = [parameter for parameter in model.parameters() if parameter.ndim == _NDIM_OF_STACKED_EXPERTS]
-    is_odd = any(size % _NUMBERS_IN_16_BYTES for parameter in stacked for size in parameter.shape[1:])
+    stacked = [
+        parameter.shape
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and parameter.ndim == _NDIM_OF_STACKED_EXPERTS
+    ]
+    is_odd = any(size % _NUMBERS_IN_16_BYTES for shape in stacked for size in shape[1:])
     if is_odd and hasattr(model, "set_experts_implementation"):  # transformers 4 has them one by one
         model.set_experts_implementation("eager")
 
