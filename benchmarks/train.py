@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ftkit.config.load import Surroundings, load_cluster, load_recipe
+from ftkit.config.request import RunRequest
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import DataManifest, PackStore, building
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.flops import document_flops
-from ftkit.gpus import GPUS
-from ftkit.plan import RunPlan, plan_run, plan_to_json
-from ftkit.records import StepRecord, read_records
-from ftkit.specs.load import Surroundings, load_cluster, load_recipe
-from ftkit.specs.request import RunRequest
+from ftkit.planning.estimates.flops import document_flops
+from ftkit.planning.estimates.gpus import GPUS
+from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
+from ftkit.runs.records import StepRecord, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, urlsplit
 
+from ftkit.config.data import HubSource
+from ftkit.config.model_config import find_contradictions, text_part
+from ftkit.config.paths import is_path
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
 from ftkit.model_folder import (
     CONFIG_FILE,
@@ -25,16 +28,13 @@ from ftkit.model_folder import (
     missing_files,
     read_model_config,
 )
-from ftkit.specs.data import HubSource
-from ftkit.specs.model_config import find_contradictions, text_part
-from ftkit.specs.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from email.message import Message
 
-    from ftkit.specs.data import Source
-    from ftkit.specs.model import ModelSpec
+    from ftkit.config.data import Source
+    from ftkit.config.model import ModelSpec
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT_SECONDS = 10

@@ -31,12 +31,12 @@ from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.layout import RunLayout
-from ftkit.memory import GIB
-from ftkit.plan import RunPlan, read_plan
-from ftkit.train.adapters import peft_config
-from ftkit.train.model import build_empty, find_decoder_layers, make_config
-from ftkit.train.weights import draw_weights, materialise
+from ftkit.planning.estimates.memory import GIB
+from ftkit.planning.layout import RunLayout
+from ftkit.planning.plan import RunPlan, read_plan
+from ftkit.train.model.build import build_empty, find_decoder_layers, make_config
+from ftkit.train.model.lora import peft_config
+from ftkit.train.model.weights import draw_weights, materialise
 
 
 def packs_as_dataset(plan: RunPlan, num_steps: int) -> Dataset:

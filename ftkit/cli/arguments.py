@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ftkit.cli.completing import complete_cluster, complete_image, complete_recipe, complete_run
+from ftkit.cli.shell_completion import complete_cluster, complete_image, complete_recipe, complete_run
+from ftkit.config.load import Surroundings
 from ftkit.errors import FtkitError, NotFoundError
 from ftkit.launch.resolve import RunWords, settings_of, workspace_of
-from ftkit.launch.runs import RunFolder, find_run
-from ftkit.specs.load import Surroundings
+from ftkit.runs.find import RunFolder, find_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ftkit.cli.terminal import Terminal
-    from ftkit.launch.submission import SubmittedRun
-    from ftkit.layout import Workspace
+    from ftkit.cli.terminal.console import Terminal
+    from ftkit.planning.layout import Workspace
+    from ftkit.runs.submission import SubmittedRun
 
 SpecT = TypeVar("SpecT")
 

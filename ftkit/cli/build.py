@@ -8,14 +8,14 @@ import click
 
 from ftkit.cli.image_arguments import image_argument, registry_option, required_registry
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.progress_view import ProgressView
 from ftkit.cli.push import push_and_say
-from ftkit.cli.terminal import Styled, Terminal
-from ftkit.cli.wording import duration, gib, short_path
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.format import duration, gib, short_path
+from ftkit.cli.terminal.progress_view import ProgressView
+from ftkit.config.load import Surroundings, find_image
 from ftkit.images.base import BaseWish
 from ftkit.images.build import Built, build
 from ftkit.images.overview import is_unpinned
-from ftkit.specs.load import Surroundings, find_image
 
 
 @click.command(

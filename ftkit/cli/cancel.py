@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from ftkit.cli.arguments import RUN_HELP, run_argument, submitted_run_of
-from ftkit.cli.follow_views import state_words
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Terminal
+from ftkit.cli.terminal.console import Terminal
+from ftkit.cli.terminal.follow_views import state_words
 from ftkit.launch.jobs import cancel
 
 

@@ -6,8 +6,8 @@ import click
 
 from ftkit.cli.arguments import json_option, load_each
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Column, Styled, Terminal
-from ftkit.specs.load import Surroundings, list_names, load_cluster, load_settings
+from ftkit.cli.terminal.console import Column, Styled, Terminal
+from ftkit.config.load import Surroundings, list_names, load_cluster, load_settings
 
 
 @click.command(

@@ -7,7 +7,7 @@ from click.shell_completion import get_completion_class
 
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.main import COMPLETE_VARIABLE, PROGRAM, cli
-from ftkit.cli.terminal import Terminal
+from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import PrerequisiteError
 
 

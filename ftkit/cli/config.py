@@ -7,10 +7,10 @@ import click
 from ftkit import assets
 from ftkit.cli.arguments import json_option
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Cell, Column, Styled, Terminal
-from ftkit.cli.wording import short_path
+from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.format import short_path
+from ftkit.config.load import LoadedSettings, Surroundings, load_settings
 from ftkit.launch.resolve import workspace_of
-from ftkit.specs.load import LoadedSettings, Surroundings, load_settings
 
 _DEFAULT = "default"
 

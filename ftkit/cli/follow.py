@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftkit.cli.closing import show_end
-from ftkit.cli.follow_views import view_for
-from ftkit.cli.watching import looks
-from ftkit.launch.states import Observation, RunState
-from ftkit.records import RecordTail
+from ftkit.cli.poll import looks
+from ftkit.cli.terminal.follow_views import view_for
+from ftkit.cli.terminal.report import show_end
+from ftkit.runs.records import RecordTail
+from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:
-    from ftkit.cli.follow_views import FollowView
-    from ftkit.cli.terminal import Terminal
-    from ftkit.launch.submission import SubmittedRun
+    from ftkit.cli.terminal.console import Terminal
+    from ftkit.cli.terminal.follow_views import FollowView
+    from ftkit.runs.submission import SubmittedRun
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:

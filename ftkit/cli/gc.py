@@ -10,16 +10,16 @@ import click
 from ftkit.cli.arguments import current_workspace
 from ftkit.cli.image_arguments import image_store
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Column, Terminal
-from ftkit.cli.wording import gib
+from ftkit.cli.terminal.console import Column, Terminal
+from ftkit.cli.terminal.format import gib
 from ftkit.images.gc import find_removable, remove_all
 from ftkit.launch.observe import observe_all, state_of
-from ftkit.launch.runs import glance_at, list_runs
+from ftkit.runs.find import glance_at, list_runs
 
 if TYPE_CHECKING:
     from ftkit.launch.observe import Overview
-    from ftkit.launch.runs import RunGlance
-    from ftkit.layout import Workspace
+    from ftkit.planning.layout import Workspace
+    from ftkit.runs.find import RunGlance
 
 
 @click.command(

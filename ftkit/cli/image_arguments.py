@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from ftkit.cli.arguments import current_workspace
-from ftkit.cli.completing import complete_image
+from ftkit.cli.shell_completion import complete_image
+from ftkit.config.load import Surroundings, load_settings
 from ftkit.errors import ConfigError, Problem
 from ftkit.images.store import ImageStore
-from ftkit.specs.load import Surroundings, load_settings
 
 if TYPE_CHECKING:
-    from ftkit.layout import Workspace
+    from ftkit.planning.layout import Workspace
 
 image_argument = click.argument("reference", metavar="NAME:TAG", shell_complete=complete_image)
 registry_option = click.option(

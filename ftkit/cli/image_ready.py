@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING
 
 from ftkit import __version__
 from ftkit.cli.image_arguments import registry_of
+from ftkit.config.image_reference import NamedImage, local_name, parse_image
+from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
+from ftkit.files import read_json
 from ftkit.images import engine
 from ftkit.images import labels as image_labels
 from ftkit.images.choosing import ImportWish
 from ftkit.images.inventory import python_packages
 from ftkit.images.store import MANIFEST_VERSION, manifest_file, sbom_file
 from ftkit.images.verify import looks_whole
-from ftkit.launch.json_files import read_json
-from ftkit.launch.prerequisites import check_image
-from ftkit.specs.image_reference import NamedImage, local_name, parse_image
-from ftkit.specs.tracking import SINK_PACKAGES, sinks_without_package
+from ftkit.launch.preflight import check_image
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.cli.terminal import Terminal
+    from ftkit.cli.terminal.console import Terminal
     from ftkit.images.store import Format
-    from ftkit.plan import RunPlan
+    from ftkit.planning.plan import RunPlan
 
 
 def ensure_image(plan: RunPlan, terminal: Terminal, *, does_import: bool) -> dict[str, str]:

@@ -10,17 +10,17 @@ import click
 from ftkit.cli.arguments import json_option, load_each
 from ftkit.cli.image_arguments import image_store
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Cell, Column, Styled, Terminal
-from ftkit.cli.wording import age, gib
+from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.format import age, gib
+from ftkit.config.load import Surroundings, list_images, load_image
 from ftkit.images.overview import ImageState, is_unpinned, look
-from ftkit.specs.load import Surroundings, list_images, load_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ftkit.config.image import ImageSpec
     from ftkit.images.overview import ImportedFile
     from ftkit.images.store import ImageStore
-    from ftkit.specs.image import ImageSpec
 
 _NO: Cell = "-"
 

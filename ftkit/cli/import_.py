@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.completing import complete_cluster, complete_image
 from ftkit.cli.image_arguments import image_store, registry_of, registry_option
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.progress_view import ProgressView
-from ftkit.cli.terminal import Styled, Terminal
-from ftkit.cli.wording import duration, gib, short_path
+from ftkit.cli.shell_completion import complete_cluster, complete_image
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.format import duration, gib, short_path
+from ftkit.cli.terminal.progress_view import ProgressView
+from ftkit.config.load import Surroundings, load_cluster, load_settings
 from ftkit.images.choosing import ImportWish, Method, choose_source, name_of
 from ftkit.images.importing import Imported, import_image
 from ftkit.images.sif import SifSource
-from ftkit.specs.load import Surroundings, load_cluster, load_settings
 
 if TYPE_CHECKING:
     from ftkit.images.store import Format

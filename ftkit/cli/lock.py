@@ -6,10 +6,10 @@ import click
 
 from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Styled, Terminal
-from ftkit.cli.wording import plural, short_path
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.format import plural, short_path
+from ftkit.config.load import Surroundings, find_image
 from ftkit.images.lock import write_lock
-from ftkit.specs.load import Surroundings, find_image
 
 
 @click.command(

@@ -9,21 +9,21 @@ from typing import IO, TYPE_CHECKING
 import click
 
 from ftkit.cli.arguments import RUN_HELP, run_argument, run_of, submitted_run_of
-from ftkit.cli.closing import failed
-from ftkit.cli.follow_views import state_words
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Terminal
-from ftkit.cli.watching import looks
-from ftkit.cli.wording import short_path
+from ftkit.cli.poll import looks
+from ftkit.cli.terminal.console import Terminal
+from ftkit.cli.terminal.follow_views import state_words
+from ftkit.cli.terminal.format import short_path
+from ftkit.cli.terminal.report import failed
 from ftkit.errors import NotFoundError
-from ftkit.launch.failure import explain
-from ftkit.launch.states import RunState
+from ftkit.runs.failure import explain
+from ftkit.runs.states import RunState
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.launch.submission import SubmittedRun
-    from ftkit.layout import RunLayout
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.submission import SubmittedRun
 
 
 @click.command(

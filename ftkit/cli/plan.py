@@ -9,13 +9,13 @@ import click
 
 from ftkit.cli.arguments import json_option, run_words, what_to_run
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.plan_view import plan_facts, show_findings
-from ftkit.cli.terminal import Terminal
+from ftkit.cli.terminal.console import Terminal
+from ftkit.cli.terminal.plan_view import plan_facts, show_findings
+from ftkit.config.load import Surroundings
 from ftkit.errors import NotFoundError
-from ftkit.launch.prerequisites import check_image, examine
+from ftkit.launch.preflight import check_image, examine
 from ftkit.launch.resolve import resolve
-from ftkit.plan import plan_to_json
-from ftkit.specs.load import Surroundings
+from ftkit.planning.plan import plan_to_json
 
 
 @click.command(

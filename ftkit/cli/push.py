@@ -10,14 +10,14 @@ import click
 
 from ftkit.cli.image_arguments import image_argument, registry_option, required_registry
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.progress_view import ProgressView
-from ftkit.cli.terminal import Styled, Terminal
-from ftkit.cli.wording import duration
-from ftkit.images import credentials
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.format import duration
+from ftkit.cli.terminal.progress_view import ProgressView
+from ftkit.images.oci import credentials
 from ftkit.images.push import push, remote_reference
 
 if TYPE_CHECKING:
-    from ftkit.images.credentials import Credentials
+    from ftkit.images.oci.credentials import Credentials
 
 
 @click.command(

@@ -8,10 +8,10 @@ import click
 
 from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Terminal
-from ftkit.cli.wording import short_path
+from ftkit.cli.terminal.console import Terminal
+from ftkit.cli.terminal.format import short_path
+from ftkit.config.load import Surroundings, find_image
 from ftkit.images.definition_file import definition_file, write_files
-from ftkit.specs.load import Surroundings, find_image
 
 
 @click.command(

@@ -6,10 +6,10 @@ import click
 
 from ftkit.cli.arguments import json_option, load_each
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Column, Terminal
-from ftkit.cli.wording import count
-from ftkit.parameters import count_parameters
-from ftkit.specs.load import Surroundings, list_names, load_recipe
+from ftkit.cli.terminal.console import Column, Terminal
+from ftkit.cli.terminal.format import count
+from ftkit.config.load import Surroundings, list_names, load_recipe
+from ftkit.planning.estimates.parameters import count_parameters
 
 
 @click.command(

@@ -10,10 +10,10 @@ from ftkit.cli.arguments import RUN_HELP, follow_option, hf_token_option, run_ar
 from ftkit.cli.image_ready import require_same_image
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.run import after_submission
-from ftkit.cli.terminal import Terminal
+from ftkit.cli.terminal.console import Terminal
 from ftkit.launch.jobs import read_plan_to_resume, resume
-from ftkit.launch.prerequisites import check_trackers
-from ftkit.records import RecordTail
+from ftkit.launch.preflight import check_trackers
+from ftkit.runs.records import RecordTail
 
 
 @click.command(

@@ -11,19 +11,19 @@ from ftkit.cli.arguments import follow_option, hf_token_option, run_words, what_
 from ftkit.cli.follow import follow
 from ftkit.cli.image_ready import ensure_image
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.plan_view import plan_facts, show_findings
-from ftkit.cli.terminal import Styled, Terminal
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.plan_view import plan_facts, show_findings
+from ftkit.config.load import Surroundings
 from ftkit.launch.jobs import start
-from ftkit.launch.manifest import describe
-from ftkit.launch.prerequisites import check_image, examine
+from ftkit.launch.preflight import check_image, examine
+from ftkit.launch.render import render_job
 from ftkit.launch.resolve import resolve, with_image_file
 from ftkit.launch.slurm import overriding_variables
-from ftkit.render import render_job
-from ftkit.specs.load import Surroundings
+from ftkit.runs.manifest import describe
 
 if TYPE_CHECKING:
-    from ftkit.launch.submission import SubmittedRun
-    from ftkit.records import RecordTail
+    from ftkit.runs.records import RecordTail
+    from ftkit.runs.submission import SubmittedRun
 
 
 @click.command(

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import current_workspace, json_option
-from ftkit.cli.closing import STATE_STYLES
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Cell, Column, Styled, Terminal
-from ftkit.cli.wording import age, short_path
+from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.format import age, short_path
+from ftkit.cli.terminal.report import STATE_STYLES
 from ftkit.launch.observe import observe_all, state_of
-from ftkit.launch.runs import RunGlance, glance_at, list_runs
-from ftkit.launch.states import Observation
-from ftkit.records import StepRecord, read_last_step
+from ftkit.runs.find import RunGlance, glance_at, list_runs
+from ftkit.runs.records import StepRecord, read_last_step
+from ftkit.runs.states import Observation
 
 if TYPE_CHECKING:
-    from ftkit.layout import Workspace
+    from ftkit.planning.layout import Workspace
 
 _COLUMNS = (
     Column("NAME", takes_cut=True),

@@ -8,10 +8,10 @@ import click
 
 from ftkit import assets
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Terminal
-from ftkit.specs.cluster import ClusterProfile
-from ftkit.specs.image import ImageSpec
-from ftkit.specs.recipe import RecipeSpec
+from ftkit.cli.terminal.console import Terminal
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.image import ImageSpec
+from ftkit.config.recipe import RecipeSpec
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

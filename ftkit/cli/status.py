@@ -10,7 +10,11 @@ from typing import Any
 import click
 
 from ftkit.cli.arguments import RUN_HELP, json_option, run_argument, run_of, submitted_run_of
-from ftkit.cli.closing import (
+from ftkit.cli.follow import follow as follow_run
+from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.terminal.console import Cell, Styled, Terminal
+from ftkit.cli.terminal.format import age, duration, short_path
+from ftkit.cli.terminal.report import (
     advice,
     next_commands,
     profile_facts,
@@ -19,18 +23,14 @@ from ftkit.cli.closing import (
     show_samples,
     state_cell,
 )
-from ftkit.cli.follow import follow as follow_run
-from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.terminal import Cell, Styled, Terminal
-from ftkit.cli.wording import age, duration, short_path
 from ftkit.errors import EXIT_CODES, RunFailedError
-from ftkit.launch.failure import Failure, explain
 from ftkit.launch.observe import observe_all, state_of
-from ftkit.launch.runs import RunFolder, glance_at
-from ftkit.launch.states import Observation, RunState
-from ftkit.launch.submission import SubmittedRun
-from ftkit.launch.summary import TrainingSummary, list_checkpoints, summarise
-from ftkit.plan import PlanError, RunPlan, read_plan
+from ftkit.planning.plan import PlanError, RunPlan, read_plan
+from ftkit.runs.failure import Failure, explain
+from ftkit.runs.find import RunFolder, glance_at
+from ftkit.runs.states import Observation, RunState
+from ftkit.runs.submission import SubmittedRun
+from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarise
 
 _NUM_CHECKPOINTS_SHOWN = 5
 

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from ftkit.cli.completing import complete_image
 from ftkit.cli.image_arguments import image_store
 from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.progress_view import ProgressView
-from ftkit.cli.terminal import Styled, Terminal
-from ftkit.cli.wording import gib
+from ftkit.cli.shell_completion import complete_image
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.format import gib
+from ftkit.cli.terminal.progress_view import ProgressView
+from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage, check_name, parse_image
 from ftkit.errors import ConfigError, Problem
 from ftkit.images.deep_check import check_deep
 from ftkit.images.verify import require_same, verify
-from ftkit.specs.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage, check_name, parse_image
 
 
 @click.command(

@@ -11,9 +11,9 @@ from pathlib import Path
 from ftkit.data.prepare import prepare
 from ftkit.errors import FtkitError, explained, without_secrets
 from ftkit.hub import check_data, check_weights
-from ftkit.layout import RunLayout, Workspace
-from ftkit.plan import read_plan
-from ftkit.records import StageRecord, append_record, leave_rank_error
+from ftkit.planning.layout import RunLayout, Workspace
+from ftkit.planning.plan import read_plan
+from ftkit.runs.records import StageRecord, append_record, leave_rank_error
 
 
 def main(plan_path: Path) -> int:

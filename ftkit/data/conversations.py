@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ftkit.config.data import MessagesFormat, PromptCompletionFormat
+from ftkit.config.format_string import columns_of, parse_format_string
 from ftkit.errors import DataError
-from ftkit.specs.data import MessagesFormat, PromptCompletionFormat
-from ftkit.specs.format_string import columns_of, parse_format_string
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.specs.data import Format
+    from ftkit.config.data import Format
 
 Role = Literal["system", "user", "assistant"]
 

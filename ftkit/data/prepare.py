@@ -6,28 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ftkit.config.data import GeneratedSource
 from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.conversations import to_messages
 from ftkit.data.encoding import encode, find_answer_end
 from ftkit.data.packing import assign_packs, build_pack
 from ftkit.data.rows import errors_at, write_json_lines
 from ftkit.data.sources import read_examples
-from ftkit.data.sql_score import read_question
 from ftkit.data.store import DataManifest, PackStore, PreparedData, building
+from ftkit.data.tasks.sql_score import read_question
 from ftkit.data.tokenizers import check_size, check_tokens, learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError
-from ftkit.specs.data import GeneratedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
+    from ftkit.config.recipe import RecipeSpec
     from ftkit.data.conversations import Message
     from ftkit.data.encoding import Document
     from ftkit.data.rows import Row
-    from ftkit.plan import RunPlan
-    from ftkit.specs.recipe import RecipeSpec
+    from ftkit.planning.plan import RunPlan
 
 
 def prepare(plan: RunPlan, report: Callable[[str], None]) -> PreparedData:

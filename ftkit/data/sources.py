@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.data import malware_analysis, text_to_sql
+from ftkit.config.data import FilesSource, GeneratedSource, HubSource
 from ftkit.data.rows import Row, read_first_rows, read_json_lines
+from ftkit.data.tasks import malware_analysis, text_to_sql
 from ftkit.errors import DataError, in_short
-from ftkit.specs.data import FilesSource, GeneratedSource, HubSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.specs.data import Source
+    from ftkit.config.data import Source
 
 FIRST_BYTES = 1 << 20
 """How much of a file is looked at before a job is submitted."""

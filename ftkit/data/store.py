@@ -17,7 +17,7 @@ import numpy as np
 from ftkit.data.encoding import IGNORED
 from ftkit.data.rows import read_json_lines
 from ftkit.errors import DataError
-from ftkit.layout import DATA_MANIFEST
+from ftkit.planning.layout import DATA_MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

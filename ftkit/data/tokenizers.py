@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-    from ftkit.specs.model import ModelSpec
+    from ftkit.config.model import ModelSpec
 
 PAD = "<pad>"
 

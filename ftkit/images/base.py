@@ -7,25 +7,26 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ftkit import assets
+from ftkit.config.base_lock import base_lock_text, read_base_lock
+from ftkit.config.image_reference import RegistryImage, parse_reference
 from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
-from ftkit.images import credentials, engine
+from ftkit.images import engine
+from ftkit.images.oci import credentials
+from ftkit.images.oci.registry import Registry
+from ftkit.images.oci.retries import with_retries
+from ftkit.images.oci.streams import explain_transfer, follow_transfer
 from ftkit.images.progress import Progress, say_nothing
-from ftkit.images.registry import Registry
-from ftkit.images.retries import with_retries
 from ftkit.images.store import write_whole
-from ftkit.images.streams import explain_transfer, follow_transfer
-from ftkit.specs.base_lock import base_lock_text, read_base_lock
-from ftkit.specs.image_reference import RegistryImage, parse_reference
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from docker import APIClient
 
+    from ftkit.config.digest import Digest
+    from ftkit.config.load import ImageDefinition
     from ftkit.images.engine import EngineImage
     from ftkit.images.progress import Report
-    from ftkit.specs.digest import Digest
-    from ftkit.specs.load import ImageDefinition
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit.config.digest import Digest
+from ftkit.config.image_reference import RegistryImage, check_name, local_name
 from ftkit.errors import ImageError
 from ftkit.images import engine, labels
 from ftkit.images.base import BaseWish, choose_base, current_digest_if_moved, digest_of, have_base, record
 from ftkit.images.context import assemble
 from ftkit.images.engine import EngineImage
+from ftkit.images.oci.streams import BuildFollower
 from ftkit.images.progress import Progress, Report, say_nothing
 from ftkit.images.self_check import PASSED
-from ftkit.images.streams import BuildFollower
-from ftkit.specs.digest import Digest
-from ftkit.specs.image_reference import RegistryImage, check_name, local_name
 
 if TYPE_CHECKING:
     from docker import APIClient
 
+    from ftkit.config.load import ImageDefinition
     from ftkit.images.context import BuildContext
-    from ftkit.specs.load import ImageDefinition
 
 SELF_CHECK = ("python3", "-m", "ftkit.images.self_check")
 

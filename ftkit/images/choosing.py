@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
-from ftkit.images import credentials, engine, enroot, squashfs
-from ftkit.images.push import remote_reference
-from ftkit.images.registry import Registry
-from ftkit.images.sources import EngineSource, EnrootSource, RegistrySource
-from ftkit.specs.cluster import ClusterProfile
-from ftkit.specs.image_reference import (
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.image_reference import (
     ImageFile,
     NamedImage,
     RegistryImage,
@@ -21,6 +16,12 @@ from ftkit.specs.image_reference import (
     parse_image,
     parse_reference,
 )
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
+from ftkit.images import engine, enroot, squashfs
+from ftkit.images.oci import credentials
+from ftkit.images.oci.registry import Registry
+from ftkit.images.push import remote_reference
+from ftkit.images.sources import EngineSource, EnrootSource, RegistrySource
 
 if TYPE_CHECKING:
     from ftkit.images.progress import Report

@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 from ftkit import assets
 from ftkit.errors import ImageError
 from ftkit.images.lock import read_lock
-from ftkit.images.tar_members import FILE, Member, write_end, write_member, write_padding
+from ftkit.images.oci.tar import FILE, Member, write_end, write_member, write_padding
 from ftkit.images.wheel import make_wheel, wheel_name
 
 if TYPE_CHECKING:
-    from ftkit.specs.image import ImageSpec
-    from ftkit.specs.load import ImageDefinition
+    from ftkit.config.image import ImageSpec
+    from ftkit.config.load import ImageDefinition
 
 _CERTIFICATES: Final = "certificates.crt"
 _INDEX_VARIABLES: Final = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")

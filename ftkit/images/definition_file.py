@@ -7,14 +7,14 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ftkit.config.image_reference import parse_reference
 from ftkit.images import labels
 from ftkit.images.context import assemble, dockerfile
-from ftkit.specs.image_reference import parse_reference
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.specs.load import ImageDefinition
+    from ftkit.config.load import ImageDefinition
 
 _RUN = re.compile(r"^RUN ((?:[^\n]*\\\n)*[^\n]*)$", re.MULTILINE)
 

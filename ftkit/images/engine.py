@@ -12,10 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftkit.config.digest import Digest
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
-from ftkit.images.oci import RunConfig, read_run_config
-from ftkit.images.root_filesystem import ImageConfig
-from ftkit.specs.digest import Digest
+from ftkit.images.oci.documents import RunConfig, read_run_config
+from ftkit.images.oci.rootfs import ImageConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -13,16 +13,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
+from ftkit.config.digest import Digest
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
-from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from ftkit.specs.cluster import ClusterProfile
-    from ftkit.specs.image_reference import RegistryImage
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.image_reference import RegistryImage
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
 _CLEAN_UP_SECONDS: Final = 120

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit import __version__
-from ftkit.images.digests import BLOCK_SIZE, digest_file
+from ftkit.images.oci.digests import BLOCK_SIZE, digest_file
 from ftkit.images.packing import ByteCounter, Made
 from ftkit.images.progress import Progress, Report, say_nothing
 from ftkit.images.squashfs import disk_full

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import ftkit
 from ftkit import process
+from ftkit.config.digest import Digest
 from ftkit.errors import FtkitError
-from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
-    from ftkit.specs.image import ImageSpec
+    from ftkit.config.image import ImageSpec
 
 BUILD_KEY: Final = "ftkit.build-key"
 LOCK: Final = "ftkit.lock-sha256"

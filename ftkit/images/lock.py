@@ -22,8 +22,8 @@ from ftkit.images.pins import normal_name, pins
 from ftkit.images.store import write_whole
 
 if TYPE_CHECKING:
-    from ftkit.specs.image import ImageSpec
-    from ftkit.specs.load import ImageDefinition
+    from ftkit.config.image import ImageSpec
+    from ftkit.config.load import ImageDefinition
 
 _TIMEOUT_SECONDS: Final = 900
 _NEVER: Final = "sys_platform == 'never'"

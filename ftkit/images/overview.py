@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit.config.image_reference import local_name
 from ftkit.errors import PrerequisiteError
 from ftkit.images import engine, labels
 from ftkit.images.engine import EngineImage
 from ftkit.images.store import ImportManifest
 from ftkit.images.verify import looks_whole
-from ftkit.specs.image_reference import local_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

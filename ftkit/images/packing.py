@@ -9,14 +9,14 @@ from typing import IO, TYPE_CHECKING
 
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
+from ftkit.images.oci.rootfs import Contents, ImageConfig, write_root
 from ftkit.images.progress import Progress, Report
-from ftkit.images.root_filesystem import Contents, ImageConfig, write_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from ftkit.images.root_filesystem import Entry
+    from ftkit.images.oci.rootfs import Entry
 
 _WRITE_BUFFER = 1 << 20
 _SECONDS_BETWEEN_REPORTS = 0.1

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ftkit.config.digest import Digest
+from ftkit.config.image_reference import RegistryImage, check_name, local_name, parse_reference
 from ftkit.errors import ImageError
-from ftkit.images import credentials as who
 from ftkit.images import engine
+from ftkit.images.oci import credentials as who
+from ftkit.images.oci.retries import with_retries
+from ftkit.images.oci.streams import explain_transfer, follow_transfer
 from ftkit.images.progress import Report, say_nothing
-from ftkit.images.retries import with_retries
-from ftkit.images.streams import explain_transfer, follow_transfer
-from ftkit.specs.digest import Digest
-from ftkit.specs.image_reference import RegistryImage, check_name, local_name, parse_reference
 
 if TYPE_CHECKING:
-    from ftkit.images.credentials import Credentials
+    from ftkit.images.oci.credentials import Credentials
 
 
 @dataclass(frozen=True)

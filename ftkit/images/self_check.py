@@ -14,7 +14,7 @@ from pathlib import Path
 from ftkit import process
 from ftkit.images.pins import normal_name, pins
 
-TRAINER = "ftkit.train.session"
+TRAINER = "ftkit.train.trainer"
 """An image that names this module among its imports can train, and is asked to show it."""
 
 PASSED = "ftkit: the image is as its definition says"

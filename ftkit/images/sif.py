@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError, Problem
-from ftkit.images import credentials
 from ftkit.images.choosing import choose_source, remote_of
+from ftkit.images.oci import credentials
+from ftkit.images.oci.rootfs import Contents
 from ftkit.images.packing import Made
 from ftkit.images.progress import Progress
-from ftkit.images.root_filesystem import Contents
 from ftkit.images.sources import EngineSource
 from ftkit.images.squashfs import explain_failure
 

@@ -8,25 +8,25 @@ from threading import Event
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ftkit.images import engine, enroot, squashfs
-from ftkit.images.flatten import Layer, flatten
-from ftkit.images.oci import RunConfig
+from ftkit.images.oci.documents import RunConfig
+from ftkit.images.oci.flatten import Layer, flatten
+from ftkit.images.oci.rootfs import SBOM_PATH, Contents, Entry, ImageConfig
+from ftkit.images.oci.tar import TarReader
 from ftkit.images.packing import ByteCounter, Made, pack_entries
 from ftkit.images.progress import Progress
-from ftkit.images.root_filesystem import SBOM_PATH, Contents, Entry, ImageConfig
 from ftkit.images.squashfs import disk_full
-from ftkit.images.tar_members import TarReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from ftkit.config.digest import Digest
+    from ftkit.config.image_reference import RegistryImage
     from ftkit.images.engine import EngineImage
     from ftkit.images.enroot import Address, ComputeNode
+    from ftkit.images.oci.registry import Registry
     from ftkit.images.progress import Report
-    from ftkit.images.registry import Registry
     from ftkit.images.store import Format
-    from ftkit.specs.digest import Digest
-    from ftkit.specs.image_reference import RegistryImage
 
 _DOWNLOADS_AT_ONCE: Final = 3
 

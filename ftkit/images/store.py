@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
+from ftkit.config.digest import Digest
 from ftkit.errors import ImageError, PrerequisiteError
 from ftkit.process import mode_of_new_files
-from ftkit.specs.digest import Digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ftkit.errors import FtkitError, ImageError, NotFoundError
 from ftkit.images import squashfs
-from ftkit.images.digests import differing_ranges, digest_file
+from ftkit.images.oci.digests import differing_ranges, digest_file
 from ftkit.images.progress import Progress, Report, say_nothing
 from ftkit.images.store import ImportManifest, manifest_file, read_manifest
 

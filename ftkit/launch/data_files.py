@@ -7,18 +7,18 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit.config.data import FilesSource, HubSource
+from ftkit.config.paths import is_path
 from ftkit.data.conversations import to_messages
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import read_first_examples
-from ftkit.data.sql_score import read_question
+from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import NotFoundError
-from ftkit.specs.data import FilesSource, HubSource
-from ftkit.specs.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.specs.recipe import RecipeSpec
+    from ftkit.config.recipe import RecipeSpec
 
 MAX_FILES = 100_000
 """In a data set's folder; a walk through so many takes seconds."""

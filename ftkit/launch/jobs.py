@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError
 from ftkit.launch.observe import observe
-from ftkit.launch.run_folder import create_run_folder
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.launch.slurm_refusals import UncertainSubmitError
-from ftkit.launch.states import RunState
-from ftkit.launch.submission import Submission, SubmittedRun, read_submission, write_submission
-from ftkit.plan import PlanError, read_plan
+from ftkit.planning.plan import PlanError, read_plan
 from ftkit.process import ProgramTimeoutError
 from ftkit.runs.lease import current_holder, revoke
+from ftkit.runs.run_folder import create_run_folder
+from ftkit.runs.states import RunState
+from ftkit.runs.submission import Submission, SubmittedRun, read_submission, write_submission
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.launch.states import Observation
-    from ftkit.layout import RunLayout
-    from ftkit.plan import RunPlan
+    from ftkit.planning.layout import RunLayout
+    from ftkit.planning.plan import RunPlan
+    from ftkit.runs.states import Observation
 
 
 def start(plan: RunPlan, script: str, manifest: dict[str, Any]) -> SubmittedRun:

@@ -9,14 +9,14 @@ import time
 from typing import TYPE_CHECKING, ClassVar
 
 from ftkit import process
-from ftkit.launch.states import Observation, RunState
-from ftkit.launch.submission import Submission, SubmittedRun
 from ftkit.runs.lease import current_holder
+from ftkit.runs.states import Observation, RunState
+from ftkit.runs.submission import Submission, SubmittedRun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.layout import RunLayout
+    from ftkit.planning.layout import RunLayout
 
 
 class LocalScheduler:

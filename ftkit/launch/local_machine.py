@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from ftkit.specs.cluster import GpuModel
+from ftkit.config.cluster import GpuModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.specs.cluster import ClusterProfile
+    from ftkit.config.cluster import ClusterProfile
 
 
 _ROOT = Path("/")

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from ftkit import process
+from ftkit.config.model import ModelCounts
 from ftkit.errors import FtkitError
+from ftkit.files import read_json
 from ftkit.hub import find_folder
-from ftkit.launch.json_files import read_json
 from ftkit.model_folder import CONFIG_FILE
-from ftkit.parameters import count_by_config
-from ftkit.specs.model import ModelCounts
+from ftkit.planning.estimates.parameters import count_by_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from ftkit.layout import Workspace
-    from ftkit.specs.model import ModelSpec
+    from ftkit.config.model import ModelSpec
+    from ftkit.planning.layout import Workspace
 
 PROGRAM = "ftkit.train.counting"
 NEEDED = ("torch", "transformers", "accelerate")

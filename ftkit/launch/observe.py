@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter, ValidationError
 
 from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
-from ftkit.launch.json_files import read_json, read_small, write_json
+from ftkit.files import read_json, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
-from ftkit.launch.states import Observation, RunState
-from ftkit.records import EndRecord, read_last_record
 from ftkit.runs.lease import current_holder, last_touch
+from ftkit.runs.records import EndRecord, read_last_record
+from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.launch.runs import RunGlance
-    from ftkit.launch.submission import SchedulerName, SubmittedRun
-    from ftkit.layout import RunLayout
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.find import RunGlance
     from ftkit.runs.lease import Holder
+    from ftkit.runs.submission import SchedulerName, SubmittedRun
 
 
 _OBSERVATION = TypeAdapter(Observation)

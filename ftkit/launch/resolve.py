@@ -10,16 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ftkit import __version__
-from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
-from ftkit.launch.data_files import data_stamp
-from ftkit.launch.json_files import read_json
-from ftkit.launch.local_machine import with_this_machine
-from ftkit.launch.model_size import count_on_this_machine
-from ftkit.layout import Workspace
-from ftkit.plan import fingerprint, plan_run
-from ftkit.specs.image_reference import AnyImage, NamedImage, parse_image
-from ftkit.specs.layers import COMMAND_LINE, Layers
-from ftkit.specs.load import (
+from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
+from ftkit.config.layers import COMMAND_LINE, Layers
+from ftkit.config.load import (
     Loaded,
     LoadedSettings,
     Surroundings,
@@ -28,16 +21,23 @@ from ftkit.specs.load import (
     read_cluster,
     read_recipe,
 )
-from ftkit.specs.paths import absolute_path
-from ftkit.specs.request import Origins, RunRequest
+from ftkit.config.paths import absolute_path
+from ftkit.config.request import Origins, RunRequest
+from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
+from ftkit.files import read_json
+from ftkit.launch.data_files import data_stamp
+from ftkit.launch.local_machine import with_this_machine
+from ftkit.launch.model_size import count_on_this_machine
+from ftkit.planning.layout import Workspace
+from ftkit.planning.plan import fingerprint, plan_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.plan import RunPlan
-    from ftkit.specs.cluster import ClusterProfile
-    from ftkit.specs.image import ImageSpec
-    from ftkit.specs.recipe import RecipeSpec
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.image import ImageSpec
+    from ftkit.config.recipe import RecipeSpec
+    from ftkit.planning.plan import RunPlan
 
 ResultT = TypeVar("ResultT")
 

@@ -10,9 +10,9 @@ from ftkit.launch.slurm import SlurmScheduler
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.launch.states import Observation
-    from ftkit.launch.submission import SchedulerName, Submission, SubmittedRun
-    from ftkit.layout import RunLayout
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.states import Observation
+    from ftkit.runs.submission import SchedulerName, Submission, SubmittedRun
 
 
 class Scheduler(Protocol):

@@ -15,13 +15,13 @@ from ftkit import process
 from ftkit.errors import PrerequisiteError, SubmitError
 from ftkit.launch.slurm_answers import SACCT_FIELDS, SQUEUE_FORMAT, read_sacct, read_squeue
 from ftkit.launch.slurm_refusals import explain_refusal, said
-from ftkit.launch.submission import Submission, SubmittedRun
+from ftkit.runs.submission import Submission, SubmittedRun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ftkit.launch.states import Observation
-    from ftkit.layout import RunLayout
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.states import Observation
 
 _IDS_IN_A_QUERY = 400
 _NOT_ABOUT_A_JOB = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER"}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftkit.launch.states import Observation, RunState
+from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ftkit.launch.submission import SubmittedRun
+    from ftkit.runs.submission import SubmittedRun
 
 # The folder stands last: it alone may hold the separator.
 SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"

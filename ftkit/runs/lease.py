@@ -30,7 +30,7 @@ from ftkit.errors import TrainingError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ftkit.layout import RunLayout
+    from ftkit.planning.layout import RunLayout
 
 BEAT_SECONDS = 10.0
 NUM_MISSED_BEATS = 12

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ftkit.errors import FtkitError, explained, without_secrets
-from ftkit.layout import RunLayout
-from ftkit.plan import read_plan
-from ftkit.records import leave_rank_error
+from ftkit.planning.layout import RunLayout
+from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
+from ftkit.runs.records import leave_rank_error
 from ftkit.runs.started import record_start
 from ftkit.train.launcher import follow_launcher
 
@@ -34,8 +34,8 @@ def main(plan_path: Path) -> int:
             at_end.enter_context(held)
             record_start(layout.manifest)
         with at_end:
-            from ftkit.train.session import run_session  # noqa: PLC0415 - its imports can fail too
-            from ftkit.train.world import joined_world  # noqa: PLC0415
+            from ftkit.train.distributed.world import joined_world  # noqa: PLC0415
+            from ftkit.train.trainer import run_session  # noqa: PLC0415 - its imports can fail too
 
             plan = read_plan(layout)
             with joined_world(plan.placement) as world:  # which rank 0 joins with the lease in its hands

@@ -19,18 +19,18 @@ from pydantic import TypeAdapter
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from ftkit.config.model import ArchitectureSpec, Linear, ModelCounts
 from ftkit.errors import TrainingError
-from ftkit.methods import ParameterCounts, adapter_size
-from ftkit.parameters import Experts, read_experts
-from ftkit.specs.model import ArchitectureSpec, Linear, ModelCounts
-from ftkit.train.model import find_decoder_layers, make_config, read_config
+from ftkit.planning.estimates.adapters import ParameterCounts, adapter_size
+from ftkit.planning.estimates.parameters import Experts, read_experts
+from ftkit.train.model.build import find_decoder_layers, make_config, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from transformers import PretrainedConfig
 
-    from ftkit.specs.training import TrainingPlan
+    from ftkit.config.training import TrainingPlan
 
 
 _OF_AN_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")

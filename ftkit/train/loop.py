@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ftkit.plan import RunPlan
-from ftkit.train.batches import BatchSchedule, StepBatch
-from ftkit.train.checkpoint import Progress
-from ftkit.train.checkpoint_saver import CheckpointSaver
-from ftkit.train.engine import Engine
-from ftkit.train.evaluate import Evaluator
-from ftkit.train.learning_rate import learning_rate_at
-from ftkit.train.memory_trace import MemoryTrace
-from ftkit.train.prefetch import prefetched
-from ftkit.train.profiler import profiled
-from ftkit.train.telemetry import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
-from ftkit.train.utilisation import Utilisation
-from ftkit.train.world import World
+from ftkit.planning.plan import RunPlan
+from ftkit.train.components.batches import BatchSchedule, StepBatch
+from ftkit.train.components.checkpoint import Progress
+from ftkit.train.components.checkpoint_saver import CheckpointSaver
+from ftkit.train.components.evaluate import Evaluator
+from ftkit.train.components.lr_schedule import learning_rate_at
+from ftkit.train.components.metrics import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
+from ftkit.train.components.mfu import Utilisation
+from ftkit.train.components.prefetch import prefetched
+from ftkit.train.components.profiler import profiled
+from ftkit.train.distributed.engine import Engine
+from ftkit.train.distributed.world import World
+from ftkit.train.memory.trace import MemoryTrace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.layout import RunLayout
+    from ftkit.planning.layout import RunLayout
 
 
 @dataclass

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 import torch
 
+from ftkit.config.model import ArchitectureSpec, Family
+from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.parameters import method_counts
-from ftkit.plan import PlacementPlan
-from ftkit.specs.model import ArchitectureSpec, Family
-from ftkit.specs.training import TrainingPlan
-from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
-from ftkit.train.batches import to_micro_batch
-from ftkit.train.engines import make_engine
-from ftkit.train.model import build_empty, make_config
-from ftkit.train.proofs import prove_isolation, prove_logits, prove_sharding, run_probe
-from ftkit.train.weights import draw_weights
-from ftkit.train.world import joined_world
+from ftkit.planning.estimates.parameters import method_counts
+from ftkit.planning.plan import PlacementPlan
+from ftkit.train.components.batches import to_micro_batch
+from ftkit.train.distributed.checks import prove_isolation, prove_logits, prove_sharding, run_probe
+from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.world import joined_world
+from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.model.build import build_empty, make_config
+from ftkit.train.model.weights import draw_weights
 
 if TYPE_CHECKING:
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 VOCABULARY = 320
 LENGTH = 256

@@ -32,7 +32,7 @@ import pytest
 from waiting import PATIENCE_SECONDS
 
 from ftkit.images.self_check import PASSED
-from ftkit.records import EndRecord, StartRecord, StepRecord, to_line
+from ftkit.runs.records import EndRecord, StartRecord, StepRecord, to_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

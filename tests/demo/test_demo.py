@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from ftkit.records import EvaluationRecord, StepRecord, read_records
+from ftkit.runs.records import EvaluationRecord, StepRecord, read_records
 
 pytestmark = pytest.mark.train
 

@@ -17,9 +17,9 @@ import torch.distributed.checkpoint
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ftkit.errors import TrainingError
-from ftkit.layout import RunLayout
-from ftkit.train.checkpoint import MARKER, Marker, Progress, describe, load_newest
-from ftkit.train.checkpoint_reader import INDEX, read_state
+from ftkit.planning.layout import RunLayout
+from ftkit.train.components.checkpoint import MARKER, Marker, Progress, describe, load_newest
+from ftkit.train.components.checkpoint_reader import INDEX, read_state
 from fuzzing.area import Area, Case, read_case, write_case
 from fuzzing.mutate import damaged_bytes, damaged_json
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 _STEP = 10
 _DATA = "the data"

@@ -6,12 +6,12 @@ import codecs
 import json
 from typing import TYPE_CHECKING
 
+from ftkit.config.data import FilesSource, MessagesFormat, PromptCompletionFormat
 from ftkit.data.conversations import to_messages
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import read_examples
-from ftkit.data.sql_score import read_question
+from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import DataError
-from ftkit.specs.data import FilesSource, MessagesFormat, PromptCompletionFormat
 from fuzzing.area import Area, Case
 from fuzzing.mutate import damaged_bytes, damaged_json
 

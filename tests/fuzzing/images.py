@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.config.digest import Digest
+from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import sources, squashfs
-from ftkit.images.credentials import Credentials
-from ftkit.images.flatten import Layer, flatten
 from ftkit.images.importing import import_image
+from ftkit.images.oci.credentials import Credentials
+from ftkit.images.oci.flatten import Layer, flatten
+from ftkit.images.oci.registry import Registry
+from ftkit.images.oci.rootfs import ImageConfig, write_root
 from ftkit.images.packing import Made
 from ftkit.images.progress import say_nothing
-from ftkit.images.registry import Registry
-from ftkit.images.root_filesystem import ImageConfig, write_root
 from ftkit.images.sources import RegistrySource
 from ftkit.images.store import ImageStore, manifest_file, read_manifest
 from ftkit.images.verify import looks_whole
-from ftkit.specs.digest import Digest
-from ftkit.specs.image_reference import parse_reference
 from fuzzing.area import Area, Case
 from fuzzing.internet import Internet, Pushed, connected_to, digest_of
 from fuzzing.mutate import damaged_bytes, damaged_json, damaged_value

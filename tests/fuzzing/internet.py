@@ -16,8 +16,8 @@ import pytest
 import requests
 from urllib3 import HTTPHeaderDict, HTTPResponse
 
-from ftkit.images import retries
-from ftkit.specs.digest import Digest
+from ftkit.config.digest import Digest
+from ftkit.images.oci import retries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,11 +9,20 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.launch.submission import Submission
-from ftkit.plan import plan_run, plan_to_json
-from ftkit.records import EndRecord, EvaluationRecord, RankError, Sample, StageRecord, StartRecord, StepRecord, to_line
-from ftkit.specs.load import Surroundings, load_cluster, load_recipe
-from ftkit.specs.request import RunRequest
+from ftkit.config.load import Surroundings, load_cluster, load_recipe
+from ftkit.config.request import RunRequest
+from ftkit.planning.plan import plan_run, plan_to_json
+from ftkit.runs.records import (
+    EndRecord,
+    EvaluationRecord,
+    RankError,
+    Sample,
+    StageRecord,
+    StartRecord,
+    StepRecord,
+    to_line,
+)
+from ftkit.runs.submission import Submission
 from fuzzing.area import Area, Case, write_case
 from fuzzing.command_line import command_line
 from fuzzing.mutate import damaged_json

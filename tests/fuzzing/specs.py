@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from ftkit import assets
-from ftkit.specs.yaml_files import read_yaml
+from ftkit.config.yaml_files import read_yaml
 from fuzzing.area import Area, Case
 from fuzzing.command_line import command_line
 from fuzzing.mutate import ODD_VALUES, damaged_bytes, damaged_value, near_value

@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 
 def pytest_runtest_setup() -> None:
@@ -22,8 +22,8 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """This process as the only one of a run, on the first GPU."""
-    from ftkit.plan import PlacementPlan
-    from ftkit.train.world import joined_world
+    from ftkit.planning.plan import PlacementPlan
+    from ftkit.train.distributed.world import joined_world
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

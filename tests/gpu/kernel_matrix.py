@@ -22,21 +22,21 @@ from bitsandbytes import functional as bitsandbytes
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from ftkit.config.model import ArchitectureSpec
+from ftkit.config.training import AttentionChoice, LoraSpec, Method, TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
-from ftkit.plan import PlacementPlan
-from ftkit.specs.model import ArchitectureSpec
-from ftkit.specs.training import AttentionChoice, LoraSpec, Method, TrainingPlan
-from ftkit.train.adapters import fill_adapters, prepare_method
-from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
-from ftkit.train.batches import to_micro_batch
-from ftkit.train.engines import make_engine
-from ftkit.train.model import build_empty, find_decoder_layers, make_config
-from ftkit.train.objective import summed_loss
-from ftkit.train.proofs import prove_isolation, prove_logits, run_probe
-from ftkit.train.quantise import Nf4Linear
-from ftkit.train.weights import draw_weights
-from ftkit.train.world import World, joined_world
+from ftkit.planning.plan import PlacementPlan
+from ftkit.train.causal_lm import summed_loss
+from ftkit.train.components.batches import to_micro_batch
+from ftkit.train.distributed.checks import prove_isolation, prove_logits, run_probe
+from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.world import World, joined_world
+from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.model.build import build_empty, find_decoder_layers, make_config
+from ftkit.train.model.lora import fill_adapters, prepare_method
+from ftkit.train.model.nf4 import Nf4Linear
+from ftkit.train.model.weights import draw_weights
 
 LENGTH, VOCABULARY, PACKS, WINDOW = 1024, 1000, 4, 200
 DOCUMENTS = (130, 401, 3, 250, 200)  # longer and shorter than the window; the rest is padding
@@ -77,7 +77,7 @@ def documents(pack: int) -> list[Document]:
 
 
 def build(case: Case, world: World) -> tuple[Any, TrainingPlan, ArchitectureSpec]:
-    """Return the engine: as `ftkit.train.session` builds it."""
+    """Return the engine: as `ftkit.train.trainer` builds it."""
     shape = architecture(case)
     training = TrainingPlan(
         method=case.method, lora=LoraSpec() if case.method != "full" else None, attention=case.kernel,

@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ftkit.config.model import ArchitectureSpec
+from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError
-from ftkit.specs.model import ArchitectureSpec
-from ftkit.specs.training import TrainingPlan
-from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
-from ftkit.train.fsdp2 import Fsdp2Engine
-from ftkit.train.model import build_empty, make_config
-from ftkit.train.proofs import prove_isolation, prove_logits, run_probe
-from ftkit.train.weights import draw_weights
+from ftkit.train.distributed.checks import prove_isolation, prove_logits, run_probe
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.model.build import build_empty, make_config
+from ftkit.train.model.weights import draw_weights
 
 if TYPE_CHECKING:
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 pytestmark = pytest.mark.gpu
 LENGTH, VOCABULARY = 512, 1000
@@ -65,7 +65,7 @@ def test_models_that_cap_or_scale_train_isolated_with_their_own_logits(
 
 
 def test_short_packs_take_a_kernel_that_keeps_them_apart(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftkit.train.attention._flash4_failure", lambda *_: "tried without it")
+    monkeypatch.setattr("ftkit.train.model.attention._flash4_failure", lambda *_: "tried without it")
     short = training(sequence_length=96)
     config = make_config(architecture("llama"), IDS)
     kernel, reason = choose_kernel(short, config, world)

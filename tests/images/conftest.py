@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
+from ftkit.config.image import ImageSpec
+from ftkit.config.problems import validate
+from ftkit.config.yaml_files import read_yaml
 from ftkit.images.lock import inputs_digest
-from ftkit.specs.image import ImageSpec
-from ftkit.specs.problems import validate
-from ftkit.specs.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
+from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
 from ftkit.images.importing import import_image
+from ftkit.images.oci.registry import Registry
 from ftkit.images.progress import say_nothing
-from ftkit.images.registry import Registry
 from ftkit.images.sources import EnrootSource, RegistrySource
 from ftkit.images.store import ImageStore
-from ftkit.specs.image_reference import parse_reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -29,7 +29,7 @@ base:
 python: "{python}"
 provided: {{numpy: "", torch: "2.", triton: ""}}
 packages: [accelerate, datasets, safetensors, tokenizers, transformers]
-imports: [torch, transformers, accelerate, datasets, ftkit.train.session]
+imports: [torch, transformers, accelerate, datasets, ftkit.train.trainer]
 families: [qwen3]
 default_recipe: demo
 """

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import PATIENCE_SECONDS
 
+from ftkit.config.load import Surroundings, load_cluster, load_recipe
+from ftkit.config.request import RunRequest
 from ftkit.data.prepare import prepare
-from ftkit.plan import RunPlan, plan_run, plan_to_json
-from ftkit.records import MemoryRecord, Record, StepRecord, read_records
-from ftkit.specs.load import Surroundings, load_cluster, load_recipe
-from ftkit.specs.request import RunRequest
+from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
+from ftkit.runs.records import MemoryRecord, Record, StepRecord, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ftkit.layout import RunLayout
-    from ftkit.train.world import World
+    from ftkit.planning.layout import RunLayout
+    from ftkit.train.distributed.world import World
 
 TINY = Path(__file__).with_name("tiny.yaml")
 EVERYTHING_HERE = Path(__file__).parent
@@ -120,8 +120,8 @@ def finished_run(make_run: Callable[..., Run]) -> Run:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """This process as the only one of a run."""
-    from ftkit.plan import PlacementPlan
-    from ftkit.train.world import joined_world
+    from ftkit.planning.plan import PlacementPlan
+    from ftkit.train.distributed.world import joined_world
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

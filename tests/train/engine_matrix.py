@@ -21,10 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ftkit.parameters import method_counts
-from ftkit.plan import PlacementPlan
-from ftkit.specs.model import FAMILIES, ArchitectureSpec
-from ftkit.specs.training import (
+from ftkit.config.model import FAMILIES, ArchitectureSpec
+from ftkit.config.training import (
     ALL_PROJECTIONS,
     ActivationCheckpointing,
     EngineName,
@@ -34,16 +32,18 @@ from ftkit.specs.training import (
     Precision,
     TrainingPlan,
 )
-from ftkit.train import fsdp2
-from ftkit.train.adapters import fill_adapters, prepare_method
-from ftkit.train.collectives import make_collectives, wrong_answer
+from ftkit.planning.estimates.parameters import method_counts
+from ftkit.planning.plan import PlacementPlan
+from ftkit.train.causal_lm import MicroBatch, summed_loss
 from ftkit.train.counting import count_method
-from ftkit.train.engines import make_engine
-from ftkit.train.model import make_config
-from ftkit.train.objective import MicroBatch, summed_loss
-from ftkit.train.precision import DTYPES
-from ftkit.train.proofs import prove_isolation, prove_logits, prove_sharding, run_probe
-from ftkit.train.world import World, joined_world
+from ftkit.train.distributed import fsdp2
+from ftkit.train.distributed.checks import prove_isolation, prove_logits, prove_sharding, run_probe
+from ftkit.train.distributed.collectives import make_collectives, wrong_answer
+from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.precision import DTYPES
+from ftkit.train.distributed.world import World, joined_world
+from ftkit.train.model.build import make_config
+from ftkit.train.model.lora import fill_adapters, prepare_method
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,12 +9,12 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.train import checkpoint_saver
 from ftkit.train.__main__ import main
-from ftkit.train.checkpoint import describe
+from ftkit.train.components import checkpoint_saver
+from ftkit.train.components.checkpoint import describe
 
 if TYPE_CHECKING:
-    from ftkit.train.checkpoint import SavedFile
+    from ftkit.train.components.checkpoint import SavedFile
 
 
 def describe_or_die(path: Path) -> SavedFile:

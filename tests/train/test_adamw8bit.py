@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ftkit.errors import PrerequisiteError, TrainingError
-from ftkit.records import StartRecord
-from ftkit.train import adamw8bit, quantise
-from ftkit.train.adamw8bit import AdamW8bit, take_saved_scales
+from ftkit.runs.records import StartRecord
+from ftkit.train.components import adamw8bit
+from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
+from ftkit.train.model import nf4 as quantise
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PackStore, PreparedData
-from ftkit.records import EvaluationRecord, ProofRecord, StartRecord
+from ftkit.runs.records import EvaluationRecord, ProofRecord, StartRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,20 +13,20 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList
 
+from ftkit.config.model import ArchitectureSpec, ModelSpec
 from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.encoding import find_answer_end
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer, load_tokenizer
 from ftkit.errors import DataError, NotFoundError
-from ftkit.specs.model import ArchitectureSpec, ModelSpec
-from ftkit.train.evaluate import Evaluator
-from ftkit.train.generation import Generation
+from ftkit.train.components.evaluate import Evaluator
+from ftkit.train.components.generation import Generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 LLAMA3 = (
     "{{ bos_token }}{% for turn in messages %}<|start_header_id|>{{ turn['role'] }}<|end_header_id|>\n\n"

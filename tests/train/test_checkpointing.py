@@ -15,21 +15,22 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ftkit.specs.model import ArchitectureSpec, Family
-from ftkit.specs.training import ActivationCheckpointing, Method, TrainingPlan
-from ftkit.train import attention, checkpointing
-from ftkit.train.activation_offload import ActivationOffload
-from ftkit.train.adapters import fill_adapters, prepare_method
-from ftkit.train.attention import IMPLEMENTATIONS
-from ftkit.train.checkpointing import checkpoint_layers, checkpointing_of
-from ftkit.train.fsdp2 import Fsdp2Engine
-from ftkit.train.model import find_decoder_layers, make_config
-from ftkit.train.objective import MicroBatch
+from ftkit.config.model import ArchitectureSpec, Family
+from ftkit.config.training import ActivationCheckpointing, Method, TrainingPlan
+from ftkit.train.causal_lm import MicroBatch
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.memory import activation_checkpointing as checkpointing
+from ftkit.train.memory.activation_checkpointing import checkpoint_layers, checkpointing_of
+from ftkit.train.memory.activation_offload import ActivationOffload
+from ftkit.train.model import attention
+from ftkit.train.model.attention import IMPLEMENTATIONS
+from ftkit.train.model.build import find_decoder_layers, make_config
+from ftkit.train.model.lora import fill_adapters, prepare_method
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 LENGTH, LAYERS = 24, 3
 SAVING = ("selective", "full")

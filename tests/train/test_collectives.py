@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from ftkit.config.training import TrainingPlan
 from ftkit.errors import TrainingError
-from ftkit.specs.training import TrainingPlan
-from ftkit.train import collectives
-from ftkit.train.collectives import choose_collectives, make_collectives, wrong_answer
-from ftkit.train.copy_engine import ReduceScatter
-from ftkit.train.peer_access import DRIVER, reaches
+from ftkit.train.distributed import collectives
+from ftkit.train.distributed.collectives import choose_collectives, make_collectives, wrong_answer
+from ftkit.train.distributed.copy_engine import ReduceScatter
+from ftkit.train.distributed.peer_access import DRIVER, reaches
 
 if TYPE_CHECKING:
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 
 class OwnMemory:
@@ -112,7 +112,7 @@ def test_without_nvlink_nccl_does_it(
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver())
     monkeypatch.setattr(collectives, "COPY_ENGINE_COLLECTIVES", True)
-    monkeypatch.setattr("ftkit.train.world.World.sum", lambda _, values: values)
+    monkeypatch.setattr("ftkit.train.distributed.world.World.sum", lambda _, values: values)
     with caplog.at_level(logging.INFO):
         assert choose_collectives(training(), two(world, size=3, device=torch.device("cuda"))) is None
     assert caplog.messages == ["collectives: NCCL (no NVLink between the GPUs)"]

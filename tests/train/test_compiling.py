@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from ftkit.train.compiling import compiled_whole
+from ftkit.train.memory.compile import compiled_whole
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ftkit.config.model import FAMILIES, ArchitecturePlan, ArchitectureSpec, ModelSpec
+from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.launch.model_size import count_on_this_machine
-from ftkit.layout import Workspace
-from ftkit.methods import adapter_size
-from ftkit.parameters import EXPERT_FAMILIES, count_by_config, count_model, method_counts
-from ftkit.records import ProofRecord, StartRecord
-from ftkit.specs.model import FAMILIES, ArchitecturePlan, ArchitectureSpec, ModelSpec
-from ftkit.specs.training import LoraSpec, TrainingPlan
+from ftkit.planning.estimates.adapters import adapter_size
+from ftkit.planning.estimates.parameters import EXPERT_FAMILIES, count_by_config, count_model, method_counts
+from ftkit.planning.layout import Workspace
+from ftkit.runs.records import ProofRecord, StartRecord
 from ftkit.train.counting import count_method, count_modules
 
 if TYPE_CHECKING:

@@ -14,15 +14,23 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ftkit.errors import TrainingError
-from ftkit.layout import RunLayout
-from ftkit.train import checkpoint
-from ftkit.train.checkpoint import MARKER, Marker, Progress, delete_oldest, describe, load_newest, remove_leftovers
-from ftkit.train.checkpoint_reader import INDEX, read_state
+from ftkit.planning.layout import RunLayout
+from ftkit.train.components import checkpoint
+from ftkit.train.components.checkpoint import (
+    MARKER,
+    Marker,
+    Progress,
+    delete_oldest,
+    describe,
+    load_newest,
+    remove_leftovers,
+)
+from ftkit.train.components.checkpoint_reader import INDEX, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 DATA = "the data"
 

@@ -17,23 +17,23 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_SECONDS
 
+from ftkit.config.model import FAMILIES, ArchitectureSpec
+from ftkit.config.training import Method, TrainingPlan
 from ftkit.errors import TrainingError
-from ftkit.parameters import method_counts
-from ftkit.records import EvaluationRecord, ProofRecord, StartRecord
-from ftkit.specs.model import FAMILIES, ArchitectureSpec
-from ftkit.specs.training import Method, TrainingPlan
-from ftkit.train import fsdp2
-from ftkit.train.adapters import fill_adapters, prepare_method
-from ftkit.train.batches import to_micro_batch
-from ftkit.train.fsdp2 import Fsdp2Engine
-from ftkit.train.model import make_config
-from ftkit.train.proofs import prove_sharding
-from ftkit.train.zero3 import Zero3Engine
+from ftkit.planning.estimates.parameters import method_counts
+from ftkit.runs.records import EvaluationRecord, ProofRecord, StartRecord
+from ftkit.train.components.batches import to_micro_batch
+from ftkit.train.distributed import fsdp2
+from ftkit.train.distributed.checks import prove_sharding
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.distributed.zero3 import Zero3Engine
+from ftkit.train.model.build import make_config
+from ftkit.train.model.lora import fill_adapters, prepare_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 MATRIX = Path(__file__).with_name("engine_matrix.py")
 NO_QUESTIONS = "evaluation.sql_execution=null"

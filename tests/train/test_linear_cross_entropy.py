@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ftkit import memory
-from ftkit.train.linear_cross_entropy import LogitTransform, linear_cross_entropy
+from ftkit.planning.estimates import memory
+from ftkit.train.components.linear_cross_entropy import LogitTransform, linear_cross_entropy
 
 
 @pytest.mark.parametrize("vocabulary", [64, 77])

@@ -10,20 +10,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ftkit.errors import MemoryExhaustedError, TrainingError
-from ftkit.records import EndRecord, MemoryRecord, read_records
-from ftkit.train import memory_trace, session
-from ftkit.train.fsdp2 import Fsdp2Engine
-from ftkit.train.memory_trace import MemoryTrace
-from ftkit.train.out_of_memory import is_out_of_memory
-from ftkit.train.session import run_session
-from ftkit.train.telemetry import Recorder
+from ftkit.runs.records import EndRecord, MemoryRecord, read_records
+from ftkit.train import trainer as session
+from ftkit.train.components.metrics import Recorder
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.memory import trace as memory_trace
+from ftkit.train.memory.out_of_memory import is_out_of_memory
+from ftkit.train.memory.trace import MemoryTrace
+from ftkit.train.trainer import run_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.plan import RunPlan
-    from ftkit.train.world import World
+    from ftkit.planning.plan import RunPlan
+    from ftkit.train.distributed.world import World
 
 EXHAUSTED = "CUDA out of memory. Tried to allocate 2.00 GiB."
 

@@ -14,21 +14,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from ftkit.config.model import FAMILIES, ArchitectureSpec, ModelSpec
+from ftkit.config.training import ActivationCheckpointing, TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
-from ftkit.methods import ParameterCounts
-from ftkit.parameters import count_parameters, method_counts
-from ftkit.specs.model import FAMILIES, ArchitectureSpec, ModelSpec
-from ftkit.specs.training import ActivationCheckpointing, TrainingPlan
-from ftkit.train.attention import IMPLEMENTATIONS, choose_kernel
-from ftkit.train.batches import to_micro_batch
+from ftkit.planning.estimates.adapters import ParameterCounts
+from ftkit.planning.estimates.parameters import count_parameters, method_counts
+from ftkit.train.causal_lm import summed_loss
+from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.counting import count_method
-from ftkit.train.fsdp2 import Fsdp2Engine
-from ftkit.train.model import build_empty, find_decoder_layers, make_config, read_config
-from ftkit.train.objective import summed_loss
-from ftkit.train.proofs import (
+from ftkit.train.distributed.checks import (
     ProbeResult,
     ShardingFacts,
     _probe_rows,
@@ -38,7 +35,10 @@ from ftkit.train.proofs import (
     prove_targets,
     run_probe,
 )
-from ftkit.train.weights import load_weights
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.model.build import build_empty, find_decoder_layers, make_config, read_config
+from ftkit.train.model.weights import load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 OTHERS = ("gpt_neox", "mistral", "phi3", "qwen2", "qwen3_moe")
 """Of other kinds: projections fused, biases, norms with biases, other names, experts."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from waiting import PATIENCE_SECONDS
 
 from ftkit import process
-from ftkit.plan import plan_to_json
-from ftkit.records import EndRecord, RankError, read_last_step, read_rank_error, write_rank_error
+from ftkit.planning.plan import plan_to_json
 from ftkit.runs.lease import current_holder
+from ftkit.runs.records import EndRecord, RankError, read_last_step, read_rank_error, write_rank_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

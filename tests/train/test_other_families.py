@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from ftkit.records import EvaluationRecord, ProofRecord, StartRecord
+from ftkit.runs.records import EvaluationRecord, ProofRecord, StartRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,9 @@ import pytest
 import torch
 from waiting import PATIENCE_SECONDS
 
-from ftkit.records import StepRecord
-from ftkit.train.batches import HOST, StepBatch, to_micro_batch
-from ftkit.train.prefetch import NUM_AHEAD, prefetched
+from ftkit.runs.records import StepRecord
+from ftkit.train.components.batches import HOST, StepBatch, to_micro_batch
+from ftkit.train.components.prefetch import NUM_AHEAD, prefetched
 
 if TYPE_CHECKING:
     from typing import Any

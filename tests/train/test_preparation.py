@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from waiting import PATIENCE_SECONDS
 
+from ftkit.config.load import Surroundings, load_cluster, load_image, load_recipe
+from ftkit.config.request import RunRequest
 from ftkit.data.__main__ import main
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer
 from ftkit.errors import DataError
-from ftkit.plan import RunPlan, plan_run, plan_to_json
-from ftkit.specs.load import Surroundings, load_cluster, load_image, load_recipe
-from ftkit.specs.request import RunRequest
+from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from ftkit.config.profiler import ProfileSpec
 from ftkit.errors import TrainingError
-from ftkit.layout import RunLayout
-from ftkit.specs.profile import ProfileSpec
-from ftkit.train.profiler import check_profile, profiled
+from ftkit.planning.layout import RunLayout
+from ftkit.train.components.profiler import check_profile, profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # a trace for each cycle is meant
 

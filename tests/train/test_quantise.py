@@ -12,7 +12,7 @@ from bitsandbytes import functional as bitsandbytes
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftkit.train.quantise import Nf4Layout, Nf4Linear, quantise_linears
+from ftkit.train.model.nf4 import Nf4Layout, Nf4Linear, quantise_linears
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PackStore, PreparedData
-from ftkit.records import (
+from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,

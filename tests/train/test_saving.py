@@ -11,18 +11,18 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from ftkit.errors import TrainingError
-from ftkit.records import CheckpointRecord, StartRecord, read_records
-from ftkit.train import checkpoint_saver
-from ftkit.train.checkpoint import Progress, load_newest
-from ftkit.train.checkpoint_reader import read_state
-from ftkit.train.checkpoint_saver import CheckpointSaver
-from ftkit.train.telemetry import Recorder
+from ftkit.runs.records import CheckpointRecord, StartRecord, read_records
+from ftkit.train.components import checkpoint_saver
+from ftkit.train.components.checkpoint import Progress, load_newest
+from ftkit.train.components.checkpoint_reader import read_state
+from ftkit.train.components.checkpoint_saver import CheckpointSaver
+from ftkit.train.components.metrics import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.plan import RunPlan
-    from ftkit.train.world import World
+    from ftkit.planning.plan import RunPlan
+    from ftkit.train.distributed.world import World
 
 KILLED = Path(__file__).with_name("killed_while_saving.py")
 

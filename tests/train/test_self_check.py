@@ -6,7 +6,7 @@ from typing import get_args
 
 from waiting import PATIENCE_SECONDS
 
-from ftkit.specs.model import Family
+from ftkit.config.model import Family
 
 
 def test_the_self_check_trains_a_model_of_each_family() -> None:

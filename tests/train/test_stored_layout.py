@@ -11,22 +11,22 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from ftkit.config.load import Surroundings, load_recipe
+from ftkit.config.model import ArchitectureSpec
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
-from ftkit.specs.load import Surroundings, load_recipe
-from ftkit.specs.model import ArchitectureSpec
-from ftkit.train.export import ExportedParts, export
-from ftkit.train.fsdp2 import Fsdp2Engine
-from ftkit.train.generation import Generation
+from ftkit.train.components.export import ExportedParts, export
+from ftkit.train.components.generation import Generation
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.library_versions import CONVERTS_WEIGHTS
-from ftkit.train.model import TextConfig, make_config
-from ftkit.train.stored_layout import JoinedPieces, _Conversions, arrange, split_as_stored
-from ftkit.train.weights import load_weights
+from ftkit.train.model.build import TextConfig, make_config
+from ftkit.train.model.weight_conversion import JoinedPieces, _Conversions, arrange, split_as_stored
+from ftkit.train.model.weights import load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 TOKENIZER = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
 

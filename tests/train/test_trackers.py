@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.config.tracking import TrackingSpec
 from ftkit.errors import PrerequisiteError
-from ftkit.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, StepRecord
-from ftkit.specs.tracking import TrackingSpec
-from ftkit.train.telemetry import Recorder
-from ftkit.train.trackers import feed
-from ftkit.train.trackers.feed import check_sinks, tracked
+from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, StepRecord
+from ftkit.train.components.metrics import Recorder
+from ftkit.train.components.trackers import feed
+from ftkit.train.components.trackers.feed import check_sinks, tracked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ftkit.plan import RunPlan
-    from ftkit.records import Record
-    from ftkit.train.world import World
+    from ftkit.planning.plan import RunPlan
+    from ftkit.runs.records import Record
+    from ftkit.train.distributed.world import World
 
 
 def start(resumed_from: int = 0) -> StartRecord:
@@ -208,7 +208,7 @@ def test_other_ranks_than_the_first_open_no_tracker(plan_with: Callable[..., Run
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_package_that_is_missing_is_named_with_its_extra(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftkit.specs.tracking.find_spec", lambda package: None if package == name else object())
+    monkeypatch.setattr("ftkit.config.tracking.find_spec", lambda package: None if package == name else object())
     with pytest.raises(PrerequisiteError) as caught:
         check_sinks(TrackingSpec(sinks=(name,)))
     assert f"ftkit[{name}]" in caught.value.fix
@@ -238,7 +238,8 @@ def test_what_a_tracker_needs_of_the_environment_is_asked_for_before_the_model_i
 
 def test_a_run_without_trackers_imports_none() -> None:
     code = (
-        "import sys, ftkit.train.trackers.feed; sys.exit(bool({'wandb', 'mlflow', 'tensorboard'} & set(sys.modules)))"
+        "import sys, ftkit.train.components.trackers.feed; "
+        "sys.exit(bool({'wandb', 'mlflow', 'tensorboard'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from ftkit.config.load import Surroundings, load_recipe
+from ftkit.config.recipe import RecipePlan, RecipeSpec
+from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.data.store import PackStore
-from ftkit.flops import mean_visible_keys, token_flops
-from ftkit.specs.load import Surroundings, load_recipe
-from ftkit.specs.recipe import RecipePlan, RecipeSpec
-from ftkit.specs.training import TrainingPlan
-from ftkit.train.utilisation import Utilisation, measure_utilisation
+from ftkit.planning.estimates.flops import mean_visible_keys, token_flops
+from ftkit.train.components.mfu import Utilisation, measure_utilisation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 
 def plan_of(recipe: RecipeSpec) -> RecipePlan:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ftkit.specs.model import ArchitectureSpec
-from ftkit.train import shards
-from ftkit.train.shards import OwnPart
-from ftkit.train.weights import draw_weights
+from ftkit.config.model import ArchitectureSpec
+from ftkit.train.model import shards
+from ftkit.train.model.shards import OwnPart
+from ftkit.train.model.weights import draw_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def test_random_tables_are_the_same_however_they_are_divided(monkeypatch: pytest
         model = nn.ModuleDict({"table": nn.Embedding(64, 8)})
         model["table"].weight = nn.Parameter(torch.zeros(end - begin))  # type: ignore[union-attr]
         part: Callable[..., OwnPart] = lambda parameter: OwnPart(torch.Size((64, 8)), parameter.detach(), begin)  # noqa: E731
-        monkeypatch.setattr("ftkit.train.weights.own_part", part)
+        monkeypatch.setattr("ftkit.train.model.weights.own_part", part)
         draw_weights(model, shape, 3)
         return model["table"].weight.detach()  # type: ignore[union-attr, return-value]
 

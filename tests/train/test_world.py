@@ -6,8 +6,8 @@ import sys
 
 PROGRAM = """
 import torch
-from ftkit.plan import PlacementPlan
-from ftkit.train.world import joined_world
+from ftkit.planning.plan import PlacementPlan
+from ftkit.train.distributed.world import joined_world
 
 print(torch.get_float32_matmul_precision())
 with joined_world(PlacementPlan(1, 1, "cpu", 1)):

@@ -13,22 +13,22 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
+from ftkit.config.model import ArchitectureSpec
+from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.errors import TrainingError
-from ftkit.records import EvaluationRecord
-from ftkit.specs.model import ArchitectureSpec
-from ftkit.specs.training import TrainingPlan
-from ftkit.train.fsdp2 import Fsdp2Engine
-from ftkit.train.model import build_empty, read_config
-from ftkit.train.objective import MicroBatch, packed_hidden_states
-from ftkit.train.weights import load_weights
+from ftkit.runs.records import EvaluationRecord
+from ftkit.train.causal_lm import MicroBatch, packed_hidden_states
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.model.build import build_empty, read_config
+from ftkit.train.model.weights import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.train.world import World
+    from ftkit.train.distributed.world import World
 
 SHAPE = ArchitectureSpec(
     family="gemma3_text", vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=6,

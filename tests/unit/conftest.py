@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit import assets
-from ftkit.launch.submission import Submission, SubmittedRun, write_submission
-from ftkit.layout import Workspace
-from ftkit.plan import RunPlan, plan_run, plan_to_json
-from ftkit.records import EndRecord, StepRecord, to_line
-from ftkit.specs.load import Surroundings, load_cluster, load_recipe
-from ftkit.specs.model import ArchitectureSpec
-from ftkit.specs.request import RunRequest
-from ftkit.specs.training import TrainingPlan
-from ftkit.specs.yaml_files import read_yaml
+from ftkit.config.load import Surroundings, load_cluster, load_recipe
+from ftkit.config.model import ArchitectureSpec
+from ftkit.config.request import RunRequest
+from ftkit.config.training import TrainingPlan
+from ftkit.config.yaml_files import read_yaml
+from ftkit.planning.layout import Workspace
+from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
+from ftkit.runs.records import EndRecord, StepRecord, to_line
+from ftkit.runs.submission import Submission, SubmittedRun, write_submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.records import Record
+    from ftkit.runs.records import Record
 
 NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
 OVERRIDES = ("training.max_steps=400", "training.micro_batch_size=8", "training.global_batch_size=32")

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit import hub
+from ftkit.config.data import HubSource
+from ftkit.config.model import ArchitectureSpec, ModelSpec
 from ftkit.data.__main__ import main as prepare_data
 from ftkit.data.store import PreparedData
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
 from ftkit.hub import check_data, read_token
-from ftkit.launch.prerequisites import source_checks
+from ftkit.launch.preflight import source_checks
 from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
-from ftkit.plan import plan_to_json
-from ftkit.specs.data import HubSource
-from ftkit.specs.model import ArchitectureSpec, ModelSpec
+from ftkit.planning.plan import plan_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ftkit.errors import FtkitError
-    from ftkit.plan import RunPlan
+    from ftkit.planning.plan import RunPlan
 
 SHAPE = ArchitectureSpec(
     family="llama", vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

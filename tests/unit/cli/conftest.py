@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.layout import Workspace
+    from ftkit.planning.layout import Workspace
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,6 @@ def ftkit(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at runs more often than is good for a scheduler."""
-    monkeypatch.setattr("ftkit.cli.watching._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("ftkit.cli.poll._LOOK_SECONDS", 0.01)
     monkeypatch.setattr("ftkit.launch.local.LocalScheduler.poll_seconds", 0.02)
     monkeypatch.setattr("ftkit.launch.slurm.SlurmScheduler.poll_seconds", 0.02)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.records import EvaluationRecord, RankError, Sample, StageRecord, StartRecord, write_rank_error
+from ftkit.runs.records import EvaluationRecord, RankError, Sample, StageRecord, StartRecord, write_rank_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from conftest import FakePrograms, Result, RunMaker
 
-    from ftkit.launch.submission import SubmittedRun
+    from ftkit.runs.submission import SubmittedRun
 
 
 @pytest.fixture

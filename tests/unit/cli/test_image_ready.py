@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.cli.image_ready import _require_sinks
+from ftkit.config.tracking import TrackingSpec
 from ftkit.errors import ConfigError
 from ftkit.images.inventory import bill_of_materials
-from ftkit.specs.tracking import TrackingSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.plan import RunPlan
+    from ftkit.planning.plan import RunPlan
 
 
 def with_sinks(plan: RunPlan, *sinks: str) -> RunPlan:

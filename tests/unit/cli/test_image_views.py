@@ -8,14 +8,14 @@ from io import StringIO
 from rich.console import Console
 
 from ftkit.cli.images import show
-from ftkit.cli.progress_view import ProgressView
-from ftkit.cli.terminal import Terminal
+from ftkit.cli.terminal.console import Terminal
+from ftkit.cli.terminal.progress_view import ProgressView
+from ftkit.config.digest import Digest
+from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.images.engine import EngineImage
+from ftkit.images.oci.rootfs import ImageConfig
 from ftkit.images.overview import ImageState
 from ftkit.images.progress import Progress
-from ftkit.images.root_filesystem import ImageConfig
-from ftkit.specs.digest import Digest
-from ftkit.specs.image import BaseImageSpec, ImageSpec
 
 SPEC = ImageSpec(
     name="olmo3",

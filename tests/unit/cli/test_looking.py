@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from ftkit.cli.closing import choose_samples
-from ftkit.cli.follow_views import LiveView, PlainView
-from ftkit.cli.terminal import Column, Terminal
-from ftkit.cli.wording import age, count, duration, gib, plural, short_path
+from ftkit.cli.terminal.console import Column, Terminal
+from ftkit.cli.terminal.follow_views import LiveView, PlainView
+from ftkit.cli.terminal.format import age, count, duration, gib, plural, short_path
+from ftkit.cli.terminal.report import choose_samples
 from ftkit.errors import EXIT_CODES, TrainingError, explained
-from ftkit.launch.states import Observation, RunState
-from ftkit.records import (
+from ftkit.runs.records import (
     CheckpointRecord,
     MemoryRecord,
     RankError,
@@ -25,6 +24,7 @@ from ftkit.records import (
     leave_rank_error,
     write_rank_error,
 )
+from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from conftest import FakePrograms, Result, RunMaker
 
-    from ftkit.launch.submission import SubmittedRun
+    from ftkit.runs.submission import SubmittedRun
 
 
 def finish(run: SubmittedRun, records: Any) -> None:
@@ -245,7 +245,7 @@ def test_a_run_that_slurm_lost_is_not_watched_for_ever(
 ) -> None:
     make_run()
     programs.answer("squeue")
-    monkeypatch.setattr("ftkit.cli.watching._LOST_SECONDS", 0.01)
+    monkeypatch.setattr("ftkit.cli.poll._LOST_SECONDS", 0.01)
     result = ftkit("status", "last", "--follow")
     assert result.code == 7
     assert "lost sight of" in result.err

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.records import EvaluationRecord, RankError, Sample, StageRecord, StartRecord, to_line, write_rank_error
-from ftkit.render import RenderedJob, render_job
+from ftkit.launch.render import RenderedJob, render_job
+from ftkit.runs.records import EvaluationRecord, RankError, Sample, StageRecord, StartRecord, to_line, write_rank_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from conftest import FakePrograms, Result
 
-    from ftkit.layout import Workspace
-    from ftkit.plan import RunPlan
+    from ftkit.planning.layout import Workspace
+    from ftkit.planning.plan import RunPlan
 
 pytestmark = pytest.mark.usefixtures("quick")
 

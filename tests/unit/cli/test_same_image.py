@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.cli.image_ready import ensure_image, require_same_image
-from ftkit.cli.terminal import Terminal
+from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import ImageError, NotFoundError
-from ftkit.launch.json_files import write_json
+from ftkit.files import write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.plan import RunPlan
+    from ftkit.planning.plan import RunPlan
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from ftkit.config.data import MessagesFormat, PromptCompletionFormat
 from ftkit.data.conversations import Message, to_messages
 from ftkit.errors import DataError
-from ftkit.specs.data import MessagesFormat, PromptCompletionFormat
 
 QUESTION = PromptCompletionFormat(kind="prompt-completion", prompt="{context}\n{question}", completion="{sql}")
 

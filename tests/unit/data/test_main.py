@@ -10,11 +10,11 @@ import pytest
 
 from ftkit.data.__main__ import main
 from ftkit.errors import DiskFullError
-from ftkit.plan import plan_to_json
-from ftkit.records import read_rank_error
+from ftkit.planning.plan import plan_to_json
+from ftkit.runs.records import read_rank_error
 
 if TYPE_CHECKING:
-    from ftkit.plan import RunPlan
+    from ftkit.planning.plan import RunPlan
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import pytest
 from pydantic import ValidationError
 
+from ftkit.config.data import FilesSource, GeneratedSource, HubSource
 from ftkit.data.sources import read_examples, read_first_examples
 from ftkit.errors import DataError
-from ftkit.specs.data import FilesSource, GeneratedSource, HubSource
 
 if TYPE_CHECKING:
     from pathlib import Path

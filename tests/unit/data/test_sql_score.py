@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftkit.data.sql_score import MAX_RESULT_BYTES, ExecutionMatch, Outcome, execution_match, read_question
-from ftkit.data.text_to_sql import Example
+from ftkit.data.tasks.sql_score import MAX_RESULT_BYTES, ExecutionMatch, Outcome, execution_match, read_question
+from ftkit.data.tasks.text_to_sql import Example
 from ftkit.errors import DataError
 
 CONTEXT = "CREATE TABLE cars (model TEXT, price INTEGER, weight REAL);"
@@ -220,7 +220,7 @@ def test_a_reference_with_too_many_rows_is_told_apart_from_a_wrong_prediction() 
 
 def test_slow_instructions_are_stopped_by_the_time_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = count()
-    monkeypatch.setattr("ftkit.data.sql_score.time.thread_time", lambda: next(seconds))
+    monkeypatch.setattr("ftkit.data.tasks.sql_score.time.thread_time", lambda: next(seconds))
     assert score(from_numbers("SELECT count(*)", "LIMIT 1")).outcome is Outcome.PREDICTION_FAILED
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftkit.data.sql_score import Outcome, execution_match
-from ftkit.data.text_to_sql import Example, TextToSql, generate
-from ftkit.data.text_to_sql_vocabulary import DOMAINS, PARENT_CATEGORIES, SHAPES, Domain
+from ftkit.data.tasks.sql_score import Outcome, execution_match
+from ftkit.data.tasks.text_to_sql import Example, TextToSql, generate
+from ftkit.data.tasks.text_to_sql_vocabulary import DOMAINS, PARENT_CATEGORIES, SHAPES, Domain
 
 
 @cache

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.config.digest import Digest
+from ftkit.config.image_reference import parse_reference
+from ftkit.config.load import ImageDefinition, Surroundings, find_image
 from ftkit.errors import ConfigError, ImageError, NotFoundError
 from ftkit.images.base import BaseWish, ChosenBase, choose_base, current_digest_if_moved, record
 from ftkit.images.progress import say_nothing
-from ftkit.specs.digest import Digest
-from ftkit.specs.image_reference import parse_reference
-from ftkit.specs.load import ImageDefinition, Surroundings, find_image
 
 if TYPE_CHECKING:
     from pathlib import Path

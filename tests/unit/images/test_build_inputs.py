@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ftkit.config.image import BaseImageSpec
+from ftkit.config.load import ImageDefinition, Surroundings, find_image, list_images
 from ftkit.errors import ImageError
 from ftkit.images import self_check
 from ftkit.images.context import assemble
@@ -21,8 +23,6 @@ from ftkit.images.inventory import bill_of_materials
 from ftkit.images.lock import inputs_digest, read_lock
 from ftkit.images.pins import pins
 from ftkit.images.wheel import make_wheel
-from ftkit.specs.image import BaseImageSpec
-from ftkit.specs.load import ImageDefinition, Surroundings, find_image, list_images
 
 SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
 IMAGES = list_images(SHIPPED_ONLY)

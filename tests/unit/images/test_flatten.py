@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.config.digest import Digest
 from ftkit.errors import ImageError
-from ftkit.images import flatten as flatten_module
-from ftkit.images.flatten import Layer, flatten
-from ftkit.specs.digest import Digest
+from ftkit.images.oci import flatten as flatten_module
+from ftkit.images.oci.flatten import Layer, flatten
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
+from ftkit.config.digest import Digest
+from ftkit.config.image_reference import parse_reference
+from ftkit.config.load import Surroundings, load_cluster
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
 from ftkit.images import choosing, enroot, sif, squashfs
 from ftkit.images.choosing import ImportWish, choose_source, name_of
 from ftkit.images.engine import EngineImage
 from ftkit.images.importing import import_image
+from ftkit.images.oci.rootfs import ImageConfig
 from ftkit.images.progress import say_nothing
-from ftkit.images.root_filesystem import ImageConfig
 from ftkit.images.sif import SifSource
 from ftkit.images.sources import EngineSource, EnrootSource
 from ftkit.images.store import ImageStore, read_manifest
-from ftkit.specs.digest import Digest
-from ftkit.specs.image_reference import parse_reference
-from ftkit.specs.load import Surroundings, load_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 
+from ftkit.config.digest import Digest
+from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
-from ftkit.images import connection, retries
-from ftkit.images.credentials import Credentials
-from ftkit.images.oci import Configuration, Descriptor, Manifest, RootFilesystem
+from ftkit.images.oci import connection, retries
+from ftkit.images.oci.credentials import Credentials
+from ftkit.images.oci.documents import Configuration, Descriptor, Manifest, RootFilesystem
+from ftkit.images.oci.registry import Registry
 from ftkit.images.progress import say_nothing
-from ftkit.images.registry import Registry
 from ftkit.images.sources import RegistrySource
-from ftkit.specs.digest import Digest
-from ftkit.specs.image_reference import parse_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
-from ftkit.images.streams import BuildFollower, follow_transfer
-from ftkit.specs.image_reference import parse_reference
+from ftkit.images.oci.streams import BuildFollower, follow_transfer
 
 if TYPE_CHECKING:
     from ftkit.images.progress import Progress

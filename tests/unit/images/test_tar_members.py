@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.errors import ImageError
-from ftkit.images.tar_members import (
+from ftkit.images.oci.tar import (
     FILE,
     FOLDER,
     LINK,

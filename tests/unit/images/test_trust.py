@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.config.digest import Digest
+from ftkit.config.image_reference import is_loopback, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import sources
-from ftkit.images.credentials import Credentials
 from ftkit.images.importing import Imported, import_image
+from ftkit.images.oci.credentials import Credentials
+from ftkit.images.oci.registry import Registry
+from ftkit.images.oci.rootfs import Contents
 from ftkit.images.packing import Made
 from ftkit.images.progress import Progress, say_nothing
-from ftkit.images.registry import Registry
-from ftkit.images.root_filesystem import Contents
 from ftkit.images.sources import RegistrySource
 from ftkit.images.store import ImageStore, manifest_file, read_manifest
 from ftkit.images.verify import looks_whole, verify
-from ftkit.specs.digest import Digest
-from ftkit.specs.image_reference import is_loopback, parse_reference
 
 if TYPE_CHECKING:
     from pathlib import Path

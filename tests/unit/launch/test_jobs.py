@@ -9,17 +9,17 @@ from ftkit.errors import PrerequisiteError, SubmitError
 from ftkit.launch.jobs import cancel, resume, start
 from ftkit.launch.observe import observe
 from ftkit.launch.slurm_refusals import UncertainSubmitError
-from ftkit.launch.states import RunState
-from ftkit.launch.submission import read_submission
-from ftkit.plan import read_plan
+from ftkit.planning.plan import read_plan
+from ftkit.runs.states import RunState
+from ftkit.runs.submission import read_submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from conftest import FakePrograms, RunMaker
 
-    from ftkit.layout import Workspace
-    from ftkit.plan import RunPlan
+    from ftkit.planning.layout import Workspace
+    from ftkit.planning.plan import RunPlan
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from ftkit import process
 from ftkit.launch.jobs import cancel
 from ftkit.launch.local import LocalScheduler
 from ftkit.launch.observe import observe
-from ftkit.launch.states import RunState
-from ftkit.launch.submission import SubmittedRun
 from ftkit.runs.lease import Holder
+from ftkit.runs.states import RunState
+from ftkit.runs.submission import SubmittedRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

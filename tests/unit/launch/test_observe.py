@@ -11,10 +11,10 @@ import pytest
 from ftkit.errors import SubmitError
 from ftkit.launch.jobs import resume
 from ftkit.launch.observe import observe, observe_all
-from ftkit.launch.states import RunState
-from ftkit.launch.submission import SubmittedRun
-from ftkit.plan import read_plan
+from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import Holder
+from ftkit.runs.states import RunState
+from ftkit.runs.submission import SubmittedRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.config.load import Surroundings
 from ftkit.errors import ConfigError, NotFoundError
 from ftkit.launch.resolve import RunWords, resolve, settings_of, workspace_of
-from ftkit.specs.load import Surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

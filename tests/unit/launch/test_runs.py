@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.errors import NotFoundError, PrerequisiteError
-from ftkit.launch.json_files import DamagedFileError
-from ftkit.launch.runs import ClusterGlance, PlanGlance, find_run, glance_at, list_runs
-from ftkit.launch.submission import SubmittedRun, read_submission, write_submission
-from ftkit.launch.summary import TrainingSummary, summarise
-from ftkit.layout import Workspace
-from ftkit.records import read_last_step
+from ftkit.files import DamagedFileError
+from ftkit.planning.layout import Workspace
+from ftkit.runs.find import ClusterGlance, PlanGlance, find_run, glance_at, list_runs
+from ftkit.runs.records import read_last_step
+from ftkit.runs.submission import SubmittedRun, read_submission, write_submission
+from ftkit.runs.summary import TrainingSummary, summarise
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from ftkit.errors import PrerequisiteError, SubmitError
 from ftkit.launch.slurm import SlurmScheduler, overriding_variables
 from ftkit.launch.slurm_answers import read_sacct, read_squeue
 from ftkit.launch.slurm_refusals import UncertainSubmitError, explain_refusal
-from ftkit.launch.states import RunState
+from ftkit.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ftkit.launch.summary import first_error, list_checkpoints, log_tail, summarise
-from ftkit.records import CheckpointRecord, EvaluationRecord, RankError, Sample, write_rank_error
+from ftkit.runs.records import CheckpointRecord, EvaluationRecord, RankError, Sample, write_rank_error
+from ftkit.runs.summary import first_error, list_checkpoints, log_tail, summarise
 
 if TYPE_CHECKING:
     from conftest import RunMaker
 
-    from ftkit.layout import RunLayout
+    from ftkit.planning.layout import RunLayout
 
 
 def leave_error(layout: RunLayout, rank: int, time: float) -> None:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.config.load import Surroundings, load_cluster, load_recipe
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_stamp
 from ftkit.launch.local_machine import with_this_machine
-from ftkit.launch.manifest import describe, git_commit
-from ftkit.launch.prerequisites import Findings, check_image, check_memory, check_trackers, examine, source_checks
-from ftkit.specs.load import Surroundings, load_cluster, load_recipe
+from ftkit.launch.preflight import Findings, check_image, check_memory, check_trackers, examine, source_checks
+from ftkit.runs.manifest import describe, git_commit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.layout import Workspace
-    from ftkit.plan import RunPlan
-    from ftkit.specs.recipe import RecipeSpec
+    from ftkit.config.recipe import RecipeSpec
+    from ftkit.planning.layout import Workspace
+    from ftkit.planning.plan import RunPlan
 
 NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
 LOCAL = load_cluster("local", NOWHERE)
@@ -286,7 +286,7 @@ def test_without_a_container_the_key_in_the_home_folder_is_enough(plan: RunPlan,
 
 
 def test_without_a_container_a_trackers_package_is_missed_too(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftkit.specs.tracking.find_spec", lambda _: None)
+    monkeypatch.setattr("ftkit.config.tracking.find_spec", lambda _: None)
     here = replace(plan, recipe=load_recipe("demo", NOWHERE, ["tracking.sinks=[tensorboard]"]))
     with pytest.raises(PrerequisiteError, match="package is not installed"):
         check_trackers(here, {})

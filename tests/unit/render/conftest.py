@@ -14,16 +14,16 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit import process
-from ftkit.plan import plan_run
-from ftkit.render import render_job
-from ftkit.specs.image_reference import NamedImage
-from ftkit.specs.load import Surroundings, load_cluster, load_image, load_recipe
-from ftkit.specs.request import RunRequest
+from ftkit.config.image_reference import NamedImage
+from ftkit.config.load import Surroundings, load_cluster, load_image, load_recipe
+from ftkit.config.request import RunRequest
+from ftkit.launch.render import render_job
+from ftkit.planning.plan import plan_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.plan import RunPlan
+    from ftkit.planning.plan import RunPlan
 
 SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
 

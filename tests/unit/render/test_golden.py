@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.render import render_job
+from ftkit.launch.render import render_job
 
 if TYPE_CHECKING:
     from conftest import PlanMaker

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftkit import render
 from ftkit.errors import ConfigError
-from ftkit.render import quote_directive, quote_log_path, quote_word, render_job
+from ftkit.launch import render
+from ftkit.launch.render import quote_directive, quote_log_path, quote_word, render_job
 
 if TYPE_CHECKING:
     from conftest import Machine, PlanMaker

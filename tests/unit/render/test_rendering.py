@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.render import RenderedJob, render_job
-from ftkit.specs.cluster import NcclSpec
-from ftkit.specs.data import FilesSource, HubSource
-from ftkit.specs.training import EvaluationSpec, ResourcesSpec
+from ftkit.config.cluster import NcclSpec
+from ftkit.config.data import FilesSource, HubSource
+from ftkit.config.training import EvaluationSpec, ResourcesSpec
+from ftkit.launch.render import RenderedJob, render_job
 
 if TYPE_CHECKING:
     from conftest import PlanMaker

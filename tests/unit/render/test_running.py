@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
-from ftkit.layout import DATA_MANIFEST
-from ftkit.records import EndRecord, to_line
-from ftkit.specs.cluster import NcclSpec
+from ftkit.config.cluster import NcclSpec
+from ftkit.planning.layout import DATA_MANIFEST
+from ftkit.runs.records import EndRecord, to_line
 
 if TYPE_CHECKING:
     import subprocess
 
     from conftest import Machine, PlanMaker
 
-    from ftkit.plan import RunPlan
+    from ftkit.planning.plan import RunPlan
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 from ftkit import process
 from ftkit.errors import TrainingError
-from ftkit.layout import RunLayout
+from ftkit.planning.layout import RunLayout
 from ftkit.runs.lease import NUM_MISSED_BEATS, Holder, current_holder, held_lease, is_held_by_another_job, revoke
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ftkit.train.host_memory import available_bytes, forget_peak, resident_bytes
+from ftkit.train.memory.host_memory import available_bytes, forget_peak, resident_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,1 @@
+"""What the terminal shows: tables, plans, progress, records, reports."""

@@ -1,0 +1,145 @@
+"""Two ways to show a run that goes on: a bar on a screen, lines in a log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from ftkit.cli.terminal.format import count, duration, printable
+from ftkit.cli.terminal.record_lines import record_line
+from ftkit.runs.records import EndRecord, MemoryRecord, StageRecord, StepRecord
+from ftkit.runs.states import RunState
+
+if TYPE_CHECKING:
+    from ftkit.cli.terminal.console import Terminal
+    from ftkit.runs.records import Record
+    from ftkit.runs.states import Observation
+
+_REDRAWS_PER_SECOND = 4
+_SECONDS_BETWEEN_STEPS = 30
+
+
+class FollowView(Protocol):
+    """Shows what happens to a run."""
+
+    def state(self, seen: Observation) -> None:
+        """The run is in this state; called each time that it was asked for."""
+
+    def record(self, record: Record) -> None:
+        """The trainer wrote this."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+def view_for(terminal: Terminal) -> FollowView:
+    """Return the view that fits the terminal."""
+    return LiveView(terminal) if terminal.is_live else PlainView(terminal)
+
+
+def state_words(seen: Observation) -> str:
+    """Say the state and why."""
+    return f"{seen.state}: {seen.reason}" if seen.reason else str(seen.state)
+
+
+class PlainView:
+    """A line for what happens, few enough to be read in the log of a pipeline: memory is in the run's own log."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._shown = ""
+        self._next_step = 0.0
+
+    def state(self, seen: Observation) -> None:
+        """Print the state if it is another than before; that of a completed run stands in its summary."""
+        words = state_words(seen)
+        if words != self._shown and seen.state is not RunState.COMPLETED:
+            self._terminal.say(words)
+            self._shown = words
+
+    def record(self, record: Record) -> None:
+        """Print a line; of steps, the first, the last, and one each half minute of the run."""
+        if isinstance(record, MemoryRecord):
+            return
+        if isinstance(record, StepRecord):
+            if record.time < self._next_step and record.step != record.num_steps:
+                return
+            self._next_step = record.time + _SECONDS_BETWEEN_STEPS
+        self._terminal.say(record_line(record))
+
+    def close(self) -> None:
+        """Do nothing: each line is complete."""
+
+
+class LiveView:
+    """One bar for the steps; a line above it for whatever is not a step."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            console=terminal.talk,
+            expand=True,
+            transient=True,
+            refresh_per_second=_REDRAWS_PER_SECOND,
+        )
+        self._task = self._progress.add_task("submitted", total=None, numbers="")
+        self._is_waiting = True
+        self._stage: StageRecord | None = None
+        self._progress.start()
+
+    def state(self, seen: Observation) -> None:
+        """Show the state while the run waits; once it runs, its records tell more."""
+        if seen.state is not RunState.RUNNING:
+            self._show_waiting(state_words(seen))
+        elif self._is_waiting:
+            self._show_waiting("running")
+        self._is_waiting = seen.state is not RunState.RUNNING
+
+    def record(self, record: Record) -> None:
+        """Move the bar, or print a line above it. Memory is for the log: there is a record at each stage."""
+        if isinstance(record, MemoryRecord):
+            return
+        self._finish_stage(record)
+        if isinstance(record, StepRecord):
+            self._progress.update(
+                self._task,
+                description="training",
+                total=record.num_steps,
+                completed=record.step,
+                numbers=_numbers(record),
+            )
+            return
+        if isinstance(record, StageRecord):
+            self._stage = record
+            self._show_waiting(printable(record.stage))
+            return
+        self._progress.console.print(printable(record_line(record)))
+        if isinstance(record, EndRecord):
+            self._show_waiting(record.outcome)
+
+    def _show_waiting(self, description: str) -> None:
+        """Let the bar pulse: there is nothing to count."""
+        self._progress.tasks[0].total = None
+        self._progress.update(self._task, description=description, completed=0, numbers="")
+
+    def _finish_stage(self, record: Record) -> None:
+        """Move a stage from the bar to a line of its own once something follows it."""
+        if self._stage:
+            seconds = record.time - self._stage.time
+            took = f" ({duration(seconds)})" if seconds >= 1 else ""
+            self._progress.console.print(f"{printable(self._stage.stage)}{took}")
+            self._stage = None
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+
+def _numbers(record: StepRecord) -> str:
+    left = duration((record.num_steps - record.step) * record.step_seconds)
+    speed = f"{count(record.tokens_per_second)} tok/s"
+    return f"{record.step}/{record.num_steps} loss {record.loss:.3f} {speed} {left} left"

@@ -1,0 +1,143 @@
+"""A plan as a table of facts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.cli.terminal.console import Cell, Styled
+from ftkit.cli.terminal.format import count, duration, gib, plural, short_path
+from ftkit.planning.estimates.parameters import count_model
+
+if TYPE_CHECKING:
+    from ftkit.cli.terminal.console import Terminal
+    from ftkit.launch.preflight import Findings
+    from ftkit.planning.estimates.memory import Moment
+    from ftkit.planning.plan import RunPlan
+
+
+def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
+    """Return what a user wants to see before a run starts."""
+    facts: list[tuple[str, Cell]] = [
+        ("run", Styled(plan.id, "bold")),
+        ("model", _model(plan)),
+        ("method", _method(plan)),
+        ("engine", f"{plan.engine.name}: {plan.engine.reason}"),
+        ("processes", _processes(plan)),
+        ("batch", _batch(plan)),
+        ("execution", _execution(plan)),
+        ("steps", _steps(plan)),
+        ("memory", _memory(plan)),
+        ("speed", _speed(plan)),
+        ("cluster", f"{plan.cluster.name}: {plan.cluster.scheduler}, {_runtime(plan)}"),
+        ("run folder", short_path(plan.layout.root)),
+        ("data", f"{_data(plan)} in {short_path(plan.data_directory)}"),
+    ]
+    if plan.image:
+        facts.append(("image", _image(plan)))
+    return facts + [("note", Styled(note, "yellow")) for note in plan.notes]
+
+
+def show_findings(findings: Findings, terminal: Terminal) -> None:
+    """Warn of what the job alone can know.
+
+    Raises:
+        FtkitError: the run would fail; an ExceptionGroup of them if there are several reasons.
+    """
+    for warning in findings.warnings:
+        terminal.warn(warning)
+    findings.raise_errors()
+
+
+def _model(plan: RunPlan) -> str:
+    model = plan.recipe.model
+    shape = model.architecture
+    weights = "untrained" if model.weights == "random" else model.weights
+    counts = count_model(shape)
+    about = "" if counts.is_exact else "about "
+    experts = f", {about}{count(counts.active + counts.around)} of them for a token" if counts.experts_per_token else ""
+    return (
+        f"{shape.family}, {weights}: {about}{plan.num_parameters:,} parameters{experts} "
+        f"({shape.num_hidden_layers} layers, width {shape.hidden_size})"
+    )
+
+
+def _method(plan: RunPlan) -> str:
+    training = plan.recipe.training
+    adapters = training.adapters
+    rank = f", rank {adapters.rank} on {len(adapters.targets)} projections a layer" if adapters else ""
+    trained = f"{plan.num_trained:,} parameters trained" if adapters else "all parameters trained"
+    return f"{training.method} fine-tuning in {training.precision}{rank}: {trained}"
+
+
+def _processes(plan: RunPlan) -> str:
+    place = plan.placement
+    nodes, each = plural(place.num_nodes, "node"), plural(place.processes_per_node, "process")
+    threads = plural(place.threads_per_process, "thread")
+    device = f"on the CPU, {threads} each" if place.device == "cpu" else "one GPU each"
+    return f"{nodes} × {each} = world size {place.world_size}, {device}"
+
+
+def _batch(plan: RunPlan) -> str:
+    batch = plan.batch
+    return (
+        f"{plural(batch.micro_batch_size, 'pack')} × {plural(plan.placement.world_size, 'process')} × "
+        f"{batch.accumulation_steps} accumulation = {plural(batch.global_batch_size, 'pack')} "
+        f"({batch.tokens_per_step:,} tokens) per step"
+    )
+
+
+def _execution(plan: RunPlan) -> str:
+    training, execution = plan.recipe.training, plan.execution
+    settings = {
+        "micro_batch_size": f"micro-batch {training.micro_batch_size}",
+        "activation_checkpointing": f"activation checkpointing '{training.activation_checkpointing}'",
+    }
+    marked = (text + (" (auto)" if name in execution.chosen else "") for name, text in settings.items())
+    return f"{', '.join(marked)}: {execution.reason}"
+
+
+def _steps(plan: RunPlan) -> str:
+    training = plan.recipe.training
+    epochs = plural(training.num_epochs, "epoch") if training.num_epochs else ""
+    if plan.num_steps is None:
+        return f"{epochs}: as many as the data gives, known once it is prepared"
+    tokens = f"{count(plan.num_steps * plan.batch.tokens_per_step)} tokens"
+    return f"{plan.num_steps:,} ({f'{epochs}, ' if epochs else ''}{tokens})"
+
+
+def _memory(plan: RunPlan) -> str:
+    memory = plan.memory
+    parts = " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
+    return f"peak about {gib(memory.total)} per process, {_MOMENTS[memory.moment]}: {parts}"
+
+
+_MOMENTS: dict[Moment, str] = {
+    "loading": "while loading the weights",
+    "loss": "while computing the loss",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+}
+
+
+def _speed(plan: RunPlan) -> str:
+    speed = plan.speed
+    if speed is None:
+        return "not predicted: the profile names no GPU" if plan.placement.device == "cuda" else "not predicted on CPUs"
+    each = speed.tokens_per_second / plan.placement.world_size
+    text = f"about {duration(speed.step_seconds)} a step, {count(each)} tokens/s a GPU ({speed.mfu:.0%} MFU)"
+    if speed.bound != "gpu":
+        text += f", held up by the {speed.bound}"
+    return text if plan.training_seconds is None else f"{text}; {duration(plan.training_seconds)} in all"
+
+
+def _runtime(plan: RunPlan) -> str:
+    return "no container" if plan.cluster.runtime == "none" else f"container by {plan.cluster.runtime}"
+
+
+def _data(plan: RunPlan) -> str:
+    return "prepared," if (plan.data_directory / "manifest.json").is_file() else "to be prepared,"
+
+
+def _image(plan: RunPlan) -> str:
+    where = plan.container_image or ""
+    return plan.image or "" if where == plan.image else f"{plan.image}: {where}"

@@ -1,0 +1,98 @@
+"""Draws what a long step reports: bars on a terminal, one line for each stage elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TaskID, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rich.console import RenderableType
+
+    from ftkit.cli.terminal.console import Terminal
+    from ftkit.images.progress import Progress as Reported
+
+
+class _OfBytes(ProgressColumn):
+    """Another column, for tasks that count bytes only."""
+
+    def __init__(self, column: ProgressColumn) -> None:
+        super().__init__()
+        self._column = column
+
+    def render(self, task: Task) -> RenderableType:
+        return self._column.render(task) if task.fields["counts"] else Text()
+
+
+class _Words(ProgressColumn):
+    """What a task says of itself, on one line."""
+
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=True, overflow="ellipsis"))
+
+    def render(self, task: Task) -> RenderableType:
+        return Text(task.fields["text"], style="dim")
+
+
+class ProgressView:
+    """Follows reports for as long as it is open."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._stage = ""
+        self._last_text = ""
+        self._tasks: dict[str, TaskID] = {}
+        self._bars = Progress(
+            _OfBytes(BarColumn(bar_width=30)),
+            _OfBytes(DownloadColumn(binary_units=True)),
+            TimeElapsedColumn(),
+            _Words(),
+            console=terminal.talk,
+            transient=True,
+            disable=not terminal.is_live,
+        )
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def report(self, progress: Reported) -> None:
+        """Show a report."""
+        if progress.stage != self._stage:
+            self._stage = progress.stage
+            self._last_text = ""
+            for task in self._tasks.values():
+                self._bars.remove_task(task)
+            self._tasks.clear()
+            self._terminal.say(progress.stage)
+        if progress.text and not progress.item and progress.done is None:
+            if progress.text != self._last_text:
+                self._last_text = progress.text
+                self._terminal.say(progress.text, indent=2)
+        elif self._terminal.is_live:
+            self._draw(progress)
+
+    def _draw(self, progress: Reported) -> None:
+        key = progress.item
+        if progress.is_over:
+            if key in self._tasks:
+                self._bars.remove_task(self._tasks.pop(key))
+            return
+        if key not in self._tasks:
+            self._tasks[key] = self._bars.add_task("", total=None, text="", counts=False)
+        self._bars.update(
+            self._tasks[key],
+            completed=progress.done or 0,
+            total=progress.total,
+            text=progress.text,
+            counts=progress.done is not None,
+        )

@@ -1,0 +1,80 @@
+"""Records as lines of text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.cli.terminal.format import count, duration, plural
+from ftkit.runs.records import (
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    MemoryRecord,
+    ProofRecord,
+    StageRecord,
+    StartRecord,
+    StepRecord,
+)
+
+if TYPE_CHECKING:
+    from ftkit.runs.records import Record
+
+
+def record_line(record: Record) -> str:
+    """Return what there is to say about a record."""
+    match record:
+        case StageRecord():
+            line = record.stage
+        case StartRecord():
+            line = start_line(record)
+        case ProofRecord():
+            line = "proven: " + "; ".join(f"{name}: {value}" for name, value in record.checks.items())
+        case MemoryRecord():
+            line = (
+                f"memory after {record.stage}: {record.largest_allocated_gib:.2f} GiB, "
+                f"peak {record.largest_peak_gib:.2f} GiB"
+            )
+        case StepRecord():
+            line = step_line(record)
+        case EvaluationRecord():
+            line = evaluation_line(record)
+        case CheckpointRecord():
+            line = (
+                f"checkpoint of step {record.step} written in {record.seconds:.1f} s, "
+                f"training waited {record.stalled_seconds:.1f} s"
+            )
+        case EndRecord():
+            line = (
+                f"{record.outcome} after {plural(record.step, 'step')}, {duration(record.training_seconds)} of training"
+            )
+    return line
+
+
+def step_line(record: StepRecord) -> str:
+    """Say how a step went."""
+    return (
+        f"step {record.step:>{len(str(record.num_steps))}}/{record.num_steps}  loss {record.loss:.4f}  "
+        f"learning rate {record.learning_rate:.2e}  {count(record.tokens_per_second)} tokens/s"
+    )
+
+
+def start_line(record: StartRecord) -> str:
+    """Say how training begins."""
+    where = f"{plural(record.world_size, 'process')}, {record.device}, {record.engine}"
+    if record.resumed_from:
+        return f"training goes on after step {record.resumed_from} of {record.num_steps}: {where}"
+    return f"training begins, {plural(record.num_steps, 'step')}: {where}"
+
+
+def evaluation_line(record: EvaluationRecord) -> str:
+    """Say what was measured."""
+    when = f"at step {record.step}" if record.when == "during" else f"{record.when} training"
+    return f"held-out {when}: {measured(record)}"
+
+
+def measured(record: EvaluationRecord) -> str:
+    """Return the numbers of an evaluation."""
+    accuracy = record.execution_accuracy
+    return f"perplexity {record.perplexity:.4g}" + (
+        f", execution accuracy {accuracy:.0%}" if accuracy is not None else ""
+    )

@@ -1,0 +1,154 @@
+"""What came of a run, and what to type next."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit.cli.terminal.console import Cell, Styled, Terminal
+from ftkit.cli.terminal.follow_views import state_words
+from ftkit.cli.terminal.format import count, duration, plural, short_path
+from ftkit.cli.terminal.record_lines import measured
+from ftkit.errors import EXIT_CODES, RunFailedError, without_secrets
+from ftkit.runs.failure import command_of, explain
+from ftkit.runs.states import FAILURES, Observation, RunState
+from ftkit.runs.summary import TrainingSummary, log_tail, summarise
+
+if TYPE_CHECKING:
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.failure import Failure
+    from ftkit.runs.records import EvaluationRecord, Sample
+    from ftkit.runs.submission import SubmittedRun
+
+STATE_STYLES = {
+    RunState.COMPLETED: "green",
+    RunState.RUNNING: "cyan",
+    RunState.PENDING: "yellow",
+    RunState.STOPPED: "yellow",
+    RunState.CANCELLED: "yellow",
+    RunState.UNKNOWN: "dim",
+    RunState.DAMAGED: "red",
+    **dict.fromkeys(FAILURES, "red"),
+}
+
+
+def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
+    """Show how a run ended.
+
+    Raises:
+        RunFailedError: in another way than by completing.
+    """
+    if seen.state is not RunState.COMPLETED:
+        failure = explain(run, seen)
+        if failure:
+            show_failure(failure, run.layout, terminal, is_data=False)
+        raise failed(run, seen, failure)
+    summary = summarise(run.layout)
+    terminal.say()
+    terminal.facts([("state", state_cell(seen)), *result_facts(summary), *profile_facts(run.layout)], is_data=False)
+    if summary.after:
+        show_samples(summary.after, terminal, is_data=False)
+    terminal.facts([("next", "\n".join(next_commands(run.layout, seen, None)))], is_data=False)
+
+
+def failed(run: SubmittedRun, seen: Observation, failure: Failure | None) -> RunFailedError:
+    """Return the error that a command ends with that watched a run to an end other than completion."""
+    return RunFailedError(
+        f"{run.id}: {state_words(seen)}",
+        exit_code=failure.exit_code if failure else RunFailedError.exit_code,
+        fix=advice(run.layout, seen, failure),
+    )
+
+
+def show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is_data: bool) -> None:
+    """Show the error of the rank that failed first, or the end of the log if nothing else tells the reason."""
+    error = failure.error
+    terminal.text(is_data=is_data)
+    if error:
+        title = f"rank {error.rank} on {error.host} failed first: {error.type}"
+        text = error.message if error.is_actionable else error.traceback.rstrip() or error.message
+    elif failure.exit_code == RunFailedError.exit_code:
+        title = f"no rank left an error; end of {short_path(layout.job_log)}:"
+        text = "\n".join(log_tail(layout)) or "(the log is empty)"
+    else:
+        title, text = EXIT_CODES[failure.exit_code], f"see {short_path(layout.job_log)}"
+    terminal.text(Styled(title, "bold"), is_data=is_data)
+    terminal.text(without_secrets(text, os.environ), is_data=is_data)
+    terminal.text(is_data=is_data)
+
+
+def state_cell(seen: Observation) -> Cell:
+    """Return the state in its colour."""
+    return Styled(state_words(seen), STATE_STYLES[seen.state])
+
+
+def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
+    """Return how far the training came, and what it brought."""
+    facts: list[tuple[str, Cell]] = []
+    first, last = summary.first_step, summary.last_step
+    if first and last:
+        speed = f"{count(last.tokens_per_second)} tokens/s"
+        facts.append(("progress", f"step {last.step}/{last.num_steps}, {count(last.tokens)} tokens, {speed}"))
+        facts.append(("loss", f"{first.loss:.4f} → {last.loss:.4f}"))
+    if summary.before or summary.after:
+        moments = [measured(record) for record in (summary.before, summary.after) if record]
+        facts.append(("held-out", " → ".join(moments)))
+    if summary.end:
+        facts.append(("time", f"{duration(summary.end.training_seconds)} of training"))
+    if summary.checkpoint:
+        facts.append(("checkpoint", short_path(Path(summary.checkpoint.path))))
+    if summary.end and summary.end.export:
+        facts.append(("export", short_path(Path(summary.end.export))))
+    return facts
+
+
+def profile_facts(layout: RunLayout) -> list[tuple[str, Cell]]:
+    """Return where the profiler's traces are, if there are any."""
+    num_traces = len(list(layout.profile.glob("rank-*.trace.json.gz")))
+    return [("profile", f"{plural(num_traces, 'trace')} in {short_path(layout.profile)}")] if num_traces else []
+
+
+def show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: bool) -> None:
+    """Show two held-out questions with the model's answers."""
+    for sample in choose_samples(evaluation.samples):
+        verdict: Cell = Styled("correct", "green") if sample.correct else Styled("wrong", "red")
+        facts: list[tuple[str, Cell]] = [("question", sample.question), ("answer", sample.answer), ("", verdict)]
+        if not sample.correct:
+            facts.append(("expected", sample.reference))
+        terminal.text(is_data=is_data)
+        terminal.facts(facts, is_data=is_data)
+    terminal.text(is_data=is_data)
+
+
+def choose_samples(samples: tuple[Sample, ...]) -> list[Sample]:
+    """Take two samples: a correct one and a wrong one if there are both."""
+    correct = [sample for sample in samples if sample.correct]
+    wrong = [sample for sample in samples if not sample.correct]
+    if correct and wrong:
+        return [correct[0], wrong[0]]
+    return (correct or wrong)[:2]
+
+
+def advice(layout: RunLayout, seen: Observation, failure: Failure | None) -> str:
+    """Return what to do next, in one line."""
+    commands = "; ".join(next_commands(layout, seen, failure))
+    if failure is None or failure.exit_code == RunFailedError.exit_code:
+        return commands
+    return f"{'mend that, then' if failure.can_resume else 'correct that, then run again'}: {commands}"
+
+
+def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None) -> list[str]:
+    """Return what to type next. Only what can help: a run whose plan is wrong fails again when it is resumed."""
+    run_id = layout.root.name
+    if seen.state is RunState.DAMAGED:
+        return [f"ftkit logs {run_id}"]
+    if not seen.is_final:
+        return [f"ftkit status {run_id} --follow", f"ftkit logs {run_id} -f", f"ftkit cancel {run_id}"]
+    if seen.state is RunState.COMPLETED:
+        return [f"ftkit status {run_id}", f"ftkit logs {run_id}"]
+    if failure and not failure.can_resume:
+        return [command_of(layout)]
+    if failure and failure.exit_code == RunFailedError.exit_code and seen.state is RunState.FAILED:
+        return [f"ftkit logs {run_id}", f"ftkit resume {run_id}"]
+    return [f"ftkit resume {run_id}"]

@@ -1,0 +1,90 @@
+"""A cluster profile: what the site is, so that a job fits it."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from ftkit.config.strict import Name, NonNegativeInt, OneLine, PositiveFloat, PositiveInt, Spec, VariableName
+
+GpuModel = Literal["a100-40gb", "a100-80gb", "b200", "h100-80gb", "h200", "l4"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class NcclSpec(Spec):
+    """What the site's network plug-in for NCCL needs from a job."""
+
+    profile_script: str | None = None
+    """Script of the site that sets NCCL's variables; sourced in the job when it is there, with a warning when not."""
+    library_dir: str | None = None
+    """Folder of the plug-in: mounted into the container and put first in LD_LIBRARY_PATH."""
+    environment: dict[VariableName, str] = Field(default_factory=dict)
+    """Variables for NCCL, set before the profile script runs."""
+    multi_node_only: bool = True
+    """Whether a job on one node does without all of this."""
+
+
+class ClusterProfile(Spec):
+    """One cluster, or this machine."""
+
+    name: Name
+    """What `--cluster` says."""
+    description: str
+    """One line for `ftkit clusters`."""
+    scheduler: Literal["local", "slurm"]
+    """Who starts the job."""
+    runtime: Literal["none", "pyxis", "docker", "apptainer"]
+    """What runs the container: pyxis, docker, Apptainer or Singularity, or none (the Python that ftkit runs in)."""
+    device: Device = "cuda"
+    """What training runs on; `auto`: the GPUs of this machine if there are any, else its processors."""
+    gpu: GpuModel | None = None
+    """Model of the GPUs, for memory plans and MFU; none: unknown."""
+    gpus_per_node: PositiveInt
+    """GPUs of a node; on `cpu`, processes of a node."""
+    network_gbps: PositiveFloat | None = None
+    """Bandwidth of a node's network for GPUs, in Gbit/s, for predicted step times; none: unknown."""
+    max_nodes: PositiveInt | None = None
+    """Nodes of the cluster; none: unknown."""
+    cpus_per_node: PositiveInt | None = None
+    """Processors to ask for on a node; none: the site's default."""
+    partition: OneLine | None = None
+    """Slurm partition; none: the site's default."""
+    account: OneLine | None = None
+    """Slurm account."""
+    qos: OneLine | None = None
+    """Slurm quality of service."""
+    reservation: OneLine | None = None
+    """Slurm reservation."""
+    time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
+    """Time limit when the recipe names none."""
+    exclusive: bool = True
+    """Ask for whole nodes."""
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How to ask for GPUs; `none` where the site has no GRES (AWS HyperPod)."""
+    mpi: OneLine | None = None
+    """`--mpi` of srun; torch needs none."""
+    srun_options: tuple[str, ...] = ()
+    """More options for srun, one word each."""
+    stop_signal_seconds: NonNegativeInt = 120
+    """How long before the time limit Slurm asks the job to write a checkpoint and stop; 0: never."""
+    node_local_dir: str = "/tmp"  # noqa: S108 - made private by the job script
+    """A folder on each node's own disk for caches."""
+    mounts: tuple[str, ...] = ()
+    """Folders to mount into the container: `PATH` or `FROM:TO`, absolute, with pyxis's flags after a further colon."""
+    environment: dict[VariableName, str] = Field(default_factory=dict)
+    """Variables for the job."""
+    nccl: NcclSpec = NcclSpec()
+    """What the site's network plug-in for NCCL needs."""
+    setup: tuple[str, ...] = ()
+    """Lines of bash that the job runs first, as they stand (`module load …`)."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.scheduler == "local" and self.runtime == "pyxis":
+            raise ValueError("runtime 'pyxis' is a plug-in of Slurm: it needs scheduler 'slurm'")
+        if self.scheduler == "slurm" and self.runtime == "docker":
+            raise ValueError("runtime 'docker' is for one machine: it needs scheduler 'local'")
+        if self.scheduler == "slurm" and self.device == "auto":
+            raise ValueError("device 'auto' looks at this machine: it needs scheduler 'local'")
+        return self

@@ -1,0 +1,207 @@
+"""The ways to say which image is meant: a name, a file, an address in a registry.
+
+What a user types is parsed here, once; everything after that asks the type, never the text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from ftkit.config.digest import DIGEST_PATTERN, Digest
+from ftkit.config.image import ENGINE_PREFIX
+from ftkit.config.paths import absolute_path, is_path
+from ftkit.errors import ConfigError, Problem
+
+DOCKER_HUB = "registry-1.docker.io"
+
+_COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*(?::(?P<port>[0-9]{{1,5}}))?"
+_LARGEST_PORT: Final = 65535
+_TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
+_NAMED = re.compile(rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>{_TAG}))?(?:@(?P<digest>{DIGEST_PATTERN}))?")
+
+
+_FILE_SUFFIXES: Final = (".sqsh", ".squashfs", ".sif")
+
+
+@dataclass(frozen=True)
+class NamedImage:
+    """An image that has a definition: `NAME:TAG`."""
+
+    reference: str
+
+    def __str__(self) -> str:
+        return self.reference
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """A squashfs or SIF file, by its absolute path."""
+
+    path: Path
+
+    @property
+    def is_sif(self) -> bool:
+        """Whether it is in Apptainer's format, which enroot and pyxis can't read."""
+        return self.path.suffix == ".sif"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class RegistryImage:
+    """An image in a registry: `HOST/PATH:TAG@DIGEST`."""
+
+    host: str
+    path: str
+    tag: str
+    digest: Digest | None = None
+
+    @property
+    def repository(self) -> str:
+        """Host and path as the docker engine takes them."""
+        host = "docker.io" if self.host == DOCKER_HUB else self.host
+        return f"{host}/{self.path}"
+
+    @property
+    def wanted(self) -> str:
+        """What to ask the registry for: the digest if it is known, else the tag."""
+        return self.digest or self.tag
+
+    @property
+    def pinned(self) -> str:
+        """The whole as the docker engine takes it; by digest if there is one."""
+        return f"{self.repository}@{self.digest}" if self.digest else self.tagged
+
+    @property
+    def tagged(self) -> str:
+        """The address by its tag, whatever image that is at the moment."""
+        return f"{self.repository}:{self.tag}"
+
+    @property
+    def docker_uri(self) -> str:
+        """The address as Apptainer takes it."""
+        return f"docker://{self.pinned}"
+
+    @property
+    def enroot_uri(self) -> str:
+        """The address in enroot's words, with `#` after the host, which every release understands.
+
+        By digest if there is one, which enroot takes from 4.0 on; older ones refuse it.
+        """
+        which = f"@{self.digest}" if self.digest else f":{self.tag}"
+        return f"docker://{self.host}#{self.path}{which}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the registry is on this machine: such ones speak no TLS."""
+        return is_loopback(self.host)
+
+    def __str__(self) -> str:
+        return self.tagged + (f"@{self.digest}" if self.digest else "")
+
+
+AnyImage = NamedImage | ImageFile | RegistryImage
+"""Whatever `--image` takes. The text of one parses to the same one again."""
+
+
+def parse_image(text: str, folder: Path, where: str = "", key: str = "--image") -> AnyImage:
+    """Parse what names an image.
+
+    Args:
+        text: `NAME:TAG`; a path, or whatever ends like an image file; an address with or without `docker://`.
+        folder: the folder that a relative path belongs to.
+        where: the place of the text, for messages.
+        key: its key or option, for messages.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if is_path(text) or ("://" not in text and text.endswith(_FILE_SUFFIXES)):
+        return ImageFile(absolute_path(text, folder, where, key))
+    if "/" not in text and "#" not in text:
+        return NamedImage(text)
+    if "://" in text and not text.startswith("docker://"):
+        raise ConfigError(
+            [Problem(where, key, f"{text!r} is none of NAME:TAG, a .sqsh or .sif file, and docker://HOST/PATH:TAG.")]
+        )
+    return parse_reference(text, where, key)
+
+
+def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
+    """Parse `[docker://][HOST/ or HOST#]PATH[:TAG][@sha256:...]`; without a host it is Docker Hub's.
+
+    Raises:
+        ConfigError: it is no legal reference.
+    """
+    bare = text.removeprefix("docker://")
+    if "#" in bare:
+        host, _, rest = bare.partition("#")
+    else:
+        first, slash, after = bare.partition("/")
+        is_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
+        host, rest = (first, after) if is_host else (DOCKER_HUB, bare)
+    found, named = re.fullmatch(_HOST, host), _NAMED.fullmatch(rest)
+    if not found or int(found["port"] or 0) > _LARGEST_PORT:
+        raise ConfigError(
+            [Problem(where, key, f"{text!r} is no reference to an image: {host!r} is no host.", _GRAMMAR)]
+        )
+    if not named:
+        raise ConfigError([Problem(where, key, f"{text!r} is no reference to an image: {_reason(rest)}.", _GRAMMAR)])
+    path = named["path"]
+    if host in ("docker.io", "index.docker.io"):
+        host = DOCKER_HUB
+    if host == DOCKER_HUB and "/" not in path:
+        path = f"library/{path}"
+    digest = Digest(named["digest"]) if named["digest"] else None
+    return RegistryImage(host, path, named["tag"] or "latest", digest)
+
+
+_GRAMMAR = "It is written HOST/PATH:TAG, PATH in small letters, digits and single '.', '_' or '-' between them."
+
+
+def _reason(rest: str) -> str:
+    name, _, tag = rest.partition("@")[0].rpartition(":")
+    name = name or tag
+    if not rest:
+        return "there is nothing after the host"
+    if any(character.isspace() or not character.isprintable() for character in rest):
+        return "blanks and control characters are not allowed"
+    if name != name.lower():
+        return f"capital letters are not allowed in {name!r}"
+    if not re.fullmatch(rf"{_COMPONENT}(?:/{_COMPONENT})*", name):
+        return f"{name!r} is no legal name"
+    return f"{rest!r} has no legal tag or digest"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host, with or without a port, is this machine: by its address, not by how its name begins."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def check_name(reference: str) -> None:
+    """Check that `NAME:TAG` can name an image in an engine and in a registry.
+
+    Raises:
+        ConfigError: it can't, and why.
+    """
+    name, _, tag = reference.partition(":")
+    if "/" in name or not tag or not _NAMED.fullmatch(reference):
+        reason = _reason(reference) if tag else f"{reference!r} has no tag"
+        raise ConfigError([Problem("", "", f"{reference!r} can't name an image: {reason}.", _GRAMMAR)])
+
+
+def local_name(reference: str) -> str:
+    """Return what `NAME:TAG` is called in the docker engine."""
+    return ENGINE_PREFIX + reference

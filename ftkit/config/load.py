@@ -1,0 +1,304 @@
+"""Find and read recipes, cluster profiles, images and settings.
+
+Names are looked for in the project, then in the user's configuration, then among those that ftkit ships.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from pydantic import BaseModel
+
+from ftkit import assets
+from ftkit.config import base_lock
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.data import FilesSource, HubSource
+from ftkit.config.image import ImageSpec
+from ftkit.config.image_reference import parse_image, parse_reference
+from ftkit.config.layers import Layers
+from ftkit.config.model import ArchitectureSpec
+from ftkit.config.paths import absolute_path, is_path, path_problem
+from ftkit.config.problems import validate
+from ftkit.config.recipe import RecipeSpec
+from ftkit.config.settings import Settings
+from ftkit.config.yaml_files import parse_override, read_yaml
+from ftkit.errors import ConfigError, NotFoundError, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SpecT = TypeVar("SpecT", bound=BaseModel)
+
+PROJECT_FILE = "ftkit.yaml"
+
+_LENGTHS: Final = (("training", "max_steps"), ("training", "num_epochs"))
+"""Two ways to say one thing, as in Hugging Face's TrainingArguments: the one that is said last counts."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where this call of ftkit happens: the project's folder, the user's configuration, the environment."""
+
+    project: Path
+    user: Path
+    environment: Mapping[str, str]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Look at the current folder and the process's environment."""
+        current = Path.cwd()
+        inside = [folder for folder in (current, *current.parents) if (folder / PROJECT_FILE).is_file()]
+        xdg = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+        user = Path(xdg).expanduser() / "ftkit"
+        return cls(inside[0] if inside else current, user, os.environ)
+
+
+@dataclass(frozen=True)
+class LoadedSettings:
+    """Settings, with the place of each and the files that were looked for."""
+
+    settings: Settings
+    layers: Layers
+    files: dict[Path, bool]
+
+
+def load_settings(around: Surroundings, options: Layers | None = None) -> LoadedSettings:
+    """Read the user's file, the project's file, `FTKIT_*` variables and options; later wins."""
+    files = [around.user / "config.yaml", around.project / PROJECT_FILE]
+    layers = Layers()
+    for path in files:
+        if path.is_file():
+            layers = read_yaml(path).over(layers)
+    known = Settings.model_fields
+    variables = {key: around.environment.get(f"FTKIT_{key.upper()}") for key in known}
+    given = {key: value for key, value in variables.items() if value}
+    layers = Layers(given, {(key,): f"FTKIT_{key.upper()}" for key in given}).over(layers)
+    if options:
+        layers = options.over(layers)
+    return LoadedSettings(validate(Settings, layers), layers, {path: path.is_file() for path in files})
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[SpecT]):
+    """A spec, and where each of its values comes from."""
+
+    spec: SpecT
+    layers: Layers
+
+
+def read_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) -> Loaded[RecipeSpec]:
+    """Read a recipe by name or path, lay `key.path=value` overrides over it, and check the whole.
+
+    Raises:
+        NotFoundError: there is no such recipe.
+        ConfigError: with every problem found.
+    """
+    path = _find("recipe", name, around)
+    typed = Layers()
+    for override in overrides:
+        typed = _with_architecture(parse_override(override)).over(typed)
+    layers = _over(typed, _read_extended("recipe", path, around))
+    return Loaded(_with_absolute_paths(validate(RecipeSpec, layers), layers), layers)
+
+
+def load_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) -> RecipeSpec:
+    """Read a recipe as `read_recipe` does."""
+    return read_recipe(name, around, overrides).spec
+
+
+def read_cluster(name: str, around: Surroundings) -> Loaded[ClusterProfile]:
+    """Read a cluster profile by name or path. Raises as `read_recipe` does."""
+    layers = _read_extended("cluster", _find("cluster", name, around), around)
+    return Loaded(validate(ClusterProfile, layers), layers)
+
+
+def load_cluster(name: str, around: Surroundings) -> ClusterProfile:
+    """Read a cluster profile as `read_cluster` does."""
+    return read_cluster(name, around).spec
+
+
+@dataclass(frozen=True)
+class ImageDefinition:
+    """An image's definition and its files.
+
+    Args:
+        spec: the definition; its base has the digest that a lock records, if the definition gives none.
+        base_file: the file that names the base.
+        base_locks: where the base's digest may be recorded: beside that file, and in the user's configuration.
+        is_base_recorded: whether the base's digest is from one of these.
+        lock_file: the lock of the packages, beside the file that names them.
+    """
+
+    spec: ImageSpec
+    base_file: Path
+    base_locks: tuple[Path, ...]
+    is_base_recorded: bool
+    lock_file: Path
+
+
+def load_image(reference: str, around: Surroundings) -> ImageSpec:
+    """Read the definition of `NAME:TAG`. Raises as `load_recipe` does."""
+    return find_image(reference, around).spec
+
+
+def find_image(reference: str, around: Surroundings) -> ImageDefinition:
+    """Read the definition of `NAME:TAG`, with its files. Raises as `load_recipe` does."""
+    name, _, tag = reference.partition(":")
+    _check_can_be_a_file("image", reference)
+    for folder in _folders("image", around):
+        path = folder / name / tag / "image.yaml"
+        if tag and path.is_file():
+            layers = _read_extended("image", path, around)
+            files = [Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", "packages")]
+            return _with_recorded_base(validate(ImageSpec, layers), files[0], files[1].with_suffix(".lock"), around)
+    known = list_images(around)
+    raise NotFoundError(
+        f"no image is defined as '{reference}'",
+        meaning=f"defined are: {', '.join(known)}",
+        fix=_closest(
+            reference, known, "give one of these; one of your own is a folder containers/NAME/TAG/ in the project"
+        ),
+    )
+
+
+def _with_recorded_base(spec: ImageSpec, base_file: Path, lock_file: Path, around: Surroundings) -> ImageDefinition:
+    """Give the base the digest that a lock records; the one beside the definition goes before the user's own."""
+    base_locks = (base_file.with_name(base_lock.FILE_NAME), around.user / base_lock.FILE_NAME)
+    base = parse_reference(spec.base.reference, str(base_file), "base.reference")
+    digest = spec.base.digest or base.digest
+    recorded = None
+    if digest is None:
+        found = (base_lock.read_base_lock(path).get(base.tagged) for path in base_locks)
+        recorded = next((one for one in found if one), None)
+    pinned = spec.base.model_copy(update={"digest": digest or recorded})
+    spec = spec.model_copy(update={"base": pinned})
+    return ImageDefinition(spec, base_file, base_locks, recorded is not None, lock_file)
+
+
+def list_names(kind: str, around: Surroundings) -> list[str]:
+    """Return the names of all recipes or clusters (`kind`), those of the project first."""
+    names = [path.stem for folder in _folders(kind, around) for path in sorted(folder.glob("*.yaml"))]
+    return list(dict.fromkeys(names))
+
+
+def list_images(around: Surroundings) -> list[str]:
+    """Return `NAME:TAG` of every image that is defined."""
+    paths = [path for folder in _folders("image", around) for path in sorted(folder.glob("*/*/image.yaml"))]
+    return list(dict.fromkeys(f"{path.parts[-3]}:{path.parts[-2]}" for path in paths))
+
+
+def _folders(kind: str, around: Surroundings) -> list[Path]:
+    shipped = {"recipe": assets.RECIPES, "cluster": assets.CLUSTERS, "image": assets.CONTAINERS}[kind]
+    folder = {"recipe": "recipes", "cluster": "clusters", "image": "containers"}[kind]
+    return list(dict.fromkeys([around.project / folder, around.user / folder, shipped]))
+
+
+def _find(kind: str, name: str, around: Surroundings) -> Path:
+    _check_can_be_a_file(kind, name)
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        path = Path(name).expanduser().absolute()
+        if path.is_file():
+            return path
+        raise NotFoundError(f"there is no file {path}", fix=f"give the path of a {kind} file, or a {kind}'s name")
+    for folder in _folders(kind, around):
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    known = list_names(kind, around)
+    raise NotFoundError(
+        f"there is no {kind} '{name}'",
+        meaning=f"known are: {', '.join(known)}",
+        fix=_closest(name, known, f"give a name from this list, or the path of a {kind} file"),
+    )
+
+
+def _check_can_be_a_file(kind: str, name: str) -> None:
+    problem = path_problem(f"{name}.yaml")
+    if problem:
+        raise NotFoundError(f"there is no such {kind}: {problem}", fix=f"give a {kind}'s name")
+
+
+def _closest(word: str, known: list[str], otherwise: str) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean '{close[0]}'?" if close else otherwise
+
+
+def _read_extended(kind: str, path: Path, around: Surroundings, seen: tuple[Path, ...] = ()) -> Layers:
+    """Read a file and, under it, the one that its `extends` names."""
+    layers = _with_architecture(read_yaml(path))
+    parent = layers.values.get("extends")
+    if parent is None:
+        return layers
+    if not isinstance(parent, str):
+        raise ConfigError(
+            [Problem(layers.origin(("extends",)), "extends", f"must be a {kind}'s name, got {parent!r}.")]
+        )
+    parent_path = _find(kind, parent, around)
+    if parent_path in (*seen, path):
+        raise ConfigError([Problem(layers.origin(("extends",)), "extends", f"'{parent}' extends itself in a circle.")])
+    return _over(layers.without(("extends",)), _read_extended(kind, parent_path, around, (*seen, path)))
+
+
+def _over(above: Layers, below: Layers) -> Layers:
+    """Lay one source of values over another. A length of the training that the upper one gives replaces the lower's."""
+    given = [path for path in _LENGTHS if above.value(path) is not None]
+    if len(given) == 1:
+        (other,) = set(_LENGTHS) - set(given)
+        below = below.without(other)
+    return above.over(below)
+
+
+def _with_architecture(layers: Layers) -> Layers:
+    """Replace the name of a shipped architecture by its fields."""
+    model = layers.values.get("model")
+    name = model.get("architecture") if isinstance(model, dict) else None
+    if not isinstance(name, str):
+        return layers
+    where = layers.origin(("model", "architecture"))
+    path = assets.ARCHITECTURES / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(file.stem for file in assets.ARCHITECTURES.glob("*.yaml"))
+        fix = _closest(name, known, f"Known: {', '.join(known)}; or give the fields themselves.")
+        raise ConfigError([Problem(where, "model.architecture", f"there is no architecture '{name}'.", fix)])
+    shape = read_yaml(path)
+    # All fields, so that nothing of an architecture in a layer below is left.
+    defaults = {key: field.default for key, field in ArchitectureSpec.model_fields.items() if not field.is_required()}
+    origins = {("model", "architecture", *key): origin for key, origin in shape.origins.items()}
+    named = {**layers.values, "model": {**layers.values["model"], "architecture": defaults | shape.values}}
+    return Layers(named, layers.origins | origins)
+
+
+def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
+    """Make paths absolute: relative ones belong to the file (or the current folder) that names them."""
+
+    def absolute(value: str, *key: str) -> str:
+        return str(absolute_path(value, layers.folder(key), layers.origin(key), ".".join(key)))
+
+    def hub_id_or_absolute(value: str, *key: str) -> str:
+        if is_path(value):
+            return absolute(value, *key)
+        if (layers.folder(key) / value).is_dir():
+            message = f"'{value}' is an id of the hub, and also a folder in {layers.folder(key)}."
+            fix = f"For the folder write ./{value}; for the hub's, rename the folder."
+            raise ConfigError([Problem(layers.origin(key), ".".join(key), message, fix)])
+        return value
+
+    image, model, source = recipe.image, recipe.model, recipe.data.source
+    if image is not None:
+        image = str(parse_image(image, layers.folder(("image",)), layers.origin(("image",)), "image"))
+    if model.weights != "random":
+        model = model.model_copy(update={"weights": hub_id_or_absolute(model.weights, "model", "weights")})
+    if is_path(model.tokenizer.source):
+        tokenizer = {"source": absolute(model.tokenizer.source, "model", "tokenizer", "source")}
+        model = model.model_copy(update={"tokenizer": model.tokenizer.model_copy(update=tokenizer)})
+    if isinstance(source, FilesSource):
+        files = {key: getattr(source, key) for key in ("train", "heldout") if getattr(source, key)}
+        source = source.model_copy(update={key: absolute(value, "data", "source", key) for key, value in files.items()})
+    elif isinstance(source, HubSource):
+        source = source.model_copy(update={"dataset": hub_id_or_absolute(source.dataset, "data", "source", "dataset")})
+    data = recipe.data.model_copy(update={"source": source})
+    return recipe.model_copy(update={"image": image, "model": model, "data": data})

@@ -1,0 +1,50 @@
+"""A recipe: everything that a training run is, apart from where it runs."""
+
+from __future__ import annotations
+
+from ftkit.config.data import DataSpec
+from ftkit.config.model import ModelCounts, ModelPlan, ModelSpec
+from ftkit.config.profiler import ProfileSpec
+from ftkit.config.strict import Name, Spec
+from ftkit.config.tracking import TrackingSpec
+from ftkit.config.training import EvaluationSpec, ResourcesSpec, TrainingPlan, TrainingSpec
+
+
+class RecipeSpec(Spec):
+    """A recipe: everything that a training run is, apart from where it runs."""
+
+    name: Name
+    """Name of the recipe, and of its runs unless `--name` says otherwise."""
+    description: str
+    """One line for `ftkit recipes`."""
+    image: str | None = None
+    """Image to run in when neither the command line nor the configuration names one."""
+    model: ModelSpec
+    """The model to fine-tune."""
+    data: DataSpec
+    """The data to train and evaluate on."""
+    training: TrainingSpec
+    """The optimisation."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """What is measured on the held-out part."""
+    tracking: TrackingSpec = TrackingSpec()
+    """Experiment trackers that the run's numbers go to."""
+    profile: ProfileSpec = ProfileSpec()
+    """The profiler."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """How much of a cluster the recipe was made for."""
+
+
+class RecipePlan(RecipeSpec):
+    """A recipe as it is carried out: what `auto` stood for is resolved, and the model's parameters are counted."""
+
+    model: ModelPlan
+    """The model to fine-tune."""
+    training: TrainingPlan
+    """The optimization."""
+
+    @classmethod
+    def of(cls, recipe: RecipeSpec, training: TrainingPlan, counts: ModelCounts | None = None) -> RecipePlan:
+        """Put what is resolved in its place."""
+        fields = {name: getattr(recipe, name) for name in RecipeSpec.model_fields}
+        return cls.model_validate(fields | {"model": ModelPlan.of(recipe.model, counts), "training": training})

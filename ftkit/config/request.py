@@ -1,0 +1,70 @@
+"""What one call of `ftkit run` says, next to recipe and profile, and what was seen around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.image_reference import AnyImage
+from ftkit.config.layers import Layers
+from ftkit.config.model import ModelCounts
+from ftkit.config.recipe import RecipeSpec
+from ftkit.config.settings import Settings
+
+if TYPE_CHECKING:
+    from ftkit.errors import Problem
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Which line of which file, or what that was typed, each value of a run comes from."""
+
+    recipe: Layers = field(default_factory=Layers)
+    cluster: Layers = field(default_factory=Layers)
+    settings: Layers = field(default_factory=Layers)
+
+    def locate(self, problem: Problem) -> Problem:
+        """Give a problem with a key of one of the three the place of that key."""
+        path = tuple(problem.key.split("."))
+        for spec, layers in ((Settings, self.settings), (RecipeSpec, self.recipe), (ClusterProfile, self.cluster)):
+            if path[0] in spec.model_fields and path[:1] in layers.origins:
+                return replace(problem, where=layers.origin(path))
+        return problem
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The facts of one run that neither the recipe nor the profile holds.
+
+    Args:
+        name: name of the run; none: the recipe's.
+        num_nodes: `--nodes`; none: the recipe's.
+        gpus_per_node: `--gpus-per-node`; none: the recipe's, else the cluster's.
+        image: the image to run in; none: nothing names one.
+        image_is_explicit: whether `--image` named it, rather than a configuration file.
+        workspace: absolute path of the workspace.
+        python: the interpreter that ftkit runs in, for runtime `none`.
+        created: when the run was asked for, in UTC.
+        suffix: makes the run's id unique.
+        data_stamp: changes when the files that a recipe names change.
+        num_packs: packs of the training part, when the data is prepared already.
+        counts: parameters of a model whose family has no formula, as far as they could be counted; none: not at all.
+        origins: where the values come from, for messages.
+    """
+
+    name: str | None
+    num_nodes: int | None
+    gpus_per_node: int | None
+    image: AnyImage | None
+    image_is_explicit: bool
+    workspace: Path
+    python: str
+    created: datetime
+    suffix: str
+    data_stamp: str = ""
+    num_packs: int | None = None
+    counts: ModelCounts | None = None
+    origins: Origins = field(default_factory=Origins)

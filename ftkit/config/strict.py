@@ -1,0 +1,89 @@
+"""The kind of model that every spec is: frozen, and unknown keys are errors."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
+
+from ftkit.config.paths import is_path
+
+
+class Spec(BaseModel):
+    """A frozen model whose attribute docstrings are the descriptions in its JSON schema."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _check_name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise ValueError("a name is 1 to 63 letters, digits, '.', '_' or '-', and starts with a letter or digit")
+    return value
+
+
+def _check_variable(value: str) -> str:
+    if not _VARIABLE.fullmatch(value):
+        raise ValueError("an environment variable's name is letters, digits and '_', and starts with no digit")
+    return value
+
+
+def _check_local_path(value: str) -> str:
+    if "://" in value:
+        raise ValueError("addresses are not supported: give a path on this machine or on a file system mounted here")
+    return value
+
+
+def _check_hub_id_or_folder(value: str) -> str:
+    if is_path(value) or _HUB_ID.fullmatch(value):
+        return value
+    if "://" in value:
+        raise ValueError("addresses are not supported: give an id of the Hugging Face hub, or a folder")
+    raise ValueError("not an id of the Hugging Face hub (NAME or OWNER/NAME); a folder begins with '/', './' or '~'")
+
+
+def _check_one_line(value: str) -> str:
+    if any(ord(character) < ord(" ") or character == "\x7f" for character in value):
+        raise ValueError("control characters and line breaks can't stand in an #SBATCH line")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+"""A name that is safe as a folder, a job name and a label."""
+
+VariableName = Annotated[str, AfterValidator(_check_variable)]
+LocalPath = Annotated[str, AfterValidator(_check_local_path)]
+HubIdOrFolder = Annotated[str, AfterValidator(_check_hub_id_or_folder)]
+OneLine = Annotated[str, AfterValidator(_check_one_line)]
+
+
+def _check_is_no_bool(kind: Literal["int_type", "float_type"]) -> BeforeValidator:
+    """Refuse what pydantic would read as 1 or 0: nobody who writes `max_steps: true` means one step."""
+
+    def check(value: object) -> object:
+        if isinstance(value, bool):
+            raise PydanticKnownError(kind)
+        return value
+
+    return BeforeValidator(check)
+
+
+WHOLE_NUMBER, NUMBER = _check_is_no_bool("int_type"), _check_is_no_bool("float_type")
+"""For the end of an annotation: a bound that comes after it is not in the JSON schema."""
+
+LARGEST_COUNT = 2**31 - 1
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_COUNT), WHOLE_NUMBER]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT), WHOLE_NUMBER]
+"""Counts. They are bounded so that no arithmetic with them overflows, and no loop over them lasts."""
+
+Float = Annotated[float, NUMBER]
+PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
+NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]
+
+Seed = Annotated[int, Field(ge=0, lt=2**63), WHOLE_NUMBER]

@@ -1,0 +1,253 @@
+"""How to train, how to evaluate, and how much of a cluster to ask for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from ftkit.config.strict import (
+    NUMBER,
+    WHOLE_NUMBER,
+    Float,
+    NonNegativeFloat,
+    OneLine,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    Spec,
+)
+
+EngineName = Literal["fsdp2", "zero3"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
+ActivationCheckpointingChoice = Literal["auto", "none", "selective", "full"]
+Auto = Literal["auto"]
+AttentionChoice = Literal["auto", "flash4", "flex", "sdpa", "eager"]
+EngineChoice = Literal["auto", "fsdp2", "zero3"]
+Method = Literal["full", "lora", "qlora"]
+Offload = Literal["none", "optimizer", "all"]
+Precision = Literal["bf16", "fp32"]
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+ProjectionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""A linear layer within a decoder layer, of a family that may have others than these seven."""
+
+LARGEST_MICRO_BATCH = 2**16
+LONGEST_SEQUENCE = 2**24
+"""Far beyond what fits; all divisors of the one, with all halves of the other, are looked through for what does."""
+
+
+def _check_micro_batch_size(value: object) -> object:
+    is_number = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_MICRO_BATCH
+    if is_number or value == "auto":
+        return value
+    raise ValueError(f"a micro-batch is 1 to {LARGEST_MICRO_BATCH:,} packs, or 'auto'")
+
+
+class LoraSpec(Spec):
+    """Low-rank adapters (Hu et al. 2021), as peft makes them."""
+
+    rank: PositiveInt = 16
+    """Width of an adapter."""
+    alpha: PositiveInt = 16
+    """The adapters' output is scaled by alpha / rank, or alpha / sqrt(rank) with use_rslora."""
+    dropout: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.0
+    """Part of an adapter's inputs that is left out at random in training."""
+    targets: tuple[ProjectionName, ...] = Field(default=ALL_PROJECTIONS, min_length=1)
+    """Projections of each decoder layer that get an adapter; families other than the four have names of their own."""
+    use_rslora: bool = False
+    """Rank-stabilised scaling (Kalajdzievski 2023)."""
+    use_dora: bool = False
+    """Train the length of each output's weights apart from their direction (Liu et al. 2024)."""
+
+    @model_validator(mode="after")
+    def _each_target_once(self) -> Self:
+        if len(set(self.targets)) != len(self.targets):
+            raise ValueError(f"targets name a projection twice: {', '.join(self.targets)}")
+        return self
+
+
+class TrainingSpec(Spec):
+    """The optimisation."""
+
+    method: Method = "full"
+    """Which parameters are trained: all, adapters alone, or adapters on weights of 4 bits (NF4)."""
+    lora: LoraSpec | None = None
+    """The adapters of methods lora and qlora; none: the defaults."""
+    engine: EngineChoice = "auto"
+    """How the model is spread over processes; `auto` chooses, and the plan says why."""
+    offload: Offload = "none"
+    """What waits in main memory: nothing, the optimizer's states, or parameters and gradients too."""
+    precision: Precision = "bf16"
+    """Precision of forward and backward, and of weights that are not trained; master weights of those that
+    are and optimizer states are fp32."""
+    sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER]
+    """Tokens in a pack."""
+    micro_batch_size: Annotated[PositiveInt | Auto, BeforeValidator(_check_micro_batch_size)] = "auto"
+    """Packs that one process computes at a time; `auto`: as many as are fastest on the cluster's GPUs, by prediction,
+    with memory to spare. It changes speed and memory alone: the optimizer sees `global_batch_size`."""
+    global_batch_size: PositiveInt
+    """Packs in an optimizer step, over all processes and accumulation steps."""
+    max_steps: PositiveInt | None = None
+    """Train for so many optimizer steps, going over the data as often as that takes. Give this or num_epochs; in an
+    override, or in a recipe that extends another, it replaces the num_epochs below."""
+    num_epochs: PositiveInt | None = None
+    """Go over the data so many times. Give this or max_steps; it replaces a max_steps below in the same way."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
+    learning_rate: PositiveFloat
+    """Highest learning rate, reached after the warm-up."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """How the learning rate goes on after the warm-up."""
+    warmup_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.03
+    """Part of all steps in which the learning rate rises from 0."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.0
+    """Where cosine and linear end, as a part of the highest."""
+    betas: tuple[Float, Float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay, on matrices only."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this norm."""
+    attention: AttentionChoice = "auto"
+    """Attention kernel: `flash4` (flash-attn-4, Hopper and newer), `flex` (any CUDA device), `sdpa` (any device);
+    `auto` takes the fastest that is there."""
+    compile: Literal["auto", "layers", "none"] = "auto"
+    """`layers`: compile each decoder layer, which fuses its element-wise work; `auto`: on GPUs, with engine fsdp2."""
+    activation_checkpointing: ActivationCheckpointingChoice = "auto"
+    """What the backward pass computes again: nothing (`none`); the cheap operations between matrix products and
+    attention (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory
+    and a third more time. `auto`: whichever is fastest on the cluster's GPUs, by prediction, with memory to spare."""
+    activation_offload: bool = False
+    """With `full` checkpointing: the inputs of decoder layers wait in main memory for the backward pass."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Whether decoder layers give their gathered weights back after the forward pass and gather them again for the
+    backward pass. `never`, with engine fsdp2: they are kept, less traffic for more memory; `auto`: kept if the GPU
+    has memory to spare."""
+    reduce_precision: Precision = "fp32"
+    """Precision in which gradients are summed over the processes; `bf16`: half the traffic, and each sum rounded."""
+    collectives: Literal["auto", "nccl", "copy_engine"] = "auto"
+    """What moves weights and gradients between GPUs, with engine fsdp2: NCCL, whose kernels take processors from the
+    arithmetic beside them, or the copy engines, on one host with NVLink (torch 2.11 or newer); `auto`: copy engines
+    where they work. They move gradients in the precision of training, and add them up in `reduce_precision`."""
+    checkpoint_every_steps: PositiveInt = 300
+    """A checkpoint every so many steps; there is always one at the end."""
+    keep_checkpoints: PositiveInt = 2
+    """How many of the newest checkpoints stay."""
+    log_every_steps: PositiveInt = 10
+    """A record in metrics.jsonl every so many steps."""
+    seed: Seed = 0
+    """Seed of the initial weights and of the order of the data."""
+
+    @property
+    def adapters(self) -> LoraSpec | None:
+        """The adapters that are trained; none: all weights are."""
+        return None if self.method == "full" else self.lora or LoraSpec()
+
+    @property
+    def only_with_fsdp2(self) -> tuple[str, ...]:
+        """The settings that engine zero3 can't serve."""
+        needed = {
+            "activation_checkpointing": self.activation_checkpointing == "selective",
+            "optimizer": self.optimizer == "adamw8bit",
+            "reshard_after_forward": self.reshard_after_forward == "never",
+            "collectives": self.collectives == "copy_engine",
+        }
+        return tuple(setting for setting, is_needed in needed.items() if is_needed)
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _checkpointing_is_a_word(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError(f"take '{'full' if value else 'none'}': it is one of auto, none, selective and full")  # noqa: TRY004
+        return value
+
+    @model_validator(mode="after")
+    def _adapters_belong_to_a_method(self) -> Self:
+        if self.method == "full" and self.lora is not None:
+            raise ValueError("lora has no effect with method 'full': take method 'lora' or 'qlora', or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _only_inputs_are_offloaded(self) -> Self:
+        if self.activation_offload and self.activation_checkpointing not in {"full", "auto"}:
+            raise ValueError("activation_offload has no effect without activation_checkpointing 'full'")
+        return self
+
+    @model_validator(mode="after")
+    def _8_bit_states_stay(self) -> Self:
+        if self.optimizer == "adamw8bit" and self.offload != "none":
+            raise ValueError(f"optimizer 'adamw8bit' keeps its states on the device: offload is '{self.offload}'")
+        return self
+
+    @model_validator(mode="after")
+    def _copy_engines_copy_between_devices(self) -> Self:
+        if self.collectives == "copy_engine" and self.offload == "all":
+            raise ValueError("collectives 'copy_engine' doesn't go with offload 'all': weights wait in main memory")
+        return self
+
+    @model_validator(mode="after")
+    def _sums_are_no_coarser_than_wanted(self) -> Self:
+        if self.precision == "fp32" and self.reduce_precision == "bf16":
+            raise ValueError("reduce_precision 'bf16' would round the gradients of precision 'fp32'")
+        return self
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.max_steps is None) == (self.num_epochs is None):
+            raise ValueError("give exactly one of max_steps and num_epochs")
+        return self
+
+    @model_validator(mode="after")
+    def _betas_are_rates(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {list(self.betas)}")
+        return self
+
+
+class TrainingPlan(TrainingSpec):
+    """The optimization with nothing left open: what `auto` stood for in the recipe is resolved."""
+
+    micro_batch_size: PositiveInt = 1
+    """Packs that one process computes at a time."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """What the backward pass computes again."""
+
+    @classmethod
+    def of(
+        cls, spec: TrainingSpec, micro_batch_size: int, activation_checkpointing: ActivationCheckpointing
+    ) -> TrainingPlan:
+        """Resolve a specification."""
+        resolved = {"micro_batch_size": micro_batch_size, "activation_checkpointing": activation_checkpointing}
+        return cls.model_validate({name: getattr(spec, name) for name in TrainingSpec.model_fields} | resolved)
+
+
+class SqlExecutionSpec(Spec):
+    """Run the model's SQL in sqlite and compare the rows with those of the reference answer."""
+
+    num_questions: PositiveInt = 100
+    """Held-out questions to ask."""
+    max_new_tokens: PositiveInt = 128
+    """Longest answer."""
+
+
+class EvaluationSpec(Spec):
+    """What is measured on the held-out part, before training and after it."""
+
+    every_steps: PositiveInt | None = None
+    """Held-out perplexity every so many steps as well."""
+    max_packs: PositiveInt = 64
+    """Held-out packs that the perplexity is measured on, at most."""
+    sql_execution: SqlExecutionSpec | None = None
+    """For text-to-SQL data."""
+
+
+class ResourcesSpec(Spec):
+    """How much of a cluster the recipe was made for; options of `ftkit run` come after it."""
+
+    num_nodes: Annotated[int, Field(gt=0, le=2**16), WHOLE_NUMBER] = 1
+    """Nodes."""
+    gpus_per_node: PositiveInt | None = None
+    """GPUs, and so processes, on each node; none: what the cluster's nodes have."""
+    time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
+    """Slurm's words: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`; none: the profile's."""

@@ -1,0 +1,1 @@
+"""Data that ftkit makes and scores: text-to-SQL and malware analysis."""

@@ -1,0 +1,1 @@
+"""Registries, layers and root file systems: images as OCI has them."""

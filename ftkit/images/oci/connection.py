@@ -1,0 +1,304 @@
+"""HTTP with one registry: who we are, where it may send us, and what goes wrong, in ftkit's words.
+
+What is not our registry gets none of our secrets: a password goes to the registry itself and to the token service
+that it names, over TLS; plain HTTP is for registries on this machine. Redirects carry no authorization elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from contextlib import contextmanager
+from http.client import responses
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from pydantic import BaseModel
+
+from ftkit.config.digest import shortened
+from ftkit.config.image_reference import is_loopback
+from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
+from ftkit.images.oci import credentials as who
+from ftkit.images.oci.deadline import DeadlineError, within
+from ftkit.images.oci.documents import read_answer
+from ftkit.images.oci.retries import TransientError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import requests
+
+    from ftkit.config.image_reference import RegistryImage
+    from ftkit.images.oci.credentials import Credentials
+
+_TIMEOUT: Final = (10, 60)
+DOCUMENT_SECONDS: Final = 300.0
+"""For a whole document, whose largest is 16 MiB: time enough at half a megabit a second."""
+_CHUNK: Final = 1 << 20
+_MAX_REDIRECTS: Final = 5
+_MAX_TOKEN_ANSWER: Final = 1 << 20
+_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
+_REDIRECTS: Final = (301, 302, 303, 307, 308)
+_TRANSIENT: Final = (408, 425, 429, 500, 502, 503, 504)
+_PARAMETER: Final = re.compile(r'(\w+)="([^"]*)"')
+_TOKEN: Final = re.compile(r"[!-~]{1,65536}")
+
+ResultT = TypeVar("ResultT")
+
+
+class TokenAnswer(BaseModel):
+    """What a token service answers; the two names are of two generations."""
+
+    token: str | None = None
+    access_token: str | None = None
+
+
+class Connection:
+    """A connection to the registry of one image."""
+
+    def __init__(self, reference: RegistryImage, credentials: Credentials | None) -> None:
+        try:
+            import requests as library  # noqa: PLC0415 - comes with the extra
+        except ImportError as error:
+            raise PrerequisiteError(
+                "the Python package 'requests' is not installed", fix="pip install 'ftkit[images]'"
+            ) from error
+        self._library = library
+        self._session = library.Session()
+        self._reference = reference
+        self._credentials = credentials
+        self._authorization = ""
+        self._root = urlsplit(f"{'http' if reference.is_loopback else 'https'}://{reference.host}")
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._session.close()
+
+    @contextmanager
+    def open(
+        self, path: str, headers: dict[str, str] | None = None, *, has_digest: bool = False
+    ) -> Iterator[requests.Response]:
+        """Ask for something of the repository; `has_digest`: what comes is compared with one.
+
+        Raises:
+            NotFoundError: the registry has no such thing.
+            TransientError: it can't be reached, or is busy.
+            ImageError: it does not let us in, or answers with nothing sensible.
+        """
+        url = f"{self._root.geturl()}/v2/{self._reference.path}/{path}"
+        answer = self._follow(url, headers or {}, has_digest=has_digest)
+        if answer.status_code == _UNAUTHORIZED and self._is_ours(answer.url):
+            challenge = answer.headers.get("WWW-Authenticate", "")
+            answer.close()
+            self._log_in(challenge)
+            answer = self._follow(url, headers or {}, has_digest=has_digest)
+        with answer:
+            self._explain(answer)
+            yield answer
+
+    def chunks(self, answer: requests.Response) -> Iterator[bytes]:
+        """Yield the bytes of an answer.
+
+        Raises:
+            TransientError: the connection was lost.
+        """
+        try:
+            yield from answer.iter_content(_CHUNK)
+        except self._library.exceptions.RequestException as error:
+            raise self.lost(_last_reason(error)) from error
+
+    def document(self, path: str, headers: dict[str, str], limit: int, *, has_digest: bool) -> bytes:
+        """Return a small thing of the repository, of at most `limit` bytes. Raises as `open` does."""
+
+        def fetch() -> bytes:
+            with self.open(path, headers, has_digest=has_digest) as answer:
+                return self._whole(answer, limit)
+
+        return self._in_time(self._reference.host, fetch)
+
+    def _in_time(self, host: str, fetch: Callable[[], ResultT]) -> ResultT:
+        """Return what `fetch` returns, unless it takes too long in all.
+
+        Raises:
+            ImageError: it does.
+        """
+        try:
+            return within(DOCUMENT_SECONDS, fetch)
+        except DeadlineError as error:
+            raise ImageError(
+                f"{shortened(host)} did not send a small document within {DOCUMENT_SECONDS:g} s",
+                meaning="the connection is very slow, or this is not a registry that should be trusted",
+                fix="try again from a machine with a better connection, or check the registry's address",
+            ) from error
+
+    def _whole(self, answer: requests.Response, limit: int) -> bytes:
+        """Return all bytes of a small answer.
+
+        Raises:
+            ImageError: there are more than `limit`.
+        """
+        data = b""
+        for chunk in self.chunks(answer):
+            data += chunk
+            if len(data) > limit:
+                raise self.nonsense(f"sends more than the {limit} bytes that it may")
+        return data
+
+    def lost(self, reason: str) -> TransientError:
+        """Return the error for a connection that broke off."""
+        return TransientError(
+            f"lost the connection to {self._reference.host}: {reason}",
+            meaning="the registry or the network between is down, or the host's name is wrong",
+            fix=f"try again; see whether 'curl -I {self._root.geturl()}/v2/' answers",
+        )
+
+    def nonsense(self, what: str) -> ImageError:
+        """Return the error for a registry that does what none should."""
+        return ImageError(
+            f"{self._reference.host} {what}",
+            meaning="this is no registry, a proxy answers in its place, or it is not to be trusted",
+            fix="check the registry's address, and see its log",
+        )
+
+    def _follow(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
+        """Get an address, and those that it sends us to."""
+        for _ in range(_MAX_REDIRECTS + 1):
+            answer = self._get(url, headers, self._authorization if self._is_ours(url) else "")
+            if answer.status_code not in _REDIRECTS:
+                return answer
+            answer.close()
+            url = self._next(url, answer.headers.get("Location", ""), has_digest=has_digest)
+        raise self.nonsense(f"redirects more than {_MAX_REDIRECTS} times")
+
+    def _is_ours(self, url: str) -> bool:
+        """Tell whether an address is the registry's own: scheme, host and port."""
+        return _origin(urlsplit(url)) == _origin(self._root)
+
+    def _next(self, url: str, location: str, *, has_digest: bool) -> str:
+        """Return where a redirect leads, if we may go there."""
+        try:
+            target = urlsplit(urljoin(url, location))
+            host, _ = target.hostname, target.port
+        except ValueError:
+            host = None
+        if not location or not host or target.scheme not in ("http", "https") or target.username is not None:
+            raise self.nonsense(f"redirects to {shortened(location)}, which is no address")
+        if is_loopback(host) and not self._reference.is_loopback:
+            raise self.nonsense(f"redirects to {shortened(host)}, which is this machine")
+        if target.scheme == "http" and self._root.scheme == "https" and not has_digest:
+            raise self.nonsense(f"redirects to {shortened(host)} without TLS, where anyone can change the answer")
+        return target.geturl()
+
+    def _get(self, url: str, headers: dict[str, str], authorization: str, **options: Any) -> requests.Response:
+        direct = {"http": None, "all": None} if url.startswith("http:") and is_loopback(urlsplit(url).netloc) else None
+        try:
+            return self._session.get(
+                url, headers={"Accept-Encoding": "identity", **headers}, auth=_Header(authorization), stream=True,
+                timeout=_TIMEOUT, allow_redirects=False, proxies=direct, **options,
+            )  # fmt: skip
+        except self._library.exceptions.SSLError as error:
+            raise ImageError(
+                f"{shortened(urlsplit(url).netloc)} does not speak TLS as it should: {_last_reason(error)}",
+                meaning="the registry speaks plain HTTP, or its certificate is not trusted here",
+                fix="REQUESTS_CA_BUNDLE names the file of certificates to trust",
+            ) from error
+        except (self._library.exceptions.ConnectionError, self._library.exceptions.Timeout) as error:
+            raise self.lost(_last_reason(error)) from error
+        except (self._library.exceptions.RequestException, ValueError) as error:
+            raise self.nonsense(f"can't be asked: {_last_reason(error)}") from error
+
+    def _explain(self, answer: requests.Response) -> None:
+        code, host = answer.status_code, self._reference.host
+        said = f"{code} {responses.get(code, '')}".rstrip()
+        if code in (_UNAUTHORIZED, _FORBIDDEN):
+            raise who.refused(self._reference, self._credentials)
+        if code == _NOT_FOUND:
+            raise NotFoundError(
+                f"{host} has no {self._reference.path}:{self._reference.wanted}",
+                meaning="it was not pushed there, or the name or tag is wrong",
+                fix="push it: ftkit push NAME:TAG --registry HOST/PATH",
+            )
+        if code in _TRANSIENT:
+            raise TransientError(f"{host} answers {said}", fix="try again later")
+        if code not in (200, 206):
+            raise self.nonsense(f"answers {said}")
+
+    def _log_in(self, challenge: str) -> None:
+        """Do what the registry asks for: Basic, or a token from where it says."""
+        kind, _, rest = challenge.partition(" ")
+        if kind.lower() == "basic":
+            if self._credentials is None:
+                raise who.refused(self._reference, None)
+            self._authorization = _basic(self._credentials)
+        elif kind.lower() == "bearer":
+            self._authorization = f"Bearer {self._fetch_token(dict(_PARAMETER.findall(rest)))}"
+        else:
+            raise self.nonsense(f"asks for a login that ftkit does not know: {shortened(kind)}")
+
+    def _fetch_token(self, asked: dict[str, str]) -> str:
+        realm = self._token_service(asked.get("realm", ""))
+        scope = asked.get("scope") or f"repository:{self._reference.path}:pull"
+        authorization = _basic(self._credentials) if self._credentials else ""
+        parameters = {"scope": scope} | ({"service": asked["service"]} if asked.get("service") else {})
+        host = urlsplit(realm).netloc
+        body = self._in_time(host, lambda: self._ask_token_service(realm, authorization, parameters))
+        given = read_answer(TokenAnswer, body, f"{self._reference.host} names a token service whose answer")
+        token = given.token or given.access_token or ""
+        if not _TOKEN.fullmatch(token):
+            raise self.nonsense("names a token service that gives no token")
+        return token
+
+    def _ask_token_service(self, realm: str, authorization: str, parameters: dict[str, str]) -> bytes:
+        with self._get(realm, {}, authorization, params=parameters) as answer:
+            code = answer.status_code
+            if code in _TRANSIENT:
+                raise TransientError(
+                    f"the token service {urlsplit(realm).netloc} answers {code}", fix="try again later"
+                )
+            if code in (400, _UNAUTHORIZED, _FORBIDDEN):
+                raise who.refused(self._reference, self._credentials)
+            if code != 200:  # noqa: PLR2004
+                raise self.nonsense(f"names a token service that answers {code}: {shortened(realm)}")
+            return self._whole(answer, _MAX_TOKEN_ANSWER)
+
+    def _token_service(self, realm: str) -> str:
+        """Return the address of the token service, if a password may go there."""
+        try:
+            target = urlsplit(realm)
+            host, _ = target.hostname, target.port
+        except ValueError:
+            host = None
+        if not host or target.scheme not in ("http", "https") or target.username is not None:
+            raise self.nonsense(f"names a token service that is no address: {shortened(realm)}")
+        is_local = is_loopback(host) and self._reference.is_loopback
+        if target.scheme == "http" and not is_local:
+            raise self.nonsense(f"wants the login sent to {shortened(host)} without TLS, where anyone could read it")
+        return realm
+
+
+class _Header:
+    """Sets the Authorization header. That there is always one keeps the HTTP library from taking one of ~/.netrc."""
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def __call__(self, request: Any) -> Any:
+        if self._value:
+            request.headers["Authorization"] = self._value
+        return request
+
+
+def _origin(address: SplitResult) -> tuple[str, str | None, int]:
+    return address.scheme, address.hostname, address.port or {"http": 80, "https": 443}[address.scheme]
+
+
+def _basic(known: Credentials) -> str:
+    return "Basic " + base64.b64encode(f"{known.username}:{known.password}".encode()).decode()
+
+
+def _last_reason(error: BaseException) -> str:
+    """Return the innermost reason of an error of the HTTP library, which wraps it several times."""
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    said = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return "".join(character if character.isprintable() else " " for character in said[:200])

@@ -1,0 +1,230 @@
+"""The root file system of an image, read from its layers without unpacking them.
+
+The topmost layer comes first: a path that was seen, or was deleted by a layer above, is passed over below.
+So nothing is written twice, and each layer is read once.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ftkit.config.digest import Digest, shortened
+from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.images.oci.tar import FILE, FOLDER, LINK, Member, TarReader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ftkit.images.oci.rootfs import Entry
+    from ftkit.images.oci.tar import Source
+
+_DELETED: Final = b".wh."
+_OPAQUE: Final = b".wh..wh..opq"
+_ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_GZIP_MAGIC: Final = b"\x1f\x8b"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer: its blob, and the digest that its tar stream has by the image's configuration."""
+
+    blob: Path
+    diff_id: Digest
+
+
+@dataclass
+class _Above:
+    """What the layers above have: paths, and what they hide of the layers below."""
+
+    seen: set[bytes] = field(default_factory=set)
+    not_folders: set[bytes] = field(default_factory=set)
+    deleted: set[bytes] = field(default_factory=set)
+    emptied: set[bytes] = field(default_factory=set)
+
+    def takes_whiteout(self, path: bytes) -> bool:
+        """Tell whether a path is a mark that hides something below, and remember what."""
+        folder, _, name = path.rpartition(b"/")
+        if name == _OPAQUE:
+            self.emptied.add(folder)
+        elif name.startswith(_DELETED):
+            self.deleted.add((folder + b"/" if folder else b"") + name.removeprefix(_DELETED))
+        else:
+            return False
+        return True
+
+    def hides(self, path: bytes) -> bool:
+        if path in self.seen or path in self.deleted:
+            return True
+        parent = path
+        while b"/" in parent:
+            parent = parent.rpartition(b"/")[0]
+            if parent in self.deleted or parent in self.emptied or parent in self.not_folders:
+                return True
+        return b"" in self.emptied
+
+
+def flatten(layers: Sequence[Layer]) -> Iterator[Entry]:
+    """Yield the members of the whole; the lowest of `layers` is the first.
+
+    Raises:
+        ImageError: a layer is damaged, or is another than the configuration says. This is known at its end, so what
+            was yielded of it may be used for nothing before the iteration ends.
+    """
+    above = _Above()
+    for layer in reversed(layers):
+        with _opened(layer.blob) as stream:
+            yield from _members(TarReader(stream), layer, above)
+            stream.require(layer.diff_id)
+
+
+@dataclass
+class _HardLinks:
+    """The hard links of a layer, of which some lead to what layers above hide."""
+
+    origins: dict[bytes, bytes] = field(default_factory=dict)
+    hidden: set[bytes] = field(default_factory=set)
+    orphans: dict[bytes, list[Member]] = field(default_factory=dict)
+
+    def see(self, member: Member, *, is_hidden: bool) -> None:
+        """Remember where a link leads in the end, and what is hidden."""
+        if member.kind == LINK:
+            self.origins[member.path] = self.origins.get(member.target, member.target)
+        if is_hidden and member.kind in (FILE, LINK):
+            self.hidden.add(member.path)
+
+    def resolve(self, link: Member) -> Member | None:
+        """Return a link to something that can be seen; None: there is nothing, and it waits to become a file.
+
+        Raises:
+            ImageError: it leads to itself.
+        """
+        origin = self.origins[link.path]
+        if origin == link.path:
+            raise ImageError(f"a layer of the image is damaged: {shortened(link.path)} is a hard link to itself")
+        if origin in self.hidden:
+            self.orphans.setdefault(origin, []).append(link)
+            return None
+        return replace(link, target=origin) if link.target in self.hidden else link
+
+
+def _members(reader: TarReader, layer: Layer, above: _Above) -> Iterator[Entry]:
+    own, links = _Above(), _HardLinks()
+    for member in reader:
+        if own.takes_whiteout(member.path):
+            continue
+        is_hidden = above.hides(member.path)
+        links.see(member, is_hidden=is_hidden)
+        if is_hidden or member.path in own.seen:
+            continue
+        own.seen.add(member.path)
+        if member.kind != FOLDER:
+            own.not_folders.add(member.path)
+        if member.kind != LINK:
+            yield member, reader.content()
+        elif resolved := links.resolve(member):
+            yield resolved, iter(())
+    if links.orphans:
+        yield from _adopted(links.orphans, layer)
+    above.seen |= own.seen
+    above.not_folders |= own.not_folders
+    above.deleted |= own.deleted
+    above.emptied |= own.emptied
+
+
+def _adopted(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[Entry]:
+    """Yield hard links whose file a layer above hides: the first of each becomes the file, others link to that one.
+
+    The layer is read once more, however many there are.
+    """
+    with _opened(layer.blob) as stream:
+        reader = TarReader(stream)
+        for member in reader:
+            if member.kind == FILE and member.path in orphans:
+                first, *others = orphans.pop(member.path)
+                yield Member(first.path, FILE, member.mode, member.mtime, member.size), reader.content()
+                for other in others:
+                    yield replace(other, target=first.path), iter(())
+    if orphans:
+        target, links = next(iter(orphans.items()))
+        raise ImageError(
+            f"a layer of the image is damaged: {shortened(links[0].path)} links to "
+            f"{shortened(target)}, which is no file in it"
+        )
+
+
+class _LayerStream:
+    """The tar stream of a layer, whose digest is computed as it is read."""
+
+    def __init__(self, stream: Source, damages: tuple[type[Exception], ...]) -> None:
+        self._stream = stream
+        self._damages = damages
+        self._running = hashlib.sha256()
+
+    def read(self, size: int, /) -> bytes:
+        """Read at most so many bytes.
+
+        Raises:
+            ImageError: what it is compressed with ends in the middle, or is damaged.
+        """
+        try:
+            data = self._stream.read(size)
+        except self._damages as error:
+            raise ImageError(
+                f"a layer of the image can't be unpacked: {error}",
+                meaning="it was damaged before it was pushed: it is the layer that its manifest says",
+                fix="build and push the image again",
+            ) from error
+        self._running.update(data)
+        return data
+
+    def require(self, diff_id: Digest) -> None:
+        """Compare what was read with the configuration.
+
+        Raises:
+            ImageError: it is another layer.
+        """
+        if self._running.hexdigest() != diff_id.hex:
+            raise ImageError(
+                f"a layer of the image is not the one that its configuration says: it unpacks to "
+                f"sha256:{self._running.hexdigest()}, not to {diff_id}",
+                meaning="it was pushed by a broken program, or someone put other layers under the image's name",
+                fix="don't use this image; push it again, and tell whoever runs the registry",
+            )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_LayerStream]:
+    """Open a layer as a tar stream, whatever it is compressed with."""
+    with path.open("rb") as file:
+        magic = file.read(4)
+        file.seek(0)
+        if magic.startswith(_GZIP_MAGIC):
+            with gzip.open(file, "rb") as stream:
+                yield _LayerStream(stream, (EOFError, zlib.error, gzip.BadGzipFile))
+        elif magic == _ZSTD_MAGIC:
+            library = _zstd()
+            with library.open(file, "rb") as unpacked:
+                yield _LayerStream(unpacked, (EOFError, library.ZstdError))
+        else:
+            yield _LayerStream(file, ())
+
+
+def _zstd() -> Any:
+    """Return the library that reads zstd."""
+    try:
+        from compression import zstd  # type: ignore[import-not-found,unused-ignore] # noqa: PLC0415 - Python 3.14
+    except ImportError:
+        try:
+            from backports import zstd  # type: ignore[import-not-found,unused-ignore,no-redef] # noqa: PLC0415
+        except ImportError as error:
+            raise PrerequisiteError(
+                "the image's layers are compressed with zstd, which this Python can't read",
+                fix="pip install backports.zstd, or import it with enroot or through docker",
+            ) from error
+    return zstd

@@ -1,0 +1,186 @@
+"""A registry's manifests and blobs, each compared with the digest that leads to it.
+
+The chain is: what was asked for -> index -> manifest -> configuration and layers. Its last link, from the layers to
+the configuration's `diff_ids`, is checked where layers are unpacked (`flatten`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from typing import TYPE_CHECKING, Final, Self
+
+from ftkit.config.digest import Digest
+from ftkit.errors import ImageError, NotFoundError
+from ftkit.images.oci.connection import Connection
+from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, read_answer, read_document
+from ftkit.images.oci.retries import with_retries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import requests
+
+    from ftkit.config.image_reference import RegistryImage
+    from ftkit.images.oci.credentials import Credentials
+    from ftkit.images.progress import Report
+
+_MEDIA_TYPES: Final = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+_ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
+_PARTIAL: Final = 206
+_MAX_MANIFEST: Final = 4 << 20
+"""Bytes of a manifest or an index: what the OCI distribution specification asks registries to take at least."""
+_MAX_CONFIGURATION: Final = 16 << 20
+_MAX_NESTED: Final = 3
+
+
+class Registry:
+    """The repository of one image; `waits`: seconds before each further attempt at what fails for a moment."""
+
+    def __init__(
+        self,
+        reference: RegistryImage,
+        credentials: Credentials | None,
+        report: Report,
+        waits: Sequence[float] | None = None,
+    ) -> None:
+        self._reference = reference
+        self._report = report
+        self._waits = waits
+        self._connection = Connection(reference, credentials)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._connection.close()
+
+    def resolve(self) -> Digest:
+        """Return the digest of what was asked for: of the index, where the image is one of several architectures."""
+        return self._document(self._reference.wanted, self._reference.digest)[1]
+
+    def manifest(self) -> tuple[Manifest, Digest]:
+        """Return the image's manifest for this machine's architecture, and its digest.
+
+        Raises:
+            NotFoundError: the registry has no such image.
+            ImageError: it does not let us in, or answers with something else than was asked for.
+        """
+        document, digest = self._document(self._reference.wanted, self._reference.digest)
+        for _ in range(_MAX_NESTED):
+            if isinstance(document, Manifest):
+                return document, digest
+            entry = self._entry_for_here(document)
+            document, digest = self._document(entry.digest, entry.digest, entry.size)
+        raise ImageError(f"{self._reference} is an index of indexes that leads to no image", fix="push it again")
+
+    def configuration(self, manifest: Manifest) -> Configuration:
+        """Return an image's configuration.
+
+        Raises:
+            ImageError: it is something else than the manifest says, or does not fit the manifest's layers.
+        """
+        wanted = manifest.config
+        if wanted.size > _MAX_CONFIGURATION:
+            raise ImageError(f"{self._reference} has a configuration of {wanted.size} bytes", fix="push it again")
+        data = self._whole(f"blobs/{wanted.digest}", wanted.digest, wanted.size)
+        configuration = read_answer(Configuration, data, f"{self._reference} has a configuration that")
+        if len(configuration.rootfs.diff_ids) != len(manifest.layers):
+            raise ImageError(
+                f"{self._reference} is not one image: its manifest has {len(manifest.layers)} layers, its "
+                f"configuration {len(configuration.rootfs.diff_ids)}",
+                meaning="it was pushed by a broken program, or someone put other layers under the image's name",
+                fix="push the image again, and tell whoever runs the registry",
+            )
+        return configuration
+
+    def download(self, layer: Descriptor, path: Path, advance: Callable[[int], None]) -> None:
+        """Download a layer into `path`, from where a connection broke off; never more bytes than the manifest says.
+
+        Raises:
+            ImageError: the registry went away for good, or sent something else.
+        """
+        running = hashlib.sha256()
+
+        def attempt() -> None:
+            nonlocal running
+            start = path.stat().st_size if path.exists() else 0
+            if start and start == layer.size:
+                return
+            headers = {"Range": f"bytes={start}-"} if start else {}
+            with (
+                self._connection.open(f"blobs/{layer.digest}", headers, has_digest=True) as answer,
+                path.open("ab") as file,
+            ):
+                if not _begins_at(answer, start):
+                    file.truncate(0)
+                    start, running = 0, hashlib.sha256()
+                for chunk in self._connection.chunks(answer):
+                    start += len(chunk)
+                    if start > layer.size:
+                        raise self._connection.nonsense(f"sends more than the {layer.size} bytes of {layer.digest}")
+                    file.write(chunk)
+                    file.flush()
+                    running.update(chunk)
+                    advance(len(chunk))
+            if start < layer.size:
+                raise self._connection.lost(f"{start} of {layer.size} bytes came")
+
+        with_retries(attempt, self._report, self.stage, self._waits)
+        self._compare(layer.digest, running.hexdigest())
+
+    @property
+    def stage(self) -> str:
+        """What is being done, for those who watch."""
+        return f"downloading {self._reference}"
+
+    def _document(self, wanted: str, digest: Digest | None, size: int | None = None) -> tuple[Index | Manifest, Digest]:
+        """Return an index or a manifest by tag or digest, and its digest."""
+        body = self._whole(f"manifests/{wanted}", digest, _MAX_MANIFEST if size is None else min(size, _MAX_MANIFEST))
+        return read_document(body, str(self._reference)), Digest(f"sha256:{hashlib.sha256(body).hexdigest()}")
+
+    def _entry_for_here(self, index: Index) -> Descriptor:
+        architecture = _ARCHITECTURES.get(platform.machine(), platform.machine())
+        for entry in index.manifests:
+            if entry.platform and (entry.platform.os, entry.platform.architecture) == ("linux", architecture):
+                return entry
+        raise NotFoundError(f"{self._reference} has no image for linux/{architecture}")
+
+    def _whole(self, path: str, digest: Digest | None, limit: int) -> bytes:
+        """Return a document of at most `limit` bytes, compared with its digest if that is known."""
+
+        def fetch() -> bytes:
+            headers = {"Accept": ", ".join(_MEDIA_TYPES)} if path.startswith("manifests/") else {}
+            return self._connection.document(path, headers, limit, has_digest=digest is not None)
+
+        data = with_retries(fetch, self._report, self.stage, self._waits)
+        if digest is not None:
+            self._compare(digest, hashlib.sha256(data).hexdigest())
+        return data
+
+    def _compare(self, digest: Digest, found: str) -> None:
+        if digest.hex != found:
+            raise ImageError(
+                f"{self._reference.host} sent something else than {digest} of {self._reference.path}",
+                meaning="the download was damaged on its way, the registry's disk is, or someone changed the image",
+                fix="try again; if it stays so, don't use the image, and tell whoever runs the registry",
+            )
+
+
+def _begins_at(answer: requests.Response, start: int) -> bool:
+    """Tell whether an answer goes on where we are, by its own words; one that says nothing begins at the beginning."""
+    said = re.match(r"bytes (\d{1,18})-", answer.headers.get("Content-Range", ""))
+    if answer.status_code != _PARTIAL:
+        return start == 0
+    return int(said[1]) == start if said else start > 0

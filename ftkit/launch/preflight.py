@@ -1,0 +1,216 @@
+"""What must be there before a job is worth its place in the queue."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit.config.paths import is_path
+from ftkit.config.tracking import check_access, check_packages
+from ftkit.data.chat_templates import check_tokenizer_folder
+from ftkit.errors import FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
+from ftkit.launch.data_files import check_examples, named_paths
+from ftkit.launch.local_machine import main_memory_gib
+from ftkit.planning.estimates.gpus import GPUS
+from ftkit.planning.layout import Workspace
+from ftkit.planning.suggestions import propose_changes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.recipe import RecipeSpec
+    from ftkit.planning.plan import RunPlan
+
+
+SURE = 2.0
+"""Part of the memory that there is from which on a prediction is sure to mean that a run does not fit."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What stands between a plan and its run: why it must fail, and what the job alone can know."""
+
+    errors: tuple[FtkitError, ...]
+    warnings: tuple[str, ...]
+
+    def raise_errors(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            FtkitError: the one error.
+            ExceptionGroup: there are several.
+        """
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise ExceptionGroup("the run would fail", self.errors)
+
+
+def examine(plan: RunPlan, environment: Mapping[str, str]) -> Findings:
+    """Check all that a run needs besides its image; no check stops at the first problem."""
+    errors, warnings = [], []
+    for check in _checks(plan, environment):
+        try:
+            warnings += check()
+        except FtkitError as error:
+            errors.append(error)
+    return Findings(tuple(errors), tuple(warnings))
+
+
+def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[[], list[str]]]:
+    """Yield the checks; each raises an error, or returns warnings about what can't be told from here."""
+    yield partial(check_trackers, plan, environment)
+    yield from source_checks(plan, environment)
+    yield partial(_check_packages, plan)
+    yield partial(check_memory, plan, main_memory_gib())
+
+
+def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
+    """Check that the job's trackers will have their keys and addresses, and without a container their packages.
+
+    Returns:
+        Warnings, about what the profile's own lines of bash may set.
+
+    Raises:
+        PrerequisiteError: something is missing.
+    """
+    cluster, tracking = plan.cluster, plan.recipe.tracking
+    if cluster.runtime == "none" and cluster.scheduler == "local":
+        check_packages(tracking)
+    try:
+        check_access(tracking, {**environment, **cluster.environment}, sees_home=cluster.runtime == "none")
+    except PrerequisiteError as error:
+        if not cluster.setup:
+            raise
+        return [f"{error.what}, unless the lines under 'setup' of cluster {cluster.name} set it"]
+    return []
+
+
+def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[[], list[str]]]:
+    """Yield the checks whether the job will get the files, the weights and the data that its recipe names.
+
+    They raise:
+        NotFoundError: a file, a folder, the weights or the data set are not there.
+        PrerequisiteError: the weights or the data set are gated.
+        ConfigError: `model.architecture` contradicts the weights' own configuration.
+        DataError: a folder has no tokenizer or no chat template, or one of the first rows of a local file can't be used
+            as the recipe asks.
+    """
+    from ftkit import hub  # noqa: PLC0415 - HTTP, which only plans of the hub's models need
+
+    unseen = {key: path for key, path in named_paths(plan.recipe) if not path.exists()}
+    for key, path in unseen.items():
+        yield partial(_check_unseen, key, path, plan.cluster)
+    environment, home = {**environment, **plan.cluster.environment}, Workspace(plan.workspace).hub_home
+    if "model.weights" not in unseen:
+        yield lambda: _as_list(hub.check_weights(plan.recipe.model, environment, home))
+    if not plan.is_data_prepared:
+        yield partial(_check_tokenizer, plan.recipe)
+        if not any(key.startswith("data.") for key in unseen):
+            yield partial(_check_examples, plan.recipe)
+        yield lambda: _as_list(hub.check_data(plan.recipe.data.source, environment, home))
+
+
+def _check_examples(recipe: RecipeSpec) -> list[str]:
+    check_examples(recipe)
+    return []
+
+
+def _check_tokenizer(recipe: RecipeSpec) -> list[str]:
+    source = recipe.model.weights if recipe.model.tokenizer.source == "model" else recipe.model.tokenizer.source
+    if is_path(source) and Path(source).is_dir():
+        check_tokenizer_folder(Path(source), recipe.data.chat_template)
+    return []
+
+
+def _as_list(warning: str | None) -> list[str]:
+    return [warning] if warning else []
+
+
+def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
+    """Check that the run's processes fit the memory of this machine, or of the cluster's GPUs.
+
+    Args:
+        plan: with the predicted memory.
+        main_gib: the main memory of this machine.
+
+    Returns:
+        A warning where the prediction is not so sure. Of GPUs the plan's own notes say that.
+
+    Raises:
+        MemoryExhaustedError: there is not half of it; with changes that would fit.
+    """
+    cluster, place, shape = plan.cluster, plan.placement, plan.recipe.model.architecture
+    if place.device == "cuda":
+        gpu = GPUS[cluster.gpu] if cluster.gpu else None
+        num_processes, have, owner = 1, gpu.usable_gib if gpu else math.inf, f"a GPU ({cluster.gpu})"
+    else:
+        is_here = cluster.scheduler == "local"
+        num_processes, have, owner = place.processes_per_node, main_gib if is_here else math.inf, "this machine"
+    needed = num_processes * plan.memory.total
+    what = f"the run needs about {needed:,.0f} GiB of memory by prediction, {owner} has {have:,.0f} GiB"
+    if needed > SURE * have and not shape.is_estimated:
+        fitting = propose_changes(
+            plan.recipe, cluster, place.num_nodes, place.processes_per_node, plan.engine.name, have / num_processes
+        )
+        others = "take more GPUs or nodes, or a smaller model"
+        raise MemoryExhaustedError(
+            what, fix=f"would fit: {'; '.join(change.override for change in fitting)}" if fitting else others
+        )
+    return [f"{what}: expect it to run out of memory"] if needed > have and place.device == "cpu" else []
+
+
+def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
+    """Refuse a path that should be here; return a warning about one that the nodes alone may have.
+
+    Those are models on a file system that is not mounted here. Data must be here, where its changes are noticed.
+    """
+    mounts = [Path(mount.partition(":")[0]) for mount in cluster.mounts]
+    within = next((mount for mount in mounts if path.is_relative_to(mount)), path.parent)
+    if cluster.scheduler == "slurm" and key.startswith("model.") and not within.exists():
+        return [f"{key}: {path} is not to be seen from here, nor is {within}: the job will look for it on its nodes"]
+    raise NotFoundError(
+        f"{key} names {path}, which is not there",
+        meaning="the path is wrong, or its file system is not mounted on this machine",
+        fix=f"give the right path: {key}=PATH; relative ones belong to the file that names them",
+    )
+
+
+def _check_packages(plan: RunPlan) -> list[str]:
+    """Without a container, a run on this machine uses the Python that this is."""
+    if plan.cluster.runtime == "none" and plan.cluster.scheduler == "local" and find_spec("torch") is None:
+        raise PrerequisiteError(
+            "what trains is not installed: there is no torch in this Python",
+            meaning=f"cluster '{plan.cluster.name}' has no container, so the run uses {plan.python}",
+            fix="pip install 'ftkit[train]', or run in an image with --cluster docker",
+        )
+    return []
+
+
+def check_image(plan: RunPlan) -> None:
+    """Check that the image's file is there.
+
+    Raises:
+        NotFoundError: it is not.
+    """
+    wanted = plan.container_image
+    if wanted is None or not wanted.startswith("/") or Path(wanted).is_file():
+        return
+    if plan.image == wanted:
+        raise NotFoundError(
+            f"there is no image file {wanted}",
+            meaning="the path is wrong, or its file system is not mounted on this machine",
+            fix="give the path of a .sqsh or .sif file; relative ones belong to the file that names them",
+        )
+    images = Workspace(plan.workspace).images
+    there = sorted(path.name for path in images.glob("*.sqsh"))
+    raise NotFoundError(
+        f"image {plan.image} is not there: looked for {wanted}",
+        meaning=f"images in {images}: {', '.join(there)}" if there else f"there are no images in {images}",
+        fix=f"import it: ftkit import {plan.image}; or give --image with a .sqsh file or a docker:// address",
+    )

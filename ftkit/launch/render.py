@@ -1,0 +1,173 @@
+"""From a plan to the script of its job.
+
+`render_job` is pure, apart from reading the templates in sbatch/. No value gets into a script without
+passing through one of the filters below: Jinja refuses any other.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from functools import cache
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ftkit import assets
+from ftkit.config.mounts import mounted_folders, nccl_for
+from ftkit.errors import ConfigError, Problem
+from ftkit.planning.layout import DATA_MANIFEST, RunLayout
+
+if TYPE_CHECKING:
+    from ftkit.planning.plan import RunPlan
+
+_TEMPLATES = {"local": "local.sh.j2", "slurm": "slurm.sbatch.j2"}
+
+_FROM_THE_JOB = (
+    "OMP_NUM_THREADS",
+    "PYTHONUNBUFFERED",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "XDG_CACHE_HOME",
+)
+"""Variables that the script sets, and that an image may have as well."""
+
+_TAKEN_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
+"""Variables that the script looks for when it runs, because a site's script or the user may have set them."""
+
+
+@dataclass(frozen=True)
+class RenderedJob:
+    """A script, the scheduler that it is for, and the folder of its run."""
+
+    scheduler: Literal["local", "slurm"]
+    layout: RunLayout
+    script: str
+
+
+def render_job(plan: RunPlan) -> RenderedJob:
+    """Render the script of a run.
+
+    Raises:
+        ConfigError: a value can't be said in the words of Slurm, pyxis or bash.
+    """
+    scheduler = plan.cluster.scheduler
+    script = _environment().get_template(_TEMPLATES[scheduler]).render(
+        plan=plan,
+        profile=plan.cluster,
+        placement=plan.placement,
+        layout=plan.layout,
+        time_limit=plan.recipe.resources.time_limit or plan.cluster.time_limit,
+        runtime=plan.cluster.runtime,
+        in_container=_Safe('"${container_start[@]}" ' if plan.cluster.runtime in ("docker", "apptainer") else ""),
+        nccl=nccl_for(plan.cluster, plan.placement.num_nodes),
+        mounts=_mounts(plan) if plan.cluster.runtime != "none" else (),
+        container_environment=_container_environment(plan),
+        data_manifest=plan.data_directory / DATA_MANIFEST,
+        image_is_file=(plan.container_image or "").startswith("/"),
+    )  # fmt: skip
+    return RenderedJob(scheduler, plan.layout, script)
+
+
+def _container_environment(plan: RunPlan) -> list[str]:
+    nccl = nccl_for(plan.cluster, plan.placement.num_nodes)
+    names = {*_FROM_THE_JOB, *plan.cluster.environment, *(nccl.environment if nccl else ())}
+    return sorted(name for name in names if not name.startswith(_TAKEN_BY_PREFIX))
+
+
+# --- Mounts --------------------------------------------------------------------------------------
+
+
+def _mounts(plan: RunPlan) -> list[str]:
+    """Return the mounts as FROM:TO, without what lies in a folder that is mounted as it stands anyway."""
+    mounts: list[str] = []
+    mounted: list[PurePosixPath] = []
+    named = mounted_folders(plan.recipe, plan.cluster, plan.workspace, plan.placement.num_nodes)
+    for wanted in (*plan.cluster.mounts, *(folder for _, folder in named)):
+        source, *rest = wanted.split(":")
+        inside = PurePosixPath(source)
+        if any(inside.is_relative_to(folder) for folder in mounted) and rest in ([], [source]):
+            continue
+        mounts.append(wanted if rest else f"{source}:{source}")
+        if rest in ([], [source]):
+            mounted.append(inside)
+    return mounts
+
+
+# --- Filters -------------------------------------------------------------------------------------
+
+
+class _Safe(str):
+    """Text that went through a filter."""
+
+    __slots__ = ()
+
+
+def quote_word(value: object) -> str:
+    """Quote a value as one word of bash, whatever is in it."""
+    text = str(value)
+    if "\0" in text:
+        raise ConfigError([Problem("", "", f"a zero byte can't stand in a script or a variable: {text!r}.")])
+    return _Safe(shlex.quote(text))
+
+
+def quote_directive(value: object) -> str:
+    """Quote a value for an #SBATCH line, which sbatch takes apart by rules of its own.
+
+    Old and new releases agree on double quotes, in which a backslash makes the next character an ordinary one;
+    `#` would begin a comment even there.
+    """
+    text = str(value)
+    if any(ord(character) < ord(" ") or character == "\x7f" for character in text):
+        raise ConfigError([Problem("", "", f"control characters can't stand in an #SBATCH line: {text!r}.")])
+    if text and shlex.quote(text) == text:
+        return _Safe(text)
+    escaped = "".join("\\" + character if character in '\\"#' else character for character in text)
+    return _Safe(f'"{escaped}"')
+
+
+def quote_log_path(value: object) -> str:
+    """Quote a path for `#SBATCH --output`, in which `%` begins a pattern."""
+    text = str(value)
+    if "\\" in text:
+        fix = "Put the workspace elsewhere."
+        raise ConfigError([Problem("", "", f"Slurm can't write a log to a path with a backslash: {text}.", fix)])
+    return quote_directive(text.replace("%", "%%"))
+
+
+def show_in_comment(value: object) -> str:
+    """Pass a value into a comment: on one line."""
+    return _Safe(" ".join(str(value).split()))
+
+
+def pass_verbatim(value: object) -> str:
+    """Pass lines of bash that the site's profile holds, as they stand."""
+    return _Safe(value)
+
+
+def _refuse_unfiltered(value: object) -> str:
+    if not isinstance(value, _Safe):
+        raise TypeError(f"a template prints {value!r} without a filter")
+    return value
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(assets.JOB_TEMPLATES),
+        undefined=StrictUndefined,
+        finalize=_refuse_unfiltered,
+        autoescape=False,  # noqa: S701 - that would be for HTML
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "sh": quote_word,
+        "sbatch": quote_directive,
+        "sbatch_path": quote_log_path,
+        "comment": show_in_comment,
+        "verbatim": pass_verbatim,
+    }
+    return environment

@@ -1,0 +1,1 @@
+"""What a run will be: whether it fits, how fast it is, what else would fit."""

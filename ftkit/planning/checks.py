@@ -1,0 +1,316 @@
+"""Every check that needs more than one spec. Each returns the problems it finds; none stops at the first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.data import GeneratedSource
+from ftkit.config.image_reference import ImageFile
+from ftkit.config.layers import COMMAND_LINE
+from ftkit.config.model import FAMILIES, CountSource
+from ftkit.config.mounts import mounted_folders
+from ftkit.config.recipe import RecipeSpec
+from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
+from ftkit.errors import Problem
+from ftkit.planning.estimates.parameters import count_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.config.image import ImageSpec
+    from ftkit.config.model import ModelCounts
+    from ftkit.config.request import RunRequest
+
+
+def find_problems(
+    recipe: RecipeSpec,
+    cluster: ClusterProfile,
+    image: ImageSpec | None,
+    request: RunRequest,
+    num_nodes: int,
+    processes_per_node: int,
+) -> list[Problem]:
+    """Return everything that makes this combination impossible, each with the place that its key comes from."""
+    problems = [
+        *_placement(cluster, request, num_nodes, processes_per_node),
+        *_batch(recipe, num_nodes * processes_per_node),
+        *_offload(recipe, cluster),
+        *_kernels(recipe, cluster),
+        *_collectives(recipe, cluster, num_nodes, processes_per_node),
+        *_engine(recipe),
+        *_targets(recipe, cluster, request.counts),
+        *_lengths(recipe),
+        *_evaluation(recipe),
+        *_profile(recipe, num_nodes * processes_per_node),
+        *_image(recipe, cluster, image, request),
+        *_sinks(recipe, cluster, image),
+        *_paths(recipe, cluster, request, num_nodes),
+    ]
+    return [request.origins.locate(problem) for problem in problems]
+
+
+def _placement(
+    cluster: ClusterProfile, request: RunRequest, num_nodes: int, processes_per_node: int
+) -> Iterator[Problem]:
+    where = COMMAND_LINE if request.num_nodes or request.gpus_per_node else f"cluster {cluster.name}"
+    nodes = "resources.num_nodes" if request.num_nodes is None else "--nodes"
+    gpus = "resources.gpus_per_node" if request.gpus_per_node is None else "--gpus-per-node"
+    if num_nodes < 1 or processes_per_node < 1:
+        yield Problem(COMMAND_LINE, "--nodes, --gpus-per-node", "must be at least 1.")
+    if cluster.scheduler == "local" and num_nodes > 1:
+        yield Problem(
+            where, nodes, f"cluster '{cluster.name}' is this one machine, got {num_nodes} nodes.",
+            "Take --nodes 1, or a Slurm cluster with --cluster.",
+        )  # fmt: skip
+    elif cluster.max_nodes is not None and num_nodes > cluster.max_nodes:
+        yield Problem(where, nodes, f"{num_nodes} nodes asked for, the cluster has {cluster.max_nodes}.")
+    if cluster.device == "cuda" and processes_per_node > cluster.gpus_per_node:
+        yield Problem(
+            where, gpus,
+            f"{processes_per_node} GPUs asked for, a node has {cluster.gpus_per_node}.",
+            f"Take at most {cluster.gpus_per_node}, and more --nodes.",
+        )  # fmt: skip
+
+
+def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
+    training = recipe.training
+    micro = 1 if training.micro_batch_size == "auto" else training.micro_batch_size
+    at_once = micro * world_size
+    if world_size < 1 or training.global_batch_size % at_once == 0:
+        return
+    up = -(-training.global_batch_size // at_once) * at_once
+    down = up - at_once
+    yield Problem(
+        f"recipe {recipe.name}",
+        "training.global_batch_size",
+        f"{training.global_batch_size} is not divisible by {at_once} "
+        f"(micro_batch_size {training.micro_batch_size} x {world_size} processes)."
+        if micro > 1
+        else f"{training.global_batch_size} packs can't be divided evenly among {world_size} processes.",
+        f"Take {down} or {up}."
+        if down
+        else f"Take {up}, or fewer GPUs{', or a smaller micro_batch_size' * (micro > 1)}.",
+    )
+
+
+def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
+    if recipe.training.offload != "none" and cluster.device == "cpu":
+        yield Problem(
+            f"recipe {recipe.name} on cluster {cluster.name}", "training.offload",
+            f"'{recipe.training.offload}' has no effect without GPUs: everything is in main memory.",
+            "Take 'none', or a cluster with GPUs.",
+        )  # fmt: skip
+    if recipe.training.activation_offload and cluster.device == "cpu":
+        yield Problem(
+            f"recipe {recipe.name} on cluster {cluster.name}", "training.activation_offload",
+            "has no effect without GPUs: everything is in main memory.", "Leave it out, or take a cluster with GPUs.",
+        )  # fmt: skip
+
+
+def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
+    training, where = recipe.training, f"recipe {recipe.name} on cluster {cluster.name}"
+    if training.attention in {"flash4", "flex"} and cluster.device == "cpu":
+        yield Problem(where, "training.attention", f"'{training.attention}' is a kernel for GPUs.", "Take 'auto'.")
+    if training.attention == "flash4" and training.precision == "fp32":
+        yield Problem(
+            where, "training.attention", "'flash4' computes in bf16 alone.", "Take 'auto', or precision bf16."
+        )
+    if training.compile == "layers" and training.engine == "zero3":
+        yield Problem(where, "training.compile", "'layers' has no effect with engine 'zero3'.", "Take 'auto'.")
+
+
+def _collectives(
+    recipe: RecipeSpec, cluster: ClusterProfile, num_nodes: int, processes_per_node: int
+) -> Iterator[Problem]:
+    if recipe.training.collectives != "copy_engine":
+        return
+    where = f"recipe {recipe.name} on cluster {cluster.name}"
+    if cluster.device == "cpu" or num_nodes != 1 or processes_per_node == 1:
+        yield Problem(
+            where, "training.collectives", "copy engines copy between the GPUs of one node: this run has "
+            f"{num_nodes} x {processes_per_node} processes with device '{cluster.device}'.", "Take 'auto'.",
+        )  # fmt: skip
+
+
+def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
+    training = recipe.training
+    for setting in training.only_with_fsdp2 if training.engine == "zero3" else ():
+        yield Problem(
+            f"recipe {recipe.name}", f"training.{setting}",
+            f"'{getattr(training, setting)}' doesn't go with engine 'zero3'.",
+            "Take engine 'auto' or 'fsdp2', or leave it out.",
+        )  # fmt: skip
+
+
+def _targets(recipe: RecipeSpec, cluster: ClusterProfile, counted: ModelCounts | None) -> Iterator[Problem]:
+    adapters, shape = recipe.training.adapters, recipe.model.architecture
+    counts = counted or count_model(shape)
+    known = list(dict.fromkeys(linear.name for linear in counts.linears))
+    unknown = [name for name in adapters.targets if name not in known] if adapters else []
+    # A container may have another transformers than this machine, in which experts are linear layers, or are none.
+    is_known = not shape.is_estimated or (counts.source == "model" and cluster.runtime == "none")
+    if unknown and is_known:
+        yield Problem(
+            f"recipe {recipe.name}", "training.lora.targets",
+            f"{', '.join(unknown)}: {shape.family} has no such projection.", f"It has {', '.join(known)}.",
+        )  # fmt: skip
+
+
+def _lengths(recipe: RecipeSpec) -> Iterator[Problem]:
+    shape, where = recipe.model.architecture, f"recipe {recipe.name}"
+    if recipe.training.sequence_length > shape.max_position_embeddings:
+        yield Problem(
+            where, "training.sequence_length",
+            f"{recipe.training.sequence_length} is longer than the model's {shape.max_position_embeddings} positions.",
+            "Take a shorter one, or a model made for longer contexts.",
+        )  # fmt: skip
+    vocabulary = recipe.model.tokenizer.vocab_size
+    if vocabulary is not None and vocabulary > shape.vocab_size:
+        yield Problem(
+            where, "model.tokenizer.vocab_size",
+            f"{vocabulary} tokens don't fit the model's embedding of {shape.vocab_size} rows.",
+            "Make model.architecture.vocab_size at least as large.",
+        )  # fmt: skip
+    if recipe.model.tokenizer.source == "trained" and recipe.data.chat_template == "model":
+        yield Problem(
+            where, "data.chat_template", "a trained tokeniser brings no chat template.", "Take 'gemma' or 'chatml'."
+        )
+
+
+def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
+    source, evaluation, where = recipe.data.source, recipe.evaluation, f"recipe {recipe.name}"
+    has_heldout = source.num_heldout > 0 or getattr(source, "heldout", None) is not None
+    if evaluation.every_steps is not None and not has_heldout:
+        yield Problem(where, "evaluation.every_steps", "there is nothing held out.", "Set data.source.num_heldout.")
+    asked = evaluation.sql_execution
+    if asked is None:
+        return
+    if recipe.data.format.kind != "prompt-completion":
+        yield Problem(where, "evaluation.sql_execution", "needs data.format.kind 'prompt-completion'.")
+    if isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
+        yield Problem(where, "evaluation.sql_execution", f"there is no SQL in generator '{source.generator}'.")
+    if not has_heldout:
+        yield Problem(where, "evaluation.sql_execution", "there is nothing held out.", "Set data.source.num_heldout.")
+    elif getattr(source, "heldout", None) is None and asked.num_questions > source.num_heldout:
+        yield Problem(
+            where, "evaluation.sql_execution.num_questions",
+            f"{asked.num_questions} questions asked for, {source.num_heldout} are held out.",
+        )  # fmt: skip
+
+
+def _profile(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
+    profile, max_steps, where = recipe.profile, recipe.training.max_steps, f"recipe {recipe.name}"
+    if not profile.enabled:
+        return
+    absent = [str(rank) for rank in profile.ranks if rank >= world_size]
+    if absent:
+        yield Problem(
+            where, "profile.ranks", f"there is no rank {', '.join(absent)} in {world_size} processes, counted from 0."
+        )
+    if max_steps is not None and profile.num_steps > max_steps:
+        yield Problem(
+            where, "profile", f"takes {profile.num_steps} steps, the run has {max_steps}.",
+            "Take fewer wait_steps, warmup_steps, active_steps or cycles.",
+        )  # fmt: skip
+
+
+def _image(
+    recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest
+) -> Iterator[Problem]:
+    if cluster.runtime == "none" and request.image_is_explicit:
+        yield Problem(
+            COMMAND_LINE, "--image", f"cluster '{cluster.name}' has runtime 'none': the image would have no effect.",
+            "Leave --image out, or take a cluster whose profile has another runtime.",
+        )  # fmt: skip
+    if cluster.runtime != "none" and request.image is None:
+        yield Problem(
+            f"cluster {cluster.name}", "runtime", f"'{cluster.runtime}' needs an image, and none is named.",
+            "Give --image NAME:TAG, or set 'image:' in ftkit.yaml.",
+        )  # fmt: skip
+    where, key = (COMMAND_LINE, "--image") if request.image_is_explicit else ("", "image")
+    if cluster.runtime == "docker" and isinstance(request.image, ImageFile):
+        yield Problem(
+            where,
+            key,
+            f"docker can't run a file: {request.image}.",
+            "Take NAME:TAG, built by ftkit build.",
+        )
+    if cluster.runtime == "pyxis" and isinstance(request.image, ImageFile) and request.image.is_sif:
+        yield Problem(
+            where, key, f"pyxis can't run a SIF file: {request.image}.",
+            "Take a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
+        )  # fmt: skip
+    shape, family = recipe.model.architecture, recipe.model.architecture.family
+    if image is not None and cluster.runtime != "none" and family not in image.families and not shape.is_estimated:
+        yield Problem(
+            where, key, f"'{image.reference}' serves {', '.join(image.families)}, not {family}.",
+            "Take an image made for this family: ftkit images.",
+        )  # fmt: skip
+
+
+def _sinks(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None) -> Iterator[Problem]:
+    if image is None or cluster.runtime == "none":
+        return
+    for sink in sinks_without_package(recipe.tracking.sinks, image.listed_packages):
+        package = SINK_PACKAGES[sink][0]
+        yield Problem(
+            f"recipe {recipe.name}", "tracking.sinks", f"'{sink}' needs the package {package}, which "
+            f"{image.reference} does not list.",
+            f"Add it to 'packages:' of the image and lock it anew (ftkit lock {image.reference}); if its base has it, "
+            f"list it below 'provided:'; or leave {sink} out.",
+        )  # fmt: skip
+
+
+_ESTIMATED: dict[CountSource, str] = {
+    "formula": "parameters are counted exactly, memory and speed are estimates",
+    "model": "parameters are counted on the model itself, memory and speed are estimates",
+    "config": "parameters and memory are estimates",
+    "family": "parameters and memory are estimates",
+}
+
+
+def find_notes(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None) -> Iterator[str]:
+    """Return what is possible, but not as sure as the rest of the plan."""
+    shape = recipe.model.architecture
+    if not shape.is_estimated:
+        return
+    counts = count_model(shape)
+    yield (
+        f"'{shape.family}' is none of {', '.join(FAMILIES)}: {_ESTIMATED[counts.source]}, and whether it can "
+        "be trained is proven when the job starts"
+    )
+    if counts.source == "family" and counts.experts_per_token:
+        yield (
+            f"'{shape.family}' is a mixture of experts, and how many it has can't be read here: the plan is for the "
+            "largest that is usual (for a better one, download the weights' config.json or install ftkit[train])"
+        )
+    if image is not None and cluster.runtime != "none" and shape.family not in image.families:
+        yield f"'{image.reference}' is not made for '{shape.family}': its transformers must know it"
+
+
+def _paths(recipe: RecipeSpec, cluster: ClusterProfile, request: RunRequest, num_nodes: int) -> Iterator[Problem]:
+    workspace = str(request.workspace)
+    if any(ord(character) < ord(" ") for character in workspace):
+        yield Problem("settings", "workspace", f"control characters can't stand in a path: {workspace!r}.")
+    if cluster.runtime == "none":
+        return
+    for key, folder in mounted_folders(recipe, cluster, request.workspace, num_nodes):
+        if "," in folder or ":" in folder:
+            yield Problem(
+                _owner(key, recipe, cluster), key, f"{cluster.runtime} can't mount a path with a comma or a colon: "
+                f"{folder}.", "Put it elsewhere, or behind a link without them.",
+            )  # fmt: skip
+    for mount in cluster.mounts:
+        if "," in mount or not all(part.startswith("/") for part in mount.split(":")[:2]):
+            yield Problem(
+                f"cluster {cluster.name}", "mounts", f"not an absolute PATH or FROM:TO without commas: {mount!r}."
+            )
+
+
+def _owner(key: str, recipe: RecipeSpec, cluster: ClusterProfile) -> str:
+    """Return who holds a key, for where no file is known."""
+    first = key.partition(".")[0]
+    if first in ClusterProfile.model_fields:
+        return f"cluster {cluster.name}"
+    return f"recipe {recipe.name}" if first in RecipeSpec.model_fields else "settings"

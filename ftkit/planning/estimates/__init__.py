@@ -1,0 +1,1 @@
+"""Parameters, memory, FLOPs and step time, from the configuration alone."""

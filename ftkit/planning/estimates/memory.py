@@ -1,0 +1,299 @@
+"""How much memory a process needs, from the architecture alone.
+
+Formulas count the tensors of the Hugging Face implementations of the four families; the tests
+compare the parameter counts with the real classes. For other families they are estimates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ftkit.planning.estimates.activations import layer_bytes, selective_numbers
+from ftkit.planning.estimates.adapters import nf4_parts
+from ftkit.planning.estimates.parameters import count_model, method_counts
+
+if TYPE_CHECKING:
+    from ftkit.config.model import ArchitectureSpec
+    from ftkit.config.training import EngineName, TrainingPlan
+
+GIB = 2**30
+FP32 = 4
+"""Bytes."""
+Moment = Literal["loading", "loss", "backward", "optimizer"]
+
+CHUNK_LOGITS = 2**28
+"""Logits that the loss has at a time with engine fsdp2, about: half a GiB in bf16."""
+LOGITS_ALIGNMENT = 64
+"""Multiple that the loss pads a vocabulary to: OLMo-3's 100,278 rows take a third of the time on Hopper so."""
+ZERO3_LIVE_WEIGHTS = 10**9
+"""Weights that DeepSpeed keeps gathered for their next use, at most: its default."""
+ZERO3_BUCKET = 10**8
+"""Elements of gradients that ZeRO-3 reduces together. DeepSpeed's default takes 1 GB, and 2 more in fp32."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted peak memory of one process, in GiB, by part: what each holds at the moment of the peak.
+
+    Attributes:
+        moment: when the peak is: while weights are loaded, while the loss is computed, in the backward pass, or in the
+            optimizer's step.
+        parameters: the process's own shard of the weights.
+        gradients: its own shard of their gradients.
+        optimizer: its own shard of the optimizer's states.
+        activations: what is kept for the backward pass.
+        logits: the output projection's logits and gradients.
+        communication: weights gathered from the other shards, and gradients on their way there.
+    """
+
+    moment: Moment
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    communication: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """GiB by part."""
+        return {name: value for name, value in vars(self).items() if name != "moment"}
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+def compute_width(training: TrainingPlan) -> int:
+    """Return the bytes of a number in the precision of forward and backward."""
+    return 2 if training.precision == "bf16" else FP32
+
+
+def reduce_width(training: TrainingPlan) -> int:
+    """Return the bytes of a gradient that is summed over the processes."""
+    return 2 if training.reduce_precision == "bf16" else FP32
+
+
+def logits_rows(num_targets: int, vocabulary: int) -> int:
+    """Return how many tokens the loss takes at a time: parts of equal size, as near to `CHUNK_LOGITS` as can be."""
+    num_chunks = max(1, round(num_targets * vocabulary / CHUNK_LOGITS))
+    return -(-num_targets // num_chunks)
+
+
+def predict_memory(
+    shape: ArchitectureSpec,
+    training: TrainingPlan,
+    num_shards: int,
+    engine: EngineName = "fsdp2",
+    device: Literal["cpu", "cuda"] = "cuda",
+    *,
+    keeps_weights: bool = False,
+) -> MemoryPlan:
+    """Predict the peak memory of one of `num_shards` processes: the largest of four moments of a step.
+
+    Trained weights have fp32 masters, gradients and two states of AdamW (16 bytes a parameter in all; ZeRO-3 has
+    them in the compute precision as well); frozen ones are there once. All are sharded. While a layer runs, its
+    whole weights are there in the compute precision, those of the next one are on their way, and so are those
+    outside the layers; `keeps_weights`: those of all layers, from the forward pass to the backward pass.
+    """
+    sizes = _Sizes(shape, training, num_shards, engine, device, keeps_weights=keeps_weights)
+    return max(sizes.moments(), key=lambda moment: moment.total)
+
+
+class _Sizes:
+    """Bytes of everything that a process holds at one time or another."""
+
+    def __init__(
+        self,
+        shape: ArchitectureSpec,
+        training: TrainingPlan,
+        num_shards: int,
+        engine: EngineName,
+        device: str,
+        *,
+        keeps_weights: bool,
+    ) -> None:
+        self.keeps_weights = keeps_weights
+        self.shape, self.training, self.num_shards, self.engine = shape, training, num_shards, engine
+        self.compiled = engine == "fsdp2" and training.compile != "none" and device == "cuda"
+        self.plain_attention = device == "cpu" or training.attention in {"sdpa", "eager"}
+        self.width = compute_width(training)
+        self.tokens = training.micro_batch_size * training.sequence_length
+        self.counts, method = count_model(shape), method_counts(shape, training)
+        self.trained, self.total = method.trained, method.total
+        self.keeps_gradients = engine == "zero3" or training.global_batch_size > training.micro_batch_size * num_shards
+        self.table = shape.vocab_size * shape.hidden_size
+        self.trains_table = training.adapters is None
+
+    # What stays from step to step
+
+    def own_weights(self) -> float:
+        if self.training.offload == "all":
+            return 0
+        kept = 0 if self.training.adapters is None else self._frozen_bytes()
+        if self.engine == "zero3":
+            kept += self.width * self.trained
+        on_device = self.training.offload == "none" or self.engine == "fsdp2"
+        return (kept + 4 * self.trained * on_device) / self.num_shards
+
+    def own_gradients(self) -> float:
+        on_device = self.training.offload == "none" or (self.training.offload == "optimizer" and self.engine == "fsdp2")
+        return 4 * self.trained * on_device / self.num_shards
+
+    def own_states(self) -> float:
+        if self.training.offload != "none":
+            return 0
+        # In fp32, or a byte each and a scale in fp32 for every 256.
+        each = 4 if self.training.optimizer == "adamw" else 1 + 4 / 256
+        return 2 * each * self.trained / self.num_shards
+
+    # Weights and gradients in full, for as long as they are needed
+
+    def layer(self) -> float:
+        adapters = (self.total - self.counts.total) / self.shape.num_hidden_layers
+        saved = self._saved_by_nf4() / self.shape.num_hidden_layers
+        adapter_width = self.width if self.engine == "zero3" else FP32  # FSDP2 gathers adapters in fp32
+        return self.width * self.counts.largest_layer + adapter_width * adapters - saved
+
+    def around(self) -> float:
+        return self.width * self.counts.around
+
+    def trained_layer(self) -> float:
+        return self.trained / self.shape.num_hidden_layers if self.training.adapters else self.counts.largest_layer
+
+    def trained_around(self) -> float:
+        return self.counts.around if self.trains_table else 0
+
+    def matrix(self) -> float:
+        """Return the bytes of the largest 4-bit matrix in the compute precision, while it is multiplied by."""
+        if self.training.method != "qlora":
+            return 0
+        return self.width * max((linear.size for linear in self.counts.linears), default=0)
+
+    def _saved_by_nf4(self) -> float:
+        """Return how many bytes fewer the 4-bit matrices take than in the compute precision."""
+        if self.training.method != "qlora":
+            return 0
+        return sum(each.count * (self.width * each.size - sum(nf4_parts(each.size))) for each in self.counts.linears)
+
+    def _frozen_bytes(self) -> float:
+        """Return the bytes of all frozen weights, 4-bit ones as they are stored."""
+        return self.width * self.counts.total - self._saved_by_nf4()
+
+    def gathered(self, layers: int) -> float:
+        """Return the bytes of whole weights while so many layers wait for their backward pass."""
+        if self.engine == "zero3":
+            return self.width * min(ZERO3_LIVE_WEIGHTS, self.total)
+        if self.num_shards > 1 or self.training.offload == "all":
+            return self.around() + self.layer() * (layers if self.keeps_weights else 1)
+        if self.width == FP32:
+            return 0
+        # One process: frozen weights are used as they are, trained ones stay in the compute precision.
+        return self.width * (self.trained_around() + self.trained_layer() * layers)
+
+    def in_flight(self, layers: int) -> float:
+        """Return what the backward pass of a layer adds: gradients that go, and the next layer's weights that come."""
+        if self.engine == "zero3":
+            return (self.width + reduce_width(self.training)) * ZERO3_BUCKET + self.matrix()
+        going = self.width * self.trained_layer()
+        if self.num_shards > 1:
+            reduced = reduce_width(self.training) * self.trained_layer()
+            # The layer before it is being reduced; by the time that it is itself, it is done with its activations.
+            going += reduced + max(0, reduced - self.used_by_layer())
+            going += 2 * self.layer() if layers and not self.keeps_weights else 0
+        return going + self.matrix()
+
+    # Activations and logits
+
+    def used_by_layer(self) -> float:
+        """Return what a layer has in its backward pass, all of it computed again or not.
+
+        What it computes there takes the place of what it is done with (measured at 65,536 tokens).
+        """
+        has_adapters = self.training.adapters is not None
+        return self.tokens * layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
+
+    def hidden(self) -> float:
+        """Return the bytes of the residual stream between two layers."""
+        return self.width * self.tokens * self.shape.hidden_size
+
+    def mask(self) -> float:
+        return self.plain_attention * self.training.micro_batch_size * self.training.sequence_length**2
+
+    def waiting(self, layers: int) -> float:
+        """Return what so many layers keep for their backward pass."""
+        if self.training.activation_checkpointing == "none":
+            return layers * self.used_by_layer()
+        if self.training.activation_checkpointing == "selective":
+            return layers * self.width * self.tokens * selective_numbers(self.shape)
+        # Of the inputs that wait in main memory, one is in use and one on its way.
+        return (min(layers, 2) if self.training.activation_offload else layers) * self.hidden()
+
+    def loss_logits(self) -> float:
+        if self.engine == "zero3":
+            return self.tokens * self.shape.vocab_size * (self.width + 8)
+        padded = -(-self.shape.vocab_size // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
+        rows = logits_rows(self.tokens, padded)
+        table = self.width * self.table if padded != self.shape.vocab_size else 0
+        if self.trains_table:
+            table += (self.width + 4) * self.table
+        return 2 * self.width * rows * padded + table
+
+    def kept_logits(self) -> float:
+        if self.engine == "zero3":
+            return self.tokens * self.shape.vocab_size * (self.width + 8)
+        return self.width * self.table if self.trains_table else 0
+
+    # The moments
+
+    def moments(self) -> list[MemoryPlan]:
+        # Activations are the most when the last layer's gradients have just gone, gradients at the first layer.
+        at_its_start = self.in_backward(max(0, self.shape.num_hidden_layers - 2))
+        return [self.in_loading(), self.in_loss(), at_its_start, self.in_backward(0), self.in_optimizer()]
+
+    def in_loading(self) -> MemoryPlan:
+        """A tied table has memory under both of its names before it is tied."""
+        tied = self.engine == "fsdp2" and self.shape.tie_word_embeddings
+        width = FP32 if self.trains_table else self.width
+        second = width * self.table / self.num_shards if tied and self.training.offload != "all" else 0
+        parameters = (self.own_weights() + second) / GIB
+        return MemoryPlan("loading", parameters=parameters)
+
+    def in_loss(self) -> MemoryPlan:
+        layers = self.shape.num_hidden_layers
+        norm_and_loss = (8 + 2 * self.width) * self.tokens * self.shape.hidden_size
+        return self._plan(
+            "loss",
+            gradients=self.own_gradients() if self.keeps_gradients else 0,
+            activations=self.waiting(layers) + norm_and_loss + self.mask(),
+            logits=self.loss_logits(),
+            communication=self.gathered(layers),
+        )
+
+    def in_backward(self, layers: int) -> MemoryPlan:
+        """In the backward pass of a layer, while so many others wait for theirs."""
+        done = 1 - (layers + 1) / self.shape.num_hidden_layers
+        return self._plan(
+            "backward",
+            gradients=self.own_gradients() * (1 if self.keeps_gradients else done),
+            activations=self.waiting(layers) + self.used_by_layer() + 2 * self.hidden() + self.mask(),
+            logits=self.kept_logits(),
+            communication=self.gathered(layers + 1) + self.in_flight(layers),
+        )
+
+    def in_optimizer(self) -> MemoryPlan:
+        """The gradients are complete, those of what is around the layers just so."""
+        if self.engine == "zero3":
+            leaving = 4 * min(ZERO3_LIVE_WEIGHTS, self.trained / self.num_shards)
+        else:
+            reduced = reduce_width(self.training) if self.num_shards > 1 else 0
+            leaving = (reduced + 2 * self.width) * self.trained_around()
+        if self.training.offload == "optimizer" and self.engine == "fsdp2":  # a tensor's states at a time
+            leaving += 8 * self.table / self.num_shards
+        return self._plan("optimizer", gradients=self.own_gradients(), communication=leaving)
+
+    def _plan(self, moment: Moment, **parts: float) -> MemoryPlan:
+        parts |= {"parameters": self.own_weights(), "optimizer": self.own_states()}
+        return MemoryPlan(moment, **{name: size / GIB for name, size in parts.items()})

@@ -1,0 +1,157 @@
+"""How long a step takes, from the architecture and the GPU's numbers alone.
+
+Four things can hold a step up: the GPU's arithmetic and memory, the network, and the host that starts the kernels.
+The parts of a peak that are reached were fitted to runs on H200 (docs/benchmarks.md); other GPUs take the same parts
+of theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ftkit.planning.estimates.activations import layer_bytes
+from ftkit.planning.estimates.flops import document_flops
+from ftkit.planning.estimates.memory import compute_width, reduce_width
+from ftkit.planning.estimates.parameters import count_parameters, method_counts
+
+if TYPE_CHECKING:
+    from ftkit.config.model import ArchitectureSpec
+    from ftkit.config.training import EngineName, TrainingPlan
+    from ftkit.planning.estimates.gpus import Gpu
+
+MATRIX_EFFICIENCY = 0.63
+"""Part of the peak that matrix products reach, what is started around them included."""
+ATTENTION_EFFICIENCY = {True: 0.56, False: 0.34}
+"""Part of the peak that attention reaches: with flash-attn-4, and with flex (throughput of forward and backward)."""
+ELEMENTWISE_PASSES = 10
+"""How often what is kept of a layer is read or written, by all that is no matrix product and no attention."""
+OPTIMIZER_BYTES = 28
+"""Read and written of a trained parameter in AdamW's step: weight, gradient and two states, and the norm's pass."""
+CAST_BYTES = 26
+"""Read and written of a trained parameter to cast, gather and reduce it."""
+DEQUANTISE_BYTES = 11
+"""Read and written of a 4-bit weight in a micro-batch, to have it in the compute precision forward and backward."""
+NETWORK_EFFICIENCY = 0.75
+"""Part of a link's bandwidth that collectives reach."""
+HOST_BANDWIDTH = 50e9
+"""Bytes a second between a GPU and main memory (PCIe 5, 16 lanes)."""
+HOST_SECONDS_PER_LAYER = {"fsdp2": 0.004, "zero3": 0.008}
+"""Time in which the host starts the kernels of a layer, forward and backward."""
+
+Bound = Literal["gpu", "host", "main memory", "network"]
+
+
+@dataclass(frozen=True)
+class SpeedPlan:
+    """Predicted speed of a run.
+
+    Attributes:
+        bound: what holds the steps up.
+        step_seconds: of an optimizer step.
+        tokens_per_second: over all processes.
+        mfu: part of the GPUs' peak that goes into the operations of `ftkit.planning.estimates.flops`.
+    """
+
+    bound: Bound
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """How the processes are spread.
+
+    Attributes:
+        num_nodes: nodes.
+        size: processes on all of them.
+        node_bandwidth: bytes a second of a node's network; none: unknown, taken as no obstacle.
+    """
+
+    num_nodes: int
+    size: int
+    node_bandwidth: float | None
+
+
+def predict_speed(
+    shape: ArchitectureSpec,
+    training: TrainingPlan,
+    engine: EngineName,
+    gpu: Gpu,
+    network: Network,
+    *,
+    keeps_weights: bool = False,
+) -> SpeedPlan:
+    """Predict the speed of a run whose packs are one document each, all of its tokens targets.
+
+    `keeps_weights`: as `ftkit.planning.estimates.memory.predict_memory` has it.
+    """
+    tokens = training.micro_batch_size * training.sequence_length
+    accumulation = max(1, training.global_batch_size // (training.micro_batch_size * network.size))
+    micro = {
+        "gpu": _gpu_seconds(shape, training, engine, gpu, tokens),
+        "network": _network_seconds(shape, training, gpu, network, 1 if keeps_weights else 2),
+        "host": shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[engine],
+        "main memory": _offload_seconds(shape, training, tokens),
+    }
+    if engine == "zero3":  # whose collectives hide behind little of the arithmetic
+        longer = max(("gpu", "network"), key=lambda name: micro[name])
+        micro[longer] = micro["gpu"] + micro["network"]
+    slowest = max(micro, key=lambda name: micro[name])
+    bound: Bound = slowest  # type: ignore[assignment] # the keys are the words
+    step = accumulation * micro[slowest] + _optimizer_seconds(shape, training, gpu, network)
+    total = training.global_batch_size * training.sequence_length / step
+    flops = document_flops(shape, training, training.sequence_length).total
+    return SpeedPlan(bound, step, total, total * flops / (network.size * gpu.peak_flops(training.precision)))
+
+
+def _gpu_seconds(shape: ArchitectureSpec, training: TrainingPlan, engine: EngineName, gpu: Gpu, tokens: int) -> float:
+    flops = document_flops(shape, training, training.sequence_length)
+    again = {"none": 0.0, "selective": 0.0, "full": 1.0}[training.activation_checkpointing]
+    # A third of full training is its forward pass; with frozen weights it is a half.
+    matrices = flops.matrices * (1 + again / (3 if training.adapters is None else 2))
+    attention = flops.attention * (1 + again / 3)
+    fast = gpu.has_fast_attention and training.attention in {"auto", "flash4"} and training.precision == "bf16"
+    compiled = engine == "fsdp2" and training.compile != "none"
+    kept = layer_bytes(shape, compute_width(training), compiled=compiled)
+    moved = shape.num_hidden_layers * kept * ELEMENTWISE_PASSES
+    seconds = matrices / MATRIX_EFFICIENCY + attention / ATTENTION_EFFICIENCY[fast]
+    seconds /= gpu.peak_flops(training.precision)
+    seconds += moved / gpu.memory_bandwidth
+    counts = method_counts(shape, training)
+    weights = CAST_BYTES * counts.trained + DEQUANTISE_BYTES * counts.quantised
+    return tokens * seconds + weights / gpu.memory_bandwidth
+
+
+def _network_seconds(shape: ArchitectureSpec, training: TrainingPlan, gpu: Gpu, network: Network, times: int) -> float:
+    """Weights are gathered so many times, for the forward and perhaps for the backward pass, and gradients reduced."""
+    if network.size == 1:
+        return 0.0
+    bandwidth = gpu.link_bandwidth
+    if network.num_nodes > 1 and network.node_bandwidth is not None:
+        bandwidth = min(bandwidth, network.node_bandwidth)
+    return _carried_bytes(shape, training, times) / (NETWORK_EFFICIENCY * bandwidth)
+
+
+def _carried_bytes(shape: ArchitectureSpec, training: TrainingPlan, times: int) -> int:
+    """Count the bytes of weights that come so many times in a micro-batch, and of gradients that go."""
+    weights = times * compute_width(training) * count_parameters(shape)
+    return weights + reduce_width(training) * method_counts(shape, training).trained
+
+
+def _offload_seconds(shape: ArchitectureSpec, training: TrainingPlan, tokens: int) -> float:
+    moved = 0
+    if training.activation_offload:  # out and in again
+        moved += 2 * compute_width(training) * tokens * shape.hidden_size * shape.num_hidden_layers
+    if training.offload == "all":
+        moved += _carried_bytes(shape, training, 2)
+    return moved / HOST_BANDWIDTH
+
+
+def _optimizer_seconds(shape: ArchitectureSpec, training: TrainingPlan, gpu: Gpu, network: Network) -> float:
+    trained = method_counts(shape, training).trained / network.size
+    bandwidth = gpu.memory_bandwidth
+    if training.offload == "none":
+        return OPTIMIZER_BYTES * trained / bandwidth
+    return 2 * 8 * trained / HOST_BANDWIDTH  # the states come and go

@@ -1,0 +1,334 @@
+"""From specs to a plan: every derived number of a run.
+
+`plan_run` is pure. Its result is what plan.json holds: the only contract between submitting and training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.image_reference import RegistryImage
+from ftkit.config.model import ArchitecturePlan, ModelPlan
+from ftkit.config.recipe import RecipePlan
+from ftkit.errors import ConfigError, FtkitError
+from ftkit.planning.checks import find_notes, find_problems
+from ftkit.planning.engine_choice import EnginePlan, choose_engine, keeps_weights, with_kept_weights
+from ftkit.planning.estimates.gpus import GPUS
+from ftkit.planning.estimates.memory import MemoryPlan, predict_memory
+from ftkit.planning.estimates.parameters import count_model, method_counts
+from ftkit.planning.estimates.step_time import Network, SpeedPlan, predict_speed
+from ftkit.planning.layout import DATA_MANIFEST, RunLayout, Workspace
+from ftkit.planning.suggestions import ExecutionPlan, choose_execution, propose_changes, propose_faster
+
+if TYPE_CHECKING:
+    from ftkit.config.image import ImageSpec
+    from ftkit.config.model import ModelCounts
+    from ftkit.config.recipe import RecipeSpec
+    from ftkit.config.request import RunRequest
+    from ftkit.config.training import TrainingPlan, TrainingSpec
+
+PLAN_VERSION = 1
+PREPARATION_VERSION = 2
+"""Part of the data's fingerprint: raise it when the same spec would be prepared into other packs."""
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """Where the processes are: `num_nodes` x `processes_per_node`, one process for each GPU."""
+
+    num_nodes: int
+    processes_per_node: int
+    device: Literal["cpu", "cuda"]
+    threads_per_process: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.num_nodes * self.processes_per_node
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch arithmetic: micro x processes x accumulation = global, in packs."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    global_batch_size: int
+    tokens_per_step: int
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that a run is. Frozen, and written to plan.json as it stands."""
+
+    version: int
+    ftkit_version: str
+    id: str
+    name: str
+    created: datetime
+    workspace: Path
+    fingerprint: str
+    recipe: RecipePlan
+    cluster: ClusterProfile
+    placement: PlacementPlan
+    engine: EnginePlan
+    batch: BatchPlan
+    memory: MemoryPlan
+    speed: SpeedPlan | None
+    num_parameters: int
+    num_trained: int
+    num_steps: int | None
+    image: str | None
+    container_image: str | None
+    python: str
+    notes: tuple[str, ...]
+    execution: ExecutionPlan = field(default_factory=ExecutionPlan)
+    """Plans of earlier versions have none: their recipes set both."""
+
+    @property
+    def training_seconds(self) -> float | None:
+        """Predicted time of all steps; None if the GPU or the number of steps is not known yet."""
+        return None if self.speed is None or self.num_steps is None else self.num_steps * self.speed.step_seconds
+
+    @property
+    def layout(self) -> RunLayout:
+        """The run's folder."""
+        return RunLayout(Workspace(self.workspace).runs / self.id)
+
+    @property
+    def data_directory(self) -> Path:
+        """Folder of the tokenised and packed data."""
+        return Workspace(self.workspace).data / self.fingerprint
+
+    @property
+    def is_data_prepared(self) -> bool:
+        """Whether an earlier run on the same data left it there: this one asks nobody for it."""
+        return (self.data_directory / DATA_MANIFEST).is_file()
+
+
+def plan_run(
+    recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest, *, ftkit_version: str
+) -> RunPlan:
+    """Resolve what the user said into a plan.
+
+    Raises:
+        ConfigError: with every reason why the combination is impossible.
+    """
+    num_nodes = request.num_nodes or recipe.resources.num_nodes
+    per_node = request.gpus_per_node or recipe.resources.gpus_per_node or cluster.gpus_per_node
+    problems = find_problems(recipe, cluster, image, request, num_nodes, per_node)
+    if problems:
+        raise ConfigError(problems)
+    placement = _placement(cluster, num_nodes, per_node)
+    counted, network = request.counts or count_model(recipe.model.architecture), _network(cluster, placement)
+    recipe = recipe.model_copy(update={"model": ModelPlan.of(recipe.model, counted)})
+    shape = recipe.model.architecture
+    gpu = GPUS[cluster.gpu] if cluster.gpu and placement.device == "cuda" else None
+    engine = choose_engine(recipe, placement.world_size, cluster.gpu)
+    training, execution = choose_execution(shape, recipe.training, engine.name, placement.device, gpu, network)
+    planned = RecipePlan.of(recipe, training, counted)
+    engine = with_kept_weights(engine, shape, training, placement.world_size, gpu)
+    kept = engine.keeps_weights
+    memory = predict_memory(shape, training, placement.world_size, engine.name, placement.device, keeps_weights=kept)
+    counts = method_counts(shape, training)
+    name = request.name or recipe.name
+    return RunPlan(
+        version=PLAN_VERSION,
+        ftkit_version=ftkit_version,
+        id=f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
+        name=name,
+        created=request.created,
+        workspace=request.workspace,
+        fingerprint=fingerprint(recipe, request.data_stamp),
+        recipe=planned,
+        cluster=cluster,
+        placement=placement,
+        engine=engine,
+        batch=_batch(training, placement.world_size),
+        memory=memory,
+        speed=None if gpu is None else predict_speed(shape, training, engine.name, gpu, network, keeps_weights=kept),
+        num_parameters=counted.total,
+        num_trained=counts.trained,
+        num_steps=count_steps(training, request.num_packs),
+        image=str(request.image) if request.image and cluster.runtime != "none" else None,
+        container_image=_container_image(cluster, image, request),
+        python=request.python if cluster.runtime == "none" else "python3",
+        notes=(*_notes(planned, cluster, placement, engine, memory), *find_notes(recipe, cluster, image)),
+        execution=execution,
+    )
+
+
+def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
+    """Return the plan with what follows from the parameters as they are counted on the real model.
+
+    A plan by an estimate says so, and keeps no gathered weights by it: the counts decide that anew, and how much memory
+    is needed. Micro-batch and checkpointing stay as planned.
+    """
+    shape = plan.recipe.model.architecture
+    if not shape.is_estimated:
+        return plan
+    shape, training, num_shards = ArchitecturePlan.of(shape, counts), plan.recipe.training, plan.placement.world_size
+    gpu = GPUS[plan.cluster.gpu] if plan.cluster.gpu and plan.placement.device == "cuda" else None
+    kept = keeps_weights(shape, training, num_shards, plan.engine.name, gpu)
+    memory = predict_memory(shape, training, num_shards, plan.engine.name, plan.placement.device, keeps_weights=kept)
+    return replace(
+        plan,
+        recipe=RecipePlan.of(plan.recipe, training, counts),
+        engine=replace(plan.engine, keeps_weights=kept),
+        memory=memory,
+        num_parameters=counts.total,
+        num_trained=method_counts(shape, training).trained,
+    )
+
+
+def fingerprint(recipe: RecipeSpec, data_stamp: str) -> str:
+    """Return the name of the prepared data: the same for whatever leads to the same packs."""
+    parts = (
+        str(PREPARATION_VERSION),
+        recipe.data.model_dump_json(),
+        recipe.model.tokenizer.model_dump_json(),
+        f"{recipe.model.weights}@{recipe.model.revision}" if recipe.model.tokenizer.source == "model" else "",
+        str(recipe.training.sequence_length),
+        str(recipe.model.architecture.vocab_size),  # no token is beyond it
+        data_stamp,
+    )
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def count_steps(training: TrainingSpec, num_packs: int | None) -> int | None:
+    """Return the number of optimizer steps; None as long as it depends on data not yet packed."""
+    if training.max_steps is not None:
+        return training.max_steps
+    if num_packs is None or training.num_epochs is None:
+        return None
+    return -(-num_packs * training.num_epochs // training.global_batch_size)
+
+
+def _placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> PlacementPlan:
+    if cluster.device == "auto":
+        raise AssertionError("device 'auto' is resolved before a run is planned")
+    threads = max(1, (cluster.cpus_per_node or per_node) // per_node)
+    return PlacementPlan(num_nodes, per_node, cluster.device, threads)
+
+
+def _batch(training: TrainingPlan, world_size: int) -> BatchPlan:
+    return BatchPlan(
+        micro_batch_size=training.micro_batch_size,
+        accumulation_steps=training.global_batch_size // (training.micro_batch_size * world_size),
+        global_batch_size=training.global_batch_size,
+        tokens_per_step=training.global_batch_size * training.sequence_length,
+    )
+
+
+def _network(cluster: ClusterProfile, placement: PlacementPlan) -> Network:
+    bits = cluster.network_gbps
+    return Network(placement.num_nodes, placement.world_size, None if bits is None else bits * 1e9 / 8)
+
+
+def _container_image(cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest) -> str | None:
+    """Return what the runtime is given: a path, the engine's name, or an address in the runtime's words."""
+    if cluster.runtime == "none" or request.image is None:
+        return None
+    if isinstance(request.image, RegistryImage):
+        uris = {"docker": request.image.pinned, "apptainer": request.image.docker_uri}
+        return uris.get(cluster.runtime, request.image.enroot_uri)
+    if image is None:
+        return str(request.image)
+    if cluster.runtime == "docker":
+        return image.engine_name
+    suffix = ".sif" if cluster.runtime == "apptainer" else ".sqsh"
+    return str(Workspace(request.workspace).image_file(image.reference, suffix))
+
+
+def _notes(
+    recipe: RecipePlan, cluster: ClusterProfile, placement: PlacementPlan, engine: EnginePlan, memory: MemoryPlan
+) -> tuple[str, ...]:
+    """Say what the prediction means: what to change in a run that doesn't fit, or that could be much faster."""
+    if cluster.gpu is None or placement.device != "cuda":
+        return ()
+    gpu = GPUS[cluster.gpu]
+    if memory.total <= gpu.usable_gib:
+        faster = propose_faster(recipe, engine.name, gpu, _network(cluster, placement))
+        return () if faster is None else (f"by prediction, faster with the same global batch: {faster}",)
+    proposals = propose_changes(
+        recipe, cluster, placement.num_nodes, placement.processes_per_node, engine.name, gpu.usable_gib
+    )
+    note = (
+        f"predicted peak of {memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
+        "expect an out-of-memory error"
+    )
+    return (note, *(f"would fit, by prediction: {proposal}" for proposal in proposals))
+
+
+_PLAN = TypeAdapter(RunPlan)
+_NUM_REASONS = 3
+
+
+def plan_to_json(plan: RunPlan) -> str:
+    """Return what plan.json holds."""
+    return _PLAN.dump_json(plan, indent=2).decode() + "\n"
+
+
+class PlanError(FtkitError):
+    """A plan that was written down can't be read back."""
+
+    exit_code = ConfigError.exit_code
+
+
+def plan_from_json(text: str | bytes, where: str) -> RunPlan:
+    """Read a plan back; `where` names the text in messages.
+
+    Raises:
+        PlanError: it is no plan, or one of another version of ftkit, which allowed what this one refuses.
+    """
+    try:
+        return _PLAN.validate_json(text)
+    except ValidationError as error:
+        found = [
+            f"{'.'.join(map(str, detail['loc']))}: {detail['msg'].removeprefix('Value error, ')}"
+            for detail in error.errors(include_input=False, include_url=False)[:_NUM_REASONS]
+        ]
+        more = error.error_count() - len(found)
+        raise PlanError(
+            f"can't read the plan in {where}: {'; '.join(found)}" + (f"; and {more} more" if more else ""),
+            meaning=f"{_writer(text)} wrote it, by other rules than this one's, or it was changed by hand",
+            fix="to go on with the run, use the ftkit that submitted it; or mend what is named here in the recipe and "
+            "start a new run. 'ftkit runs', 'status' and 'logs' still show this one",
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """The value of a plan that every version writes."""
+
+    ftkit_version: str
+
+
+_WRITER = TypeAdapter(_Writer)
+
+
+def _writer(text: str | bytes) -> str:
+    try:
+        return f"ftkit {_WRITER.validate_json(text).ftkit_version}"
+    except ValidationError:
+        return "another version of ftkit"
+
+
+def read_plan(layout: RunLayout) -> RunPlan:
+    """Read the plan of a run.
+
+    Raises:
+        PlanError: it can't be read.
+    """
+    try:
+        content = layout.plan.read_bytes()
+    except OSError as error:
+        raise PlanError(f"can't read {layout.plan}: {error}", fix="check that the run's folder is whole") from error
+    return plan_from_json(content, str(layout.plan))

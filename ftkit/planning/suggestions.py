@@ -1,0 +1,340 @@
+"""Which micro-batch and checkpointing are fastest, and what would make a run fit the memory of its devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.model import ArchitectureSpec
+from ftkit.config.recipe import RecipePlan
+from ftkit.config.training import ActivationCheckpointing, EngineName, TrainingPlan
+from ftkit.planning.engine_choice import keeps_weights, least_memory
+from ftkit.planning.estimates.gpus import Gpu
+from ftkit.planning.estimates.memory import predict_memory
+from ftkit.planning.estimates.parameters import count_model
+from ftkit.planning.estimates.step_time import Network, predict_speed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ftkit.config.training import TrainingSpec
+
+NUM_PROPOSALS = 3
+SHORTEST = 512
+"""Tokens; nobody trains on shorter packs for memory's sake."""
+
+WORTHWHILE = 1.1
+"""Speed-up from which on a change is proposed: predictions are off by as much."""
+LEAST_DIFFERENCE = 1.02
+"""Speed-up over a smaller micro-batch that is worth a larger one."""
+ROOM = 0.85
+"""Part of a GPU's usable memory that is filled where the choice is ftkit's: predictions have missed by a tenth."""
+ROOM_IF_ESTIMATED = 0.5
+"""The same for a model whose parameters are an estimate."""
+MOST_TOKENS = 2**17
+"""Tokens of a micro-batch, at most, where the choice is ftkit's: more were never measured."""
+CPU_TOKENS = 2**11
+"""The same without GPUs, whose memory and speed are not predicted."""
+MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
+
+Change = dict[str, Any]
+"""Fields of `training` with their new values, or `num_nodes` with its."""
+
+
+OPEN = ("micro_batch_size", "activation_checkpointing")
+"""Settings of `training` that change speed and memory, and nothing that is learned."""
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How micro-batch and activation checkpointing came about.
+
+    Attributes:
+        chosen: those that the recipe leaves to the plan (`auto`).
+        reason: why they are as they are.
+    """
+
+    chosen: tuple[str, ...] = ()
+    reason: str = "the recipe sets both"
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to carry out the same optimization, and what is predicted for it."""
+
+    training: TrainingPlan
+    step_seconds: float
+    total_gib: float
+
+    def differs_in(self, field: str, training: TrainingPlan) -> bool:
+        return bool(getattr(self.training, field) != getattr(training, field))
+
+
+def choose_execution(
+    shape: ArchitectureSpec,
+    training: TrainingSpec,
+    engine: EngineName,
+    device: Literal["cpu", "cuda"],
+    gpu: Gpu | None,
+    network: Network,
+) -> tuple[TrainingPlan, ExecutionPlan]:
+    """Resolve what a recipe leaves open to the fastest way that is predicted to fit with memory to spare.
+
+    What the recipe sets stays. Where nothing can be predicted the choice is a small one.
+    """
+    chosen = tuple(field for field in OPEN if getattr(training, field) == "auto")
+    lightest = least_memory(training)
+    if not chosen:
+        return lightest, ExecutionPlan()
+    is_size_open, is_mode_open = (field in chosen for field in OPEN)
+    if device == "cpu":
+        size = _micro_batch_sizes(lightest, network.size, CPU_TOKENS)[-1] if is_size_open else lightest.micro_batch_size
+        mode = "none" if is_mode_open else lightest.activation_checkpointing
+        return TrainingPlan.of(training, size, mode), ExecutionPlan(
+            chosen, f"at most {CPU_TOKENS:,} tokens at a time and nothing computed again, as there is no GPU"
+        )
+    if gpu is None:
+        return lightest, ExecutionPlan(chosen, "the least memory: the cluster's profile names no GPU (set its 'gpu')")
+    sizes = _micro_batch_sizes(lightest, network.size, MOST_TOKENS) if is_size_open else [lightest.micro_batch_size]
+    modes = MODES if is_mode_open else (lightest.activation_checkpointing,)
+    predictor = _Predictor(shape, engine, gpu, network)
+    room = ROOM if count_model(shape).is_exact else ROOM_IF_ESTIMATED
+    best = _fastest(predictor.ways(lightest, sizes, modes), room * gpu.usable_gib)
+    if best is None:
+        return lightest, ExecutionPlan(chosen, f"the least memory: nothing leaves {1 - room:.0%} of the GPU's free")
+    speedup = predictor.predict(lightest).step_seconds / best.step_seconds
+    gain = f", {speedup:.1f} times as fast as what takes the least memory" if speedup >= WORTHWHILE else ""
+    return best.training, ExecutionPlan(
+        chosen, f"the fastest by prediction that leaves {1 - room:.0%} of the GPU's memory free{gain}"
+    )
+
+
+@dataclass(frozen=True)
+class _Predictor:
+    """Predicts what a model takes on its GPUs."""
+
+    shape: ArchitectureSpec
+    engine: EngineName
+    gpu: Gpu
+    network: Network
+
+    def predict(self, training: TrainingPlan) -> _Way:
+        shape, engine, num_shards = self.shape, self.engine, self.network.size
+        kept = keeps_weights(shape, training, num_shards, engine, self.gpu)
+        total = predict_memory(shape, training, num_shards, engine, keeps_weights=kept).total
+        speed = predict_speed(shape, training, engine, self.gpu, self.network, keeps_weights=kept)
+        return _Way(training, speed.step_seconds, total)
+
+    def ways(
+        self, training: TrainingPlan, sizes: Sequence[int], modes: Sequence[ActivationCheckpointing]
+    ) -> Iterator[_Way]:
+        """Yield the ways that are possible, those that need the least first."""
+        for size, mode in product(sizes, modes):
+            if (mode == "selective" and self.engine != "fsdp2") or (mode != "full" and training.activation_offload):
+                continue
+            changed: Change = {"micro_batch_size": size, "activation_checkpointing": mode}
+            yield self.predict(training.model_copy(update=changed))
+
+
+def _fastest(ways: Iterator[_Way], room_gib: float) -> _Way | None:
+    """Return the first of the fastest that fit: within `LEAST_DIFFERENCE` of the very fastest."""
+    best: _Way | None = None
+    for way in ways:
+        if way.total_gib <= room_gib and (best is None or way.step_seconds * LEAST_DIFFERENCE < best.step_seconds):
+            best = way
+    return best
+
+
+def _micro_batch_sizes(training: TrainingPlan, world_size: int, most_tokens: int) -> list[int]:
+    """Return the micro-batches that make up the global batch without rest, smallest first."""
+    per_process = training.global_batch_size // world_size
+    most = max(1, min(per_process, most_tokens // training.sequence_length))
+    return [size for size in range(1, most + 1) if per_process % size == 0]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change as it is typed after a recipe, and the memory of a process that is predicted for it."""
+
+    override: str
+    total_gib: float
+
+    def __str__(self) -> str:
+        return f"{self.override} ({self.total_gib:.1f} GiB)"
+
+
+def propose_changes(
+    recipe: RecipePlan,
+    cluster: ClusterProfile,
+    num_nodes: int,
+    processes_per_node: int,
+    engine: EngineName,
+    room_gib: float,
+) -> list[Proposal]:
+    """Return the mildest changes that would fit: each alone if three do, else together with others.
+
+    Args:
+        recipe: the recipe that does not fit.
+        cluster: where it runs; decides whether there are more nodes and whether there is something to offload from.
+        num_nodes: as planned.
+        processes_per_node: as planned.
+        engine: as planned.
+        room_gib: what a process's tensors may take.
+    """
+    run = _Run(recipe, cluster, num_nodes, processes_per_node, engine)
+    levers = [lever for lever in run.levers() if lever]
+    found: list[Proposal] = []
+    used: list[set[int]] = []
+    for size in range(1, len(levers) + 1):
+        for chosen in combinations(range(len(levers)), size):
+            if len(found) == NUM_PROPOSALS:
+                return found
+            if any(earlier <= set(chosen) for earlier in used):
+                continue  # less is enough
+            strongest = _together(levers[index][-1] for index in chosen)
+            if run.predict(strongest) > room_gib:
+                continue  # milder ones don't fit either
+            for changes in product(*(levers[index] for index in chosen)):
+                change = _together(changes)
+                total = run.predict(change)
+                if total <= room_gib:
+                    found.append(Proposal(_typed(change), total))
+                    used.append(set(chosen))
+                    break
+    return found
+
+
+def _together(changes: Iterable[Change]) -> Change:
+    return {field: value for each in changes for field, value in each.items()}
+
+
+@dataclass(frozen=True)
+class FasterProposal:
+    """Changes that would make a run faster and still fit, as they are typed after a recipe.
+
+    Attributes:
+        override: what is typed.
+        speedup: how many times as fast.
+        total_gib: predicted memory of a process.
+    """
+
+    override: str
+    speedup: float
+    total_gib: float
+
+    def __str__(self) -> str:
+        return f"{self.override} ({self.speedup:.1f} times as fast, {self.total_gib:.1f} GiB)"
+
+
+def propose_faster(recipe: RecipePlan, engine: EngineName, gpu: Gpu, network: Network) -> FasterProposal | None:
+    """Return the micro-batch and the checkpointing with which the same global batch takes the least time.
+
+    Only what fits the GPU, with no memory to spare, and is worth a change.
+    """
+    shape, training = recipe.model.architecture, recipe.training
+    predictor = _Predictor(shape, engine, gpu, network)
+    now = predictor.predict(training).step_seconds
+    sizes = _micro_batch_sizes(training, network.size, MOST_TOKENS)
+    best = _fastest(predictor.ways(training, sizes, MODES), gpu.usable_gib)
+    if best is None or now <= best.step_seconds * WORTHWHILE:
+        return None
+    changed = {field: getattr(best.training, field) for field in OPEN if best.differs_in(field, training)}
+    return FasterProposal(_typed(changed), now / best.step_seconds, best.total_gib)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is to be changed."""
+
+    recipe: RecipePlan
+    cluster: ClusterProfile
+    num_nodes: int
+    processes_per_node: int
+    engine: EngineName
+
+    def predict(self, change: Change) -> float:
+        """Return the GiB of a process after a change."""
+        fields = dict(change)
+        num_shards = fields.pop("num_nodes", self.num_nodes) * self.processes_per_node
+        training = self.recipe.training.model_copy(update=fields)
+        device: Literal["cpu", "cuda"] = "cpu" if self.cluster.device == "cpu" else "cuda"
+        shape = self.recipe.model.architecture
+        kept = keeps_weights(shape, training, num_shards, self.engine, None)  # if left open, not where there is no room
+        return predict_memory(shape, training, num_shards, self.engine, device, keeps_weights=kept).total
+
+    def levers(self) -> Iterator[list[Change]]:
+        """Yield what can be changed, what costs least first; each with its values, the mildest first."""
+        training = self.recipe.training
+        if training.reshard_after_forward == "never":
+            yield [{"reshard_after_forward": "auto"}]
+        yield self._checkpointing()
+        yield [{"micro_batch_size": size} for size in _smaller_divisors(training.micro_batch_size)]
+        yield self._optimizer_states()
+        yield [{"sequence_length": length} for length in _halves(training.sequence_length)]
+        yield self._more_nodes()
+        lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
+        yield [{"method": value} for value in lighter]
+
+    def _checkpointing(self) -> list[Change]:
+        training = self.recipe.training
+        steps = (("none", False), ("selective", False), ("full", False), ("full", True))
+        now = steps.index((training.activation_checkpointing, training.activation_offload))
+        possible = [
+            (checkpointing, offload)
+            for checkpointing, offload in steps[now + 1 :]
+            if (checkpointing != "selective" or self.engine == "fsdp2")
+            and not (offload and self.cluster.device == "cpu")
+        ]
+        return [
+            ({} if checkpointing == steps[now][0] else {"activation_checkpointing": checkpointing})
+            | ({"activation_offload": True} if offload else {})
+            for checkpointing, offload in possible
+        ]
+
+    def _optimizer_states(self) -> list[Change]:
+        """Return how the optimizer's states, and more, leave the device: 8 bits and offload exclude each other.
+
+        8 bits come first: to round the states costs no time, to fetch them from main memory does in each step. Those of
+        adapters are too few to matter.
+        """
+        training = self.recipe.training
+        stays = training.optimizer == "adamw" and training.offload == "none"
+        does_round = stays and self.engine == "fsdp2" and training.adapters is None
+        stronger = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[training.offload]
+        whole: Change = {} if training.optimizer == "adamw" else {"optimizer": "adamw"}
+        return ([{"optimizer": "adamw8bit"}] if does_round else []) + [
+            whole | {"offload": value} for value in stronger if self.cluster.device != "cpu"
+        ]
+
+    def _more_nodes(self) -> list[Change]:
+        """Return twice the nodes, if there are as many and the global batch can be divided among them."""
+        twice = 2 * self.num_nodes
+        training, cluster = self.recipe.training, self.cluster
+        at_once = training.micro_batch_size * twice * self.processes_per_node
+        enough = cluster.scheduler != "local" and (cluster.max_nodes is None or twice <= cluster.max_nodes)
+        return [{"num_nodes": twice}] if enough and training.global_batch_size % at_once == 0 else []
+
+
+def _smaller_divisors(number: int) -> list[int]:
+    """Return the divisors below a number, largest first: with them the global batch stays what it is."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)} - {number}, reverse=True)
+
+
+def _halves(length: int) -> list[int]:
+    halves = []
+    while length % 2 == 0 and length // 2 >= SHORTEST:
+        length //= 2
+        halves.append(length)
+    return halves
+
+
+def _typed(change: Change) -> str:
+    """Return a change as it is typed."""
+    words = {field: "true" if value is True else value for field, value in change.items()}
+    return " ".join(
+        f"--nodes {value}" if field == "num_nodes" else f"training.{field}={value}" for field, value in words.items()
+    )

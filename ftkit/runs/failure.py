@@ -1,0 +1,54 @@
+"""Why a run failed, for every command that tells it: one reason, one exit code, one piece of advice."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftkit.errors import DiskFullError, MemoryExhaustedError, RunFailedError
+from ftkit.files import read_json
+from ftkit.runs.records import RankError
+from ftkit.runs.states import FAILURES, RunState
+from ftkit.runs.summary import first_error
+
+if TYPE_CHECKING:
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.states import Observation
+    from ftkit.runs.submission import SubmittedRun
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What made a run fail.
+
+    Attributes:
+        exit_code: that of the error's class if a user can act on it, else that of a failed run.
+        error: of the rank that failed first; None if no rank left one.
+        can_resume: whether the run may go on as it was planned, once the cause is mended.
+    """
+
+    exit_code: int
+    error: RankError | None
+    can_resume: bool
+
+
+def explain(run: SubmittedRun, seen: Observation) -> Failure | None:
+    """Return why a run failed; None if it did not."""
+    if seen.state not in FAILURES:
+        return None
+    error = first_error(run.layout, since=max(run.submission.submitted, seen.started or 0.0))
+    if error and error.is_actionable:
+        return Failure(error.exit_code, error, error.can_resume)
+    if run.layout.disk_full.exists():
+        return Failure(DiskFullError.exit_code, None, can_resume=True)
+    if seen.state is RunState.OUT_OF_MEMORY:
+        return Failure(MemoryExhaustedError.exit_code, error, can_resume=False)
+    return Failure(RunFailedError.exit_code, error, can_resume=True)
+
+
+def command_of(layout: RunLayout) -> str:
+    """Return the command that made a run, to be typed again."""
+    words = (read_json(layout.manifest) or {}).get("command")
+    is_known = isinstance(words, list) and all(isinstance(word, str) and "***" not in word for word in words)
+    return shlex.join(words) if is_known and words else "ftkit run …"

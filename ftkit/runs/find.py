@@ -1,0 +1,202 @@
+"""All runs of a workspace, and the one that a user means."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
+
+from ftkit.config.strict import Name
+from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.files import DamagedFileError, read_typed
+from ftkit.planning.layout import RunLayout
+from ftkit.runs.records import Count
+from ftkit.runs.submission import SchedulerName, SubmittedRun, read_submission
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ftkit.planning.layout import Workspace
+
+_ID = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
+_NUM_CANDIDATES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run as its folder's name tells it, without opening a file."""
+
+    layout: RunLayout
+    name: str
+    created: datetime
+    suffix: str
+
+    @property
+    def id(self) -> str:
+        """The run's id."""
+        return self.layout.root.name
+
+    @property
+    def submitted(self) -> SubmittedRun | None:
+        """The run with its newest submission; None if there never was one.
+
+        Raises:
+            DamagedFileError: nobody can tell.
+        """
+        submission = read_submission(self.layout)
+        return SubmittedRun(self.layout, submission) if submission else None
+
+
+@dataclass(frozen=True)
+class ClusterGlance:
+    """The few values of a cluster that a listing shows."""
+
+    name: Name
+    scheduler: SchedulerName
+
+
+@dataclass(frozen=True)
+class PlanGlance:
+    """The few values of a plan that a listing shows."""
+
+    cluster: ClusterGlance
+    num_steps: Count | None
+    container_image: str | None
+
+
+@dataclass(frozen=True)
+class RunGlance:
+    """What a run's own files say without its scheduler; `damage` says what is wrong with them, if anything is."""
+
+    folder: RunFolder
+    plan: PlanGlance | None
+    run: SubmittedRun | None
+    damage: str
+
+
+_PLAN_GLANCE = TypeAdapter(PlanGlance)
+
+
+def glance_at(folder: RunFolder) -> RunGlance:
+    """Read what a listing needs of a run. Damage is no error: it is listed."""
+    plan, run, damages = None, None, []
+    try:
+        plan = read_typed(folder.layout.plan, _PLAN_GLANCE)
+        damages += [] if plan else ["plan.json is not there"]
+    except DamagedFileError as error:
+        damages.append(error.what)
+    try:
+        run = folder.submitted
+    except DamagedFileError as error:
+        damages.append(error.what)
+    return RunGlance(folder, plan, run, "; ".join(damages))
+
+
+def list_runs(workspace: Workspace) -> list[RunFolder]:
+    """Return all runs, newest first. What is no run's folder is passed over.
+
+    Raises:
+        PrerequisiteError: the workspace can't be used.
+    """
+    try:
+        names = [entry.name for entry in workspace.runs.iterdir()]
+    except FileNotFoundError:
+        _check_it_can_be_made(workspace)
+        return []
+    except OSError as error:
+        raise _unusable(workspace, error.strerror or str(error)) from error
+    runs = [run for name in names if (run := _from_name(workspace, name))]
+    return sorted(runs, key=lambda run: (run.created, run.id), reverse=True)
+
+
+def _check_it_can_be_made(workspace: Workspace) -> None:
+    """Check that the first run would find or make the workspace's folder."""
+    try:
+        there = next(folder for folder in (workspace.runs, *workspace.runs.parents) if folder.exists())
+        is_usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise _unusable(workspace, error.strerror or str(error)) from error
+    if not is_usable:
+        raise _unusable(workspace, f"{there} is not a folder that you can write to")
+
+
+def _unusable(workspace: Workspace, reason: str) -> PrerequisiteError:
+    return PrerequisiteError(
+        f"the workspace {workspace.root} can't be used: {reason}",
+        meaning="the path is wrong, its file system is not mounted on this machine, or it belongs to somebody else",
+        fix="see with 'ftkit config' where it comes from; set FTKIT_WORKSPACE, or 'workspace:' in ftkit.yaml",
+    )
+
+
+def _from_name(workspace: Workspace, name: str) -> RunFolder | None:
+    parts = _ID.fullmatch(name)
+    if parts is None:
+        return None
+    try:
+        created = datetime.strptime(parts["created"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    except ValueError:
+        return None
+    return RunFolder(RunLayout(workspace.runs / name), parts["name"], created, parts["suffix"])
+
+
+def find_run(reference: str, workspace: Workspace) -> RunFolder:
+    """Return the run that `reference` means: `last`, a name, an id or its beginning or end, a job id, a folder.
+
+    Raises:
+        NotFoundError: there is none, or more than one.
+    """
+    runs = list_runs(workspace)
+    if not runs:
+        raise NotFoundError(
+            f"there are no runs in {workspace.root}",
+            meaning="no run was started yet, or the workspace is another one",
+            fix="start one with 'ftkit run demo', or see with 'ftkit config' which workspace is used",
+        )
+    if reference == "last":
+        return runs[0]
+    wanted = reference.rstrip("/").rpartition("/")[2]
+    named = [run for run in runs if wanted in (run.id, run.name)]
+    if named:
+        return named[0]
+    by_job: Callable[[RunFolder], bool] = lambda run: wanted in _job_ids(run)  # noqa: E731
+    for fits in (lambda run: run.suffix == wanted, by_job, lambda run: run.id.startswith(wanted)):
+        found = [run for run in runs if fits(run)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise _ambiguous(reference, found)
+    raise _unknown(reference, runs)
+
+
+def _job_ids(run: RunFolder) -> tuple[str, ...]:
+    """Return the ids of a run's jobs; none that is known, if the file that holds them is damaged."""
+    try:
+        submission = read_submission(run.layout)
+    except DamagedFileError:
+        return ()
+    return (submission.job_id, *submission.earlier_job_ids) if submission else ()
+
+
+def _ambiguous(reference: str, found: Sequence[RunFolder]) -> NotFoundError:
+    shown = ", ".join(run.id for run in found[:_NUM_CANDIDATES_SHOWN])
+    more = len(found) - _NUM_CANDIDATES_SHOWN
+    return NotFoundError(
+        f"'{reference}' fits {len(found)} runs",
+        meaning=shown + (f", and {more} more" if more > 0 else ""),
+        fix="give the whole id of one of them, or its name for the newest of that name",
+    )
+
+
+def _unknown(reference: str, runs: Sequence[RunFolder]) -> NotFoundError:
+    words = list(dict.fromkeys([*(run.name for run in runs), *(run.id for run in runs)]))
+    close = difflib.get_close_matches(reference, words, n=3, cutoff=0.5)
+    return NotFoundError(
+        f"there is no run '{reference}'",
+        meaning=f"closest: {', '.join(close)}" if close else "",
+        fix="list all with 'ftkit runs'",
+    )

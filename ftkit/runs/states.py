@@ -1,0 +1,60 @@
+"""What state a run is in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ftkit.runs.records import Seconds
+
+
+class RunState(StrEnum):
+    """State of a run; the values are what users read and scripts compare."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    STOPPED = "stopped"
+    NODE_FAILURE = "node-failure"
+    TIMED_OUT = "timed-out"
+    OUT_OF_MEMORY = "out-of-memory"
+    PREEMPTED = "preempted"
+    DAMAGED = "damaged"
+    UNKNOWN = "unknown"
+
+
+FAILURES = frozenset(
+    {
+        RunState.FAILED,
+        RunState.NODE_FAILURE,
+        RunState.TIMED_OUT,
+        RunState.OUT_OF_MEMORY,
+        RunState.PREEMPTED,
+    }
+)
+"""States in which something went wrong that nobody asked for."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A state as it was seen. Times are seconds since the epoch.
+
+    Args:
+        state: the state.
+        is_final: whether the job has ended and will not go on by itself.
+        reason: why it waits or failed, in the scheduler's word or ours.
+        exit_code: of the job script, once it ended.
+        nodes: names of the nodes, as the scheduler writes them.
+        started: when the job started, or is expected to.
+        ended: when it ended.
+    """
+
+    state: RunState
+    is_final: bool
+    reason: str = ""
+    exit_code: int | None = None
+    nodes: str = ""
+    started: Seconds | None = None
+    ended: Seconds | None = None

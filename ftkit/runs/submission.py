@@ -1,0 +1,69 @@
+"""Which scheduler has a run's job, and under which id: what submission.json holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from ftkit.files import read_typed, write_json
+from ftkit.planning.layout import RunLayout
+from ftkit.runs.records import Seconds
+
+SchedulerName = Literal["local", "slurm"]
+JobId = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,17}$")]
+"""A number, as Slurm and the system count jobs and processes: it is given to their programs."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One submission of a run's script.
+
+    Args:
+        scheduler: who has the job.
+        job_id: Slurm's job id, or a process id.
+        submitted: when, in seconds since the epoch.
+        host: the machine that it was submitted on; for `local`, the one that it runs on.
+        process_start: tells the process from a later one with the same id (`ftkit.process.start_time`).
+        messages: what the scheduler said when it took the job.
+        earlier_job_ids: jobs of this run that came before.
+    """
+
+    scheduler: SchedulerName
+    job_id: JobId
+    submitted: Seconds
+    host: str
+    process_start: str = ""
+    messages: str = ""
+    earlier_job_ids: tuple[JobId, ...] = ()
+
+
+_SUBMISSION = TypeAdapter(Submission)
+
+
+@dataclass(frozen=True)
+class SubmittedRun:
+    """A run's folder and its newest submission."""
+
+    layout: RunLayout
+    submission: Submission
+
+    @property
+    def id(self) -> str:
+        """The run's id, which is the name of its folder."""
+        return self.layout.root.name
+
+
+def write_submission(layout: RunLayout, submission: Submission) -> None:
+    """Note that a run was submitted."""
+    write_json(layout.submission, asdict(submission))
+
+
+def read_submission(layout: RunLayout) -> Submission | None:
+    """Read a run's newest submission; None if it never was submitted.
+
+    Raises:
+        DamagedFileError: nobody can tell.
+    """
+    return read_typed(layout.submission, _SUBMISSION)

@@ -1,0 +1,93 @@
+"""What a run has done so far, read from its folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ftkit.runs.records import (
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    RankError,
+    StartRecord,
+    StepRecord,
+    read_last_step,
+    read_outline,
+    read_rank_error,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ftkit.planning.layout import RunLayout
+
+_CLOCK_TOLERANCE_SECONDS = 60
+_NUM_LOG_LINES = 20
+_LOG_TAIL_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """The records that matter once a run is looked at as a whole; None where there is none yet."""
+
+    start: StartRecord | None = None
+    first_step: StepRecord | None = None
+    last_step: StepRecord | None = None
+    before: EvaluationRecord | None = None
+    after: EvaluationRecord | None = None
+    checkpoint: CheckpointRecord | None = None
+    end: EndRecord | None = None
+
+
+def summarise(layout: RunLayout) -> TrainingSummary:
+    """Read what matters of a run's records."""
+    found: dict[str, Any] = {}
+    for record in read_outline(layout.metrics):
+        match record:
+            case StartRecord():
+                found["start"] = record
+            case StepRecord():
+                found["first_step"] = record
+            case EvaluationRecord(when="before"):
+                found.setdefault("before", record)
+            case EvaluationRecord(when="after"):
+                found["after"] = record
+            case CheckpointRecord():
+                found["checkpoint"] = record
+            case EndRecord():
+                found["end"] = record
+    return TrainingSummary(**found, last_step=read_last_step(layout.metrics))
+
+
+def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
+    """Return the complete checkpoints with their steps, oldest first; none where they can't be listed."""
+    try:
+        return layout.list_checkpoints()
+    except OSError:
+        return []
+
+
+def first_error(layout: RunLayout, *, since: float) -> RankError | None:
+    """Return the error of the rank that failed first, of those that failed after `since`.
+
+    The others mostly say that they lost the first one.
+    """
+    try:
+        paths = list(layout.logs.glob("error-*.json"))
+    except OSError:  # not to be read by this user
+        return None
+    errors = [error for path in paths if (error := read_rank_error(path))]
+    recent = [error for error in errors if error.time >= since - _CLOCK_TOLERANCE_SECONDS]
+    return min(recent, key=lambda error: error.time, default=None)
+
+
+def log_tail(layout: RunLayout, num_lines: int = _NUM_LOG_LINES) -> list[str]:
+    """Return the last lines of the job's log."""
+    try:
+        with layout.job_log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace").splitlines()[-num_lines:]
+    except OSError:
+        return []

@@ -1,0 +1,1 @@
+"""Optimizers, schedules, losses, batches, checkpoints, metrics: the parts of the training loop."""

@@ -1,0 +1,246 @@
+"""AdamW with states of 8 bits: a byte each, and a scale for every 256 of them (Dettmers et al. 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+from torch.optim.adamw import adamw
+
+from ftkit.errors import TrainingError
+from ftkit.train.model.nf4 import import_bitsandbytes
+from ftkit.train.model.shards import own_part
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+BLOCK = 256
+"""States that share a scale: bitsandbytes' optimizers know no other number."""
+SMALLEST = 4096
+"""Elements from which on a parameter's states have 8 bits; those of smaller ones stay in fp32, as in bitsandbytes."""
+_STATES = {"exp_avg": True, "exp_avg_sq": False}
+"""Names as AdamW has them, and whether there are negative ones."""
+_BYTES, _ABSMAX = "_8bit", "_absmax"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a parameter's states are divided: each shard's flattened bytes have blocks of their own."""
+
+    num_elements: int
+    num_shards: int
+    elements_per_shard: int
+    """Of the first shard; the last ones may have fewer."""
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, num_shards: int) -> _Layout:
+        """Return the division by rows that FSDP2 makes."""
+        rows = parameter.shape[0] if parameter.ndim else 1
+        return cls(parameter.numel(), num_shards, -(-rows // num_shards) * (parameter.numel() // max(1, rows)))
+
+    @property
+    def num_blocks(self) -> int:
+        """Scales of the first shard; all have room for so many."""
+        return -(-self.elements_per_shard // BLOCK)
+
+    def scale_of_each(self, absmax: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Return the scales of a range of elements of the whole parameter; `absmax` is [shards, blocks]."""
+        size = self.elements_per_shard
+        parts = [
+            absmax[shard].repeat_interleave(BLOCK)[max(begin - shard * size, 0) : min(end - shard * size, size)]
+            for shard in range(begin // size, -(-end // size))
+        ]
+        return torch.cat(parts)
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """Updates each rank's shards where they are; one kernel a parameter reads, updates and quantizes its states.
+
+    Its `state_dict` holds the bytes and scales themselves: on as many ranks they go on bit for bit. On another number
+    of ranks blocks begin elsewhere, and states in a block of several scales are rounded to the largest of them.
+
+    Args:
+        params: as any optimizer takes them.
+        lr: the learning rate.
+        betas: AdamW's decay rates.
+        eps: AdamW's.
+    """
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        _library()  # a missing package is noticed before step 1
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
+        """Update parameter by parameter; the small ones together."""
+        del closure
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                if not self.state[parameter]:
+                    self.state[parameter] = _zeros(parameter)
+                if _is_large(parameter):
+                    self._update(parameter, group)
+            self._update_small([parameter for parameter in trained if not _is_large(parameter)], group)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        values, gradient = _local(parameter), _local(cast("torch.Tensor", parameter.grad))
+        state = self.state[parameter]
+        state["step"] += 1
+        if not values.numel():  # of a parameter of few rows a rank may have nothing
+            return
+        (beta1, beta2), codes, blocks = group["betas"], _codes(values.device), -(-values.numel() // BLOCK)
+        _library().optimizer_update_8bit_blockwise(
+            "adam", gradient, values, state["exp_avg" + _BYTES], state["exp_avg_sq" + _BYTES], beta1, beta2, 0.0, 0.0,
+            group["eps"], int(state["step"]), group["lr"], codes["exp_avg"], codes["exp_avg_sq"],
+            state["exp_avg" + _ABSMAX][:blocks], state["exp_avg_sq" + _ABSMAX][:blocks],
+            weight_decay=group["weight_decay"],
+        )  # fmt: skip
+
+    def _update_small(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [_local(parameter) for parameter in parameters],
+            [_local(cast("torch.Tensor", parameter.grad)) for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
+            eps=group["eps"], maximize=False,
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as shards, not copied; scales as a tensor of [shards, blocks]."""
+        result = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        result["state"] = {index: _as_shards(parameters[index], state) for index, state in result["state"].items()}
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` returned, here or with another number of shards (see `take_saved_scales`)."""
+        super().load_state_dict(state_dict | {"state": {}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            given = state_dict["state"].get(index)
+            if given is not None:
+                self.state[parameter] = _own(parameter, given)
+
+
+def take_saved_scales(states: Mapping[str, dict[str, Any]], sizes: Mapping[str, torch.Size]) -> None:
+    """Make room for all scales of a checkpoint where it has them for another number of shards.
+
+    Args:
+        states: of each parameter by name, as `state_dict` returns them; what is to be read into.
+        sizes: of the checkpoint's tensors, under names that begin with the parameter's.
+
+    Raises:
+        TrainingError: the states of the checkpoint were not stored in 8 bits.
+    """
+    for name, state in states.items():
+        for key in [key for key in state if key.endswith(_ABSMAX)]:
+            saved = sizes.get(f"{name}.{key}")
+            if saved is None:
+                raise TrainingError(
+                    f"the checkpoint has no '{key}' of '{name}'",
+                    meaning="it was written by an older ftkit, which stored the states of adamw8bit in fp32",
+                    fix="resume with the ftkit that began the run, or start a new one from its export",
+                )
+            if saved != state[key].shape:
+                state[key] = torch.empty(saved)
+
+
+def _is_large(parameter: torch.Tensor) -> bool:
+    """Tell whether states have 8 bits; by the whole parameter, so that it is the same at any number of shards."""
+    return parameter.numel() >= SMALLEST
+
+
+def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    values = _local(parameter)
+    state = {"step": torch.zeros(())}
+    for name in _STATES:
+        if _is_large(parameter):
+            state[name + _BYTES] = torch.zeros_like(values, dtype=torch.uint8)
+            state[name + _ABSMAX] = values.new_zeros(_layout(parameter).num_blocks)
+        else:
+            state[name] = torch.zeros_like(values)
+    return state
+
+
+def _as_shards(parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    shards = {}
+    for key, value in state.items():
+        if key.endswith(_ABSMAX):
+            layout = _layout(parameter)
+            shape = torch.Size([layout.num_shards, layout.num_blocks])
+            shards[key] = _sharded(value[None], parameter, shape, (layout.num_blocks, 1))
+        else:
+            is_step = key == "step"
+            shards[key] = value if is_step else _sharded(value, parameter, parameter.shape, parameter.stride())
+    return shards
+
+
+def _sharded(values: torch.Tensor, parameter: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return values
+    return DTensor.from_local(values, parameter.device_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _own(parameter: torch.Tensor, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this rank's states from those of a `state_dict`."""
+    device = _local(parameter).device
+    state = {key: _local(value).to(device) for key, value in given.items() if key != "step"}
+    for name in _STATES if _is_large(parameter) else ():
+        absmax, layout = state[name + _ABSMAX], _layout(parameter)
+        if given[name + _ABSMAX].shape == (layout.num_shards, layout.num_blocks):
+            state[name + _ABSMAX] = absmax.flatten()
+        else:
+            state |= _reblocked(parameter, name, state[name + _BYTES], absmax)
+    return {"step": given["step"].cpu().clone()} | state
+
+
+def _reblocked(
+    parameter: torch.Tensor, name: str, stored: torch.Tensor, absmax: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return bytes and scales in blocks of this rank's shard; `absmax` has the scales of all the saved shards.
+
+    A block of one scale stays as it is. In one of several, the largest scales all states: no state grows.
+    """
+    part, layout = own_part(parameter), _layout(parameter)
+    scales = stored.new_zeros(layout.num_blocks, dtype=torch.float32)
+    if not stored.numel():
+        return {name + _BYTES: stored, name + _ABSMAX: scales}
+    saved = _Layout.of(parameter, absmax.shape[0])
+    before = saved.scale_of_each(absmax, part.begin, part.end)
+    padded = functional.pad(before, (0, -len(before) % BLOCK)).view(-1, BLOCK)
+    blocks = padded.amax(dim=1)
+    scales[: len(blocks)] = blocks
+    after = blocks.clamp_min(torch.finfo(torch.float32).tiny).repeat_interleave(BLOCK)[: len(before)]
+    code = _codes(stored.device)[name]
+    values = code.index_select(0, stored.flatten().int()) * (before / after)
+    nearest = torch.bucketize(values, (code[1:] + code[:-1]) / 2, out_int32=True)
+    return {name + _BYTES: nearest.to(torch.uint8).view_as(stored), name + _ABSMAX: scales}
+
+
+def _layout(parameter: torch.Tensor) -> _Layout:
+    return _Layout.of(parameter, parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@cache
+def _codes(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the numbers that the bytes of each state stand for, in ascending order."""
+    return {name: _library().create_dynamic_map(signed=signed).to(device) for name, signed in _STATES.items()}
+
+
+def _library() -> Any:
+    return import_bitsandbytes("optimizer 'adamw8bit'")

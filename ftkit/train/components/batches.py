@@ -1,0 +1,119 @@
+"""Which packs a process works on in which step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ftkit.data.encoding import IGNORED
+from ftkit.data.order import pack_at
+from ftkit.train.causal_lm import MicroBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from ftkit.data.store import PackStore
+    from ftkit.planning.plan import BatchPlan
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This process's part of a step, and the number of targets of the whole step, over all processes."""
+
+    micro_batches: list[MicroBatch]
+    num_targets: int
+
+    def pinned(self) -> StepBatch:
+        """Return it in memory that a GPU can read while the host goes on."""
+        return self._each(MicroBatch.pinned)
+
+    def on(self, device: torch.device) -> StepBatch:
+        """Return it on a device."""
+        return self._each(lambda micro_batch: micro_batch.on(device))
+
+    def _each(self, change: Callable[[MicroBatch], MicroBatch]) -> StepBatch:
+        return StepBatch([change(micro_batch) for micro_batch in self.micro_batches], self.num_targets)
+
+
+class BatchSchedule:
+    """Deals packs to steps, processes and micro-batches.
+
+    The i-th pack of a run depends on seed and i alone; a step takes the next `global_batch_size` of them.
+    Past `num_packs_in_run` (the end of the last epoch) come empty packs without targets, so that every process
+    takes part in every collective.
+    """
+
+    def __init__(
+        self, store: PackStore, plan: BatchPlan, *, seed: int, num_packs_in_run: int | None, rank: int, size: int
+    ) -> None:
+        self._store = store
+        self._plan = plan
+        self._seed = seed
+        self._end = num_packs_in_run
+        self._rank = rank
+        self._size = size
+
+    def packs_of_step(self, step: int) -> list[int]:
+        """Return the packs of a step over all processes; fewer than a full batch at the end of the last epoch."""
+        return [pack_at(index, len(self._store), self._seed) for index in self._indices(step)]
+
+    def num_packs_of_step(self, step: int) -> int:
+        """Return how many packs a step has over all processes."""
+        return len(self._indices(step))
+
+    def _indices(self, step: int) -> range:
+        first = step * self._plan.global_batch_size
+        last = first + self._plan.global_batch_size
+        return range(first, last if self._end is None else min(last, self._end))
+
+    def epoch_of_step(self, step: int) -> float:
+        """Return how often the data was gone over after `step` steps."""
+        return step * self._plan.global_batch_size / len(self._store)
+
+    def step(self, step: int) -> StepBatch:
+        """Return this process's part of a step, counted from 0, in main memory."""
+        packs = self.packs_of_step(step)
+        micro, length = self._plan.micro_batch_size, self._store.packs.shape[2]
+        micro_batches = []
+        for accumulation in range(self._plan.accumulation_steps):
+            begin = (accumulation * self._size + self._rank) * micro
+            chosen = packs[begin : begin + micro]
+            rows = np.concatenate([self._store.packs[chosen], _empty_packs(micro - len(chosen), length)])
+            micro_batches.append(to_micro_batch(rows, HOST))
+        return StepBatch(micro_batches, int(self._store.num_targets[packs].sum()))
+
+
+def to_micro_batch(packs: NDArray[np.int32], device: torch.device) -> MicroBatch:
+    """Bring packs, int32 [B, 3, T], to a device in the form in which they are computed on."""
+    labels = packs[:, 1].reshape(-1)
+    index = np.flatnonzero(labels != IGNORED)
+
+    def tensor(values: NDArray[np.integer], dtype: type[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(dtype))
+
+    positions = packs[:, 2]
+    borders = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+    batch = MicroBatch(
+        tokens=tensor(packs[:, 0], np.int64),
+        positions=tensor(positions, np.int64),
+        target_index=tensor(index, np.int64),
+        targets=tensor(labels[index], np.int64),
+        document_borders=tensor(borders, np.int32),
+        # A bound that is the same for all batches: kernels are compiled for it.
+        longest_document=packs.shape[2],
+    )
+    return batch.on(device)
+
+
+def _empty_packs(num: int, length: int) -> NDArray[np.int32]:
+    packs = np.zeros((num, 3, length), dtype=np.int32)
+    packs[:, 1] = IGNORED
+    packs[:, 2] = np.arange(length)
+    return packs

@@ -1,0 +1,113 @@
+"""What the model can do on the held-out part: perplexity, and for text-to-SQL whether its queries are right."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ftkit.config.data import PromptCompletionFormat
+from ftkit.data.conversations import to_prompt
+from ftkit.data.encoding import render
+from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.tasks.sql_score import execution_match, read_question
+from ftkit.planning.plan import RunPlan
+from ftkit.runs.records import EvaluationRecord, Sample
+from ftkit.train.causal_lm import summed_loss
+from ftkit.train.components.batches import to_micro_batch
+from ftkit.train.components.generation import Generation
+from ftkit.train.distributed.world import World
+from ftkit.train.model.attention import plain_attention
+
+if TYPE_CHECKING:
+    from ftkit.config.training import SqlExecutionSpec
+    from ftkit.train.distributed.engine import Engine
+
+ANSWERS_AT_ONCE = 50
+NUM_SAMPLES = 6
+"""Samples kept in a record: enough to show right and wrong ones."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Measures a model on the held-out part. Every rank must call it; all get the same result."""
+
+    plan: RunPlan
+    data: PreparedData
+    tokenizer: PreTrainedTokenizerBase
+    generation: Generation
+    world: World
+
+    def evaluate(self, engine: Engine, step: int, when: Literal["before", "during", "after"]) -> EvaluationRecord:
+        """Measure perplexity; before and after training, also execute the model's SQL if the recipe asks."""
+        with engine.inference() as model:
+            loss = self._loss(model)
+            asked = self.plan.recipe.evaluation.sql_execution
+            answers = [] if asked is None or when == "during" else self._answer_questions(model, asked)
+        accuracy = sum(answer.correct for answer in answers) / len(answers) if answers else None
+        # A loss far above 20 is no longer told apart by its exponential, and overflows above 709.
+        perplexity = math.exp(min(loss, 700.0))
+        samples = tuple(answers[:NUM_SAMPLES])
+        return EvaluationRecord(time.time(), step, when, loss, perplexity, accuracy, samples)
+
+    def _loss(self, model: nn.Module) -> float:
+        """Return the mean loss over the targets of the held-out packs."""
+        store = PackStore(self.data.heldout)
+        num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
+        micro = self.plan.recipe.training.micro_batch_size
+        total = torch.zeros((), device=self.world.device)
+        for first in range(0, num_packs, micro * self.world.size):
+            # Ranks beyond the end compute the last packs again, and count them for nothing.
+            begin = first + self.world.rank * micro
+            counts = begin < num_packs
+            chosen = slice(begin, min(begin + micro, num_packs)) if counts else slice(num_packs - 1, num_packs)
+            loss = summed_loss(model, to_micro_batch(store.packs[chosen], self.world.device))
+            total += loss if counts else 0
+        (summed,) = self.world.sum([float(total)])  # host sync: once an evaluation
+        return summed / max(1, int(store.num_targets[:num_packs].sum()))
+
+    def _answer_questions(self, model: nn.Module, asked: SqlExecutionSpec) -> list[Sample]:
+        """Return the questions in order, each answered by one of the ranks."""
+        examples = self.data.read_heldout_examples()[: asked.num_questions]
+        own = examples[self.world.rank :: self.world.size]
+        rounds = -(-len(examples) // (self.world.size * ANSWERS_AT_ONCE))
+        samples: list[Sample] = []
+        for number in range(rounds):
+            batch = own[number * ANSWERS_AT_ONCE : (number + 1) * ANSWERS_AT_ONCE]
+            # A rank without questions answers one for nothing: generation gathers the shards on all ranks.
+            answers = self._generate(model, batch or examples[:1], asked.max_new_tokens)
+            samples += [_judge(example, answer) for example, answer in zip(batch, answers, strict=False)]
+        parts = self.world.gather_objects(samples)
+        return [parts[index % self.world.size][index // self.world.size] for index in range(len(examples))]
+
+    def _generate(self, model: Any, examples: list[dict[str, Any]], max_new_tokens: int) -> list[str]:
+        form = self.plan.recipe.data.format
+        if not isinstance(form, PromptCompletionFormat):
+            raise TypeError("the plan's checks let only prompt-completion data through")
+        prompts = [render(self.tokenizer, to_prompt(example, form), open_answer=True) for example in examples]
+        encoded = self.tokenizer(
+            prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
+        ).to(self.world.device)
+        config = self.generation.greedy(self.tokenizer, max_new_tokens)
+        with plain_attention(model):
+            output = model.generate(
+                input_ids=encoded["input_ids"],
+                attention_mask=encoded["attention_mask"],
+                generation_config=config,
+                synced_gpus=self.world.size > 1,
+            )
+        answers = output[:, encoded["input_ids"].shape[1] :].tolist()
+        texts: list[str] = self.tokenizer.batch_decode(
+            [self.generation.up_to_end(answer) for answer in answers], skip_special_tokens=True
+        )
+        return [text.strip() for text in texts]
+
+
+def _judge(example: dict[str, Any], answer: str) -> Sample:
+    reference = read_question(example)
+    return Sample(reference.sql_prompt, reference.sql, answer, execution_match(reference, answer).matched)

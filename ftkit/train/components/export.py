@@ -1,0 +1,105 @@
+"""The trained model in the formats that others load: Hugging Face's for a whole one, peft's for adapters."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
+
+from ftkit.config.recipe import RecipePlan
+from ftkit.process import mode_of_new_files
+from ftkit.train.components.generation import Generation, as_configured
+from ftkit.train.distributed.precision import DTYPES
+from ftkit.train.model.build import TextConfig, plain_config
+from ftkit.train.model.lora import peft_config, to_peft_names
+from ftkit.train.model.stored_names import wrapped_name, wrapped_targets
+from ftkit.train.model.weight_conversion import split_as_stored
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+
+    from ftkit.train.distributed.engine import Engine
+    from ftkit.train.distributed.world import World
+
+
+@dataclass(frozen=True)
+class ExportedParts:
+    """What belongs to a model besides its weights."""
+
+    recipe: RecipePlan
+    config: TextConfig
+    class_name: str
+    tokenizer: PreTrainedTokenizerBase
+    generation: Generation
+
+
+def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> None:
+    """Write weights, configurations and tokenizer into a folder, in the precision that was trained in.
+
+    Every rank must call it. The folder takes its final name when all is written.
+    """
+    weights = engine.trained_weights()
+    if world.is_first:
+        temporary = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        dtype = DTYPES[parts.recipe.training.precision]
+        converted = {name: _as_stored(tensor, dtype) for name, tensor in weights.items()}
+        if parts.recipe.training.adapters is None:
+            _write_model(split_as_stored(engine.model, converted), parts, temporary)
+        else:
+            _write_adapters(converted, parts, temporary)
+        parts.tokenizer.save_pretrained(temporary)
+        parts.generation.save(temporary)
+        _let_others_read(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    world.barrier()
+
+
+def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that has all of its memory, as files want it.
+
+    Where rows don't divide by the number of ranks, what was gathered is a part of a larger tensor.
+    """
+    stored = tensor.to(dtype).contiguous()
+    return stored if stored.untyped_storage().nbytes() == stored.nbytes else stored.clone()
+
+
+def _let_others_read(folder: Path) -> None:
+    """Give all files the mode of new ones: safetensors' are their owner's alone, whatever the umask says."""
+    mode = mode_of_new_files(folder)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+
+
+def _write_model(weights: Mapping[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
+    """Write what `AutoModelForCausalLM.from_pretrained` loads: the text model, whatever was around it."""
+    config = parts.config.text
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    save_torch_state_dict({name: tensor for name, tensor in weights.items() if name not in tied}, folder)
+    dtype = next(iter(weights.values())).dtype
+    end_tokens = as_configured(parts.generation.end_tokens)
+    plain_config(config, parts.class_name, dtype, end_tokens).save_pretrained(folder)
+
+
+def _write_adapters(weights: dict[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
+    """Write what `PeftModel.from_pretrained` loads on top of the pretrained model, the multimodal one if it is."""
+    lora = parts.recipe.training.adapters
+    if lora is None:
+        raise AssertionError("there are adapters to write, or the whole model is written")
+    name_of = wrapped_name if parts.config.is_wrapped else str
+    named = to_peft_names({name_of(name): tensor for name, tensor in weights.items()})
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = peft_config(lora, base=parts.recipe.model.weights)
+    if parts.config.is_wrapped:
+        config.target_modules = wrapped_targets(lora.targets)
+    config.save_pretrained(str(folder))

@@ -1,0 +1,138 @@
+"""Output projection and cross-entropy in one, a chunk of tokens at a time: the logits are never there as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from ftkit.planning.estimates.memory import LOGITS_ALIGNMENT, logits_rows
+from ftkit.train.library_versions import TORCH
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model makes of its output projection's products before they are logits: it scales them, then caps them.
+
+    A cap `c` is `c * tanh(x / c)`, as in Gemma 2.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> LogitTransform:
+        """Return a model's, by what families call it in their configurations."""
+        divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+        factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+        return cls(factor / divisor, getattr(config, "final_logit_softcapping", None))
+
+    def apply(self, products: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        logits = products if self.scale == 1.0 else products * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def derivative(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """Return that of `apply`, from what it returned."""
+        return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform = LogitTransform()
+) -> torch.Tensor:
+    """Return the cross-entropy of the logits of `hidden @ weight.T` against the targets, summed, in fp32.
+
+    The gradients are computed in the forward pass, while a chunk's logits are there: one pass over them instead of
+    keeping or recomputing them.
+
+    Args:
+        hidden: [N, H].
+        weight: [V, H].
+        targets: int64 [N].
+        transform: what makes logits of the products.
+    """
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform
+    ) -> torch.Tensor:
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad  # a frozen projection needs none
+        vocabulary = weight.shape[0]
+        weight = _padded(weight)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        chunk = max(1, logits_rows(len(targets), weight.shape[0]))
+        for begin in range(0, len(targets), chunk):
+            part = slice(begin, begin + chunk)
+            logits = hidden[part] @ weight.T
+            part_loss, grad_logits = _loss_and_gradient(logits, targets[part], vocabulary, transform)
+            loss += part_loss
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.T, hidden[part])
+            del logits, grad_logits  # before the next chunk has its own
+        if grad_weight is not None:
+            grad_weight = grad_weight[:vocabulary].to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_hidden, grad_weight = (None if grad is None else grad * grad_output for grad in ctx.saved_tensors)
+        return grad_hidden, grad_weight, None, None
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add the product of two matrices to an fp32 one: on GPUs in one go, where torch can, else from a product apart."""
+    if total.device.type == "cuda" and right.dtype != total.dtype and TORCH >= (2, 11):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+def _padded(weight: torch.Tensor) -> torch.Tensor:
+    """Add rows up to a multiple of `LOGITS_ALIGNMENT`, for which matrix products have their fast kernels."""
+    missing = -weight.shape[0] % LOGITS_ALIGNMENT
+    return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+
+def _loss_and_gradient(
+    products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of products [N, V], and its gradient to them: softmax minus one at the target.
+
+    Columns from `vocabulary` on are padding: no token is there.
+    """
+    function = _compiled() if products.device.type == "cuda" else _plain
+    return function(products, targets, vocabulary, transform)
+
+
+def _plain(
+    products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
+) -> tuple[torch.Tensor, torch.Tensor]:
+    places = torch.arange(products.shape[1], device=products.device)
+    logits = transform.apply(products.float())
+    exact = logits.masked_fill(places >= vocabulary, -torch.inf)
+    normaliser = exact.logsumexp(dim=-1, keepdim=True)
+    chosen = exact.gather(1, targets[:, None])
+    gradient = (exact - normaliser).exp() - (places == targets[:, None]).float()
+    return (normaliser - chosen).sum(), (gradient * transform.derivative(logits)).to(products.dtype)
+
+
+@cache
+def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    return torch.compile(_plain, dynamic=True)

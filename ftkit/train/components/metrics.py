@@ -1,0 +1,213 @@
+"""What the steps report: reduced over the ranks, written to metrics.jsonl, and never in the device's way."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ftkit.runs.records import Record, StepRecord, append_record
+from ftkit.train.memory.pinned import pinned_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from ftkit.train.components.mfu import Utilisation
+    from ftkit.train.distributed.world import World
+    from ftkit.train.memory.trace import MemoryTrace
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step leaves on this rank: its summed loss, and the norm of the whole gradient. Both on the device."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+
+
+class Recorder:
+    """Appends records to metrics.jsonl on rank 0, and passes them on; the other ranks write nothing."""
+
+    def __init__(self, path: Path, world: World, pass_on: Callable[[Record], None]) -> None:
+        self._path = path if world.is_first else None
+        self._pass_on = pass_on
+
+    def write(self, record: Record) -> None:
+        """Append a record."""
+        if self._path is not None:
+            append_record(self._path, record)
+            self._pass_on(record)
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Seconds of one step on the host's clock: in all, of forward, backward and optimizer, and without a batch.
+
+    The host runs ahead of a GPU by a step at most, so over several steps these are the GPU's seconds too.
+    """
+
+    seconds: float
+    work_seconds: float
+    wait_seconds: float
+
+
+class Stopwatch:
+    """Tells the time of the work proper (forward, backward, optimizer) and of waiting from that of the rest."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._work = 0.0
+        self._wait = 0.0
+        self._paused = 0.0
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Count what is inside as work."""
+        begin = time.perf_counter()
+        yield
+        self._work += time.perf_counter() - begin
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what is inside as waiting for a batch."""
+        begin = time.perf_counter()
+        yield
+        self._wait += time.perf_counter() - begin
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what is inside out: checkpoints and evaluations report their own time."""
+        begin = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - begin
+
+    def lap(self) -> Lap:
+        """Return the time since the last lap, and begin a new one."""
+        now = time.perf_counter()
+        lap = Lap(now - self._begin - self._paused, self._work, self._wait)
+        self._begin, self._work, self._wait, self._paused = now, 0.0, 0.0, 0.0
+        return lap
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step, reduced over all ranks."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    stop_requested: bool
+    lap: Lap
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    num_targets: int
+    numbers: torch.Tensor
+    """Loss, requests to stop and the gradient's norm, in main memory once `copied` has come."""
+    copied: torch.cuda.Event | None
+    lap: Lap
+
+
+class StepReducer:
+    """Sums losses and the request to stop over the ranks.
+
+    A GPU runs behind the host. A step's sums are read when the next step is queued, by waiting for their own copy
+    and not for the queue: the device goes on, and a step is reported when the device has done it. All ranks read the
+    same numbers, so all stop after the same step.
+    """
+
+    def __init__(self) -> None:
+        self._pending: _Pending | None = None
+        self._buffer: torch.Tensor | None = None
+
+    def push(self, step: int, num_targets: int, outcome: StepOutcome, lap: Lap, *, stop: bool) -> None:
+        """Start the sums of a step. The one before must have been returned."""
+        sums = torch.stack([outcome.loss, torch.full_like(outcome.loss, float(stop))])
+        dist.all_reduce(sums)
+        numbers = torch.cat([sums, outcome.grad_norm.to(sums).reshape(1)])
+        copied = None
+        if numbers.is_cuda:
+            if self._buffer is None:
+                self._buffer = pinned_like(numbers)
+            numbers = self._buffer.copy_(numbers, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._pending = _Pending(step, num_targets, numbers, copied, lap)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is a step to be returned without waiting for it."""
+        if self._pending is None:
+            return False
+        return self._pending.copied is None or bool(self._pending.copied.query())  # type: ignore[no-untyped-call]
+
+    def pop(self) -> StepResult | None:
+        """Return the step that was pushed last, if it was not returned yet."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        if pending.copied is not None:
+            pending.copied.synchronize()  # host sync: on a step that ends while the next one is queued
+        loss, stop, grad_norm = pending.numbers.tolist()
+        return StepResult(pending.step, loss / pending.num_targets, grad_norm, stop > 0, pending.lap)
+
+
+class StepReporter:
+    """Writes a record every so many steps, with speeds over the steps since the last one."""
+
+    def __init__(
+        self, recorder: Recorder, trace: MemoryTrace, utilisation: Utilisation, num_steps: int, tokens_per_step: int
+    ) -> None:
+        self._recorder = recorder
+        self._trace = trace
+        self._utilisation = utilisation
+        self._num_steps = num_steps
+        self._tokens_per_step = tokens_per_step
+        self._laps: list[Lap] = []
+        self._num_packs = 0
+
+    def count(self, result: StepResult, num_packs: int) -> None:
+        """Take a step's time, and the packs that it worked on over all ranks, into the next record."""
+        self._laps.append(result.lap)
+        self._num_packs += num_packs
+
+    def report(self, result: StepResult, epoch: float, learning_rate: float) -> None:
+        """Write the record of the step that was counted last."""
+        seconds = sum(lap.seconds for lap in self._laps)
+        work = sum(lap.work_seconds for lap in self._laps)
+        wait = sum(lap.wait_seconds for lap in self._laps)
+        steps, num_packs = len(self._laps), self._num_packs
+        self._laps, self._num_packs = [], 0
+        speed = steps * self._tokens_per_step / seconds
+        record = StepRecord(
+            time=time.time(),
+            step=result.step,
+            num_steps=self._num_steps,
+            epoch=round(epoch, 4),
+            loss=result.loss,
+            learning_rate=learning_rate,
+            grad_norm=result.grad_norm,
+            tokens=result.step * self._tokens_per_step,
+            tokens_per_second=speed,
+            step_seconds=seconds / steps,
+            overhead_ratio=1 - work / seconds,
+            data_wait_ratio=wait / seconds,
+            mfu=self._utilisation.mfu(num_packs / seconds),
+            memory_gib=self._trace.peak_gib(),
+        )
+        self._recorder.write(record)
+        log.info(
+            "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s%s",
+            record.step, record.num_steps, record.loss, learning_rate, record.grad_norm, record.tokens_per_second,
+            "" if record.mfu is None else f" ({record.mfu:.1%} MFU)",
+        )  # fmt: skip

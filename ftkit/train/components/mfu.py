@@ -1,0 +1,59 @@
+"""How much of the GPUs' peak a run makes use of (MFU)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ftkit.data.packing import find_padding
+from ftkit.planning.estimates.flops import token_flops
+from ftkit.planning.estimates.gpus import gpu_of_device
+
+if TYPE_CHECKING:
+    from ftkit.config.recipe import RecipePlan
+    from ftkit.data.store import PackStore
+    from ftkit.train.distributed.world import World
+
+NUM_SAMPLED_PACKS = 64
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """What a pack costs on average, and what all GPUs could do.
+
+    Attributes:
+        flops_per_pack: operations, forward and backward (`ftkit.planning.estimates.flops`), of documents; padding is
+            computed too, for nothing.
+        peak_flops: of all GPUs, a second; none: their kind is not known, or the operations are an estimate.
+    """
+
+    flops_per_pack: float
+    peak_flops: float | None
+
+    def mfu(self, packs_per_second: float) -> float | None:
+        """Return which part of the peak a speed is. Never a guess: without a known peak there is none."""
+        return None if self.peak_flops is None else packs_per_second * self.flops_per_pack / self.peak_flops
+
+
+def measure_utilisation(recipe: RecipePlan, store: PackStore, world: World) -> Utilisation:
+    """Count what a pack costs on average, from packs spread evenly over the data.
+
+    Tokens see their own document alone, and the output projection is computed for targets alone.
+    """
+    packs = store.packs[:: -(-len(store) // NUM_SAMPLED_PACKS)]
+    positions = packs[:, 2]
+    is_real = ~find_padding(packs)
+    keys = positions[is_real] + 1
+    shape, window = recipe.model.architecture, recipe.model.architecture.sliding_window
+    in_window = keys if window is None else np.minimum(keys, window)
+    targets = float(store.num_targets.mean()) * len(packs) / len(keys)
+    flops = token_flops(shape, recipe.training, float(keys.mean()), float(in_window.mean()), targets)
+    is_known = world.device.type == "cuda" and not shape.is_estimated
+    gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if is_known else None
+    return Utilisation(
+        flops.total * len(keys) / len(packs),
+        None if gpu is None else world.size * gpu.peak_flops(recipe.training.precision),
+    )

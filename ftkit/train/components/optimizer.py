@@ -1,0 +1,56 @@
+"""AdamW: which parameters decay, and where its states wait between steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ftkit.config.training import TrainingPlan
+
+
+def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str, Any]]:
+    """Return the trained parameters: matrices, which decay, and the rest, which do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if _num_dimensions(parameter) >= 2]  # noqa: PLR2004
+    vectors = [parameter for parameter in trained if _num_dimensions(parameter) < 2]  # noqa: PLR2004
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _num_dimensions(parameter: torch.Tensor) -> int:
+    return len(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves nothing of a parameter's own shape
+
+
+class HostStateAdamW(torch.optim.AdamW):
+    """AdamW whose states wait in main memory; a parameter's come to the device for its update alone."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
+        """Update parameter by parameter."""
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    self._move_states(parameter, parameter.device)
+                    self.param_groups = [group | {"params": [parameter]}]
+                    super().step(closure)
+                    self._move_states(parameter, torch.device("cpu"))
+        finally:
+            self.param_groups = groups
+
+    def to_host(self) -> None:
+        """Send all states back: loading leaves them on the device."""
+        for parameter in self.state:
+            self._move_states(parameter, torch.device("cpu"))
+
+    def _move_states(self, parameter: torch.Tensor, device: torch.device) -> None:
+        state = self.state.get(parameter, {})
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state:
+                state[name] = state[name].to(device)

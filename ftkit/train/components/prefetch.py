@@ -1,0 +1,54 @@
+"""Batches of the steps to come, built by a thread while the device works on the step at hand."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from ftkit.train.components.batches import StepBatch
+
+NUM_AHEAD = 2
+"""Batches that are ready or being built: one for a slow read of the disk, one more for a slower one."""
+
+
+@contextmanager
+def prefetched(
+    build: Callable[[int], StepBatch], steps: Iterable[int], device: torch.device
+) -> Iterator[Iterator[StepBatch]]:
+    """Give the batches of `steps`, in order. `build` makes one in main memory; it is called in the thread alone.
+
+    What `build` raises comes out where its batch would have. The thread ends with the block, however that ends.
+    """
+    builder = ThreadPoolExecutor(1, "batches", _start_thread, (device,))
+    try:
+        yield _in_order(builder, build, iter(steps), device)
+    finally:
+        builder.shutdown(cancel_futures=True)
+
+
+def _start_thread(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a new thread is on GPU 0, where pinning memory would take some from others
+
+
+def _in_order(
+    builder: ThreadPoolExecutor, build: Callable[[int], StepBatch], steps: Iterator[int], device: torch.device
+) -> Iterator[StepBatch]:
+    def build_on_host(step: int) -> StepBatch:
+        batch = build(step)
+        return batch.pinned() if device.type == "cuda" else batch
+
+    ahead: deque[Future[StepBatch]] = deque(builder.submit(build_on_host, step) for step in islice(steps, NUM_AHEAD))
+    while ahead:
+        batch = ahead.popleft().result()
+        ahead.extend(builder.submit(build_on_host, step) for step in islice(steps, 1))
+        # Pinned, so it only queues the copies. On the stream of the work itself, which orders them without a word.
+        yield batch.on(device)

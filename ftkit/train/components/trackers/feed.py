@@ -1,0 +1,138 @@
+"""Feeds the trackers that a recipe names, each from a thread of its own: none can stop or slow the training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from ftkit.config.tracking import check_access, check_packages
+from ftkit.runs.records import EndRecord, EvaluationRecord, StartRecord, StepRecord
+from ftkit.train.components.trackers.mlflow import MlflowSink
+from ftkit.train.components.trackers.sink import TrackedRun, scalars_of
+from ftkit.train.components.trackers.tensorboard import TensorBoardSink
+from ftkit.train.components.trackers.wandb import WandbSink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ftkit.config.tracking import SinkName, TrackingSpec
+    from ftkit.planning.plan import RunPlan
+    from ftkit.runs.records import Record
+    from ftkit.train.components.trackers.sink import Outcome, Sink
+    from ftkit.train.distributed.world import World
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 60.0
+"""How long the end of a run waits for its trackers, all together."""
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+SINKS: dict[SinkName, Callable[[TrackedRun], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+}
+
+
+@contextmanager
+def tracked(plan: RunPlan, world: World) -> Iterator[Callable[[Record], None]]:
+    """Give what passes a record on to the trackers; on other ranks than 0 it does nothing.
+
+    Raises:
+        PrerequisiteError: a tracker's package, key or address is missing.
+    """
+    check_sinks(plan.recipe.tracking)
+    names = plan.recipe.tracking.sinks if world.is_first else ()
+    feeds = [Feed(name, plan, SINKS[name]) for name in names]
+
+    def pass_on(record: Record) -> None:
+        for feed in feeds:
+            feed.put(record)
+
+    try:
+        yield pass_on
+    finally:
+        for feed in feeds:
+            feed.end()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for feed in feeds:
+            feed.join(max(0.0, deadline - time.monotonic()))
+
+
+def check_sinks(tracking: TrackingSpec) -> None:
+    """Check everything about the trackers that can be known before the model is built, on each rank alike.
+
+    Raises:
+        PrerequisiteError: a tracker's package, key or address is missing.
+    """
+    check_packages(tracking)
+    check_access(tracking, os.environ, sees_home=True)
+
+
+class Feed:
+    """A tracker and the thread that alone talks to it.
+
+    What goes wrong in it is said once. A later record tries again, opening the tracker anew if need be; what was
+    lost in between is in metrics.jsonl.
+    """
+
+    def __init__(self, name: str, plan: RunPlan, open_sink: Callable[[TrackedRun], Sink]) -> None:
+        self._name = name
+        self._plan = plan
+        self._open = open_sink
+        self._has_warned = False
+        self._sink: Sink | None = None
+        self._run: TrackedRun | None = None
+        self._outcome: Outcome = "failed"
+        self._records: SimpleQueue[Record | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Queue a record."""
+        self._records.put(record)
+
+    def end(self) -> None:
+        """Queue the end."""
+        self._records.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end, but not for ever."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            log.warning("tracker %s did not take everything in time: the rest is in metrics.jsonl alone", self._name)
+
+    def _work(self) -> None:
+        while (record := self._records.get()) is not None:
+            with self._warning_once():
+                self._take(record)
+        with self._warning_once():
+            if self._sink is not None:
+                self._sink.close(self._outcome)
+
+    def _take(self, record: Record) -> None:
+        if isinstance(record, StartRecord):
+            self._run = TrackedRun(self._plan, record)
+        elif isinstance(record, EndRecord):
+            self._outcome = record.outcome
+        if self._sink is None and self._run is not None:
+            self._sink = self._open(self._run)
+        if self._sink is not None and isinstance(record, StepRecord | EvaluationRecord):
+            self._sink.log(scalars_of(record), record.step)
+
+    @contextmanager
+    def _warning_once(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - trackers raise anything; the training goes on
+            if not self._has_warned:
+                what = _CREDENTIALS.sub("***", f"{type(error).__name__}: {error}")
+                log.warning("tracker %s failed, the training goes on: %s", self._name, what)
+            self._has_warned = True

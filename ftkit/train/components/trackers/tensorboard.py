@@ -1,0 +1,34 @@
+"""TensorBoard: event files in the run's folder."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ftkit.train.components.trackers.sink import Outcome, TrackedRun
+
+
+class TensorBoardSink:
+    """Writes event files, a further one each time that the run goes on."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+
+        resumed_from = run.start.resumed_from
+        # Steps that an earlier start took after its last checkpoint are taken again: viewers shall forget them.
+        self._writer = SummaryWriter(
+            str(run.plan.layout.tensorboard), purge_step=resumed_from + 1 if resumed_from else 0
+        )
+        # Markdown shows what is indented as it stands.
+        text = "".join(f"    {line}\n" for line in json.dumps(run.config(), indent=2).splitlines())
+        self._writer.add_text("config", text, resumed_from)
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        """Add numbers to the file; it is written every few seconds."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, outcome: Outcome) -> None:  # noqa: ARG002 - TensorBoard knows no outcome
+        """Write the rest."""
+        self._writer.close()

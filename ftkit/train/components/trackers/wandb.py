@@ -1,0 +1,39 @@
+"""Weights & Biases, online or offline as WANDB_MODE says."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ftkit.train.components.trackers.sink import DEFAULT_PROJECT
+
+if TYPE_CHECKING:
+    from ftkit.train.components.trackers.sink import Outcome, TrackedRun
+
+
+class WandbSink:
+    """A run at W&B; what it keeps on disk lies in the run's folder."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb  # noqa: PLC0415 - an extra
+
+        plan = run.plan
+        self._teardown = wandb.teardown
+        self._run = wandb.init(
+            project=plan.recipe.tracking.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+            id=plan.id,
+            name=plan.id,
+            resume="allow",
+            dir=str(plan.layout.root),
+            config=run.config(),
+            settings=wandb.Settings(console="off"),  # the job's log is ftkit's, and stays in the run's folder
+        )
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        """Hand numbers to W&B's own process."""
+        self._run.log(scalars, step=step)
+
+    def close(self, outcome: Outcome) -> None:
+        """Wait until all is sent, or on disk when offline."""
+        self._run.finish(exit_code=1 if outcome == "failed" else 0)
+        self._teardown()  # W&B's process writes its last when it ends; the trainer leaves without exit handlers

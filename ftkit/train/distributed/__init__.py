@@ -1,0 +1,1 @@
+"""Processes, engines, collectives, and the checks that a model is sharded as planned."""

@@ -1,0 +1,275 @@
+"""FSDP2: torch's `fully_shard`, applied per decoder layer."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ftkit.errors import TrainingError
+from ftkit.train.causal_lm import MicroBatch, add_objective, summed_loss
+from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
+from ftkit.train.components.checkpoint_reader import read_state, saved_sizes
+from ftkit.train.components.optimizer import HostStateAdamW, parameter_groups
+from ftkit.train.distributed.collectives import choose_collectives
+from ftkit.train.distributed.precision import DTYPES
+from ftkit.train.distributed.sharding_stats import Held, gather_facts
+from ftkit.train.distributed.unsharded import cast_where_used, is_undivided
+from ftkit.train.library_versions import FSDP2_ON_PROCESSORS, TORCH, complete_processor_streams
+from ftkit.train.memory.activation_checkpointing import checkpoint_layers
+from ftkit.train.memory.activation_offload import ActivationOffload
+from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.weights import materialise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ftkit.config.training import TrainingPlan
+    from ftkit.train.distributed.checks import ShardingFacts
+    from ftkit.train.distributed.engine import Fill
+    from ftkit.train.distributed.world import World
+
+
+class Fsdp2Engine:
+    """Master weights, gradients and optimizer states in fp32, each rank holding its shard.
+
+    One process is a mesh of one: the same code with nothing to gather. Adapters on one process are not even that
+    (`ftkit.train.distributed.unsharded`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        training: TrainingPlan,
+        world: World,
+        fill: Fill | None = None,
+        *,
+        keeps_weights: bool = False,
+    ) -> None:
+        self._world = world
+        if not is_undivided(training, world):
+            _check_precisions(model)
+        _check_device(world)
+        is_empty = any(parameter.is_meta for parameter in model.parameters())
+        self.model = shard(model, training, world, keeps_weights=keeps_weights)
+        if is_empty:
+            parameters_on = torch.device("cpu") if training.offload == "all" else world.device
+            materialise(self.model, world.device, parameters_on)
+        if fill is not None:
+            fill(self.model)
+        self._shards = list(self.model.parameters())
+        """The parameters as they are between steps; the model has whole ones in their place while it uses them."""
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._training = training
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, made when it is first needed: by then the weights are in place."""
+        if self._optimizer is None:
+            self._optimizer = _make_optimizer(self.model, self._training)
+        return self._optimizer
+
+    def facts(self) -> ShardingFacts:
+        """Return what is true of the model on this rank."""
+        layers = find_decoder_layers(self.model)
+        return gather_facts(
+            self.model,
+            lambda parameter: Held(
+                parameter.numel(), _local(parameter).numel(), _even_share(parameter, self._world.size)
+            ),
+            num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
+            num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in layers),
+            is_undivided=is_undivided(self._training, self._world),
+        )
+
+    def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:
+        """Run forward and backward; see `Engine.backward`.
+
+        Each micro-batch's gradients are reduced at once: kept until the last one, they would be there whole.
+        """
+        del is_last
+        loss = summed_loss(self.model, batch)
+        # Reduction averages over ranks; the loss is a mean over the targets of all of them.
+        torch.autograd.backward(loss * (self._world.size / num_targets))
+        return loss.detach()
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """Give the model for evaluation, without gradients; put everything back into shards afterwards."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield self.model
+        finally:
+            self.model.train()
+            self._reshard()
+
+    @contextmanager
+    def probe(self) -> Iterator[nn.Module]:
+        """Give the model as it is trained; see `Engine.probe`."""
+        try:
+            with warnings.catch_warnings():
+                # Of outputs changed in place later, which a probe never does.
+                warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+                yield self.model
+        finally:
+            self._reshard()
+
+    def _reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
+        """Clip, update the weights and clear the gradients; see `Engine.step`."""
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return what this rank holds from step to step."""
+        states = [] if self._optimizer is None else self._optimizer.state.values()
+        return {
+            "parameters": [_local(shard) for shard in self._shards],
+            "gradients": [_local(shard.grad) for shard in self._shards if shard.grad is not None],
+            "optimizer": [_local(value) for state in states for value in state.values() if torch.is_tensor(value)],
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return weights and optimizer states as shards."""
+        model, optimizer = self._state_dicts()
+        # The parameter groups are those of the plan.
+        return {"model": model, "optimizer": {"state": optimizer["state"]}}
+
+    def _state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=_TRAINED)
+        # A second name of a frozen tensor is still among them.
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in model.items() if name in trained}, optimizer
+
+    def load(self, folder: Path) -> None:
+        """Read a state back, written at any world size."""
+        model, optimizer = self._state_dicts()
+        if isinstance(self.optimizer, AdamW8bit):
+            take_saved_scales(optimizer["state"], saved_sizes(folder, "optimizer.state."))
+        read_state({"model": model, "optimizer": {"state": optimizer["state"]}}, folder)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
+        if isinstance(self.optimizer, HostStateAdamW):
+            self.optimizer.to_host()
+
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.model, options=options))
+
+
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""What is frozen comes from the pretrained weights again."""
+
+
+def _check_precisions(model: nn.Module) -> None:
+    precisions = {parameter.dtype for parameter in model.parameters()}
+    if len(precisions) > 1 and TORCH < (2, 8):
+        raise TrainingError(
+            f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't shard frozen weights in bf16 together with adapters in fp32",
+            meaning="torch can from version 2.8 on",
+            fix="take an image with torch 2.8 or newer, or training.engine=zero3",
+        )
+
+
+def _check_device(world: World) -> None:
+    if world.size > 1 and world.device.type == "cpu" and not FSDP2_ON_PROCESSORS:
+        raise TrainingError(
+            f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't train with {world.size} processes without GPUs",
+            meaning="it would sum gradients where they are to be averaged; newer versions are made for processors",
+            fix="take GPUs, one process, or a newer torch",
+        )
+
+
+def shard(model: nn.Module, training: TrainingPlan, world: World, *, keeps_weights: bool) -> nn.Module:
+    """Shard a model: each decoder layer is a unit, and what is outside the layers is one more.
+
+    Layers are gathered for their forward and again for their backward, unless they keep their weights; embedding and
+    output projection stay gathered in between. Adapters on one process are left as they are.
+    """
+    complete_processor_streams()
+    layers = find_decoder_layers(model)
+    checkpoint_layers(
+        layers,
+        training.activation_checkpointing,
+        compiled=compiles(training, world.device),
+        offload=ActivationOffload(world.device) if training.activation_offload else None,
+    )
+    compute = DTYPES[training.precision]
+    if is_undivided(training, world):
+        add_objective(model, in_chunks=True)
+        if training.precision == "bf16":
+            cast_where_used(model, compute, world.device)
+        return model
+    collectives = choose_collectives(training, world)
+    policy = _mixed_precision(training, is_reduced_by_ftkit=collectives is not None)
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": policy, "offload_policy": offload}
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=world.size > 1 and not keeps_weights, **options)
+    fully_shard(model, **options)
+    if collectives is not None:
+        for module in (*layers, model):
+            collectives.serve(cast("FSDPModule", module))
+    add_objective(model, in_chunks=True)
+    if training.adapters is not None and training.precision == "bf16":
+        cast_where_used(model, compute, world.device)
+    return model
+
+
+def _mixed_precision(training: TrainingPlan, *, is_reduced_by_ftkit: bool) -> MixedPrecisionPolicy:
+    """Return in which precision weights are gathered, and gradients reduced.
+
+    With adapters, parameters are gathered as they are: frozen ones in the compute precision, trained ones in fp32, to
+    be cast where they are used, as on one process. FSDP2 then copies bytes. Were all of one precision, it would copy
+    numbers, and `torch._foreach_copy_` makes one NaN of all NaNs on GPUs: 4-bit weights, which are no numbers, would
+    come out changed.
+    """
+    compute, reduced = DTYPES[training.precision], DTYPES[training.reduce_precision]
+    if training.adapters is not None:
+        return MixedPrecisionPolicy(reduce_dtype=None if is_reduced_by_ftkit else reduced)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute if is_reduced_by_ftkit else reduced)
+
+
+def compiles(training: TrainingPlan, device: torch.device) -> bool:
+    """Tell whether layers are compiled: on GPUs unless the recipe says no, on processors only if it says so."""
+    return training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
+
+
+def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, training)
+    rates: dict[str, Any] = {"lr": training.learning_rate, "betas": training.betas}
+    if training.optimizer == "adamw8bit":
+        return AdamW8bit(groups, **rates)
+    kind = HostStateAdamW if training.offload == "optimizer" else torch.optim.AdamW
+    return kind(groups, **rates, fused=True)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _even_share(parameter: torch.Tensor, num_shards: int) -> int:
+    """Return the most elements of a parameter that one of `num_shards` ranks may hold, split along its rows."""
+    rows = parameter.shape[0] if parameter.ndim else 1
+    return -(-rows // num_shards) * (parameter.numel() // max(1, rows))

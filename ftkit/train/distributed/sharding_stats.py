@@ -1,0 +1,55 @@
+"""What is true of a sharded model on one rank, gathered the same way for every engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftkit.train.distributed.checks import ShardingFacts
+from ftkit.train.memory.activation_checkpointing import checkpointing_of
+from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.nf4 import Nf4Linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements of a parameter: of the whole, those on this rank, and how many these may be at most."""
+
+    whole: int
+    local: int
+    allowed: int
+
+
+def gather_facts(
+    model: nn.Module,
+    held: Callable[[nn.Parameter], Held],
+    num_units: int,
+    num_sharded_layers: int,
+    *,
+    is_undivided: bool = False,
+) -> ShardingFacts:
+    """Count; a quantised matrix counts as the weights that it stands for."""
+    layers = find_decoder_layers(model)
+    parameters = {parameter: held(parameter) for parameter in model.parameters()}
+    matrices = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    stored = sum(each.whole for each in parameters.values())
+    packed = sum(module.layout.num_stored for module in matrices)
+    quantised = sum(module.layout.num_weights for module in matrices)
+    return ShardingFacts(
+        num_layers=len(layers),
+        num_units=num_units,
+        num_sharded_layers=num_sharded_layers,
+        checkpointed_layers=Counter(checkpointing_of(layer) for layer in layers),
+        total_elements=stored - packed + quantised,
+        local_elements=sum(each.local for each in parameters.values()),
+        largest_local_elements=sum(each.allowed for each in parameters.values()),
+        trainable_elements=sum(each.whole for parameter, each in parameters.items() if parameter.requires_grad),
+        quantised_elements=quantised,
+        is_undivided=is_undivided,
+    )

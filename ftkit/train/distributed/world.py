@@ -1,0 +1,99 @@
+"""The processes of a run: which one this is, and how it talks to the others."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ftkit.errors import TrainingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.planning.plan import PlacementPlan
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others before the run fails instead of hanging."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among `size` others."""
+
+    rank: int
+    size: int
+    num_hosts: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+    host_mesh: DeviceMesh
+    """The same processes, for tensors in main memory."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which alone writes what exists once."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Return element-wise sums over all ranks. Waits for the device."""
+        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(totals)
+        return [float(total) for total in totals.tolist()]
+
+
+@contextmanager
+def joined_world(placement: PlacementPlan) -> Iterator[World]:
+    """Join the process group that torchrun's environment describes, and leave it at the end.
+
+    Raises:
+        TrainingError: the processes or devices are not those of the plan.
+    """
+    size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    if size != placement.world_size:
+        raise TrainingError(
+            f"the plan is for {placement.world_size} processes, {size} were started",
+            fix="start the job script as it was rendered, or plan anew",
+        )
+    device = _device(placement, local_rank)
+    torch.set_num_threads(placement.threads_per_process)
+    # Precision fp32 is fp32 in every image: NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which rounds to TF32.
+    torch.set_float32_matmul_precision("highest")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    try:
+        mesh, host_mesh = (init_device_mesh(kind, (size,)) for kind in (device.type, "cpu"))
+        yield World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(placement: PlacementPlan, local_rank: int) -> torch.device:
+    """Return this rank's device. A plan for GPUs never falls back to processors: it would cost a night."""
+    if placement.device == "cpu":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= visible:
+        raise TrainingError(
+            f"the plan puts {placement.processes_per_node} processes with a GPU each on a node, torch sees {visible}",
+            meaning="the job was not given its GPUs, the container lacks the driver, or torch has no CUDA",
+            fix="try 'nvidia-smi' in the same job; for processors take a cluster profile with device: cpu",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

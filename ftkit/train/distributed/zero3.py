@@ -1,0 +1,294 @@
+"""ZeRO-3: DeepSpeed deals every parameter out over the ranks, and gathers it where it is used."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from ftkit.errors import PrerequisiteError
+from ftkit.planning.estimates.memory import ZERO3_BUCKET
+from ftkit.train.causal_lm import MicroBatch, add_objective, summed_loss
+from ftkit.train.components.checkpoint_reader import read_state
+from ftkit.train.components.optimizer import parameter_groups
+from ftkit.train.distributed.precision import DTYPES
+from ftkit.train.distributed.sharding_stats import Held, gather_facts
+from ftkit.train.memory.activation_checkpointing import checkpoint_layers
+from ftkit.train.memory.activation_offload import ActivationOffload
+from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.shards import own_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from ftkit.config.training import TrainingPlan
+    from ftkit.train.distributed.checks import ShardingFacts
+    from ftkit.train.distributed.engine import Fill
+    from ftkit.train.distributed.world import World
+
+_STATES = ("exp_avg", "exp_avg_sq")
+_FOLLOWED = ("summed_loss", "packed_hidden_states")
+"""Methods of a model with an objective, which DeepSpeed has to follow."""
+
+
+class Zero3Engine:
+    """Weights in the compute precision, their fp32 masters and optimizer states; each rank holding its part."""
+
+    def __init__(self, model: nn.Module, training: TrainingPlan, world: World, fill: Fill | None = None) -> None:
+        self._world = world
+        # DeepSpeed hands a state that is offloaded over on the device, a parameter at a time: it goes back at once.
+        self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
+        self.model = model
+        self._deepspeed = _import_deepspeed(world.device)
+        config = deepspeed_config(training, world)
+        precision = DTYPES[training.precision]
+        cast("PreTrainedModel", model).tie_weights()  # while a parameter is still one object wherever it is used
+        for unit in [*find_decoder_layers(model), model]:
+            _give_memory(unit, world.device, precision)
+            self._deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=precision)
+        if fill is not None:
+            fill(model)
+        checkpoint_layers(
+            find_decoder_layers(model),
+            training.activation_checkpointing,
+            compiled=False,
+            offload=ActivationOffload(world.device) if training.activation_offload else None,
+        )
+        add_objective(model, in_chunks=False)
+        _take_batches_in_forward(model)
+        # The learning rate comes with each step. Until then it is none, so that nothing that DeepSpeed does to
+        # set the states up can move the weights.
+        optimizer = torch.optim.AdamW(parameter_groups(model, training), lr=0.0, betas=training.betas, fused=True)
+        self._engine, *_ = self._deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        # A call of the engine, not of the model: it counts micro-batches by its own forward.
+        for name in _FOLLOWED:
+            object.__setattr__(model, name, partial(self._call, name))
+        self._start_states()
+
+    def _call(self, method: str, batch: MicroBatch) -> Any:
+        return self._engine(batch=batch, method=method)
+
+    def _start_states(self) -> None:
+        """Make the optimizer's states, which a checkpoint is read into; torch would with the first step."""
+        optimizer = self._engine.optimizer
+        for master in optimizer.fp32_partitioned_groups_flat:
+            states = {key: torch.zeros_like(master) for key in _STATES}
+            optimizer.optimizer.state[master] = states | {"step": torch.zeros((), device=master.device)}
+
+    def facts(self) -> ShardingFacts:
+        """Return what is true of the model on this rank: a unit is a part of it with all parameters dealt out."""
+        layers = find_decoder_layers(self.model)
+        within = {parameter for layer in layers for parameter in layer.parameters()}
+        rest = [parameter for parameter in self.model.parameters() if parameter not in within]
+        sharded_layers = sum(all(map(self._is_dealt_out, layer.parameters())) for layer in layers)
+        return gather_facts(
+            self.model,
+            self._held,
+            num_units=sharded_layers + all(map(self._is_dealt_out, rest)),
+            num_sharded_layers=sharded_layers,
+        )
+
+    def _held(self, parameter: Any) -> Held:
+        if not hasattr(parameter, "ds_tensor"):
+            return Held(parameter.numel(), parameter.numel(), -(-parameter.numel() // self._world.size))
+        whole = parameter.ds_shape.numel()
+        # Small ones also stay whole on every rank, if DeepSpeed says so of them.
+        kept = whole if parameter.ds_persist else 0
+        return Held(whole, parameter.ds_tensor.numel() + parameter.numel(), -(-whole // self._world.size) + kept)
+
+    def _is_dealt_out(self, parameter: nn.Parameter) -> bool:
+        held = self._held(parameter)
+        return hasattr(parameter, "ds_tensor") and held.local <= held.allowed
+
+    def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:
+        """Run forward and backward; see `Engine.backward`."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        loss = summed_loss(self.model, batch)
+        # Reduction averages over ranks; the loss is a mean over the targets of all of them.
+        self._engine.backward(loss * (self._world.size / num_targets))
+        return loss.detach()
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """Give the model for evaluation, without gradients; DeepSpeed frees what it gathers as it goes."""
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                yield self.model
+        finally:
+            self._engine.train()
+
+    @contextmanager
+    def probe(self) -> Iterator[nn.Module]:
+        """Give the model as it is trained; see `Engine.probe`."""
+        try:
+            yield self.model
+        finally:
+            # DeepSpeed counts the outputs of each module whose gradients are to come, and frees weights after the last.
+            module: Any
+            for module in self.model.modules():
+                if hasattr(module, "ds_grads_remaining"):
+                    module.ds_grads_remaining = 0
+
+    def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
+        """Clip, update the weights and clear the gradients; see `Engine.step`."""
+        optimizer = self._engine.optimizer
+        optimizer.clip_grad = max_norm
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        if optimizer.overflow:  # DeepSpeed leaves such a step out: the loss will tell, as with other engines
+            return torch.full((), torch.nan, device=self._world.device)
+        return torch.as_tensor(optimizer._global_grad_norm, device=self._world.device).float()  # noqa: SLF001
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return what this rank holds from step to step."""
+        optimizer = self._engine.optimizer
+        masters = optimizer.fp32_partitioned_groups_flat
+        gradients = optimizer.grad_partitions_flat_buffer
+        return {
+            "parameters": [*masters, *(own_part(parameter).values for parameter in self.model.parameters())],
+            "gradients": [] if gradients is None else [gradients],
+            "optimizer": [value for states in optimizer.optimizer.state.values() for value in states.values()],
+        }
+
+    def load(self, folder: Path) -> None:
+        """Read a state back, written at any world size."""
+        state = self.state()
+        read_state(state, folder)
+        write = self._deepspeed.utils
+        for name, parameter in self._trained():
+            master = _padded(state["model"][name], parameter)
+            write.safe_set_local_fp32_param(parameter, master)
+            parameter.ds_tensor.copy_(master)
+            for key in _STATES:
+                write.safe_set_local_optimizer_state(parameter, _padded(state["optimizer"][key][name], parameter), key)
+        for states in self._engine.optimizer.optimizer.state.values():
+            states["step"].copy_(state["step"])
+        kept = self._engine.optimizer.persistent_parameters
+        if kept:  # gather again what stays whole on every rank
+            kept[0].partition(kept)
+            kept[0].all_gather(kept)
+
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
+        weights = {}
+        for name, parameter in self._trained():
+            with self._deepspeed.zero.GatheredParameters([parameter]):
+                if self._world.is_first:
+                    weights[name] = parameter.detach().to("cpu", copy=True)
+        return weights
+
+    def _trained(self) -> list[tuple[str, Any]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def state(self) -> dict[str, Any]:
+        """Return master weights and optimizer states as shards of flat tensors: DeepSpeed divides as `chunk`."""
+        read = self._deepspeed.utils
+        trained = self._trained()
+        return {
+            "model": {name: self._shard(p, read.safe_get_local_fp32_param(p)) for name, p in trained},
+            "optimizer": {
+                key: {name: self._shard(p, read.safe_get_local_optimizer_state(p, key)) for name, p in trained}
+                for key in _STATES
+            },
+            "step": next(iter(self._engine.optimizer.optimizer.state.values()))["step"].cpu(),
+        }
+
+    def _shard(self, parameter: Any, values: torch.Tensor) -> DTensor:
+        whole, size = parameter.ds_shape.numel(), own_part(parameter).values.numel()
+        return DTensor.from_local(
+            values[:size], self._state_mesh, [Shard(0)], run_check=False, shape=torch.Size([whole]), stride=(1,)
+        )
+
+
+def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a run."""
+    to_host = {"device": "cpu", "pin_memory": world.device.type == "cuda"}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": world.device.type == "cuda",
+        "reduce_bucket_size": ZERO3_BUCKET,
+    }
+    if training.offload != "none":
+        zero["offload_optimizer"] = to_host
+    if training.offload == "all":
+        zero["offload_param"] = to_host
+    return {
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        "gradient_accumulation_steps": 1,  # the loop accumulates, and says which micro-batch is a step's last
+        "gradient_clipping": training.max_grad_norm,
+        "bf16": {"enabled": training.precision == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": training.reduce_precision,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own would be compiled at each start
+        "steps_per_print": 2**31,
+    }
+
+
+def _padded(values: DTensor, parameter: Any) -> torch.Tensor:
+    """Return a shard in the length that DeepSpeed's last partition has too."""
+    local = values.to_local()
+    return functional.pad(local, (0, parameter.ds_tensor.numel() - local.numel()))
+
+
+def _give_memory(unit: nn.Module, device: torch.device, precision: torch.dtype) -> None:
+    """Give memory to those parameters of a part of a model that have none, and the compute precision to all.
+
+    Only so much of the model is ever whole.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in unit.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if hasattr(parameter, "ds_id"):
+                continue
+            if parameter.is_meta and parameter not in made:
+                empty = torch.empty_like(parameter, device=device, dtype=precision)
+                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            if parameter.is_meta:
+                setattr(module, name, made[parameter])
+            else:
+                parameter.data = parameter.data.to(precision)
+
+
+def _take_batches_in_forward(model: Any) -> None:
+    """Let the model's forward do what its methods do with a `batch`: DeepSpeed's hooks are on forward alone."""
+    methods = {name: getattr(model, name) for name in _FOLLOWED}
+    forward = model.forward
+
+    @wraps(forward)
+    def forward_or_method(*args: Any, batch: MicroBatch | None = None, method: str = "", **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if batch is None else methods[method](batch)
+
+    model.forward = forward_or_method
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    os.environ["DS_ACCELERATOR"] = device.type
+    try:
+        import deepspeed  # noqa: PLC0415 - it looks for the accelerator when it is imported
+        import deepspeed.ops  # noqa: PLC0415
+    except ImportError as error:
+        raise PrerequisiteError(
+            "engine 'zero3' needs DeepSpeed, which is not installed", fix="pip install 'ftkit[deepspeed]'"
+        ) from error
+    # Shared memory for gloo would be compiled, for a minute, where there is a compiler, and fail where there is none.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # torch 2.13 says so at each of DeepSpeed's collectives, several times a step.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    return deepspeed

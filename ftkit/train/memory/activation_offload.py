@@ -1,0 +1,86 @@
+"""Inputs of checkpointed layers that wait in main memory between forward and backward pass."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ftkit.train.memory.pinned import pinned_like
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+@dataclass
+class _Parked:
+    """A tensor in main memory; `before` was parked before it, so it is asked for after it."""
+
+    host: torch.Tensor
+    before: _Parked | None
+    arriving: torch.Tensor | None = None
+
+
+class ActivationOffload:
+    """Copies on a stream of its own, while layers compute on theirs.
+
+    A tensor on its way out is held until the next one goes: by then it has left, and nobody waits for it. A tensor
+    that is asked for brings the one before it along, which the layer before will ask for next. On processors the
+    streams are none, and a copy is done when it is called. Main memory serves again: the next copy into it is on the
+    same stream as the one out of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._library: Any = torch.get_device_module(device)
+        self._stream = self._library.Stream()
+        self._newest: _Parked | None = None
+        self._leaving: torch.Tensor | None = None
+        self._free: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
+
+    def around(self, layer_input: torch.Tensor) -> AbstractContextManager[Any]:
+        """Give the context in which a layer is called: of all that it keeps, its input alone is parked."""
+        address = layer_input.data_ptr()
+
+        def park(tensor: torch.Tensor) -> _Parked | torch.Tensor:
+            return self._park(tensor) if tensor.data_ptr() == address and tensor.numel() else tensor
+
+        def fetch(kept: _Parked | torch.Tensor) -> torch.Tensor:
+            return self._fetch(kept) if isinstance(kept, _Parked) else kept
+
+        return torch.autograd.graph.saved_tensors_hooks(park, fetch)
+
+    def _park(self, tensor: torch.Tensor) -> _Parked:
+        computing = self._library.current_stream()
+        computing.wait_stream(self._stream)  # the one before has left: its memory may be used again
+        free = self._free[tensor.shape]
+        host = free.pop() if free else pinned_like(tensor)
+        self._stream.wait_stream(computing)
+        with self._library.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        self._leaving = tensor
+        self._newest = _Parked(host, self._newest)
+        return self._newest
+
+    def _fetch(self, parked: _Parked) -> torch.Tensor:
+        tensor = self._bring(parked)
+        parked.arriving = None
+        self._free[tensor.shape].append(parked.host)
+        self._library.current_stream().wait_stream(self._stream)
+        self._leaving = None
+        self._newest = parked.before
+        if parked.before is not None:
+            parked.before.arriving = self._bring(parked.before)
+        return tensor
+
+    def _bring(self, parked: _Parked) -> torch.Tensor:
+        if parked.arriving is not None:
+            return parked.arriving
+        # Memory of the computing stream, which has to be done with it first and uses it afterwards.
+        tensor = torch.empty_like(parked.host, device=self._device)
+        self._stream.wait_stream(self._library.current_stream())
+        with self._library.stream(self._stream):
+            tensor.copy_(parked.host, non_blocking=True)
+        return tensor

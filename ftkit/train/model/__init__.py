@@ -1,0 +1,1 @@
+"""The model: built, given weights, adapted, quantized, attended."""

@@ -1,0 +1,256 @@
+"""Attention kernels: the fastest one that the device has and that knows where documents end."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers import AttentionInterface
+
+from ftkit.errors import PrerequisiteError, TrainingError, in_short
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from ftkit.config.training import TrainingPlan
+    from ftkit.train.distributed.world import World
+
+Kernel = Literal["flash4", "flex", "sdpa", "eager"]
+
+IMPLEMENTATIONS: dict[Kernel, str] = {
+    "flash4": "ftkit_varlen",
+    "flex": "flex_attention",
+    "sdpa": "sdpa",
+    "eager": "eager",
+}
+"""What transformers calls each kernel."""
+
+_HOPPER = (9, 0)
+_UNKNOWN_TO_FLASH4 = ("softcap", "s_aux", "position_bias")
+"""What some models pass to a kernel to change the scores: caps, sinks, biases."""
+
+_CHANGES_SCORES = {"attn_logit_softcapping": "caps its attention scores"}
+"""Configuration keys of models whose attention flash-attn-4 and SDPA don't compute, with what they do."""
+_HAS_SINKS = ("gpt_oss",)
+"""Families whose attention has sinks, which no key of their configuration says."""
+
+FLEX_MINIMUM = 128
+"""Tokens from which on flex attention has one kernel for training and inference. For fewer queries torch takes a
+decoding kernel without gradients, which ignores documents or fails to compile (seen with torch 2.11)."""
+
+
+def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World) -> tuple[Kernel, str]:
+    """Return the kernel to use, and why. Every rank must call it; all get the same answer.
+
+    flash-attn-4 runs on Hopper and newer, in bf16, and takes packed documents of any length; flex attention is
+    compiled for any CUDA device; torch's SDPA and transformers' eager attention run everywhere, with a mask of
+    sequence length squared. Only flex and eager attention know models that change their attention scores.
+
+    Raises:
+        TrainingError: the recipe asks for a kernel that can't compute this model.
+        PrerequisiteError: it asks for flash-attn-4, which does not work here.
+    """
+    special = _changed_scores(config)
+    if training.attention != "auto":
+        _check_wanted(training, special, config, world)
+        return training.attention, "the recipe asks for it"
+    if world.device.type != "cuda":
+        return ("eager", f"CPU; the model {special}") if special else ("sdpa", "the fastest one on CPUs")
+    if special is None and training.precision == "bf16" and torch.cuda.get_device_capability() >= _HOPPER:
+        failure = _flash4_failure(config, world)
+        if failure is None:
+            return "flash4", f"{torch.cuda.get_device_name()} and flash-attn-4 is installed"
+    else:
+        failure = f"the model {special}" if special else f"{torch.cuda.get_device_name()} in {training.precision}"
+    if training.sequence_length >= FLEX_MINIMUM:
+        return "flex", f"flash-attn-4 can't be used: {failure}"
+    if special:
+        return "eager", f"the model {special}, and flex attention needs {FLEX_MINIMUM} tokens"
+    return "sdpa", f"packs of {training.sequence_length} tokens: flex attention needs {FLEX_MINIMUM}"
+
+
+def _changed_scores(config: PretrainedConfig) -> str | None:
+    """Say how a model changes its attention scores, if it does."""
+    if config.model_type in _HAS_SINKS:
+        return "has attention sinks"
+    return next((text for key, text in _CHANGES_SCORES.items() if getattr(config, key, None) is not None), None)
+
+
+def _check_wanted(training: TrainingPlan, special: str | None, config: PretrainedConfig, world: World) -> None:
+    wanted = training.attention
+    if special and wanted in {"flash4", "sdpa"}:
+        raise TrainingError(
+            f"training.attention={wanted} can't compute a '{config.model_type}': it {special}",
+            fix="set training.attention=auto",
+        )
+    if wanted == "flex" and training.sequence_length < FLEX_MINIMUM:
+        raise TrainingError(
+            f"training.attention=flex needs a sequence length of {FLEX_MINIMUM} or more, not "
+            f"{training.sequence_length}",
+            meaning="for shorter packs torch takes a kernel that ignores where documents end",
+            fix="set training.attention=auto, or a longer training.sequence_length",
+        )
+    if wanted == "flash4" and (failure := _flash4_failure(config, world)) is not None:
+        raise PrerequisiteError(
+            f"training.attention=flash4: {failure}",
+            meaning="flash-attn-4 or a package that it needs is missing or of another version, or it does not support "
+            "this GPU or these heads",
+            fix="pip install flash-attn-4 in the image, or set training.attention=auto",
+        )
+
+
+def _flash4_failure(config: PretrainedConfig, world: World) -> str | None:
+    """Return why flash-attn-4 can't train this model on some rank, or None if it can on all."""
+    failures = world.gather_objects(_flash4_failure_here(config, world.device))
+    return next((failure for failure in failures if failure is not None), None)
+
+
+def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str | None:
+    """Try its forward and backward pass on the model's heads: what it compiles for that, training uses again."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    try:
+        query, key, value = (
+            torch.randn(FLEX_MINIMUM, num, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+            for num in (heads, key_heads, key_heads)
+        )
+        borders = torch.tensor([0, FLEX_MINIMUM // 3, FLEX_MINIMUM], dtype=torch.int32, device=device)
+        output, _ = _varlen(query, key, value, borders, FLEX_MINIMUM, 1 / math.sqrt(width), None)
+        output.sum().backward()
+        torch.cuda.synchronize(device)  # host sync: a kernel's error shows here, before step 1
+    except Exception as error:  # noqa: BLE001 - what a missing part or an unsupported head raises is up to many packages
+        return f"{type(error).__name__}: {in_short(error)}"
+    return None
+
+
+def _flash4(  # noqa: PLR0913 - the interface is transformers'
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within documents: transformers' interface to flash-attn-4.
+
+    Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D].
+    """
+    for name in _UNKNOWN_TO_FLASH4:
+        if unused.get(name) is not None:
+            raise TrainingError(
+                f"{type(module).__name__} changes its attention scores ('{name}'), which flash-attn-4 is not told",
+                fix="set training.attention=flex",
+            )
+    del module, attention_mask, unused
+    batch, _, length, width = query.shape
+    flat = [tensor.transpose(1, 2).reshape(batch * length, -1, width) for tensor in (query, key, value)]
+    scale = scaling if scaling is not None else 1 / math.sqrt(width)
+    output, _ = _varlen(*flat, cu_seq_lens_q, max_length_q, scale, sliding_window)
+    return output.view(batch, length, -1, width), None
+
+
+@contextmanager
+def plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Generate text: with a cache and a mask, which the kernels for packs don't know, and shapes that always change."""
+    chosen = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name to read it by
+    model.set_attn_implementation(IMPLEMENTATIONS["sdpa"])
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.set_attn_implementation(chosen)
+
+
+# Operators, which a compiled layer takes in whole and activation checkpointing can keep the output of. The package's
+# public function is opaque to both; hence its private ones.
+@torch.library.custom_op("ftkit::varlen_attention", mutates_args=())
+def _varlen(  # noqa: PLR0913, PLR0917 - operators take tensors and numbers alone
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    longest: int,
+    scale: float,
+    sliding_window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, [B * T, H, D], and the logarithms of the sums of weights, fp32 [H, B * T]."""
+    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found] # noqa: PLC0415 - on GPUs
+
+    output, log_sums, *_ = _flash_attn_fwd(
+        query, key, value, return_lse=True, **_options(borders, longest, scale, sliding_window)
+    )
+    return output, log_sums
+
+
+@torch.library.custom_op(
+    "ftkit::varlen_attention_backward",
+    mutates_args=(),
+    # Written out since torch 2.6 does not understand list[Tensor].
+    schema="(Tensor gradient, Tensor[] kept, Tensor borders, int longest, float scale, int? sliding_window)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _varlen_backward(
+    gradient: torch.Tensor,
+    kept: list[torch.Tensor],
+    borders: torch.Tensor,
+    longest: int,
+    scale: float,
+    sliding_window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value; `kept` are these, the output and the logarithms of sums."""
+    from flash_attn.cute.interface import _flash_attn_bwd  # noqa: PLC0415 - on GPUs
+
+    query, key, value, output, log_sums = kept
+    options = _options(borders, longest, scale, sliding_window)
+    gradients = _flash_attn_bwd(query, key, value, output, gradient, log_sums, **options)
+    of_query, of_key, of_value = (tensor.contiguous() for tensor in gradients[:3])
+    return of_query, of_key, of_value
+
+
+def _options(borders: torch.Tensor, longest: int, scale: float, sliding_window: int | None) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": borders,
+        "cu_seqlens_k": borders,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": None if sliding_window is None else sliding_window - 1,
+        "window_size_right": None if sliding_window is None else 0,
+    }
+
+
+@_varlen.register_fake
+def _(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    length, heads, _width = query.shape
+    return query.new_empty(length, heads, value.shape[-1]), query.new_empty(heads, length, dtype=torch.float32)
+
+
+@_varlen_backward.register_fake
+def _(_: torch.Tensor, kept: list[torch.Tensor], *__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_query, of_key, of_value = (tensor.new_empty(tensor.shape) for tensor in kept[:3])
+    return of_query, of_key, of_value
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, borders, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, *output, borders)
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    *kept, borders = ctx.saved_tensors
+    return (*_varlen_backward(gradient, kept, borders, *ctx.settings), None, None, None, None)
+
+
+_varlen.register_autograd(_gradients, setup_context=_keep_for_backward)
+AttentionInterface.register(IMPLEMENTATIONS["flash4"], _flash4)

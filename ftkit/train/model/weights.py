@@ -1,0 +1,238 @@
+"""Pretrained weights: from safetensors files straight into each rank's shard.
+
+No rank ever holds a whole model: of each tensor it reads the rows that are its own.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import safe_open
+from torch import nn
+
+from ftkit.config.paths import is_path
+from ftkit.errors import NotFoundError, TrainingError
+from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
+from ftkit.train.model.lora import DORA_LENGTHS, is_adapter
+from ftkit.train.model.nf4 import Nf4Layout, Nf4Linear
+from ftkit.train.model.shards import OwnPart, own_part, rows_at_once
+from ftkit.train.model.weight_conversion import JoinedPieces, Pieces, arrange
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ftkit.config.model import ArchitectureSpec, ModelSpec
+    from ftkit.train.distributed.world import World
+
+
+def fetch_weights(model: ModelSpec, world: World) -> Path:
+    """Return the folder with the model's files; downloads once on each node, the others wait.
+
+    Raises:
+        NotFoundError: there is no such folder or hub model, or this token may not read it.
+    """
+    if is_path(model.weights):
+        check_folder(Path(model.weights))  # nobody has looked from the nodes, if the data was prepared before
+        return Path(model.weights)
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+    if world.local_rank == 0:
+        _download(model, patterns)
+    world.barrier()
+    return Path(
+        snapshot_download(model.weights, revision=model.revision, allow_patterns=patterns, local_files_only=True)
+    )
+
+
+def _download(model: ModelSpec, patterns: list[str]) -> None:
+    try:
+        snapshot_download(model.weights, revision=model.revision, allow_patterns=patterns)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise NotFoundError(
+            f"can't download '{model.weights}': {str(error).splitlines()[0]}",
+            meaning="the name is wrong, the model is gated and HF_TOKEN may not read it, or the hub is out of reach",
+            fix="accept the model's licence on the hub and set HF_TOKEN; or give model.weights a local folder",
+        ) from error
+
+
+def materialise(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
+    """Give memory to a sharded model's empty parameters; its buffers stay as they are, on `device`."""
+    buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
+    model.to_empty(device=parameters_on)
+    for name, buffer in buffers.items():
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, buffer)
+    cast("PreTrainedModel", model).tie_weights()  # to_empty gives each name a tensor of its own
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Fill a sharded model's parameters, apart from adapters, and those of its buffers that files hold.
+
+    Of a multimodal model's files, only the text is read.
+
+    Raises:
+        TrainingError: a parameter is missing from the files, or is there in another shape.
+    """
+    wanted, buffers = _destinations(model), dict(model.named_buffers())
+    places = {stored: path for path, names in _files(folder).items() for stored in names}
+    arranged = arrange(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys())
+    if missing := sorted(wanted.keys() - arranged.keys()):
+        raise TrainingError(
+            f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
+            meaning="the files are incomplete, or of another model",
+            fix="download them again; check model.weights and model.architecture",
+        )
+    with _OpenFiles(places) as files:
+        for name, stored in sorted(arranged.items(), key=lambda item: places[_first(item[1])]):
+            if name in wanted:
+                source = files.read(stored) if isinstance(stored, str) else JoinedPieces(stored, files.read)
+                wanted[name].fill(source, _first(stored))
+            else:
+                buffers[name].copy_(files.read(_first(stored))[...])
+
+
+def _first(stored: str | Pieces) -> str:
+    return stored if isinstance(stored, str) else stored[0][0]
+
+
+class _OpenFiles(ExitStack):
+    """Files of tensors, opened when they are first read from and closed together."""
+
+    def __init__(self, places: dict[str, Path]) -> None:
+        super().__init__()
+        self._places = places
+        self._opened: dict[Path, Any] = {}
+
+    def read(self, stored: str) -> Any:
+        """Return a tensor of the files, of which only the rows that are asked for are read."""
+        path = self._places[stored]
+        if path not in self._opened:
+            self._opened[path] = self.enter_context(safe_open(path, framework="pt"))
+        return self._opened[path].get_slice(stored)
+
+
+def draw_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
+    """Fill a sharded model's parameters, apart from adapters, with random values: the same at any number of shards.
+
+    Each rank draws the chunks of rows that its part is in, so there is never more than a chunk beside the shards; 4-bit
+    matrices are drawn whole. Vectors scale what was normalized: they begin as one (Gemma adds the one itself); biases
+    as zero.
+    """
+    norm = 0.0 if shape.family in _ADDS_ONE else 1.0
+    for name, destination in _destinations(model).items():
+        constant = 0.0 if name.endswith(".bias") else norm
+        drawn = _Drawn(destination, zlib.crc32(f"{seed} {name}".encode()), shape.initializer_range, constant)
+        destination.fill(drawn, name)
+
+
+_ADDS_ONE = ("gemma", "gemma2", "gemma3_text")
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A tensor of random values, read as one of a file is."""
+
+    destination: _Destination
+    seed: int
+    deviation: float
+    constant: float
+
+    def get_shape(self) -> list[int]:
+        return self.destination.wanted
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        shape, device = self.get_shape(), self.destination.part.values.device
+        if len(shape) == 1:
+            return torch.full(shape, self.constant, device=device)[rows]
+        first, last, _ = rows.indices(shape[0])
+        height = rows_at_once(shape)
+        chunks = range(first // height, -(-last // height))
+        drawn = torch.cat([self._chunk(number, height) for number in chunks])
+        return drawn[first - chunks.start * height : last - chunks.start * height]
+
+    def _chunk(self, number: int, height: int) -> torch.Tensor:
+        """Draw so many rows. Most matrices are one chunk."""
+        shape, values = self.get_shape(), self.destination.part.values
+        rows = min(height, shape[0] - number * height)
+        generator = torch.Generator(values.device).manual_seed(self.seed + number)
+        return torch.empty(rows, *shape[1:], device=values.device).normal_(std=self.deviation, generator=generator)
+
+
+@dataclass(frozen=True)
+class _Destination:
+    """A parameter that is to be filled from the files.
+
+    Attributes:
+        layout: how it is packed, if it is kept in 4 bits.
+        lengths: DoRA's lengths of the parameter's rows, which begin as those of the pretrained weights.
+    """
+
+    part: OwnPart
+    layout: Nf4Layout | None
+    lengths: OwnPart | None
+
+    @property
+    def wanted(self) -> list[int]:
+        """The shape that a tensor must have to go here."""
+        return [*self.part.shape] if self.layout is None else [self.layout.num_outputs, self.layout.num_inputs]
+
+    def fill(self, source: Any, name: str) -> None:
+        """Read this rank's part of a tensor; the whole, where every part depends on it."""
+        shape = list(source.get_shape())
+        if shape != self.wanted:
+            raise TrainingError(
+                f"'{name}' has shape {shape} in the files and {self.wanted} in the model",
+                fix="check model.architecture against the weights' config.json",
+            )
+        if self.layout is None and self.lengths is None:
+            self.part.fill_from_rows(lambda first, last: source[first:last])
+            return
+        whole = source[:].to(self.part.values.device)
+        if self.layout is not None:
+            packed = self.layout.pack(whole)
+            whole = self.layout.unpack(packed)
+            self.part.fill_from(packed)
+        else:
+            self.part.fill_from(whole)
+        if self.lengths is not None:
+            self.lengths.fill_from(torch.linalg.norm(whole.float(), dim=1))
+
+
+def _destinations(model: nn.Module) -> dict[str, _Destination]:
+    """Return where each tensor of the files belongs. Adapters are in none, and put a level into others' names."""
+    parameters = dict(model.named_parameters())  # a tied parameter comes once, under its first name
+    found = {}
+    for name, parameter in parameters.items():
+        if is_adapter(name):
+            continue
+        owner, _, own_name = name.rpartition(".")
+        module = model.get_submodule(owner)
+        layout = module.layout if isinstance(module, Nf4Linear) and own_name == "packed" else None
+        has_lengths = own_name in ("packed", "weight")
+        lengths = parameters.get(owner.removesuffix("base_layer") + DORA_LENGTHS) if has_lengths else None
+        stored = name.replace(".base_layer.", ".").replace(".packed", ".weight")
+        found[stored] = _Destination(
+            own_part(parameter),
+            layout,
+            None if lengths is None else own_part(lengths),
+        )
+    return found
+
+
+def _files(folder: Path) -> dict[Path, set[str]]:
+    """Return which tensors are in which file."""
+    if (folder / WEIGHTS_INDEX).is_file():
+        places = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(places.values()))
+        return {folder / file: {name for name, place in places.items() if place == file} for file in files}
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise NotFoundError(f"there are no safetensors files in {folder}", fix="convert the weights to safetensors")
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        return {folder / WEIGHTS_FILE: set(file.keys())}

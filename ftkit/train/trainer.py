@@ -1,0 +1,275 @@
+"""One training session: everything between joining the world and the end of the run."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import accelerate
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.tokenizers import load_saved_tokenizer
+from ftkit.errors import TrainingError
+from ftkit.planning.estimates.adapters import ParameterCounts
+from ftkit.planning.estimates.parameters import method_counts
+from ftkit.planning.plan import RunPlan, count_steps, plan_for_counts
+from ftkit.runs.records import EndRecord, EvaluationRecord, ProofRecord, StageRecord, StartRecord
+from ftkit.train.components.batches import BatchSchedule
+from ftkit.train.components.checkpoint import Progress, load_newest
+from ftkit.train.components.checkpoint_saver import CheckpointSaver
+from ftkit.train.components.evaluate import Evaluator
+from ftkit.train.components.export import ExportedParts, export
+from ftkit.train.components.generation import Generation
+from ftkit.train.components.metrics import Recorder
+from ftkit.train.components.mfu import measure_utilisation
+from ftkit.train.components.profiler import check_profile
+from ftkit.train.components.trackers.feed import tracked
+from ftkit.train.counting import count_method, count_modules
+from ftkit.train.distributed.checks import prove_isolation, prove_logits, prove_sharding, prove_targets, run_probe
+from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.world import World
+from ftkit.train.loop import Training
+from ftkit.train.memory.out_of_memory import OutOfMemoryExplainer
+from ftkit.train.memory.trace import MemoryTrace
+from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.model.build import TextConfig, build_empty, has_random_weights, make_config, read_config
+from ftkit.train.model.lora import fill_adapters, prepare_method
+from ftkit.train.model.weights import draw_weights, fetch_weights, load_weights
+
+if TYPE_CHECKING:
+    from ftkit.train.distributed.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model besides its weights.
+
+    Attributes:
+        num_parameters: without adapters.
+        expected: what the proofs must find when it is sharded.
+    """
+
+    config: TextConfig
+    class_name: str
+    generation: Generation
+    num_parameters: int
+    expected: ParameterCounts
+
+
+@dataclass(frozen=True)
+class Session:
+    """A plan being carried out by this process."""
+
+    plan: RunPlan
+    world: World
+    data: PreparedData
+    tokenizer: PreTrainedTokenizerBase
+    recorder: Recorder
+    trace: MemoryTrace
+
+    def run(self) -> None:
+        """Build, prove, resume or begin, train, evaluate, export.
+
+        Raises:
+            MemoryExhaustedError: with what to change.
+        """
+        with OutOfMemoryExplainer(self.plan, self.world, self.trace) as explainer:
+            self._run(explainer)
+
+    def _run(self, explainer: OutOfMemoryExplainer) -> None:
+        began = time.time()
+        store = PackStore(self.data.train)
+        num_steps = self._num_steps(len(store))
+        self._stage("building the model")
+        engine, built = self._build_engine()
+        explainer.engine = engine
+        self._prove(engine, built.expected, store)
+        self.trace.begin("loading the newest checkpoint")
+        progress = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
+        progress = progress or Progress(step=0, fingerprint=self.plan.fingerprint)
+        self._record_start(num_steps, progress, built.num_parameters)
+        evaluator = Evaluator(self.plan, self.data, self.tokenizer, built.generation, self.world)
+        if progress.step == 0:
+            self._evaluate(evaluator, engine, 0, "before")
+        training_began = time.time()
+        with CheckpointSaver(self.plan, self.world, self.recorder) as saver:
+            training = explainer.training = Training(
+                self.plan,
+                self.world,
+                engine,
+                self._batches(store),
+                evaluator,
+                self.recorder,
+                self.trace,
+                measure_utilisation(self.plan.recipe, store, self.world),
+                saver,
+                num_steps,
+                progress,
+            )
+            if progress.step < num_steps:
+                self.trace.follow_first_step(engine)
+            outcome = training.train()
+        explainer.training = None
+        training_seconds = time.time() - training_began
+        exported = None
+        if outcome == "completed":
+            self._evaluate(evaluator, engine, num_steps, "after")
+            self._stage("exporting the model")
+            parts = ExportedParts(self.plan.recipe, built.config, built.class_name, self.tokenizer, built.generation)
+            export(engine, parts, self.plan.layout.export, self.world)
+            exported = str(self.plan.layout.export)
+        self.trace.begin("")
+        self.recorder.write(EndRecord(time.time(), outcome, training.progress.step, training_seconds, exported))
+        log.info("%s after %d steps, %.0f s in all", outcome, training.progress.step, time.time() - began)
+
+    def _num_steps(self, num_packs: int) -> int:
+        num_steps = count_steps(self.plan.recipe.training, num_packs)
+        if not num_steps:
+            raise TrainingError("there are no packs to train on", fix="check the data of the recipe")
+        check_profile(self.plan.recipe.profile, num_steps)
+        return num_steps
+
+    def _batches(self, store: PackStore) -> BatchSchedule:
+        training = self.plan.recipe.training
+        return BatchSchedule(
+            store,
+            self.plan.batch,
+            seed=training.seed,
+            num_packs_in_run=None if training.num_epochs is None else training.num_epochs * len(store),
+            rank=self.world.rank,
+            size=self.world.size,
+        )
+
+    def _build_engine(self) -> tuple[Engine, BuiltModel]:
+        """Return the engine with its weights in place, and what there is to know of its model."""
+        recipe = self.plan.recipe
+        folder = None
+        if has_random_weights(recipe.model):
+            config = TextConfig(make_config(recipe.model.architecture, self.tokenizer))
+        else:
+            folder = fetch_weights(recipe.model, self.world)
+            config = read_config(folder, recipe.model.architecture)
+        generation = Generation.of(self.tokenizer, folder)
+        kernel, reason = choose_kernel(recipe.training, config.text, self.world)
+        log.info("attention: %s (%s)", kernel, reason)
+        model = build_empty(config.text, IMPLEMENTATIONS[kernel])
+        counts = count_modules(model, recipe.model.architecture.intermediate_size)
+        plan = plan_for_counts(self.plan, counts)
+        if plan.num_parameters != self.plan.num_parameters:
+            log.info(
+                "the model has %s parameters, the plan's estimate was %s: predicted peak of %.1f GiB, layers %s",
+                f"{plan.num_parameters:,}",
+                f"{self.plan.num_parameters:,}",
+                plan.memory.total,
+                "keep gathered weights" if plan.engine.keeps_weights else "are resharded after the forward pass",
+            )
+        expected = count_method(model, recipe.training)
+        if not recipe.model.architecture.is_estimated:
+            expected = method_counts(recipe.model.architecture, recipe.training)
+        built = BuiltModel(config, type(model).__name__, generation, counts.total, expected)
+        prepare_method(model, recipe.training)
+
+        def fill(sharded: nn.Module) -> None:
+            if folder is None:
+                draw_weights(sharded, recipe.model.architecture, recipe.training.seed)
+            else:
+                load_weights(sharded, folder)
+            fill_adapters(sharded, recipe.training.seed)
+            self.trace.begin("making the optimizer")
+
+        engine = plan.engine
+        made = make_engine(engine.name, model, recipe.training, self.world, fill, keeps_weights=engine.keeps_weights)
+        return made, built
+
+    def _prove(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> None:
+        self._stage("proving that the model is sharded and its documents are isolated")
+        recipe = self.plan.recipe
+        checks = prove_sharding(engine.facts(), recipe.training, expected)
+        checks |= prove_targets(store.num_targets)
+        probe = run_probe(
+            engine,
+            self.world,
+            recipe.model.architecture.vocab_size,
+            micro_batch_size=self.plan.batch.micro_batch_size,
+            sequence_length=recipe.training.sequence_length,
+        )
+        checks |= prove_isolation(probe) | prove_logits(probe)
+        self.recorder.write(ProofRecord(time.time(), checks))
+        log.info("proven: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
+
+    def _record_start(self, num_steps: int, progress: Progress, num_parameters: int) -> None:
+        record = StartRecord(
+            time=time.time(),
+            num_steps=num_steps,
+            resumed_from=progress.step,
+            world_size=self.world.size,
+            engine=self.plan.engine.name,
+            device=_device_name(self.world.device),
+            num_parameters=num_parameters,
+            versions=_versions(),
+        )
+        self.recorder.write(record)
+        if progress.step:
+            log.info("resumed from the checkpoint after step %d", progress.step)
+
+    def _evaluate(
+        self, evaluator: Evaluator, engine: Engine, step: int, when: Literal["before", "after"]
+    ) -> EvaluationRecord | None:
+        if len(PackStore(self.data.heldout)) == 0:
+            return None
+        self._stage(f"evaluating on the held-out part, {when} training")
+        record = evaluator.evaluate(engine, step, when)
+        self.recorder.write(record)
+        log.info("held out: loss %.4f, perplexity %.2f", record.loss, record.perplexity)
+        return record
+
+    def _stage(self, text: str) -> None:
+        self.trace.begin(text)
+        self.recorder.write(StageRecord(time.time(), text))
+        log.info("%s", text)
+
+
+def run_session(plan: RunPlan, world: World) -> None:
+    """Carry out a plan in this process.
+
+    Raises:
+        TrainingError: a proof failed, or a checkpoint does not fit.
+        DataError: the data is not prepared.
+        PrerequisiteError: a package, or what a tracker needs, is missing.
+    """
+    data = PreparedData(plan.data_directory)
+    data.read_manifest()
+    tokenizer = load_saved_tokenizer(data.tokenizer)
+    with tracked(plan, world) as pass_on:
+        recorder = Recorder(plan.layout.metrics, world, pass_on)
+        Session(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder)).run()
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+    }
+    for extra in ("bitsandbytes", "deepspeed", "peft"):
+        if extra in sys.modules:
+            versions[extra] = sys.modules[extra].__version__
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return versions

@@ -1,0 +1,108 @@
+"""Names of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ftkit.config.image_reference import (
+    AnyImage,
+    ImageFile,
+    NamedImage,
+    RegistryImage,
+    check_name,
+    parse_image,
+    parse_reference,
+)
+from ftkit.errors import ConfigError
+
+DIGEST = "sha256:" + "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "uri"),
+    [
+        (
+            "nvcr.io/nvidia/pytorch:25.02-py3",
+            "nvcr.io/nvidia/pytorch:25.02-py3",
+            "docker://nvcr.io#nvidia/pytorch:25.02-py3",
+        ),
+        ("docker://nvcr.io#nvidia/pytorch:1", "nvcr.io/nvidia/pytorch:1", "docker://nvcr.io#nvidia/pytorch:1"),
+        ("docker://localhost:5000/a/b", "localhost:5000/a/b:latest", "docker://localhost:5000#a/b:latest"),
+        ("ubuntu:24.04", "docker.io/library/ubuntu:24.04", "docker://registry-1.docker.io#library/ubuntu:24.04"),
+        ("team/x", "docker.io/team/x:latest", "docker://registry-1.docker.io#team/x:latest"),
+        ("index.docker.io/team/x:1", "docker.io/team/x:1", "docker://registry-1.docker.io#team/x:1"),
+        (f"r.io/a/b:1@{DIGEST}", f"r.io/a/b:1@{DIGEST}", f"docker://r.io#a/b@{DIGEST}"),
+    ],
+)
+def test_a_reference_is_read_in_every_usual_form(text: str, whole: str, uri: str) -> None:
+    reference = parse_reference(text)
+    assert (str(reference), reference.enroot_uri) == (whole, uri)
+
+
+def test_a_digest_wins_over_a_tag() -> None:
+    reference = parse_reference(f"r.io/a:1@{DIGEST}")
+    assert reference.wanted == DIGEST
+    assert reference.pinned == f"r.io/a@{DIGEST}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("r.io/Team/x:1", "capital letters"),
+        ("r.io/a b:1", "blanks"),
+        ("r.io/a\n:1", "blanks"),
+        ("r.io/", "nothing after the host"),
+        ("r.io/a..b:1", "no legal name"),
+        ("r.io/a:-1", "no legal tag"),
+        ("r.io/a@sha256:12", "no legal tag or digest"),
+        ("r.io:65536/a:1", "no host"),
+        ("docker://r.io:9999999#a:1", "no host"),
+        ("-r.io/a:1", "no host"),
+    ],
+)
+def test_an_illegal_reference_is_refused_with_a_reason(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse_reference(text)
+
+
+@pytest.mark.parametrize("name", ["olmo3:25.02", "a.b_c-d:V1.0_x-y", "0:_1", "a__b:1"])
+def test_a_legal_name_passes(name: str) -> None:
+    check_name(name)
+
+
+@pytest.mark.parametrize("name", ["olmo3", "a/b:1", "A:1", "a:", ":1", "a:1:2", "a:1@" + DIGEST + "x", "-a:1", "a:.1"])
+def test_an_illegal_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "image"),
+    [
+        ("olmo3:25.02", NamedImage("olmo3:25.02")),
+        ("foo.sif", ImageFile(Path("/here/foo.sif"))),
+        ("./foo.sif", ImageFile(Path("/here/foo.sif"))),
+        ("../images/foo.sqsh", ImageFile(Path("/here/../images/foo.sqsh"))),
+        ("images/foo.squashfs", ImageFile(Path("/here/images/foo.squashfs"))),
+        ("/images/whatever", ImageFile(Path("/images/whatever"))),
+        ("r.io/team/x:1", RegistryImage("r.io", "team/x", "1")),
+        ("docker://r.io/team/x:1", RegistryImage("r.io", "team/x", "1")),
+        ("docker://r.io#team/x:1", RegistryImage("r.io", "team/x", "1")),
+        ("r.io#team/x:1", RegistryImage("r.io", "team/x", "1")),
+    ],
+)
+def test_names_files_and_addresses_are_told_apart(text: str, image: AnyImage) -> None:
+    assert parse_image(text, Path("/here")) == image
+    assert parse_image(str(image), Path("/elsewhere")) == image
+
+
+@pytest.mark.parametrize(
+    "text", ["gs://bucket/x.sif", "dockerd://x:1", "~nobody-at-all/x.sif", "a" * 300 + ".sif", "a\0.sif"]
+)
+def test_an_image_that_nothing_can_run_is_refused_with_the_place_that_names_it(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_image(text, Path("/here"), "ftkit.yaml:3", "image")
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.key) == ("ftkit.yaml:3", "image")

@@ -1,0 +1,121 @@
+"""The shape in a recipe against the configuration beside the weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.config.model_config import find_contradictions, text_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.config.model import ArchitectureSpec
+
+# As they are published, in the spelling of the transformers that they were saved with.
+LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "tie_word_embeddings": False, "rope_theta": 500000.0, "rms_norm_eps": 1e-05, "initializer_range": 0.02,
+}  # fmt: skip
+OLMO3 = {
+    "model_type": "olmo3", "vocab_size": 100278, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 65536,
+    "sliding_window": 4096, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "tie_word_embeddings": False, "rope_theta": 500000, "rms_norm_eps": 1e-06,
+}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+    "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": False, "rope_theta": 1000000,
+    "rms_norm_eps": 1e-06,
+}  # fmt: skip
+GEMMA3_WRAPPED = {
+    "model_type": "gemma3", "vision_config": {"hidden_size": 1152},
+    "text_config": {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+}  # fmt: skip
+PUBLISHED = {"llama3-8b": LLAMA, "olmo3-7b": OLMO3, "qwen3-8b": QWEN3, "gemma3-4b": GEMMA3_WRAPPED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shipped_shapes_are_those_of_the_published_configurations(
+    name: str, architecture: Callable[[str], ArchitectureSpec]
+) -> None:
+    assert find_contradictions(architecture(name), text_part(PUBLISHED[name])) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "message"),
+    [
+        ({"rope_theta": 10_000.0}, "rope_theta", "10000.0 in the recipe, 500000.0 in the weights"),
+        ({"num_key_value_heads": 32}, "num_key_value_heads", "32 in the recipe, 8 in the weights"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings", "True in the recipe, False in the weights"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps", "1e-06 in the recipe, 1e-05 in the weights"),
+        ({"vocab_size": 128000}, "vocab_size", "128000 in the recipe, 128256 in the weights"),
+        ({"head_dim": 64}, "head_dim", "64 in the recipe, 128 in the weights"),
+        ({"max_position_embeddings": 131072}, "max_position_embeddings", "131072 in the recipe, 8192 in the weights"),
+        ({"family": "qwen3"}, "family", "qwen3 in the recipe, llama in the weights"),
+        ({"initializer_range": 0.01}, "initializer_range", "0.01 has no effect on weights that are there"),
+        ({"sliding_window": 4096}, "sliding_window", "4096 in the recipe, None in the weights"),
+    ],
+)
+def test_each_field_that_contradicts_the_weights_is_named_with_both_values(
+    changes: dict[str, Any], field: str, message: str, architecture: Callable[[str], ArchitectureSpec]
+) -> None:
+    shape = architecture("llama3-8b").model_copy(update=changes)
+    assert find_contradictions(shape, LLAMA)[field] == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"full_attention_every": 2}, {"full_attention_every"}),
+        ({"full_attention_every": 1}, {"full_attention_every"}),
+        ({"sliding_window": 1024}, {"sliding_window"}),
+        ({"sliding_window": None}, {"sliding_window"}),
+    ],
+)
+def test_windows_are_compared_layer_by_layer(
+    changes: dict[str, Any], found: set[str], architecture: Callable[[str], ArchitectureSpec]
+) -> None:
+    shape = architecture("olmo3-7b").model_copy(update=changes)
+    assert find_contradictions(shape, OLMO3).keys() == found
+
+
+def test_fewer_positions_than_the_weights_have_are_a_limit_that_takes_effect(
+    architecture: Callable[[str], ArchitectureSpec],
+) -> None:
+    shape = architecture("olmo3-7b").model_copy(update={"max_position_embeddings": 4096})
+    assert find_contradictions(shape, OLMO3) == {}
+
+
+def test_both_spellings_of_the_rotary_base_are_read(architecture: Callable[[str], ArchitectureSpec]) -> None:
+    shape = architecture("olmo3-7b")
+    rest = {key: value for key, value in OLMO3.items() if key != "rope_theta"}
+    for rope in (
+        {"rope_theta": 1e6, "rope_type": "default"},
+        {"sliding_attention": {"rope_theta": 5e5}, "full_attention": {"rope_theta": 1e6}},
+    ):
+        assert find_contradictions(shape, rest | {"rope_parameters": rope}).keys() == {"rope_theta"}
+    assert find_contradictions(shape, rest | {"rope_parameters": {"rope_theta": 500000}}) == {}
+
+
+def test_what_a_configuration_leaves_to_its_class_is_not_compared(
+    architecture: Callable[[str], ArchitectureSpec],
+) -> None:
+    shape = architecture("gemma3-4b").model_copy(update={"rope_theta": 10_000.0, "tie_word_embeddings": False})
+    assert find_contradictions(shape, text_part(GEMMA3_WRAPPED)) == {}
+    tied = GEMMA3_WRAPPED | {"tie_word_embeddings": True}
+    assert find_contradictions(shape, text_part(tied)).keys() == {"tie_word_embeddings"}
+
+
+@pytest.mark.parametrize("value", ["wide", [], {}, -1, None, True])
+@pytest.mark.parametrize("key", ["hidden_size", "layer_types", "rope_parameters", "num_attention_heads"])
+def test_odd_values_in_a_configuration_raise_nothing(
+    key: str, value: object, architecture: Callable[[str], ArchitectureSpec]
+) -> None:
+    assert isinstance(find_contradictions(architecture("olmo3-7b"), OLMO3 | {key: value}), dict)

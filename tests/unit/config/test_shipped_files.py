@@ -1,0 +1,106 @@
+"""Everything that ftkit ships can be read, fits together, and is what its file name says."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from ftkit import assets
+from ftkit.config.image_reference import NamedImage
+from ftkit.config.load import Surroundings, list_images, list_names, load_cluster, load_image, load_recipe
+from ftkit.config.model import ArchitectureSpec
+from ftkit.config.problems import validate
+from ftkit.config.request import RunRequest
+from ftkit.config.yaml_files import read_yaml
+from ftkit.planning.estimates.gpus import GPUS
+from ftkit.planning.estimates.parameters import count_parameters
+from ftkit.planning.plan import RunPlan, plan_run
+
+SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
+RECIPES = list_names("recipe", SHIPPED_ONLY)
+CLUSTERS = list_names("cluster", SHIPPED_ONLY)
+IMAGES = list_images(SHIPPED_ONLY)
+FOR_CONTAINERS = [name for name in RECIPES if load_recipe(name, SHIPPED_ONLY).image]
+
+BILLIONS_OF_PARAMETERS = {
+    "gemma3-12b": 11.77,
+    "gemma3-1b": 1.00,
+    "gemma3-4b": 3.88,
+    "llama3-8b": 8.03,
+    "llama3.3-70b": 70.55,
+    "olmo3-32b": 32.23,
+    "olmo3-7b": 7.30,
+    "qwen3-8b": 8.19,
+}
+"""As published: by the model cards, and for Gemma's text parts by Keras Hub's presets."""
+
+
+def test_every_kind_of_file_is_shipped() -> None:
+    assert {"demo", "olmo3-7b-full"} <= set(RECIPES)
+    assert {"local", "slurm", "a3-megagpu-8g", "a4-highgpu-8g", "soperator", "aws-p5"} <= set(CLUSTERS)
+    assert {"olmo3:25.02", "gemma3:25.02", "llama3:25.02", "qwen3:25.02"} <= set(IMAGES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_what_its_file_name_says(name: str) -> None:
+    assert load_recipe(name, SHIPPED_ONLY).name == name
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_cluster_is_what_its_file_name_says(name: str) -> None:
+    assert load_cluster(name, SHIPPED_ONLY).name == name
+
+
+@pytest.mark.parametrize("reference", IMAGES)
+def test_an_image_is_what_its_folder_says(reference: str) -> None:
+    assert load_image(reference, SHIPPED_ONLY).reference == reference
+
+
+@pytest.mark.parametrize("reference", IMAGES)
+def test_an_image_serves_the_model_of_its_default_recipe(reference: str) -> None:
+    image = load_image(reference, SHIPPED_ONLY)
+    assert load_recipe(image.default_recipe, SHIPPED_ONLY).model.architecture.family in image.families
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_s_image_is_shipped_and_serves_its_model(name: str) -> None:
+    recipe = load_recipe(name, SHIPPED_ONLY)
+    if recipe.image is not None:
+        assert recipe.model.architecture.family in load_image(recipe.image, SHIPPED_ONLY).families
+
+
+@pytest.mark.parametrize("path", sorted(assets.ARCHITECTURES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_architecture_has_as_many_parameters_as_its_model(path: Path) -> None:
+    shape = validate(ArchitectureSpec, read_yaml(path))
+    assert round(count_parameters(shape) / 1e9, 2) == BILLIONS_OF_PARAMETERS[path.stem]
+
+
+def _plan(recipe_name: str, cluster_name: str, num_nodes: int | None) -> RunPlan:
+    recipe = load_recipe(recipe_name, SHIPPED_ONLY)
+    assert recipe.image is not None
+    request = RunRequest(
+        name=None,
+        num_nodes=num_nodes,
+        gpus_per_node=None,
+        image=NamedImage(recipe.image),
+        image_is_explicit=False,
+        workspace=Path("/shared/ftkit"),
+        python="/opt/ftkit/bin/python3",
+        created=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+        suffix="4f2a",
+    )
+    cluster, image = load_cluster(cluster_name, SHIPPED_ONLY), load_image(recipe.image, SHIPPED_ONLY)
+    return plan_run(recipe, cluster, image, request, ftkit_version="0.1.0")
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("name", FOR_CONTAINERS)
+def test_a_recipe_for_gpus_can_be_planned_on_8_and_16(name: str, num_nodes: int) -> None:
+    assert _plan(name, "slurm", num_nodes).placement.world_size == 8 * num_nodes
+
+
+@pytest.mark.parametrize("name", FOR_CONTAINERS)
+def test_a_recipe_fits_into_80_gb_on_as_many_nodes_as_it_names(name: str) -> None:
+    assert _plan(name, "a3-megagpu-8g", None).memory.total <= GPUS["h100-80gb"].usable_gib

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ftkit.config.load import Surroundings, load_recipe
+from ftkit.errors import ConfigError
+
+HERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+
+
+def problems(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("demo", HERE, overrides)
+    return str(caught.value)
+
+
+def test_sinks_are_a_list_that_an_override_can_give() -> None:
+    recipe = load_recipe("demo", HERE, ("tracking.sinks=[tensorboard, wandb]", "tracking.project=ours"))
+    assert recipe.tracking.sinks == ("tensorboard", "wandb")
+    assert load_recipe("demo", HERE).tracking.sinks == ()
+
+
+def test_what_cannot_take_effect_is_refused() -> None:
+    assert "Did you mean 'wandb'?" in problems("tracking.sinks=[wanbd]")
+    assert "name one twice" in problems("tracking.sinks=[wandb, wandb]")
+    assert "has no effect without 'mlflow'" in problems("tracking.sinks=[wandb]", "tracking.mlflow_uri=http://mlflow")
+
+
+def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+    said = problems("tracking.sinks=[mlflow]", "tracking.mlflow_uri=https://me:hunter2@mlflow")
+    assert "MLFLOW_TRACKING_PASSWORD" in said
+    assert "hunter2" not in said

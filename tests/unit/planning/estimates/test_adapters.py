@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit import assets
+from ftkit.config.load import Surroundings, load_recipe
+from ftkit.config.model import ArchitectureSpec
+from ftkit.config.training import LoraSpec, TrainingPlan
+from ftkit.config.yaml_files import read_yaml
+from ftkit.errors import ConfigError
+from ftkit.planning.engine_choice import choose_engine, keeps_weights, least_memory, with_kept_weights
+from ftkit.planning.estimates.adapters import nf4_parts
+from ftkit.planning.estimates.gpus import GPUS
+from ftkit.planning.estimates.memory import GIB, predict_memory
+from ftkit.planning.estimates.parameters import count_adapter_parameters, count_parameters, method_counts
+
+if TYPE_CHECKING:
+    from ftkit.config.recipe import RecipeSpec
+    from ftkit.planning.estimates.gpus import Gpu
+
+
+def architecture(name: str) -> ArchitectureSpec:
+    return ArchitectureSpec.model_validate(read_yaml(assets.ARCHITECTURES / f"{name}.yaml").values)
+
+
+def training(**changes: object) -> TrainingPlan:
+    fields: dict[str, Any] = {
+        "sequence_length": 2048, "global_batch_size": 16, "max_steps": 1, "learning_rate": 1e-5,
+    }  # fmt: skip
+    return TrainingPlan.model_validate(fields | changes)
+
+
+def test_adapters_of_a_known_size_are_counted() -> None:
+    # As peft prints for Llama 3 8B, rank 16, all seven projections.
+    assert count_adapter_parameters(architecture("llama3-8b"), LoraSpec(rank=16)) == 41_943_040
+    assert (
+        count_adapter_parameters(architecture("llama3-8b"), LoraSpec(rank=8, targets=("q_proj", "v_proj"))) == 3_407_872
+    )
+
+
+def test_a_matrix_in_nf4_takes_about_half_a_byte_a_weight() -> None:
+    assert sum(nf4_parts(4096 * 4096)) / 4096**2 == pytest.approx(0.5 + 1 / 64 + 4 / (64 * 256), rel=1e-4)
+
+
+def test_frozen_weights_take_two_bytes_a_parameter_and_4_bit_ones_a_quarter_of_that() -> None:
+    shape = architecture("llama3.3-70b")
+    lora, qlora = (predict_memory(shape, training(method=method), 8) for method in ("lora", "qlora"))
+    adapters = method_counts(shape, training(method="lora")).trained
+    assert lora.parameters * GIB * 8 == pytest.approx(2 * count_parameters(shape) + 4 * adapters)
+    assert lora.optimizer * GIB * 8 == pytest.approx(8 * adapters)
+    assert 0.25 < qlora.parameters / lora.parameters < 0.3
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_what_is_offloaded_is_not_on_the_gpu(engine: Any) -> None:
+    shape = architecture("olmo3-7b")
+    none, optimizer, everything = (
+        predict_memory(shape, training(offload=offload), 8, engine) for offload in ("none", "optimizer", "all")
+    )
+    assert none.optimizer > 0
+    assert optimizer.optimizer == everything.optimizer == everything.parameters == everything.gradients == 0
+    assert optimizer.total < none.total
+
+
+def test_adapters_without_a_method_that_has_them_are_refused() -> None:
+    here = Surroundings(assets.RECIPES, assets.RECIPES, {})
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("demo", here, ("training.lora.rank=4",))
+    assert "lora has no effect with method 'full'" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("demo", here, ("training.method=lora", "training.lora.targets=[q_proj, q_proj]"))
+    assert "name a projection twice" in str(caught.value)
+    assert training(method="qlora").adapters == LoraSpec()
+    assert training().adapters is None
+
+
+def test_auto_takes_zero3_where_it_alone_fits_and_says_why() -> None:
+    recipe = load_recipe(
+        "llama3.3-70b-full", Surroundings(assets.RECIPES, assets.RECIPES, {}), ("training.offload=optimizer",)
+    )
+    chosen = choose_engine(recipe, 8, "h100-80gb")
+    assert chosen.name == "zero3"
+    assert "with fsdp2" in chosen.reason
+    assert choose_engine(recipe, 32, "h100-80gb").name == "fsdp2"
+    assert choose_engine(recipe, 8, None).name == "fsdp2"
+    asked = recipe.model_copy(update={"training": recipe.training.model_copy(update={"engine": "zero3"})})
+    assert choose_engine(asked, 32, "h200").reason == "the recipe asks for it"
+
+
+def test_layers_keep_their_weights_where_a_gpu_has_memory_to_spare() -> None:
+    here = Surroundings(assets.RECIPES, assets.RECIPES, {})
+    small, large = (load_recipe(name, here) for name in ("qwen3-8b-tools-full", "llama3.3-70b-full"))
+
+    def keeps(recipe: RecipeSpec, world_size: int, gpu: Gpu | None = GPUS["h200"], **changes: object) -> bool:
+        training = least_memory(recipe.training).model_copy(update=changes)
+        return keeps_weights(recipe.model.architecture, training, world_size, "fsdp2", gpu)
+
+    assert keeps(small, 8)
+    chosen = choose_engine(small, 8, "h200")
+    told = with_kept_weights(chosen, small.model.architecture, least_memory(small.training), 8, GPUS["h200"])
+    assert told.keeps_weights
+    assert told.reason.endswith("layers keep gathered weights")
+    assert not keeps(large, 8)
+    assert not keeps(small, 8, None)  # nobody knows what it has
+    assert not keeps(small, 8, reshard_after_forward="always")
+    assert keeps(large, 8, None, reshard_after_forward="never")
+    assert not keeps(large, 1, None, reshard_after_forward="never")
+
+
+def test_gradients_of_fp32_are_not_summed_in_bf16() -> None:
+    here = Surroundings(assets.RECIPES, assets.RECIPES, {})
+    with pytest.raises(ConfigError, match="would round the gradients"):
+        load_recipe("demo", here, ("training.precision=fp32", "training.reduce_precision=bf16"))

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.planning.estimates.memory import GIB, predict_memory
+from ftkit.planning.estimates.parameters import count_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.config.model import ArchitectureSpec
+    from ftkit.config.training import TrainingPlan
+
+    Shapes = Callable[[str], ArchitectureSpec]
+    Specs = Callable[..., TrainingPlan]
+
+PUBLISHED = {
+    "gemma3-12b": 11_766_034_176,  # without the vision tower
+    "gemma3-1b": 999_885_952,
+    "llama3-8b": 8_030_261_248,
+    "llama3.3-70b": 70_553_706_496,
+    "olmo3-32b": 32_233_522_176,
+    "olmo3-7b": 7_298_011_136,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_the_model_card_or_the_weights_have(name: str, architecture: Shapes) -> None:
+    assert count_parameters(architecture(name)) == pytest.approx(PUBLISHED[name], rel=1e-4)
+
+
+def test_states_take_sixteen_bytes_a_parameter_divided_by_the_shards(architecture: Shapes, training: Specs) -> None:
+    shape = architecture("olmo3-32b")
+    plan = predict_memory(shape, training(sequence_length=64, global_batch_size=32), 16)
+    states = plan.parameters + plan.gradients + plan.optimizer
+    assert states * GIB == pytest.approx(16 * count_parameters(shape) / 16)
+
+
+def test_checkpointing_takes_less_and_longer_sequences_take_more(architecture: Shapes, training: Specs) -> None:
+    shape = architecture("llama3-8b")
+    none, selective, full = (
+        predict_memory(shape, training(activation_checkpointing=mode), 8).total
+        for mode in ("none", "selective", "full")
+    )
+    assert none > selective > full
+    offloaded = training(activation_checkpointing="full", activation_offload=True)
+    assert predict_memory(shape, offloaded, 8).total < full
+    longer = predict_memory(shape, training(sequence_length=16384), 8)
+    assert longer.activations == pytest.approx(2 * predict_memory(shape, training(), 8).activations)
+
+
+def test_gradients_of_earlier_micro_batches_are_there_while_the_loss_is_computed(
+    architecture: Shapes, training: Specs
+) -> None:
+    shape = architecture("gemma3-1b")
+    at_once, in_two = (predict_memory(shape, training(global_batch_size=size), 16) for size in (16, 32))
+    assert in_two.total > at_once.total
+    assert in_two.gradients * GIB == pytest.approx(4 * count_parameters(shape) / 16)
+
+
+def test_adapters_on_one_gpu_leave_the_weights_where_they_are(architecture: Shapes, training: Specs) -> None:
+    shape = architecture("llama3-8b")
+    plan = predict_memory(shape, training(method="lora", global_batch_size=1), 1)
+    assert plan.parameters * GIB > 2 * count_parameters(shape)
+    assert plan.communication < 0.2
+
+
+@given(shards=st.sampled_from([1, 2, 8, 64]), length=st.integers(64, 65536), method=st.sampled_from(["full", "lora"]))
+def test_no_part_is_negative_and_more_shards_never_take_more_of_what_is_kept(
+    shards: int, length: int, method: str, architecture: Shapes, training: Specs
+) -> None:
+    shape = architecture("olmo3-7b")
+    one, more = (
+        predict_memory(shape, training(sequence_length=length, method=method), n) for n in (shards, 2 * shards)
+    )
+    assert all(part >= 0 for part in one.parts.values())
+    assert more.parameters + more.optimizer < one.parameters + one.optimizer
+
+
+def test_states_of_8_bits_take_a_quarter_and_their_scales(architecture: Shapes, training: Specs) -> None:
+    whole, small = (
+        predict_memory(architecture("llama3-8b"), training(optimizer=name), 8) for name in ("adamw", "adamw8bit")
+    )
+    assert small.optimizer == pytest.approx(whole.optimizer * (1 + 1 / 64) / 4)
+
+
+SAVING, SMALL_STATES = {"activation_checkpointing": "full"}, {"optimizer": "adamw8bit"}
+LONG = {"sequence_length": 65536}
+MEASURED = [
+    # docs/benchmarks.md: architecture, layers (none: all), number of H200, changes to the training, GiB.
+    (("olmo3-7b", 8, 1, {}), 44.60),
+    (("olmo3-7b", 8, 1, {"activation_checkpointing": "selective"}), 42.55),
+    (("olmo3-7b", 8, 1, SAVING), 39.49),
+    (("olmo3-7b", 8, 1, SAVING | {"activation_offload": True, "sequence_length": 32768}), 41.59),
+    (("llama3-8b", None, 1, {"method": "lora"}), 50.82),
+    (("qwen3-8b", None, 1, SAVING | {"method": "lora"}), 20.13),
+    (("gemma3-12b", None, 1, {"method": "lora", "sequence_length": 2048}), 39.40),
+    (("gemma3-12b", None, 1, {"method": "qlora", "sequence_length": 2048}), 25.32),
+    (("gemma3-12b", None, 1, {"method": "qlora", "sequence_length": 512} | SAVING), 9.34),
+    (("gemma3-12b", None, 1, {"method": "qlora", "sequence_length": 512, "micro_batch_size": 8}), 41.49),
+    (("gemma3-1b", None, 1, {"sequence_length": 4096, "micro_batch_size": 2, "global_batch_size": 2}), 28.07),
+    (("llama3-8b", None, 4, {"reshard_after_forward": "never"}), 76.1),
+    (("llama3-8b", None, 4, {"reshard_after_forward": "always"}), 63.1),
+    (("llama3-8b", None, 4, {"reshard_after_forward": "never", "reduce_precision": "bf16"}), 76.1),
+    (("llama3-8b", None, 4, {"engine": "zero3"}), 96.2),
+    (("olmo3-32b", 52, 4, SMALL_STATES | {"activation_checkpointing": "selective"}), 111.6),
+    (("olmo3-32b", None, 4, SAVING), 128.3),
+    (("olmo3-32b", None, 4, SAVING | SMALL_STATES), 83.1),
+    (("olmo3-32b", None, 4, SAVING | SMALL_STATES | LONG), 112.5),
+    (("olmo3-32b", None, 4, SAVING | SMALL_STATES | LONG | {"activation_offload": True}), 100.2),
+]
+
+
+@pytest.mark.parametrize(("run", "gib"), MEASURED)
+def test_a_prediction_is_within_a_tenth_of_what_was_measured(
+    run: tuple[str, int | None, int, dict[str, Any]], gib: float, architecture: Shapes, training: Specs
+) -> None:
+    name, layers, num_gpus, changes = run
+    shape = architecture(name)
+    if layers is not None:
+        shape = shape.model_copy(update={"num_hidden_layers": layers})
+    spec = training(**({"global_batch_size": num_gpus} | changes))
+    engine = "zero3" if spec.engine == "zero3" else "fsdp2"
+    plan = predict_memory(shape, spec, num_gpus, engine, keeps_weights=spec.reshard_after_forward == "never")
+    assert plan.total == pytest.approx(gib, rel=0.1)
+
+
+def test_with_inputs_in_main_memory_the_peak_is_where_the_gradients_are_complete(
+    architecture: Shapes, training: Specs
+) -> None:
+    shape = architecture("olmo3-32b")
+    here, away = (
+        predict_memory(shape, training(**SAVING, **LONG, activation_offload=offload, global_batch_size=4), 4)
+        for offload in (False, True)
+    )
+    assert away.moment == here.moment == "backward"
+    assert away.activations < here.activations
+    assert away.gradients > 30 * here.gradients
+
+
+def test_layers_that_keep_their_weights_hold_all_of_them_whole(architecture: Shapes, training: Specs) -> None:
+    shape = architecture("llama3-8b")
+    given_back, kept = (predict_memory(shape, training(), 4, keeps_weights=keeps).total for keeps in (False, True))
+    layers = 2 * (count_parameters(shape) - 2 * shape.vocab_size * shape.hidden_size) / GIB
+    assert kept - given_back == pytest.approx(layers, rel=0.1)
+
+
+def test_gradients_that_are_summed_in_bf16_take_less_on_their_way(architecture: Shapes, training: Specs) -> None:
+    shape = architecture("llama3-8b")
+    exact, rounded = (
+        predict_memory(shape, training(reduce_precision=width, global_batch_size=4, **SAVING), 4)
+        for width in ("fp32", "bf16")
+    )
+    assert rounded.communication < exact.communication
+    assert rounded.total < exact.total

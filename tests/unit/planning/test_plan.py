@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.config.image import BaseImageSpec, ImageSpec
+from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
+from ftkit.config.load import (
+    Surroundings,
+    list_images,
+    load_cluster,
+    load_image,
+    load_recipe,
+    read_cluster,
+    read_recipe,
+)
+from ftkit.config.request import Origins, RunRequest
+from ftkit.errors import ConfigError, FtkitError
+from ftkit.planning.estimates.parameters import count_model
+from ftkit.planning.plan import RunPlan, count_steps, fingerprint, plan_from_json, plan_run, plan_to_json
+
+if TYPE_CHECKING:
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.recipe import RecipeSpec
+
+HERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+DEMO = load_recipe("demo", HERE)
+LOCAL = load_cluster("local", HERE).model_copy(update={"device": "cpu", "cpus_per_node": 8})
+A4 = load_cluster("a4-highgpu-8g", HERE)
+IMAGE = ImageSpec(
+    name="olmo3",
+    tag="25.02",
+    description="d",
+    base=BaseImageSpec(reference="b"),
+    families=("olmo3",),
+    default_recipe="olmo3-7b-full",
+)
+OLMO3 = NamedImage("olmo3:25.02")
+REQUEST = RunRequest(
+    None,
+    None,
+    None,
+    None,
+    False,
+    Path("/shared/me"),
+    "/venv/bin/python",
+    datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+    "ab12",
+)
+
+
+def plan(
+    recipe: RecipeSpec = DEMO,
+    cluster: ClusterProfile = LOCAL,
+    image: ImageSpec | None = None,
+    request: RunRequest = REQUEST,
+) -> RunPlan:
+    return plan_run(recipe, cluster, image, request, ftkit_version="1")
+
+
+def problems(
+    recipe: RecipeSpec = DEMO,
+    cluster: ClusterProfile = LOCAL,
+    image: ImageSpec | None = None,
+    request: RunRequest = REQUEST,
+) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(recipe, cluster, image, request)
+    return "\n".join(str(problem) for problem in caught.value.problems)
+
+
+def demo(*overrides: str) -> RecipeSpec:
+    return load_recipe("demo", HERE, overrides)
+
+
+def test_a_plan_survives_plan_json() -> None:
+    original = plan()
+    assert plan_from_json(plan_to_json(original), "plan.json") == original
+
+
+def test_a_plan_from_before_auto_can_be_read() -> None:
+    old = json.loads(plan_to_json(plan(demo("training.micro_batch_size=2", "training.activation_checkpointing=full"))))
+    del old["execution"]
+    read = plan_from_json(json.dumps(old), "plan.json")
+    assert (read.recipe.training.micro_batch_size, read.batch.micro_batch_size) == (2, 2)
+    assert read.recipe.training.activation_checkpointing == "full"
+    assert read.execution.chosen == ()
+
+
+def test_a_plan_of_another_version_is_refused_with_advice() -> None:
+    with pytest.raises(FtkitError) as caught:
+        plan_from_json("{}", "somewhere/plan.json")
+    assert "somewhere/plan.json" in caught.value.what
+
+
+def test_the_run_folder_is_named_by_name_time_and_suffix() -> None:
+    assert str(plan().layout.root) == "/shared/me/runs/demo-20260102T030405Z-ab12"
+    assert plan(request=replace(REQUEST, name="mine")).id.startswith("mine-")
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 6))
+def test_micro_batch_times_processes_times_accumulation_is_the_global_batch(
+    processes: int, micro: int, accumulation: int
+) -> None:
+    total = processes * micro * accumulation
+    recipe = DEMO.model_copy(
+        update={"training": DEMO.training.model_copy(update={"micro_batch_size": micro, "global_batch_size": total})}
+    )
+    batch = plan(recipe, request=replace(REQUEST, gpus_per_node=processes)).batch
+    assert batch.accumulation_steps == accumulation
+    assert batch.tokens_per_step == total * DEMO.training.sequence_length
+
+
+def test_sql_is_not_asked_of_data_without_any() -> None:
+    found = problems(demo("data.source.generator=malware-analysis"))
+    assert "evaluation.sql_execution: there is no SQL in generator 'malware-analysis'" in found
+
+
+def test_no_more_questions_are_asked_than_are_held_out_of_a_file() -> None:
+    source = "data.source={kind: files, train: /rows.jsonl, num_heldout: 7}"
+    assert "200 questions asked for, 7 are held out" in problems(demo(source))
+    plan(demo(source, "data.source.num_heldout=0", "data.source.heldout=/heldout.jsonl"))
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> None:
+    found = problems(demo("training.global_batch_size=33", "training.micro_batch_size=8"))
+    assert "33 is not divisible by 16" in found
+    assert "Take 32 or 48." in found
+    assert "33 packs can't be divided evenly among 2 processes. Take 32 or 34." in problems(
+        demo("training.global_batch_size=33")
+    )
+
+
+def test_more_gpus_than_a_node_has_are_refused() -> None:
+    request = replace(REQUEST, gpus_per_node=16, image=ImageFile(Path("/x.sqsh")))
+    assert "16 GPUs asked for, a node has 8" in problems(cluster=A4, request=request)
+
+
+def test_one_machine_has_one_node() -> None:
+    assert "is this one machine, got 2 nodes" in problems(request=replace(REQUEST, num_nodes=2))
+
+
+def test_an_image_that_would_have_no_effect_is_refused() -> None:
+    request = replace(REQUEST, image=OLMO3, image_is_explicit=True)
+    assert "runtime 'none': the image would have no effect" in problems(request=request)
+    assert plan(request=replace(REQUEST, image=OLMO3)).image is None
+
+
+def test_pyxis_without_an_image_is_refused() -> None:
+    assert "needs an image, and none is named" in problems(cluster=A4)
+
+
+def test_an_image_of_another_family_is_refused() -> None:
+    found = problems(cluster=A4, image=IMAGE, request=replace(REQUEST, image=OLMO3))
+    assert "serves olmo3, not qwen3" in found
+
+
+SINKS = "tracking.sinks=[tensorboard,wandb,mlflow]"
+
+
+def test_a_tracker_whose_package_the_image_lacks_is_refused() -> None:
+    request = replace(REQUEST, image=OLMO3)
+    image = IMAGE.model_copy(update={"families": ("qwen3",), "packages": ("wandb>=0.20",)})
+    found = problems(demo(SINKS), A4, image, request)
+    assert "'tensorboard' needs the package tensorboard" in found
+    assert "'mlflow' needs the package mlflow-skinny" in found
+    assert "wandb" not in found
+    whole = image.model_copy(
+        update={"packages": ("WandB[media]==1", "mlflow_skinny ; python_version>'3'"), "provided": {"tensorboard": ""}}
+    )
+    assert plan(demo(SINKS), A4, whole, request).recipe.tracking.sinks == ("tensorboard", "wandb", "mlflow")
+
+
+@pytest.mark.parametrize("reference", list_images(HERE))
+def test_every_shipped_image_brings_all_trackers(reference: str) -> None:
+    image = load_image(reference, HERE).model_copy(update={"families": ("qwen3",)})
+    assert plan(demo(SINKS), A4, image, replace(REQUEST, image=NamedImage(reference)))
+
+
+def test_a_tracker_is_the_environment_s_matter_where_there_is_no_image() -> None:
+    assert plan(demo(SINKS)).recipe.tracking.sinks
+
+
+def test_a_family_beyond_the_four_is_planned_by_estimates_in_any_image_with_a_note() -> None:
+    recipe = demo("model.architecture.family=mistral", "training.global_batch_size=32")
+    request = replace(REQUEST, image=OLMO3)
+    notes = " ".join(plan(recipe, A4, IMAGE, request).notes)
+    assert "'mistral' is none of gemma3_text, llama, olmo3, qwen3: parameters and memory are estimates" in notes
+    assert "'olmo3:25.02' is not made for 'mistral'" in notes
+    listed = IMAGE.model_copy(update={"families": ("olmo3", "mistral")})
+    assert "not made for" not in " ".join(plan(recipe, A4, listed, request).notes)
+
+
+def test_projections_that_one_of_the_four_families_lacks_are_refused() -> None:
+    asked = ("training.method=lora", "training.lora.targets=[q_proj, qkv_proj]")
+    assert "qkv_proj: qwen3 has no such projection. It has q_proj, k_proj" in problems(demo(*asked))
+    assert plan(demo(*asked, "model.architecture.family=phi3")).num_parameters
+
+
+def test_projections_that_the_counted_model_lacks_are_refused_where_it_is_trained() -> None:
+    recipe = demo(
+        "training.method=lora", "training.lora.targets=[q_proj, gate_proj]", "model.architecture.family=mixtral"
+    )
+    counts = replace(count_model(recipe.model.architecture), source="model")
+    found = problems(recipe, request=replace(REQUEST, counts=counts))
+    assert "gate_proj: mixtral has no such projection. It has q_proj, k_proj, v_proj, o_proj" in found
+    elsewhere = replace(REQUEST, counts=counts, image=OLMO3)
+    assert plan(recipe, A4, IMAGE, elsewhere).num_parameters == counts.total
+
+
+def test_a_mixture_whose_experts_cannot_be_read_is_planned_for_many_and_said_to_be() -> None:
+    found = plan(demo("model.architecture.family=newmoe"))
+    assert "how many it has can't be read here" in " ".join(found.notes)
+    assert found.num_parameters > 10 * plan().num_parameters
+
+
+def test_paths_that_pyxis_cannot_mount_are_refused() -> None:
+    request = replace(REQUEST, image=ImageFile(Path("/x.sqsh")), workspace=Path("/shared/a,b"))
+    cluster = A4.model_copy(update={"mounts": ("relative", "/ok:/ok:ro")})
+    found = problems(cluster=cluster, request=request)
+    assert "comma" in found
+    assert "'relative'" in found
+    assert "'/ok" not in found
+
+
+FOLDERS_THAT_CANNOT_BE_MOUNTED = {
+    "data.source": {"kind": "files", "train": "/data/a,b/train.jsonl"},
+    "model.weights": "/models/a:b",
+    "node_local_dir": "/local,disk",
+}
+
+
+@pytest.mark.parametrize("key", FOLDERS_THAT_CANNOT_BE_MOUNTED)
+def test_a_folder_that_containers_cannot_mount_is_refused_with_its_key_file_and_line(key: str, tmp_path: Path) -> None:
+    around = Surroundings(tmp_path, tmp_path / "user", {})
+    value = json.dumps(FOLDERS_THAT_CANNOT_BE_MOUNTED[key])
+    recipe, site = tmp_path / "recipes" / "mine.yaml", tmp_path / "clusters" / "mine.yaml"
+    for path in (recipe, site):
+        path.parent.mkdir()
+    site.write_text("extends: a4-highgpu-8g\n", encoding="utf-8")
+    recipe.write_text("extends: olmo3-7b-full\n", encoding="utf-8")
+    if key == "node_local_dir":
+        site.write_text(f"extends: a4-highgpu-8g\n{key}: {value}\n", encoding="utf-8")
+    else:
+        section, name = key.split(".")
+        recipe.write_text(f"extends: olmo3-7b-full\n{section}:\n  {name}: {value}\n", encoding="utf-8")
+    read, cluster = read_recipe("mine", around), read_cluster("mine", around)
+    request = replace(
+        REQUEST, image=ImageFile(Path("/x.sqsh")), origins=Origins(recipe=read.layers, cluster=cluster.layers)
+    )
+
+    found = problems(read.spec, cluster.spec, request=request)
+
+    at = f"{site}:2: node_local_dir" if key == "node_local_dir" else f"{recipe}:3: {key}"
+    assert f"{at}{'.train' if key == 'data.source' else ''}: pyxis can't mount a path with a comma or a colon" in found
+
+
+def test_sequences_longer_than_the_models_positions_are_refused() -> None:
+    assert "longer than the model's 512 positions" in problems(demo("training.sequence_length=4096"))
+
+
+def test_kernels_that_can_have_no_effect_are_refused() -> None:
+    assert "'flash4' is a kernel for GPUs" in problems(demo("training.attention=flash4"))
+    assert "'flash4' computes in bf16 alone" in problems(demo("training.attention=flash4", "training.precision=fp32"))
+    assert "no effect with engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
+
+
+def test_activations_are_not_offloaded_where_there_is_nowhere_else_or_nothing_kept() -> None:
+    full = "training.activation_checkpointing=full"
+    assert "no effect without GPUs" in problems(demo(full, "training.activation_offload=true"))
+    with pytest.raises(ConfigError, match="no effect without activation_checkpointing 'full'"):
+        demo("training.activation_checkpointing=none", "training.activation_offload=true")
+
+
+def test_what_zero3_cannot_do_is_refused_and_auto_takes_fsdp2() -> None:
+    selective = "training.activation_checkpointing=selective"
+    assert "'selective' doesn't go with engine 'zero3'" in problems(demo(selective, "training.engine=zero3"))
+    assert "'adamw8bit' doesn't go" in problems(demo("training.optimizer=adamw8bit", "training.engine=zero3"))
+    assert "'never' doesn't go" in problems(demo("training.reshard_after_forward=never", "training.engine=zero3"))
+    with pytest.raises(ConfigError, match="keeps its states on the device: offload is 'optimizer'"):
+        demo("training.optimizer=adamw8bit", "training.offload=optimizer")
+    chosen = plan(demo(selective)).engine
+    assert (chosen.name, "activation_checkpointing" in chosen.reason) == ("fsdp2", True)
+
+
+def test_copy_engines_need_several_gpus_of_one_node() -> None:
+    recipe = demo("training.collectives=copy_engine")
+    assert "this run has 1 x 2 processes with device 'cpu'" in problems(recipe)
+    assert "'copy_engine' doesn't go" in problems(demo("training.collectives=copy_engine", "training.engine=zero3"))
+    with pytest.raises(ConfigError, match="doesn't go with offload 'all'"):
+        demo("training.collectives=copy_engine", "training.offload=all")
+
+
+def test_what_needs_held_out_data_is_refused_without_it() -> None:
+    found = problems(demo("data.source.num_heldout=0", "evaluation.every_steps=5"))
+    assert found.count("nothing held out") == 2
+
+
+def test_a_profile_that_cannot_be_taken_is_refused() -> None:
+    found = problems(demo("profile.enabled=true", "profile.ranks=[0,2,3]", "training.max_steps=27"))
+    assert "profile.ranks: there is no rank 2, 3 in 2 processes" in found
+    assert "takes 28 steps, the run has 27" in found
+    plan(demo("profile.enabled=true", "training.max_steps=28"))
+    plan(demo("profile.ranks=[9]"))
+
+
+def test_all_problems_come_at_once() -> None:
+    request = replace(REQUEST, num_nodes=3, image=NamedImage("x:1"), image_is_explicit=True)
+    assert (
+        len(
+            problems(
+                demo("training.sequence_length=4096", "training.global_batch_size=7"), request=request
+            ).splitlines()
+        )
+        == 4
+    )
+
+
+def test_an_imported_image_is_given_by_its_absolute_path() -> None:
+    olmo = demo("model.architecture=olmo3-7b", "training.micro_batch_size=1", "training.global_batch_size=8")
+    with_image = plan(olmo, A4, IMAGE, replace(REQUEST, image=OLMO3))
+    assert with_image.container_image == "/shared/me/images/olmo3+25.02.sqsh"
+    by_uri = plan(olmo, A4, None, replace(REQUEST, image=parse_reference("docker://host#path:tag")))
+    assert by_uri.container_image == "docker://host#path:tag"
+
+
+def test_the_engine_says_why() -> None:
+    assert "2 processes" in plan().engine.reason
+    assert "one process" in plan(request=replace(REQUEST, gpus_per_node=1)).engine.reason
+
+
+def test_a_plan_beyond_the_gpus_memory_says_so() -> None:
+    llama = load_recipe("llama3.3-70b-full", HERE)
+    request = replace(REQUEST, image=ImageFile(Path("/x.sqsh")), num_nodes=1)
+    small = load_cluster("a3-megagpu-8g", HERE)
+    note, *proposals = plan(llama, small, None, request).notes
+    assert "more than this GPU's 79.6 GiB can hold" in note
+    assert proposals
+    assert all(proposal.startswith("would fit, by prediction: ") for proposal in proposals)
+
+
+def test_steps_follow_from_epochs_once_the_packs_are_known() -> None:
+    training = demo("training.max_steps=null", "training.num_epochs=3", "training.global_batch_size=16").training
+    assert count_steps(training, None) is None
+    assert count_steps(training, 100) == 19
+    assert count_steps(DEMO.training, None) == DEMO.training.max_steps
+
+
+def test_the_fingerprint_changes_with_what_changes_the_packs_and_nothing_else() -> None:
+    same = fingerprint(demo("training.learning_rate=1", "training.global_batch_size=64"), "")
+    assert same == fingerprint(DEMO, "")
+    for other in ("training.sequence_length=128", "data.source.seed=9", "data.train_on=all"):
+        assert fingerprint(demo(other), "") != same
+    assert fingerprint(DEMO, "files changed") != same
+    assert fingerprint(demo("model.architecture.vocab_size=5000"), "") != same

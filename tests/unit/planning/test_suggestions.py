@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftkit.config.image_reference import NamedImage
+from ftkit.config.load import Surroundings, list_names, load_cluster, load_recipe
+from ftkit.config.recipe import RecipePlan
+from ftkit.config.request import RunRequest
+from ftkit.errors import ConfigError
+from ftkit.planning.engine_choice import keeps_weights, least_memory
+from ftkit.planning.estimates.gpus import GPUS
+from ftkit.planning.estimates.memory import predict_memory
+from ftkit.planning.estimates.step_time import Network, predict_speed
+from ftkit.planning.plan import plan_run
+from ftkit.planning.suggestions import (
+    MODES,
+    NUM_PROPOSALS,
+    ROOM,
+    choose_execution,
+    propose_changes,
+    propose_faster,
+)
+
+if TYPE_CHECKING:
+    from ftkit.config.cluster import ClusterProfile, GpuModel
+    from ftkit.config.recipe import RecipeSpec
+    from ftkit.config.training import EngineName, TrainingPlan
+    from ftkit.planning.estimates.gpus import Gpu
+    from ftkit.planning.suggestions import ExecutionPlan, Proposal
+
+NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+CLUSTER = load_cluster("slurm", NOWHERE)
+
+
+def planned(spec: RecipeSpec) -> RecipePlan:
+    """Resolve what is left open to one pack at a time, with layers computed again."""
+    return RecipePlan.of(spec, least_memory(spec.training))
+
+
+def recipe(*overrides: str) -> RecipePlan:
+    return planned(load_recipe("olmo3-7b-full", NOWHERE, overrides))
+
+
+BATCHES = (
+    "training.activation_checkpointing=none", "training.micro_batch_size=4", "training.global_batch_size=128",
+    "training.sequence_length=8192",
+)  # fmt: skip
+
+
+def total(spec: RecipePlan, num_shards: int) -> float:
+    return predict_memory(spec.model.architecture, spec.training, num_shards, "fsdp2").total
+
+
+def propose(spec: RecipePlan, capacity: float, cluster: ClusterProfile = CLUSTER) -> list[Proposal]:
+    return propose_changes(spec, cluster, 2, 8, "fsdp2", capacity)
+
+
+def taken(proposal: Proposal) -> tuple[RecipePlan, int]:
+    """Return the recipe and the number of nodes that one has who types what is proposed."""
+    words = proposal.override.split()
+    num_nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words else 2
+    return recipe(*BATCHES, *(word for word in words if "=" in word)), num_nodes
+
+
+@settings(max_examples=25)
+@given(st.floats(0.1, 400))
+def test_what_is_proposed_can_be_typed_and_is_predicted_to_fit(capacity: float) -> None:
+    proposals = propose(recipe(*BATCHES), capacity)
+    assert len(proposals) <= NUM_PROPOSALS
+    for proposal in proposals:
+        spec, num_nodes = taken(proposal)
+        assert total(spec, 8 * num_nodes) == proposal.total_gib <= capacity
+        assert spec.training.global_batch_size % (spec.training.micro_batch_size * 8 * num_nodes) == 0
+    assert len({proposal.override for proposal in proposals}) == len(proposals)
+
+
+@settings(max_examples=25)
+@given(st.floats(1, 200))
+def test_no_part_of_a_proposal_can_be_left_out(capacity: float) -> None:
+    spec = recipe(*BATCHES)
+    if total(spec, 16) <= capacity:
+        return
+    for proposal in propose(spec, capacity):
+        words = proposal.override.replace("--nodes ", "--nodes=").split()
+        for left_out in words:
+            if left_out == "training.activation_checkpointing=full" and "training.activation_offload=true" in words:
+                continue  # one change of two words
+            rest = recipe(*BATCHES, *(word for word in words if word != left_out and not word.startswith("--")))
+            shards = 32 if any(word.startswith("--") and word != left_out for word in words) else 16
+            assert total(rest, shards) > capacity
+
+
+def test_what_costs_least_comes_first() -> None:
+    spec = recipe(*BATCHES)
+    room = total(recipe(*BATCHES, "training.activation_checkpointing=selective"), 16)
+    proposals = propose(spec, room)
+    assert [proposal.override for proposal in proposals] == [
+        "training.activation_checkpointing=selective",
+        "training.micro_batch_size=2",
+        "training.sequence_length=4096",
+    ]
+    assert str(proposals[0]) == f"training.activation_checkpointing=selective ({room:.1f} GiB)"
+
+
+def test_a_layers_inputs_are_offloaded_where_recomputing_all_else_is_not_enough() -> None:
+    spec = recipe(*BATCHES, "training.activation_checkpointing=full")
+    room = total(recipe(*BATCHES, "training.activation_checkpointing=full", "training.activation_offload=true"), 16)
+    assert propose(spec, room)[0].override == "training.activation_offload=true"
+    assert propose(recipe(*BATCHES), room)[0].override == (
+        "training.activation_checkpointing=full training.activation_offload=true"
+    )
+
+
+def test_with_zero3_only_whole_layers_are_recomputed() -> None:
+    proposals = propose_changes(recipe(*BATCHES), CLUSTER, 2, 8, "zero3", 70)
+    assert proposals[0].override.startswith("training.activation_checkpointing=full")
+
+
+SMALL = ("training.activation_checkpointing=full", "training.micro_batch_size=1")
+
+
+def test_states_of_8_bits_are_proposed_before_offload() -> None:
+    rounded = total(recipe(*SMALL, "training.optimizer=adamw8bit"), 16)
+    assert propose(recipe(*SMALL), rounded)[0].override == "training.optimizer=adamw8bit"
+    offloaded = total(recipe(*SMALL, "training.offload=optimizer"), 16)
+    assert offloaded < rounded
+    assert propose(recipe(*SMALL), offloaded)[0].override == "training.offload=optimizer"
+    rounding = recipe(*SMALL, "training.optimizer=adamw8bit")
+    words = "training.optimizer=adamw training.offload=optimizer"
+    assert words in [proposal.override for proposal in propose(rounding, offloaded)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine"),
+    [((), "zero3"), (("training.method=lora",), "fsdp2"), (("training.offload=optimizer",), "fsdp2")],
+    ids=["zero3", "adapters", "offloaded already"],
+)
+def test_states_of_8_bits_are_not_proposed_where_they_have_no_place(
+    changes: tuple[str, ...], engine: EngineName
+) -> None:
+    for capacity in range(4, 100, 8):
+        for proposal in propose_changes(recipe(*BATCHES, *changes), CLUSTER, 2, 8, engine, capacity):
+            assert "adamw8bit" not in proposal.override
+
+
+def test_changes_are_put_together_where_none_is_enough() -> None:
+    proposals = propose(recipe(*BATCHES), 15)
+    assert proposals
+    assert all(len(proposal.override.split()) > 1 for proposal in proposals)
+
+
+def test_nothing_is_proposed_where_nothing_helps() -> None:
+    assert propose(recipe(*BATCHES), 0.1) == []
+
+
+@pytest.mark.parametrize(
+    "changes", [{"scheduler": "local"}, {"max_nodes": 3}, {"device": "cpu"}], ids=["one machine", "few nodes", "no GPU"]
+)
+def test_what_the_cluster_has_not_is_not_proposed(changes: dict[str, object]) -> None:
+    cluster = CLUSTER.model_copy(update=changes)
+    absent = "offload" if "device" in changes else "--nodes"
+    for capacity in range(4, 100, 8):
+        assert not any(absent in proposal.override for proposal in propose(recipe(*BATCHES), capacity, cluster))
+
+
+def test_a_batch_too_small_for_more_nodes_is_left_as_it_is() -> None:
+    spec = recipe(*BATCHES, "training.global_batch_size=64")
+    for capacity in range(4, 100, 8):
+        assert not any("--nodes" in proposal.override for proposal in propose(spec, capacity))
+
+
+def test_small_micro_batches_are_proposed_to_grow_as_far_as_they_fit() -> None:
+    small = planned(load_recipe("gemma3-1b-dolly-lora", NOWHERE, ["training.activation_checkpointing=none"]))
+    proposal = propose_faster(small, "fsdp2", GPUS["h100-80gb"], Network(1, 1, None))
+    assert proposal is not None
+    assert proposal.override.startswith("training.micro_batch_size=")
+    assert proposal.speedup > 1.1
+    assert proposal.total_gib <= GPUS["h100-80gb"].usable_gib
+
+
+def test_checkpointing_that_nothing_asks_for_is_proposed_to_go() -> None:
+    checkpointed = recipe("training.global_batch_size=16")
+    proposal = propose_faster(checkpointed, "fsdp2", GPUS["h200"], Network(2, 16, None))
+    assert proposal is not None
+    assert "training.activation_checkpointing=none" in proposal.override
+
+
+def test_nothing_is_proposed_to_a_run_that_is_as_fast_as_it_can_be() -> None:
+    fast = recipe("training.activation_checkpointing=none", "training.global_batch_size=16")
+    assert propose_faster(fast, "fsdp2", GPUS["h200"], Network(2, 16, None)) is None
+
+
+# --- What `auto` stands for ----------------------------------------------------------------------
+
+H100, H200, L4 = GPUS["h100-80gb"], GPUS["h200"], GPUS["l4"]
+
+
+def choose(
+    spec: RecipeSpec, gpu: Gpu | None, num_processes: int = 8, engine: EngineName = "fsdp2"
+) -> tuple[TrainingPlan, ExecutionPlan]:
+    network = Network(1, num_processes, None)
+    return choose_execution(spec.model.architecture, spec.training, engine, "cuda", gpu, network)
+
+
+def predicted(spec: RecipeSpec, training: TrainingPlan, gpu: Gpu, num_processes: int = 8) -> tuple[float, float]:
+    """Return seconds of a step and GiB, as the plan predicts them."""
+    shape, network = spec.model.architecture, Network(1, num_processes, None)
+    kept = keeps_weights(shape, training, num_processes, "fsdp2", gpu)
+    speed = predict_speed(shape, training, "fsdp2", gpu, network, keeps_weights=kept)
+    return speed.step_seconds, predict_memory(shape, training, num_processes, keeps_weights=kept).total
+
+
+def test_auto_makes_small_packs_many_and_leaves_memory_free() -> None:
+    spec = load_recipe("gemma3-12b-sql-qlora", NOWHERE)
+    training, execution = choose(spec, H200)
+    assert execution.chosen == ("micro_batch_size", "activation_checkpointing")
+    assert "times as fast" in execution.reason
+    chosen, lightest = (predicted(spec, each, H200) for each in (training, least_memory(spec.training)))
+    assert lightest[0] > 3 * chosen[0]
+    assert chosen[1] <= ROOM * H200.usable_gib
+
+
+def test_auto_takes_less_on_a_smaller_gpu() -> None:
+    spec = load_recipe("qwen3-8b-tools-lora", NOWHERE, ("training.method=qlora",))
+    large, small = (choose(spec, gpu, 1)[0] for gpu in (H200, L4))
+    assert small.micro_batch_size < large.micro_batch_size
+    assert predicted(spec, small, L4, 1)[1] <= ROOM * L4.usable_gib
+
+
+@given(
+    name=st.sampled_from(["olmo3-7b-full", "qwen3-8b-tools-lora", "gemma3-12b-sql-qlora", "llama3.3-70b-full"]),
+    gpu=st.sampled_from(sorted(GPUS)),
+    num_processes=st.sampled_from([1, 2, 3, 8, 24]),
+    accumulation=st.integers(1, 36),
+)
+@settings(max_examples=25)
+def test_the_micro_batch_always_makes_up_the_global_batch(
+    name: str, gpu: GpuModel, num_processes: int, accumulation: int
+) -> None:
+    spec = load_recipe(name, NOWHERE, (f"training.global_batch_size={num_processes * accumulation}",))
+    training, _ = choose(spec, GPUS[gpu], num_processes)
+    assert training.global_batch_size % (training.micro_batch_size * num_processes) == 0
+    assert training.global_batch_size == num_processes * accumulation
+
+
+def test_what_the_recipe_sets_stays() -> None:
+    both = load_recipe(
+        "olmo3-7b-full", NOWHERE, ("training.micro_batch_size=1", "training.activation_checkpointing=full")
+    )
+    training, execution = choose(both, H200)
+    assert (training.micro_batch_size, training.activation_checkpointing, execution.chosen) == (1, "full", ())
+    size = load_recipe("olmo3-7b-full", NOWHERE, ("training.micro_batch_size=1",))
+    training, execution = choose(size, H200)
+    assert (training.micro_batch_size, execution.chosen) == (1, ("activation_checkpointing",))
+    offloaded = load_recipe("olmo3-7b-full", NOWHERE, ("training.activation_offload=true",))
+    assert choose(offloaded, H200)[0].activation_checkpointing == "full"
+
+
+def test_what_an_engine_cannot_do_is_not_chosen() -> None:
+    for gpu in GPUS.values():
+        spec = load_recipe("llama3.3-70b-lora", NOWHERE)
+        assert choose(spec, gpu, engine="zero3")[0].activation_checkpointing != "selective"
+
+
+def test_where_nothing_is_known_of_the_gpu_the_least_memory_is_taken() -> None:
+    training, execution = choose(load_recipe("olmo3-7b-full", NOWHERE), None)
+    assert (training.micro_batch_size, training.activation_checkpointing) == (1, "full")
+    assert "names no GPU" in execution.reason
+
+
+def test_without_gpus_a_few_packs_at_a_time_are_computed_once() -> None:
+    spec = load_recipe("demo", NOWHERE)
+    training, _ = choose_execution(spec.model.architecture, spec.training, "fsdp2", "cpu", None, Network(1, 2, None))
+    assert (training.micro_batch_size, training.activation_checkpointing) == (4, "none")
+
+
+def test_where_nothing_fits_the_least_memory_is_taken_and_said() -> None:
+    training, execution = choose(load_recipe("llama3.3-70b-full", NOWHERE), H100)
+    assert (training.micro_batch_size, training.activation_checkpointing) == (1, "full")
+    assert "nothing leaves 15% of the GPU's free" in execution.reason
+
+
+def test_a_huge_global_batch_is_resolved_at_once() -> None:
+    spec = load_recipe("olmo3-7b-full", NOWHERE, ("training.global_batch_size=2000000000",))
+    assert choose(spec, H200)[0].micro_batch_size <= 32
+
+
+CLUSTERS = [name for name in list_names("cluster", NOWHERE) if load_cluster(name, NOWHERE).gpu]
+
+
+@pytest.mark.parametrize("name", list_names("recipe", NOWHERE))
+def test_a_shipped_recipe_is_as_fast_on_a_shipped_cluster_as_the_plan_knows_how(name: str) -> None:
+    for cluster in (load_cluster(cluster, NOWHERE) for cluster in CLUSTERS):
+        spec, gpu = load_recipe(name, NOWHERE), GPUS[cluster.gpu]
+        image, created = NamedImage(spec.image or "any:1"), datetime(2026, 1, 2, tzinfo=UTC)
+        request = RunRequest(None, None, None, image, False, Path("/w"), "python", created, "a")
+        plan = plan_run(spec, cluster, None, request, ftkit_version="1")
+        network = Network(
+            plan.placement.num_nodes, plan.placement.world_size, (cluster.network_gbps or 0) * 1e9 / 8 or None
+        )
+        per_process = spec.training.global_batch_size // network.size
+        best = 0.0
+        for size, mode in product((n for n in range(1, per_process + 1) if per_process % n == 0), MODES):
+            changed = plan.recipe.training.model_copy(
+                update={"micro_batch_size": size, "activation_checkpointing": mode}
+            )
+            shape, engine = spec.model.architecture, plan.engine.name
+            kept = keeps_weights(shape, changed, network.size, engine, gpu)
+            if predict_memory(shape, changed, network.size, engine, keeps_weights=kept).total <= ROOM * gpu.usable_gib:
+                speed = predict_speed(shape, changed, engine, gpu, network, keeps_weights=kept)
+                best = max(best, speed.tokens_per_second)
+        assert plan.speed is not None
+        assert best, f"{name} on {cluster.name}: nothing fits"
+        assert plan.speed.tokens_per_second >= 0.95 * best, f"{name} on {cluster.name}"
+
+
+def test_a_run_that_nothing_makes_fit_is_given_up_without_trying_every_combination(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return predict_memory(*arguments, **options)
+
+    monkeypatch.setattr("ftkit.planning.suggestions.predict_memory", count)
+    spec = recipe(
+        "training.micro_batch_size=55440", "training.global_batch_size=887040", "training.sequence_length=16777216",
+        "model.architecture.max_position_embeddings=16777216", "training.reshard_after_forward=never",
+    )  # fmt: skip
+    assert propose(spec, 0.001) == []
+    assert len(calls) < 200
+
+
+@pytest.mark.parametrize("training", ["micro_batch_size", "global_batch_size", "sequence_length", "num_epochs"])
+@pytest.mark.parametrize("value", [2**31, 10**10, 10**18])
+def test_numbers_that_make_loops_long_are_refused(training: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"training.{training}: "):
+        load_recipe("demo", NOWHERE, [f"training.{training}={value}"])

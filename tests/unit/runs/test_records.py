@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import tracemalloc
+from typing import TYPE_CHECKING
+
+from ftkit.runs.records import (
+    LONGEST_LINE,
+    EvaluationRecord,
+    RankError,
+    RecordTail,
+    Sample,
+    StageRecord,
+    StepRecord,
+    append_record,
+    from_line,
+    read_last_record,
+    read_last_step,
+    read_outline,
+    read_rank_error,
+    read_records,
+    to_line,
+    write_rank_error,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEP = StepRecord(1.0, 10, 400, 0.5, 1.5, 1e-3, 1.0, 81920, 1e4, 0.5, 0.1, 0.0, None, None)
+STAGE = StageRecord(0.0, "packing")
+
+
+def evaluation(num_samples: int) -> EvaluationRecord:
+    samples = tuple(Sample("question " * 20, "SELECT", f"SELECT {index}", True) for index in range(num_samples))
+    return EvaluationRecord(2.0, 10, "after", 1.0, 2.7, 0.5, samples)
+
+
+def test_a_record_survives_its_line() -> None:
+    for record in (STEP, STAGE, evaluation(3)):
+        assert from_line(to_line(record)) == record
+
+
+def test_lines_that_are_no_records_are_none() -> None:
+    for line in ("", "{", "[]", "1", '{"event": "novelty"}', '{"event": "step"}', to_line(STEP)[:-5]):
+        assert from_line(line) is None
+    assert from_line(to_line(STEP)[:-1] + ', "novelty": 1}') == STEP
+
+
+def test_the_last_step_is_found_behind_records_larger_than_the_tail(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for record in (STAGE, STEP, evaluation(50), STAGE):
+        append_record(path, record)
+    assert read_last_step(path, tail_bytes=64) == STEP
+    assert read_last_record(path, tail_bytes=16) == STAGE
+    assert [*read_records(path)][2] == evaluation(50)
+
+
+def test_the_last_record_may_be_larger_than_the_tail(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_record(path, evaluation(50))
+    assert read_last_record(path, tail_bytes=16) == evaluation(50)
+    assert read_last_step(path) is None
+
+
+def test_a_line_that_is_still_being_written_is_not_the_last_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_record(path, STEP)
+    with path.open("a") as file:
+        file.write(to_line(STAGE)[:10])
+    assert read_last_record(path) == STEP
+
+
+def test_a_missing_or_empty_file_has_no_records(tmp_path: Path) -> None:
+    assert read_last_record(tmp_path / "none") is None
+    assert read_last_step(tmp_path / "none") is None
+    (tmp_path / "empty").touch()
+    assert read_last_record(tmp_path / "empty") is None
+    assert list(RecordTail(tmp_path / "none").read_new()) == []
+
+
+def test_a_tail_reads_each_record_once_and_none_by_halves(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = RecordTail(path)
+    append_record(path, STAGE)
+    assert list(tail.read_new()) == [STAGE]
+    line = to_line(STEP) + "\n"
+    with path.open("a") as file:
+        file.write(line[:20])
+        file.flush()
+        assert list(tail.read_new()) == []
+        file.write(line[20:])
+    assert list(tail.read_new()) == [STEP]
+    assert list(tail.read_new()) == []
+
+
+def test_a_ranks_error_survives_its_file(tmp_path: Path) -> None:
+    try:
+        int("no")
+    except ValueError as error:
+        left = RankError.from_exception(error, rank=3)
+    write_rank_error(tmp_path / "logs" / "error-00003.json", left)
+    assert read_rank_error(tmp_path / "logs" / "error-00003.json") == left
+    assert "ValueError: invalid literal" in left.traceback
+    assert read_rank_error(tmp_path / "none") is None
+
+
+def test_lines_that_are_damaged_or_endless_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    step = (to_line(STEP) + "\n").encode()
+    damaged = [b"[" * 100_000, b'{"event": "step", "step": "\\ud800"}', b"\xff", step[:-20], b"x" * (LONGEST_LINE + 9)]
+    path.write_bytes(step + b"\n".join(damaged) + b"\n" + step)
+    assert list(read_records(path)) == [STEP, STEP]
+    assert list(RecordTail(path).read_new()) == [STEP, STEP]
+    assert read_last_step(path) == STEP
+    for value in ("1e400", "-1", "9" * 400, '"x"', "[]", "null"):
+        assert from_line(to_line(STEP).replace('"num_steps": 400', f'"num_steps": {value}')) is None
+        assert from_line(to_line(STEP).replace('"step_seconds": 0.5', f'"step_seconds": {value}')) is None
+
+
+def test_the_outline_of_a_long_run_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = to_line(STEP) + "\n"
+    path.write_text(to_line(STAGE) + "\n" + line * (2**22 // len(line)) + to_line(STAGE) + "\n")
+    tracemalloc.start()
+    outline = list(read_outline(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert outline == [STAGE, STEP, STAGE]
+    assert peak < 2**20
+
+
+def test_a_tail_that_skips_what_is_there_reads_what_comes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_record(path, STAGE)
+    tail = RecordTail(path, skips_old=True)
+    append_record(path, STEP)
+    assert list(tail.read_new()) == [STEP]
