@@ -97,8 +97,14 @@ def _problem(  # noqa: PLR0911 - one for each way to say it
         description = " ".join((field.description or "").split()) if field else ""
         return Problem(where, key, f"{_shown(given)} is not of the form that is asked for here.", description)
     message, fix = _SENTENCES.get(kind, ("can't be this", ""))
-    message = message.format_map(context)
-    return Problem(where, key, f"{message}, got {_shown(given)}.", "" if isinstance(given, dict | None) else fix)
+    return Problem(where, key, f"{message.format_map(context)}, got {_shown(given)}.", _advice(where, key, given, fix))
+
+
+def _advice(where: str, key: str, given: object, fix: str) -> str:
+    """Return what to do about a value of the wrong type, if it can be told."""
+    if where == COMMAND_LINE and isinstance(given, dict):  # YAML took text in braces for a mapping
+        return f"Text that begins with a brace needs quotes for YAML too: {key}='\"{{column}}\"'."
+    return "" if isinstance(given, dict | None) else fix
 
 
 def _place_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:

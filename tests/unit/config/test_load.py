@@ -141,6 +141,13 @@ def test_each_problem_is_a_sentence_in_the_users_words(around: Surroundings, key
         assert not re.search(r"Input should|[Tt]uple|dictionary|discriminator|should match|instance of|None", found)
 
 
+def test_text_in_braces_on_the_command_line_is_told_how_to_be_quoted(around: Surroundings) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_recipe("demo", around, ["data.format.prompt={column}"])
+    assert """needs quotes for YAML too: data.format.prompt='"{column}"'.""" in str(error.value)
+    load_recipe("demo", around, ['data.format.prompt="{sql_prompt}"'])
+
+
 def test_many_problems_are_cut_short(around: Surroundings) -> None:
     keys = "".join(f"typo{n}: 1\n" for n in range(200))
     (around.project / "recipes" / "mine.yaml").write_text(f"extends: demo\n{keys}")
