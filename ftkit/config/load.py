@@ -22,7 +22,7 @@ from ftkit.config.image import ImageSpec
 from ftkit.config.image_reference import parse_image, parse_reference
 from ftkit.config.layers import Layers
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.paths import absolute_path, is_path, path_problem
+from ftkit.config.paths import absolute_path, is_file, is_path, path_problem
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.settings import Settings
@@ -152,7 +152,7 @@ def find_image(reference: str, around: Surroundings) -> ImageDefinition:
     _check_can_be_a_file("image", reference)
     for folder in _folders("image", around):
         path = folder / name / tag / "image.yaml"
-        if tag and path.is_file():
+        if tag and is_file(path):
             layers = _read_extended("image", path, around)
             files = [Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", "packages")]
             return _with_recorded_base(validate(ImageSpec, layers), files[0], files[1].with_suffix(".lock"), around)
@@ -201,12 +201,12 @@ def _folders(kind: str, around: Surroundings) -> list[Path]:
 def _find(kind: str, name: str, around: Surroundings) -> Path:
     _check_can_be_a_file(kind, name)
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        path = Path(name).expanduser().absolute()
-        if path.is_file():
+        path = absolute_path(name, Path.cwd(), key=kind)
+        if is_file(path):
             return path
         raise NotFoundError(f"there is no file {path}", fix=f"give the path of a {kind} file, or a {kind}'s name")
     for folder in _folders(kind, around):
-        if (folder / f"{name}.yaml").is_file():
+        if is_file(folder / f"{name}.yaml"):
             return folder / f"{name}.yaml"
     known = list_names(kind, around)
     raise NotFoundError(
@@ -260,7 +260,7 @@ def _with_architecture(layers: Layers) -> Layers:
         return layers
     where = layers.origin(("model", "architecture"))
     path = assets.ARCHITECTURES / f"{name}.yaml"
-    if not path.is_file():
+    if not is_file(path):
         known = sorted(file.stem for file in assets.ARCHITECTURES.glob("*.yaml"))
         fix = _closest(name, known, f"Known: {', '.join(known)}; or give the fields themselves.")
         raise ConfigError([Problem(where, "model.architecture", f"there is no architecture '{name}'.", fix)])

@@ -30,6 +30,14 @@ def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Pa
     return (folder / Path(text).expanduser()).absolute()
 
 
+def is_file(path: Path) -> bool:
+    """Tell whether a file is there, also of paths that no file can have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def path_problem(text: str) -> str | None:
     """Return why no file can have this path; None if one can."""
     if not text or not text.isprintable():

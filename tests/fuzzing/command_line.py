@@ -44,6 +44,8 @@ def command_line(folder: Path) -> Iterator[Callable[..., tuple[int, str]]]:
             with redirect_stdout(out), redirect_stderr(err):
                 code = main(words)
             assert code != 1, "".join(path.read_text(errors="replace") for path in folder.glob("state/ftkit/*"))
+            err.seek(0)
+            assert "\x1b" not in err.read(), "what is in a file steers the terminal"
             out.seek(0)
             return code, out.read()
 

@@ -97,6 +97,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+STOP_SECONDS = 20
+"""What a service gets to end by itself, before it is killed: no test looks which of the two it was."""
+
+
 @contextmanager
 def running(command: list[str], log: Path, is_ready: Callable[[], bool]) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("ab") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
@@ -109,7 +113,7 @@ def running(command: list[str], log: Path, is_ready: Callable[[], bool]) -> Iter
         finally:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
+from waiting import PATIENCE_SECONDS
 
 from ftkit.errors import TrainingError
 from ftkit.runs.records import CheckpointRecord, StartRecord, read_records
@@ -52,7 +53,7 @@ class Gate:
         self._opened.set()
 
     def save(self, *args: Any, **options: Any) -> None:
-        assert self._opened.wait(60)
+        assert self._opened.wait(PATIENCE_SECONDS)
         if self.error:
             raise self.error
         state_dict_saver.save(*args, **options)
