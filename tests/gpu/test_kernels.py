@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENCE_SECONDS
 
 PROGRAM = Path(__file__).with_name("kernel_matrix.py")
 pytestmark = pytest.mark.gpu
@@ -24,7 +25,11 @@ def results(kernel: str, gpus: int, folder: Path) -> dict[str, dict[str, Any]]:
     output = folder / f"{kernel}-{gpus}.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     done = subprocess.run(
-        [*command, str(PROGRAM), kernel, str(output)], capture_output=True, text=True, timeout=580, check=False
+        [*command, str(PROGRAM), kernel, str(output)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     loaded: dict[str, dict[str, Any]] = json.loads(output.read_text())

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 BLOB = bytes(range(256)) * (4 << 12)
 
+PAUSE_SECONDS = 0.001
+"""Between two bytes of a server that stalls."""
+
 
 def digest_of(data: bytes) -> Digest:
     return Digest("sha256:" + hashlib.sha256(data).hexdigest())
@@ -84,7 +87,7 @@ class StandIn(BaseHTTPRequestHandler):
         self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\nX-Long: ")
         if self.faults.stalls != "headers":
             self.wfile.write(b"\r\n\r\n")
-        while not self.faults.is_over.wait(0.001):
+        while not self.faults.is_over.wait(PAUSE_SECONDS):
             self.wfile.write(b" ")
 
     def log_message(self, *words: Any) -> None:
