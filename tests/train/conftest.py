@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from lone_world import lone_world
 from waiting import PATIENCE_SECONDS
 
 from ftkit.config.load import Surroundings, load_cluster, load_recipe
@@ -120,24 +120,8 @@ def finished_run(make_run: Callable[..., Run]) -> Run:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """This process as the only one of a run."""
-    from ftkit.planning.plan import PlacementPlan
-    from ftkit.train.distributed.world import joined_world
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    variables = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in variables.items():
-            patch.setenv(key, value)
-        with joined_world(PlacementPlan(1, 1, "cpu", 1)) as world:
-            yield world
+    with lone_world("cpu") as world:
+        yield world
 
 
 def read_json(path: Path) -> dict[str, object]:

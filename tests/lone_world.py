@@ -1,0 +1,37 @@
+"""This process as the only one of a run."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.train.distributed.world import World
+
+
+@contextmanager
+def lone_world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
+    """Join a world of one, as torchrun would have it."""
+    from ftkit.planning.plan import PlacementPlan
+    from ftkit.train.distributed.world import joined_world
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in variables.items():
+            patch.setenv(key, value)
+        with joined_world(PlacementPlan(1, 1, device, 1)) as world:
+            yield world
