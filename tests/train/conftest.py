@@ -20,7 +20,8 @@ from ftkit.config.load import Surroundings, load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.prepare import prepare
 from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
-from ftkit.runs.records import MemoryRecord, Record, StepRecord, read_records
+from ftkit.runs.records import MemoryRecord, RankError, Record, StepRecord, read_records
+from ftkit.runs.summary import first_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,6 +65,12 @@ class Run:
 
     def records(self, kind: type[Record]) -> list[Record]:
         return [record for record in read_records(self.layout.metrics) if isinstance(record, kind)]
+
+    def first_error(self) -> RankError:
+        """Return what ended the run. Ranks that fail alike end each other, so any of them may be the one to tell."""
+        error = first_error(self.layout, since=0)
+        assert error is not None
+        return error
 
     def losses(self) -> dict[int, tuple[float, float]]:
         steps = [record for record in read_records(self.layout.metrics) if isinstance(record, StepRecord)]

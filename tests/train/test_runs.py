@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,10 +120,10 @@ def test_weights_of_another_shape_are_refused_before_training(finished_run: Any,
     wrong = make_run(
         "wrong-shape", f"model.weights={finished_run.layout.export}", "model.architecture.num_hidden_layers=3"
     )
-    printed = wrong.train(expect=9)
-    assert "num_hidden_layers: 3 in the recipe, 2 in the weights" in printed
-    error = json.loads(wrong.layout.rank_error(0).read_text())
-    assert error["exit_code"] == 9
+    wrong.train(expect=9)
+    error = wrong.first_error()
+    assert "num_hidden_layers: 3 in the recipe, 2 in the weights" in error.message
+    assert error.exit_code == 9
     assert not wrong.losses()
 
 
