@@ -54,7 +54,7 @@ def ensure_image(plan: RunPlan, terminal: Terminal, *, does_import: bool) -> dic
 
 
 def require_same_image(plan: RunPlan, terminal: Terminal) -> None:
-    """Check that a run which goes on gets the image that it began with.
+    """Check that a resumed run gets the image that it began with.
 
     Raises:
         NotFoundError: it is not there any more.

@@ -181,7 +181,7 @@ class TalksOn:
     """Answers each question rightly, ends its turn, and talks on as long as it is let."""
 
     def __init__(self, answers: list[list[int]], end: int) -> None:
-        self.config = type("Config", (), {"_attn_implementation": "sdpa"})()
+        self.config = type("Config", (), {"model_type": "llama", "_attn_implementation": "sdpa"})()
         self._rows = [[*answer, end, *answer, end] for answer in answers]
 
     def set_attn_implementation(self, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -36,7 +37,7 @@ from ftkit.train.distributed.checks import (
     run_probe,
 )
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel, plain_attention
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config, read_config
 from ftkit.train.model.weights import load_weights
 
@@ -246,6 +247,40 @@ def test_models_that_scale_or_cap_their_logits_train_with_them(
         logits = model(input_ids=batch.tokens).logits.flatten(0, 1)[batch.target_index]
         expected = functional.cross_entropy(logits, batch.targets, reduction="sum")
         assert float(summed_loss(model, batch)) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "expected"), [("gemma2", "eager"), ("llama", "sdpa")])
+def test_answers_are_generated_with_the_attention_scores_that_the_model_has(
+    family: str, expected: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    shape = architecture(family, sliding_window=6, full_attention_every=2)
+    model = AutoModelForCausalLM.from_config(make_config(shape, tokenizer))
+    chosen = model.config._attn_implementation
+    with plain_attention(model):
+        assert model.config._attn_implementation == expected
+    assert model.config._attn_implementation == chosen
+
+
+def test_every_rank_is_asked_whether_flash4_works_whatever_its_own_gpu_is(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    asked: list[str | None] = []
+
+    def gather(own: str | None) -> list[str | None]:
+        asked.append(own)
+        return [None, "another GPU is older than Hopper"]
+
+    several: Any = SimpleNamespace(device=torch.device("cuda"), gather_objects=gather)
+    bf16 = TRAINING.model_copy(update={"precision": "bf16", "sequence_length": 128})
+    kernel, reason = choose_kernel(bf16, make_config(architecture("llama"), tokenizer), several)
+    assert len(asked) == 1
+    assert kernel == "flex"
+    assert "another GPU is older than Hopper" in reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    choose_kernel(bf16, make_config(architecture("llama"), tokenizer), several)
+    assert asked[1] == "a GPU is older than Hopper"
 
 
 def test_logits_that_are_changed_in_an_unknown_way_are_refused_though_the_loss_hardly_shows_it(

@@ -60,12 +60,12 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
         return training.attention, "the recipe asks for it"
     if world.device.type != "cuda":
         return ("eager", f"CPU; the model {special}") if special else ("sdpa", "the fastest one on CPUs")
-    if special is None and training.precision == "bf16" and torch.cuda.get_device_capability() >= _HOPPER:
-        failure = _flash4_failure(config, world)
-        if failure is None:
-            return "flash4", f"{torch.cuda.get_device_name()} and flash-attn-4 is installed"
+    if special or training.precision != "bf16":
+        failure = f"the model {special}" if special else f"it does not compute in {training.precision}"
+    elif (tried := _flash4_failure(config, world)) is None:
+        return "flash4", f"{torch.cuda.get_device_name()} and flash-attn-4 is installed"
     else:
-        failure = f"the model {special}" if special else f"{torch.cuda.get_device_name()} in {training.precision}"
+        failure = tried
     if training.sequence_length >= FLEX_MINIMUM:
         return "flex", f"flash-attn-4 can't be used: {failure}"
     if special:
@@ -111,6 +111,8 @@ def _flash4_failure(config: PretrainedConfig, world: World) -> str | None:
 
 def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str | None:
     """Try its forward and backward pass on the model's heads: what it compiles for that, training uses again."""
+    if torch.cuda.get_device_capability(device) < _HOPPER:
+        return f"{torch.cuda.get_device_name(device)} is older than Hopper"
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -161,9 +163,12 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
 
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Generate text: with a cache and a mask, which the kernels for packs don't know, and shapes that always change."""
+    """Generate text: with a cache and a mask, which the kernels for packs don't know, and shapes that always change.
+
+    Not by SDPA where the model changes its attention scores: transformers would leave that out without a word.
+    """
     chosen = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name to read it by
-    model.set_attn_implementation(IMPLEMENTATIONS["sdpa"])
+    model.set_attn_implementation(IMPLEMENTATIONS["eager" if _changed_scores(model.config) else "sdpa"])
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
