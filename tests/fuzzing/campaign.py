@@ -207,7 +207,7 @@ def replay(area: Area, folder: Path) -> None:
 
 
 def table(tallies: Sequence[Tally], seed: int) -> str:
-    """Return the table that docs/security.md shows."""
+    """Return the table that docs/reference/security.md shows."""
     lines = [f"seed {seed}", "", "| area | cases | accepted | refused | tracebacks | hangs | peak memory, MiB |"]
     lines.append("|---|---|---|---|---|---|---|")
     for tally in tallies:

@@ -1,8 +1,8 @@
 """How long a step takes, from the architecture and the GPU's numbers alone.
 
 Four things can hold a step up: the GPU's arithmetic and memory, the network, and the host that starts the kernels.
-The parts of a peak that are reached were fitted to runs on H200 (docs/benchmarks.md); other GPUs take the same parts
-of theirs.
+The parts of a peak that are reached were fitted to runs on H200 (docs/reference/benchmarks.md); other GPUs take the
+same parts of theirs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Collectives of FSDP2 by a GPU's copy engines, between GPUs of one host that reach each other's memory.
 
 NCCL's collectives run on the processors that compute: matrix products beside them take up to 39 % longer
-(docs/benchmarks.md). Here weights and gradients are copied by engines that do nothing else, and gradients travel in the
-precision in which they were computed, whatever the precision in which they are summed: each rank adds up the copies of
-its own shard.
+(docs/reference/benchmarks.md). Here weights and gradients are copied by engines that do nothing else, and gradients
+travel in the precision in which they were computed, whatever the precision in which they are summed: each rank adds up
+the copies of its own shard.
 """
 
 from __future__ import annotations

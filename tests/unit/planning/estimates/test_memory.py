@@ -92,7 +92,7 @@ def test_states_of_8_bits_take_a_quarter_and_their_scales(architecture: Shapes, 
 SAVING, SMALL_STATES = {"activation_checkpointing": "full"}, {"optimizer": "adamw8bit"}
 LONG = {"sequence_length": 65536}
 MEASURED = [
-    # docs/benchmarks.md: architecture, layers (none: all), number of H200, changes to the training, GiB.
+    # docs/reference/benchmarks.md: architecture, layers (none: all), number of H200, changes to the training, GiB.
     (("olmo3-7b", 8, 1, {}), 44.60),
     (("olmo3-7b", 8, 1, {"activation_checkpointing": "selective"}), 42.55),
     (("olmo3-7b", 8, 1, SAVING), 39.49),

@@ -31,7 +31,7 @@ def test_the_speed_of_eight_layers_of_olmo_on_one_gpu_is_about_what_was_measured
 def test_zero3_waits_for_its_collectives(architecture: Shapes, training: Specs) -> None:
     shape, spec = architecture("llama3-8b"), training(global_batch_size=4)
     near, far = (predict_speed(shape, spec, "zero3", H200, Network(*spread)) for spread in ((1, 4, None), (4, 4, 25e9)))
-    assert near.tokens_per_second / 4 == pytest.approx(7_901, rel=0.1)  # docs/benchmarks.md
+    assert near.tokens_per_second / 4 == pytest.approx(7_901, rel=0.1)  # docs/reference/benchmarks.md
     assert (near.bound, far.bound) == ("gpu", "network")
 
 
