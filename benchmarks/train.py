@@ -31,7 +31,7 @@ import numpy as np
 from ftkit.config.load import Surroundings, load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.encoding import IGNORED
-from ftkit.data.store import DataManifest, PackStore, building
+from ftkit.data.store import DataManifest, PackStore, new_prepared_data
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.planning.estimates.flops import document_flops
 from ftkit.planning.estimates.gpus import GPUS
@@ -166,11 +166,11 @@ def write_data(plan: RunPlan, num_documents: int) -> None:
     packs = np.stack([tokens[:, :-1], tokens[:, 1:], positions], axis=1)
     packs[:, 1, document - 1 :: document] = IGNORED
     num_documents *= num_packs
-    with building(plan.data_directory) as folder:
+    with new_prepared_data(plan.data_directory) as folder:
         learn_tokenizer(["random"], 300, "chatml").save_pretrained(folder.tokenizer)
         PackStore.write(folder.train, packs)
-        PackStore.write(folder.heldout, packs[:0])
-        folder.heldout_examples.write_text("")
+        PackStore.write(folder.validation, packs[:0])
+        folder.validation_rows.write_text("")
         sizes = (num_documents, num_packs, num_packs * length, num_packs * length - num_documents)
         folder.write_manifest(DataManifest(plan.fingerprint, length, *sizes, 0, 0, 0, document))
 

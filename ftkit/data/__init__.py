@@ -1,1 +1,1 @@
-"""From examples to packs: read, format, tokenise, pack. Runs before training, and its result is kept."""
+"""From examples to packs: read, format, tokenize, pack. Runs before training, and its result is kept."""

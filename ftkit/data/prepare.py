@@ -1,4 +1,4 @@
-"""From a plan to prepared data: read, format, tokenise, pack, write. Does nothing if it was done before."""
+"""From a plan to prepared data: read, format, tokenize, pack, write. Does nothing if it was done before."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ftkit.data.conversations import to_messages
 from ftkit.data.encoding import encode, find_answer_end
 from ftkit.data.packing import assign_packs, build_pack
 from ftkit.data.rows import errors_at, write_json_lines
-from ftkit.data.sources import read_examples
-from ftkit.data.store import DataManifest, PackStore, PreparedData, building
+from ftkit.data.sources import read_splits
+from ftkit.data.store import DataManifest, PackStore, PreparedData, new_prepared_data
 from ftkit.data.tasks.sql_score import read_question
 from ftkit.data.tokenizers import check_size, check_tokens, learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError
@@ -40,7 +40,7 @@ def prepare(plan: RunPlan, report: Callable[[str], None]) -> PreparedData:
     if prepared.is_complete:
         report(f"data {plan.fingerprint}: prepared before")
         return prepared
-    with building(prepared.root) as folder:
+    with new_prepared_data(prepared.root) as folder:
         manifest = _build(folder, plan, report)
         folder.write_manifest(manifest)
     if manifest.num_too_long:
@@ -54,26 +54,26 @@ def prepare(plan: RunPlan, report: Callable[[str], None]) -> PreparedData:
 
 def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None]) -> DataManifest:
     recipe, length = plan.recipe, plan.recipe.training.sequence_length
-    report("reading examples")
-    examples = read_examples(recipe.data.source)
-    _report_unused_columns(recipe, examples.train, report)
-    for row in examples.heldout if recipe.evaluation.sql_execution else ():
+    report("reading rows")
+    splits = read_splits(recipe.data.source)
+    _report_unused_columns(recipe, splits.train, report)
+    for row in splits.validation if recipe.evaluation.sql_execution else ():
         with errors_at(row):
             read_question(row.columns)
-    tokenizer = _tokenizer(recipe, examples.train, report)
+    tokenizer = _tokenizer(recipe, splits.train, report)
     check_size(tokenizer, recipe.model.architecture.vocab_size, report)
     _check_answers_end(tokenizer, recipe)
     tokenizer.save_pretrained(folder.tokenizer)
-    report(f"tokenising {len(examples.train) + len(examples.heldout):,} examples")
-    train = _encode_all(tokenizer, recipe, examples.train)
-    heldout = _encode_all(tokenizer, recipe, examples.heldout)
-    longest = max(len(document.tokens) for document in [*train, *heldout])
-    fitting = _fitting(train, recipe, longest), _fitting(heldout, recipe, longest)
+    report(f"tokenizing {len(splits.train) + len(splits.validation):,} examples")
+    train = _encode_all(tokenizer, recipe, splits.train)
+    validation = _encode_all(tokenizer, recipe, splits.validation)
+    longest = max(len(document.tokens) for document in [*train, *validation])
+    fitting = _fitting(train, recipe, longest), _fitting(validation, recipe, longest)
     report("packing")
     packs = [_pack(documents, length, tokenizer.pad_token_id) for documents in fitting]
     PackStore.write(folder.train, packs[0])
-    PackStore.write(folder.heldout, packs[1])
-    write_json_lines(folder.heldout_examples, examples.heldout)
+    PackStore.write(folder.validation, packs[1])
+    write_json_lines(folder.validation_rows, splits.validation)
     return DataManifest(
         fingerprint=plan.fingerprint,
         sequence_length=length,
@@ -81,9 +81,9 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None]) -
         num_train_packs=len(packs[0]),
         num_train_tokens=sum(len(document.tokens) for document in fitting[0]),
         num_train_targets=sum(document.num_targets for document in fitting[0]),
-        num_heldout_documents=len(fitting[1]),
-        num_heldout_packs=len(packs[1]),
-        num_too_long=len(train) + len(heldout) - len(fitting[0]) - len(fitting[1]),
+        num_validation_documents=len(fitting[1]),
+        num_validation_packs=len(packs[1]),
+        num_too_long=len(train) + len(validation) - len(fitting[0]) - len(fitting[1]),
         longest_document=longest,
     )
 
@@ -100,7 +100,7 @@ def _tokenizer(recipe: RecipeSpec, train: Sequence[Row], report: Callable[[str],
     vocab_size = recipe.model.tokenizer.vocab_size
     if vocab_size is None:
         return load_tokenizer(recipe.model, recipe.data.chat_template)
-    report(f"learning a tokeniser of {vocab_size} tokens")
+    report(f"learning a tokenizer of {vocab_size} tokens")
     texts = (message.content for row in train for message in _messages(row, recipe))
     return learn_tokenizer(texts, vocab_size, recipe.data.chat_template)
 

@@ -22,14 +22,14 @@ FIRST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Examples:
+class Splits:
     """The two parts of the data; no example is in both."""
 
     train: list[Row]
-    heldout: list[Row]
+    validation: list[Row]
 
 
-def read_examples(source: Source) -> Examples:
+def read_splits(source: Source) -> Splits:
     """Read the examples of a source, in the same order each time.
 
     Raises:
@@ -42,14 +42,14 @@ def read_examples(source: Source) -> Examples:
             train, rows = _split(read_json_lines(Path(source.train)), source).train, read_json_lines(Path(heldout))
             if not rows:
                 raise DataError(f"{heldout} has no examples", fix="correct data.source.heldout, or leave it out")
-            return Examples(train, rows)
+            return Splits(train, rows)
         case FilesSource():
             return _split(read_json_lines(Path(source.train)), source)
         case HubSource():
             return _split(_read_hub(source), source)
 
 
-def read_first_examples(source: Source) -> list[Row]:
+def peek_rows(source: Source) -> list[Row]:
     """Read what can be had at once: the first rows of local files, one generated example, nothing of the hub.
 
     Raises:
@@ -62,13 +62,13 @@ def read_first_examples(source: Source) -> list[Row]:
             paths = [Path(path) for path in (source.train, source.heldout) if path is not None]
             rows = [row for path in paths for row in read_first_rows(path, FIRST_BYTES)]
             if all(path.stat().st_size <= FIRST_BYTES for path in paths):
-                read_examples(source)
+                read_splits(source)
             return rows
         case HubSource():
             return []
 
 
-def _generate(source: GeneratedSource) -> Examples:
+def _generate(source: GeneratedSource) -> Splits:
     task: text_to_sql.TextToSql | malware_analysis.MalwareAnalysis
     match source.generator:
         case "text-to-sql":
@@ -76,14 +76,14 @@ def _generate(source: GeneratedSource) -> Examples:
         case "malware-analysis":
             sizes = source.binary_sizes.smallest, source.binary_sizes.largest
             task = malware_analysis.generate(source.seed, source.num_train, source.num_heldout, sizes)
-    return Examples(_numbered(task.train, "generated example"), _numbered(task.heldout, "generated held-out example"))
+    return Splits(_numbered(task.train, "generated example"), _numbered(task.heldout, "generated validation example"))
 
 
 def _numbered(examples: Sequence[text_to_sql.Example | malware_analysis.Example], what: str) -> list[Row]:
     return [Row(asdict(example), f"{what} {number}") for number, example in enumerate(examples, start=1)]
 
 
-def _split(rows: list[Row], source: FilesSource | HubSource) -> Examples:
+def _split(rows: list[Row], source: FilesSource | HubSource) -> Splits:
     """Shuffle; the first `num_heldout` are held out, the next `num_train` (or all others) are trained on."""
     wanted = source.num_heldout + (source.num_train or 1)
     if len(rows) < wanted:
@@ -94,7 +94,7 @@ def _split(rows: list[Row], source: FilesSource | HubSource) -> Examples:
     shuffled = list(rows)
     random.Random(source.seed).shuffle(shuffled)
     end = None if source.num_train is None else wanted
-    return Examples(shuffled[source.num_heldout : end], shuffled[: source.num_heldout])
+    return Splits(shuffled[source.num_heldout : end], shuffled[: source.num_heldout])
 
 
 def _read_hub(source: HubSource) -> list[Row]:

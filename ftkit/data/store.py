@@ -39,8 +39,8 @@ class DataManifest:
     num_train_packs: int
     num_train_tokens: int
     num_train_targets: int
-    num_heldout_documents: int
-    num_heldout_packs: int
+    num_validation_documents: int
+    num_validation_packs: int
     num_too_long: int
     longest_document: int
 
@@ -80,7 +80,7 @@ class PreparedData:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokeniser, in Hugging Face's layout."""
+        """The tokenizer, in Hugging Face's layout."""
         return self.root / "tokenizer"
 
     @property
@@ -89,14 +89,14 @@ class PreparedData:
         return self.root / "train.npy"
 
     @property
-    def heldout(self) -> Path:
-        """Packs held out."""
-        return self.root / "heldout.npy"
+    def validation(self) -> Path:
+        """Packs of the validation split."""
+        return self.root / "validation.npy"
 
     @property
-    def heldout_examples(self) -> Path:
-        """The held-out examples as they were read, one JSON object a line."""
-        return self.root / "heldout.jsonl"
+    def validation_rows(self) -> Path:
+        """The validation rows as they were read, one JSON object a line."""
+        return self.root / "validation.jsonl"
 
     @property
     def is_complete(self) -> bool:
@@ -122,13 +122,13 @@ class PreparedData:
         """Write the manifest."""
         self.manifest_path.write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
 
-    def read_heldout_examples(self) -> list[dict[str, Any]]:
-        """Read the columns of the held-out examples."""
-        return [row.columns for row in read_json_lines(self.heldout_examples)]
+    def read_validation_rows(self) -> list[dict[str, Any]]:
+        """Read the columns of the validation rows."""
+        return [row.columns for row in read_json_lines(self.validation_rows)]
 
 
 @contextmanager
-def building(final: Path) -> Iterator[PreparedData]:
+def new_prepared_data(final: Path) -> Iterator[PreparedData]:
     """Give a folder to write into that takes its final name only when all went well.
 
     Whoever comes second while another writes the same finds the name taken, and leaves its own copy out.

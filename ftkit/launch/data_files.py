@@ -11,7 +11,7 @@ from ftkit.config.data import FilesSource, HubSource
 from ftkit.config.paths import is_path
 from ftkit.data.conversations import to_messages
 from ftkit.data.rows import errors_at
-from ftkit.data.sources import read_first_examples
+from ftkit.data.sources import peek_rows
 from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import NotFoundError
 
@@ -33,7 +33,7 @@ def data_stamp(recipe: RecipeSpec) -> str:
         NotFoundError: a file may not be looked at, or a folder is too large to be a data set's.
     """
     stamps = []
-    files = {file: key for key, path in named_paths(recipe) for file in _files_of(key, path)}
+    files = {file: key for key, path in local_paths(recipe) for file in _files_of(key, path)}
     for file, key in sorted(files.items()):
         about = _look_at(key, file)
         if about is not None:
@@ -49,14 +49,14 @@ def check_examples(recipe: RecipeSpec) -> None:
         DataError: a row can't be used as the recipe asks; with file and line.
     """
     source = recipe.data.source
-    for key, path in named_paths(recipe):
+    for key, path in local_paths(recipe):
         about = _look_at(key, path) if key in _EXAMPLES else None
         if about is not None and not stat.S_ISREG(about.st_mode):
             raise NotFoundError(
                 f"{key}: {path} is {'a folder' if stat.S_ISDIR(about.st_mode) else 'no ordinary file'}",
                 fix=f"give a .jsonl file: {key}=FILE",
             )
-    rows = read_first_examples(source)
+    rows = peek_rows(source)
     for row in rows:
         with errors_at(row):
             to_messages(row.columns, recipe.data.format)
@@ -65,7 +65,7 @@ def check_examples(recipe: RecipeSpec) -> None:
             read_question(row.columns)
 
 
-def named_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
+def local_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
     """Yield the files and folders that a recipe names, each with its key."""
     source, model = recipe.data.source, recipe.model
     if isinstance(source, FilesSource):

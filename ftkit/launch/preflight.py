@@ -13,7 +13,7 @@ from ftkit.config.paths import is_path
 from ftkit.config.tracking import check_access, check_packages
 from ftkit.data.chat_templates import check_tokenizer_folder
 from ftkit.errors import FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
-from ftkit.launch.data_files import check_examples, named_paths
+from ftkit.launch.data_files import check_examples, local_paths
 from ftkit.launch.local_machine import main_memory_gib
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.layout import Workspace
@@ -103,7 +103,7 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
     """
     from ftkit import hub  # noqa: PLC0415 - HTTP, which only plans of the hub's models need
 
-    unseen = {key: path for key, path in named_paths(plan.recipe) if not path.exists()}
+    unseen = {key: path for key, path in local_paths(plan.recipe) if not path.exists()}
     for key, path in unseen.items():
         yield partial(_check_unseen, key, path, plan.cluster)
     environment, home = {**environment, **plan.cluster.environment}, Workspace(plan.workspace).hub_home

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan, TrainingSpec
 
 PLAN_VERSION = 1
-PREPARATION_VERSION = 2
+PREPARATION_VERSION = 3
 """Part of the data's fingerprint: raise it when the same spec would be prepared into other packs."""
 
 

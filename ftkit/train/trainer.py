@@ -225,7 +225,7 @@ class Session:
     def _evaluate(
         self, evaluator: Evaluator, engine: Engine, step: int, when: Literal["before", "after"]
     ) -> EvaluationRecord | None:
-        if len(PackStore(self.data.heldout)) == 0:
+        if len(PackStore(self.data.validation)) == 0:
             return None
         self._stage(f"evaluating on the held-out part, {when} training")
         record = evaluator.evaluate(engine, step, when)

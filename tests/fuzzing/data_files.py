@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.data import FilesSource, MessagesFormat, PromptCompletionFormat
 from ftkit.data.conversations import to_messages
 from ftkit.data.rows import errors_at
-from ftkit.data.sources import read_examples
+from ftkit.data.sources import read_splits
 from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import DataError
 from fuzzing.area import Area, Case
@@ -59,7 +59,7 @@ def _run(case: Case, folder: Path) -> bool:
     path = folder / "train.jsonl"
     path.write_bytes(case["train.jsonl"])
     try:
-        rows = read_examples(FilesSource(kind="files", train=str(path), num_heldout=1)).train
+        rows = read_splits(FilesSource(kind="files", train=str(path), num_heldout=1)).train
     except DataError as error:
         _check_message(error, path)
         return False

@@ -207,7 +207,7 @@ def test_an_answer_that_is_right_and_ends_its_turn_scores_whatever_the_tokenizer
     end = token(tokenizer, END_OF_TURN)
     tokenizer.eos_token = START
     evaluator = Evaluator(finished_run.plan, data, tokenizer, Generation.of(tokenizer, None), world)
-    examples = data.read_heldout_examples()[:5]
+    examples = data.read_validation_rows()[:5]
     answers = [tokenizer(example["sql"], add_special_tokens=False)["input_ids"] for example in examples]
     asked = finished_run.plan.recipe.evaluation.sql_execution
     samples = evaluator._answer_questions(cast("Any", TalksOn(answers, end)), asked)

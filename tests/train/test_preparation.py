@@ -33,7 +33,7 @@ SMALL = (
     "data.source.num_heldout=4",
     "data.source.binary_bytes={smallest: 1024, largest: 2048}",
 )
-"""The shipped recipe, but for a tokeniser that is learned here: one of a digit a token, two tokens a byte."""
+"""The shipped recipe, but for a tokenizer that is learned here: one of a digit a token, two tokens a byte."""
 
 
 def plan_for(workspace: Path, *overrides: str) -> RunPlan:
@@ -66,11 +66,11 @@ def test_simulated_malware_is_packed_whole_and_its_analysis_is_trained_on(tmp_pa
     plan, _ = prepare(tmp_path)
     prepared = PreparedData(plan.data_directory)
     manifest = prepared.read_manifest()
-    assert (manifest.num_train_documents, manifest.num_heldout_documents, manifest.num_too_long) == (12, 4, 0)
+    assert (manifest.num_train_documents, manifest.num_validation_documents, manifest.num_too_long) == (12, 4, 0)
     tokenizer = load_saved_tokenizer(prepared.tokenizer)
-    labels = np.asarray(PackStore(prepared.heldout).packs[:, 1])
+    labels = np.asarray(PackStore(prepared.validation).packs[:, 1])
     trained = tokenizer.decode(labels[labels != IGNORED])
-    analyses = [example["analysis"] for example in prepared.read_heldout_examples()]
+    analyses = [example["analysis"] for example in prepared.read_validation_rows()]
     assert sorted(trained.split(tokenizer.eos_token)) == sorted(["", *analyses])
 
 
@@ -78,7 +78,7 @@ def test_binaries_too_large_for_a_pack_are_left_out_and_counted(tmp_path: Path) 
     plan, printed = prepare(tmp_path, "training.sequence_length=3584")
     manifest = PreparedData(plan.data_directory).read_manifest()
     assert 0 < manifest.num_too_long < 16
-    assert manifest.num_train_documents + manifest.num_heldout_documents == 16 - manifest.num_too_long
+    assert manifest.num_train_documents + manifest.num_validation_documents == 16 - manifest.num_too_long
     assert f"{manifest.num_too_long} documents are longer than a pack, and left out" in printed
 
 
@@ -102,7 +102,7 @@ def test_texts_with_any_line_separator_are_prepared_and_held_out(tmp_path: Path)
     file = write(tmp_path / "train.jsonl", *rows)
     plan, printed = prepare(tmp_path, *source_of(file, num_heldout=2))
     prepared = PreparedData(plan.data_directory)
-    assert all(example in rows for example in prepared.read_heldout_examples())
+    assert all(example in rows for example in prepared.read_validation_rows())
     assert prepared.read_manifest().num_train_documents == 4
     assert "columns that data.format does not use: id, tools\n" in printed
 

@@ -57,7 +57,7 @@ class Evaluator:
 
     def _loss(self, model: nn.Module) -> float:
         """Return the mean loss over the targets of the held-out packs."""
-        store = PackStore(self.data.heldout)
+        store = PackStore(self.data.validation)
         num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
         micro = self.plan.recipe.training.micro_batch_size
         total = torch.zeros((), device=self.world.device)
@@ -73,7 +73,7 @@ class Evaluator:
 
     def _answer_questions(self, model: nn.Module, asked: SqlExecutionSpec) -> list[Sample]:
         """Return the questions in order, each answered by one of the ranks."""
-        examples = self.data.read_heldout_examples()[: asked.num_questions]
+        examples = self.data.read_validation_rows()[: asked.num_questions]
         own = examples[self.world.rank :: self.world.size]
         rounds = -(-len(examples) // (self.world.size * ANSWERS_AT_ONCE))
         samples: list[Sample] = []

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from ftkit.config.data import FilesSource, GeneratedSource, HubSource
-from ftkit.data.sources import read_examples, read_first_examples
+from ftkit.data.sources import peek_rows, read_splits
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,19 +19,19 @@ def write_lines(path: Path, count: int) -> str:
     return str(path)
 
 
-def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
+def test_validation_rows_are_not_trained_on(tmp_path: Path) -> None:
     source = FilesSource(kind="files", train=write_lines(tmp_path / "a.jsonl", 20), num_train=12, num_heldout=5)
-    examples = read_examples(source)
-    train, heldout = ({row.columns["id"] for row in part} for part in (examples.train, examples.heldout))
-    assert (len(train), len(heldout)) == (12, 5)
-    assert not train & heldout
+    splits = read_splits(source)
+    train, validation = ({row.columns["id"] for row in part} for part in (splits.train, splits.validation))
+    assert (len(train), len(validation)) == (12, 5)
+    assert not train & validation
 
 
 def test_the_same_seed_draws_the_same_examples_and_another_seed_others(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", 50)
 
     def draw(seed: int) -> list[int]:
-        rows = read_examples(FilesSource(kind="files", train=path, num_train=10, seed=seed)).train
+        rows = read_splits(FilesSource(kind="files", train=path, num_train=10, seed=seed)).train
         return [row.columns["id"] for row in rows]
 
     assert draw(1) == draw(1)
@@ -42,22 +42,22 @@ def test_a_file_of_its_own_is_held_out_whole(tmp_path: Path) -> None:
     source = FilesSource(
         kind="files", train=write_lines(tmp_path / "a.jsonl", 9), heldout=write_lines(tmp_path / "b.jsonl", 3)
     )
-    examples = read_examples(source)
-    assert (len(examples.train), len(examples.heldout)) == (9, 3)
+    splits = read_splits(source)
+    assert (len(splits.train), len(splits.validation)) == (9, 3)
 
 
 def test_too_few_examples_are_refused_with_both_numbers(tmp_path: Path) -> None:
     source = FilesSource(kind="files", train=write_lines(tmp_path / "a.jsonl", 4), num_train=4, num_heldout=1)
     with pytest.raises(DataError, match=r"has 4 examples, the recipe asks for 5"):
-        read_examples(source)
+        read_splits(source)
 
 
 def test_a_file_to_train_on_that_is_too_short_is_refused_beside_a_held_out_file_too(tmp_path: Path) -> None:
     train, heldout = write_lines(tmp_path / "a.jsonl", 4), write_lines(tmp_path / "b.jsonl", 0)
     with pytest.raises(DataError, match=r"has 4 examples, the recipe asks for 5"):
-        read_examples(FilesSource(kind="files", train=train, heldout=heldout, num_train=5))
+        read_splits(FilesSource(kind="files", train=train, heldout=heldout, num_train=5))
     with pytest.raises(DataError, match=r"b\.jsonl has no examples"):
-        read_examples(FilesSource(kind="files", train=train, heldout=heldout, num_train=4))
+        read_splits(FilesSource(kind="files", train=train, heldout=heldout, num_train=4))
 
 
 def test_examples_are_held_out_in_one_way_only() -> None:
@@ -67,11 +67,11 @@ def test_examples_are_held_out_in_one_way_only() -> None:
 
 def test_the_first_examples_are_those_of_both_files_and_one_that_is_generated(tmp_path: Path) -> None:
     train, heldout = write_lines(tmp_path / "a.jsonl", 2), write_lines(tmp_path / "b.jsonl", 1)
-    rows = read_first_examples(FilesSource(kind="files", train=train, heldout=heldout))
+    rows = peek_rows(FilesSource(kind="files", train=train, heldout=heldout))
     assert [row.where for row in rows] == [f"{train}:1", f"{train}:2", f"{heldout}:1"]
     source = GeneratedSource(kind="generated", generator="text-to-sql", num_train=10_000_000)
-    assert [row.where for row in read_first_examples(source)] == ["generated example 1"]
-    assert read_first_examples(HubSource(kind="hub", dataset="org/data")) == []
+    assert [row.where for row in peek_rows(source)] == ["generated example 1"]
+    assert peek_rows(HubSource(kind="hub", dataset="org/data")) == []
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '"text"'])
@@ -79,18 +79,18 @@ def test_a_malformed_line_is_named_by_its_number(tmp_path: Path, line: str) -> N
     path = tmp_path / "bad.jsonl"
     path.write_text('{"ok": 1}\n\n' + line + "\n")
     with pytest.raises(DataError, match=r"bad\.jsonl:3: "):
-        read_examples(FilesSource(kind="files", train=str(path)))
+        read_splits(FilesSource(kind="files", train=str(path)))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="can't read"):
-        read_examples(FilesSource(kind="files", train=str(tmp_path / "none.jsonl")))
+        read_splits(FilesSource(kind="files", train=str(tmp_path / "none.jsonl")))
 
 
 def test_generated_examples_have_the_columns_of_the_task() -> None:
-    examples = read_examples(GeneratedSource(kind="generated", generator="text-to-sql", num_train=3, num_heldout=1))
-    assert [len(examples.train), len(examples.heldout)] == [3, 1]
-    assert {"sql_prompt", "sql_context", "sql"} <= examples.train[0].columns.keys()
+    splits = read_splits(GeneratedSource(kind="generated", generator="text-to-sql", num_train=3, num_heldout=1))
+    assert [len(splits.train), len(splits.validation)] == [3, 1]
+    assert {"sql_prompt", "sql_context", "sql"} <= splits.train[0].columns.keys()
 
 
 def test_simulated_malware_has_the_sizes_that_the_recipe_asks_for() -> None:
@@ -103,10 +103,10 @@ def test_simulated_malware_has_the_sizes_that_the_recipe_asks_for() -> None:
             "binary_bytes": {"smallest": 1500, "largest": 1500},
         }
     )
-    examples = read_examples(source)
-    assert [len(examples.train), len(examples.heldout)] == [4, 2]
-    assert {len(row.columns["binary"]) for row in examples.train} == {3000}
-    assert examples.train[0].columns.keys() == {"binary", "verdict", "analysis"}
+    splits = read_splits(source)
+    assert [len(splits.train), len(splits.validation)] == [4, 2]
+    assert {len(row.columns["binary"]) for row in splits.train} == {3000}
+    assert splits.train[0].columns.keys() == {"binary", "verdict", "analysis"}
 
 
 @pytest.mark.parametrize(

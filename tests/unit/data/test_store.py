@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ftkit.data.encoding import IGNORED
-from ftkit.data.store import DataManifest, PackStore, PreparedData, building
+from ftkit.data.store import DataManifest, PackStore, PreparedData, new_prepared_data
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def test_packs_are_read_back_with_their_targets(tmp_path: Path) -> None:
 
 def test_a_folder_takes_its_name_when_it_is_complete(tmp_path: Path) -> None:
     final = tmp_path / "data" / "f"
-    with building(final) as folder:
+    with new_prepared_data(final) as folder:
         assert not final.exists()
         folder.write_manifest(MANIFEST)
     assert PreparedData(final).read_manifest() == MANIFEST
@@ -35,14 +35,14 @@ def test_a_folder_takes_its_name_when_it_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), building(tmp_path / "f"):
+    with pytest.raises(RuntimeError), new_prepared_data(tmp_path / "f"):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_second_of_two_that_prepare_the_same_yields(tmp_path: Path) -> None:
-    with building(tmp_path / "f") as slow:
-        with building(tmp_path / "f") as quick:
+    with new_prepared_data(tmp_path / "f") as slow:
+        with new_prepared_data(tmp_path / "f") as quick:
             quick.write_manifest(MANIFEST)
         slow.write_manifest(DataManifest("other", 4, 1, 1, 3, 2, 0, 0, 0, 3))
     assert PreparedData(tmp_path / "f").read_manifest() == MANIFEST
@@ -62,7 +62,7 @@ def test_what_killed_preparations_left_is_removed_but_not_what_may_be_at_work(tm
         os.utime(path, (0, 0))
     for name in (".f-old", ".other-old", "finished"):
         os.utime(tmp_path / name / "train.npy", (0, 0))
-    with building(tmp_path / "f") as folder:
+    with new_prepared_data(tmp_path / "f") as folder:
         folder.write_manifest(MANIFEST)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".f-young", "f", "finished"]
 
@@ -71,7 +71,7 @@ def test_what_killed_preparations_left_is_removed_but_not_what_may_be_at_work(tm
 def test_prepared_data_has_the_modes_of_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
-        with building(tmp_path / "f") as folder:
+        with new_prepared_data(tmp_path / "f") as folder:
             folder.write_manifest(MANIFEST)
     finally:
         os.umask(before)
