@@ -36,7 +36,7 @@ from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import RunPlan, read_plan
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config
 from ftkit.train.model.lora import peft_config
-from ftkit.train.model.weights import draw_weights, materialise
+from ftkit.train.model.weights import init_weights, materialize
 
 
 def packs_as_dataset(plan: RunPlan, num_steps: int) -> Dataset:
@@ -63,10 +63,10 @@ def build_model(plan: RunPlan, attention: str, *, sharded: bool) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16 if in_bf16 else torch.float32)
     device = state.device if state.is_main_process or not sharded else torch.device("cpu")
-    materialise(model, device, device)
+    materialize(model, device, device)
     if sharded and not state.is_main_process:
         return model
-    draw_weights(model, recipe.model.architecture, recipe.training.seed)
+    init_weights(model, recipe.model.architecture, recipe.training.seed)
     if recipe.training.method == "qlora":
         model = quantised(model, attention, device)
     return model.cpu() if sharded else model

@@ -22,7 +22,7 @@ from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.world import joined_world
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import build_empty, make_config
-from ftkit.train.model.weights import draw_weights
+from ftkit.train.model.weights import init_weights
 
 if TYPE_CHECKING:
     from ftkit.train.distributed.world import World
@@ -67,7 +67,7 @@ def _take_step(family: Family, world: World) -> float:
     config = make_config(shape, learn_tokenizer(["self-check"], 300, "chatml"))
     kernel, _ = choose_kernel(training, config, world)
     model = build_empty(config, IMPLEMENTATIONS[kernel])
-    engine = make_engine("fsdp2", model, training, world, lambda sharded: draw_weights(sharded, shape, 0))
+    engine = make_engine("fsdp2", model, training, world, lambda sharded: init_weights(sharded, shape, 0))
     prove_sharding(engine.facts(), training, method_counts(shape, training))
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=1, sequence_length=LENGTH)
     prove_isolation(probe)

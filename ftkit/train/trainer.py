@@ -41,8 +41,8 @@ from ftkit.train.memory.out_of_memory import OutOfMemoryExplainer
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import TextConfig, build_empty, has_random_weights, make_config, read_config
-from ftkit.train.model.lora import fill_adapters, prepare_method
-from ftkit.train.model.weights import draw_weights, fetch_weights, load_weights
+from ftkit.train.model.lora import init_adapters, prepare_method
+from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
 
 if TYPE_CHECKING:
     from ftkit.train.distributed.engine import Engine
@@ -181,10 +181,10 @@ class Session:
 
         def fill(sharded: nn.Module) -> None:
             if folder is None:
-                draw_weights(sharded, recipe.model.architecture, recipe.training.seed)
+                init_weights(sharded, recipe.model.architecture, recipe.training.seed)
             else:
                 load_weights(sharded, folder)
-            fill_adapters(sharded, recipe.training.seed)
+            init_adapters(sharded, recipe.training.seed)
             self.trace.begin("making the optimizer")
 
         engine = plan.engine

@@ -34,9 +34,9 @@ from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.world import World, joined_world
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config
-from ftkit.train.model.lora import fill_adapters, prepare_method
+from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.nf4 import Nf4Linear
-from ftkit.train.model.weights import draw_weights
+from ftkit.train.model.weights import init_weights
 
 LENGTH, VOCABULARY, PACKS, WINDOW = 1024, 1000, 4, 200
 DOCUMENTS = (130, 401, 3, 250, 200)  # longer and shorter than the window; the rest is padding
@@ -91,8 +91,8 @@ def build(case: Case, world: World) -> tuple[Any, TrainingPlan, ArchitectureSpec
     prepare_method(model, training)
 
     def fill(sharded: torch.nn.Module) -> None:
-        draw_weights(sharded, shape, 0)
-        fill_adapters(sharded, 0)
+        init_weights(sharded, shape, 0)
+        init_adapters(sharded, 0)
 
     return make_engine("fsdp2", model, training, world, fill), training, shape
 
@@ -101,7 +101,7 @@ def reference_loss(case: Case, world: World) -> float:
     """Return the loss of the same weights in transformers' own class: no pack, no shards, no kernel of ftkit's."""
     config = make_config(architecture(case), IDS)  # type: ignore[arg-type]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    draw_weights(model.to(world.device), architecture(case), 0)
+    init_weights(model.to(world.device), architecture(case), 0)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     if case.method == "qlora":
@@ -133,7 +133,7 @@ def differing_weights(case: Case, engine: Any, batch: Any) -> int:
         return 0
     wrong: list[str] = []
     whole = AutoModelForCausalLM.from_config(make_config(architecture(case), IDS), dtype=torch.float32)  # type: ignore[arg-type]
-    draw_weights(whole.to(batch.tokens.device), architecture(case), 0)
+    init_weights(whole.to(batch.tokens.device), architecture(case), 0)
     matrices = dict(whole.named_parameters())
 
     def compare(name: str, module: Any) -> None:

@@ -17,7 +17,7 @@ from ftkit.train.distributed.checks import prove_isolation, prove_logits, run_pr
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import build_empty, make_config
-from ftkit.train.model.weights import draw_weights
+from ftkit.train.model.weights import init_weights
 
 if TYPE_CHECKING:
     from ftkit.train.distributed.world import World
@@ -58,7 +58,7 @@ def test_models_that_cap_or_scale_train_isolated_with_their_own_logits(
     kernel, reason = choose_kernel(training(), config, world)
     assert kernel == "flex" or family != "gemma2", reason
     model = build_empty(config, IMPLEMENTATIONS[kernel])
-    engine = Fsdp2Engine(model, training(), world, lambda sharded: draw_weights(sharded, shape, 0))
+    engine = Fsdp2Engine(model, training(), world, lambda sharded: init_weights(sharded, shape, 0))
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
     prove_isolation(probe)
     prove_logits(probe)

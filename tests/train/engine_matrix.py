@@ -43,7 +43,7 @@ from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.precision import DTYPES
 from ftkit.train.distributed.world import World, joined_world
 from ftkit.train.model.build import make_config
-from ftkit.train.model.lora import fill_adapters, prepare_method
+from ftkit.train.model.lora import init_adapters, prepare_method
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -170,7 +170,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
     prepare_method(model, training)
     with copied_collectives(training, world) if collectives == "copied" else nullcontext():
         engine = make_engine(
-            engine_name, model, training, world, lambda sharded: fill_adapters(sharded, 5),
+            engine_name, model, training, world, lambda sharded: init_adapters(sharded, 5),
             keeps_weights=weights == "kept",
         )  # fmt: skip
     checks = prove_sharding(engine.facts(), training, expected)

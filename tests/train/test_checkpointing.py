@@ -25,7 +25,7 @@ from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model import attention
 from ftkit.train.model.attention import IMPLEMENTATIONS
 from ftkit.train.model.build import find_decoder_layers, make_config
-from ftkit.train.model.lora import fill_adapters, prepare_method
+from ftkit.train.model.lora import init_adapters, prepare_method
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,7 +109,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def gradients(family: Family, spec: TrainingPlan, world: World) -> dict[str, torch.Tensor]:
-    engine = Fsdp2Engine(build(family, spec), spec, world, lambda sharded: fill_adapters(sharded, 5))
+    engine = Fsdp2Engine(build(family, spec), spec, world, lambda sharded: init_adapters(sharded, 5))
     torch.manual_seed(11)
     engine.backward(micro_batch(), 2 * LENGTH - 1, is_last=True)
     named = engine.model.named_parameters()
@@ -179,7 +179,7 @@ def test_each_mode_computes_again_what_it_says(
 
 def test_adapters_second_products_are_computed_again_and_4_bit_matrices_are_not_even_read() -> None:
     model = build("llama", training(method="qlora", lora={"rank": 4}))
-    fill_adapters(model, 5)
+    init_adapters(model, 5)
     checkpoint_layers(find_decoder_layers(model), "selective", compiled=False)
     batch = micro_batch()
     hidden = model.base_model(input_ids=batch.tokens, position_ids=batch.positions).last_hidden_state

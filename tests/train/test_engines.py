@@ -28,7 +28,7 @@ from ftkit.train.distributed.checks import prove_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.zero3 import Zero3Engine
 from ftkit.train.model.build import make_config
-from ftkit.train.model.lora import fill_adapters, prepare_method
+from ftkit.train.model.lora import init_adapters, prepare_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -232,7 +232,7 @@ def test_torch_that_cannot_shard_two_precisions_together_is_refused(
 def test_adapters_on_one_process_are_not_divided_and_train_in_bf16(method: Method, world: World) -> None:
     spec = training(method=method, precision="bf16")
     model = build(spec)
-    fill_adapters(model, seed=0)
+    init_adapters(model, seed=0)
     engine = Fsdp2Engine(model, spec, world)
     assert prove_sharding(engine.facts(), spec, method_counts(SHAPE, spec))["units"] == "0"
     packs = np.random.default_rng(0).integers(0, SHAPE.vocab_size, (1, 3, 16)).astype(np.int32)

@@ -170,7 +170,7 @@ def test_where_memory_runs_out_is_named(plan: RunPlan, world: World, monkeypatch
     assert "'first step', in step 1:" in message(plan, world)
     monkeypatch.setattr(torch.autograd, "backward", exhaust)
     assert "'first backward', in step 1:" in message(plan, world)
-    monkeypatch.setattr(session, "draw_weights", exhaust)
+    monkeypatch.setattr(session, "init_weights", exhaust)
     text = message(plan, world)
     assert "'building the model':" in text
     assert "held: not told apart yet" in text

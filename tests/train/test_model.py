@@ -37,7 +37,7 @@ from ftkit.train.distributed.checks import (
     run_probe,
 )
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel, plain_attention
+from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel, generation_attention
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config, read_config
 from ftkit.train.model.weights import load_weights
 
@@ -256,7 +256,7 @@ def test_answers_are_generated_with_the_attention_scores_that_the_model_has(
     shape = architecture(family, sliding_window=6, full_attention_every=2)
     model = AutoModelForCausalLM.from_config(make_config(shape, tokenizer))
     chosen = model.config._attn_implementation
-    with plain_attention(model):
+    with generation_attention(model):
         assert model.config._attn_implementation == expected
     assert model.config._attn_implementation == chosen
 
@@ -366,8 +366,11 @@ def test_a_model_without_decoder_layers_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "llama9"}, r"knows no architecture 'llama9', which .*config\.json names\n.*\n.*newer transf"),
-        ({"model_type": "llama", "hidden_size": "wide"}, r"can't take .*config\.json for a 'llama': .*hidden_size"),
+        (
+            {"model_type": "llama9"},
+            r"does not have the architecture 'llama9' that .*config\.json names\n.*\n.*newer transf",
+        ),
+        ({"model_type": "llama", "hidden_size": "wide"}, r"can't read .*config\.json as a 'llama': .*hidden_size"),
     ],
 )
 def test_a_configuration_that_transformers_cannot_take_is_named(

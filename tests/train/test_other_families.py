@@ -47,8 +47,8 @@ def test_its_export_is_trained_further_with_4_bit_matrices_beside_their_biases(
         before, after = run.records(EvaluationRecord)
         assert before.loss == pytest.approx(with_biases.records(EvaluationRecord)[-1].loss, rel=tolerance)
         assert after.loss < before.loss
-        is_quantised = run.records(ProofRecord)[0].checks["4-bit parameters"] != "0"
-        assert is_quantised == (method == "qlora")
+        is_quantized = run.records(ProofRecord)[0].checks["4-bit parameters"] != "0"
+        assert is_quantized == (method == "qlora")
 
 
 def test_weights_of_another_family_are_refused(with_biases: Any, make_run: Callable[..., Any]) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ftkit.config.model import ArchitectureSpec
-from ftkit.train.model import shards
-from ftkit.train.model.shards import OwnPart
-from ftkit.train.model.weights import draw_weights
+from ftkit.train.model import local_shard
+from ftkit.train.model.local_shard import LocalShard
+from ftkit.train.model.weights import init_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("bounds", [(0, 60), (0, 0), (7, 41), (12, 24), (59, 60)])
 def test_a_part_is_read_a_few_rows_at_a_time(bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_READ_AT_ONCE", 12)  # three rows of four
+    monkeypatch.setattr(local_shard, "_READ_AT_ONCE", 12)  # three rows of four
     begin, end = bounds
     whole = torch.arange(60.0).view(15, 4)
-    part = OwnPart(whole.shape, torch.full((end - begin,), -1.0), begin)
+    part = LocalShard(whole.shape, torch.full((end - begin,), -1.0), begin)
     read: list[int] = []
 
     def rows(first: int, last: int) -> torch.Tensor:
         read.append(last - first)
         return whole[first:last]
 
-    part.fill_from_rows(rows)
+    part.copy_rows(rows)
     assert torch.equal(part.values, whole.flatten()[begin:end])
     assert max(read, default=0) <= 3
 
@@ -39,14 +39,14 @@ def test_random_tables_are_the_same_however_they_are_divided(monkeypatch: pytest
         family="llama", vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=8,
     )  # fmt: skip
-    monkeypatch.setattr(shards, "_READ_AT_ONCE", 80)  # ten rows
+    monkeypatch.setattr(local_shard, "_READ_AT_ONCE", 80)  # ten rows
 
     def drawn(begin: int, end: int) -> torch.Tensor:
         model = nn.ModuleDict({"table": nn.Embedding(64, 8)})
         model["table"].weight = nn.Parameter(torch.zeros(end - begin))  # type: ignore[union-attr]
-        part: Callable[..., OwnPart] = lambda parameter: OwnPart(torch.Size((64, 8)), parameter.detach(), begin)  # noqa: E731
-        monkeypatch.setattr("ftkit.train.model.weights.own_part", part)
-        draw_weights(model, shape, 3)
+        part: Callable[..., LocalShard] = lambda parameter: LocalShard(torch.Size((64, 8)), parameter.detach(), begin)  # noqa: E731
+        monkeypatch.setattr("ftkit.train.model.weights.local_shard", part)
+        init_weights(model, shape, 3)
         return model["table"].weight.detach()  # type: ignore[union-attr, return-value]
 
     whole = drawn(0, 512)

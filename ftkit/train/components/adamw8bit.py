@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from ftkit.errors import TrainingError
+from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import import_bitsandbytes
-from ftkit.train.model.shards import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -212,7 +212,7 @@ def _reblocked(
 
     A block of one scale stays as it is. In one of several, the largest scales all states: no state grows.
     """
-    part, layout = own_part(parameter), _layout(parameter)
+    part, layout = local_shard(parameter), _layout(parameter)
     scales = stored.new_zeros(layout.num_blocks, dtype=torch.float32)
     if not stored.numel():
         return {name + _BYTES: stored, name + _ABSMAX: scales}

@@ -22,7 +22,7 @@ from ftkit.train.causal_lm import summed_loss
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.world import World
-from ftkit.train.model.attention import plain_attention
+from ftkit.train.model.attention import generation_attention
 
 if TYPE_CHECKING:
     from ftkit.config.training import SqlExecutionSpec
@@ -94,7 +94,7 @@ class Evaluator:
             prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
         ).to(self.world.device)
         config = self.generation.greedy(self.tokenizer, max_new_tokens)
-        with plain_attention(model):
+        with generation_attention(model):
             output = model.generate(
                 input_ids=encoded["input_ids"],
                 attention_mask=encoded["attention_mask"],

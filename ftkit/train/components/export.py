@@ -14,10 +14,9 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.process import mode_of_new_files
 from ftkit.train.components.generation import Generation, as_configured
 from ftkit.train.distributed.precision import DTYPES
-from ftkit.train.model.build import TextConfig, plain_config
+from ftkit.train.model.build import TextConfig, config_for_export
 from ftkit.train.model.lora import peft_config, to_peft_names
-from ftkit.train.model.stored_names import wrapped_name, wrapped_targets
-from ftkit.train.model.weight_conversion import split_as_stored
+from ftkit.train.model.weight_conversion import split_as_stored, wrapped_name, wrapped_targets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +87,7 @@ def _write_model(weights: Mapping[str, torch.Tensor], parts: ExportedParts, fold
     save_torch_state_dict({name: tensor for name, tensor in weights.items() if name not in tied}, folder)
     dtype = next(iter(weights.values())).dtype
     end_tokens = as_configured(parts.generation.end_tokens)
-    plain_config(config, parts.class_name, dtype, end_tokens).save_pretrained(folder)
+    config_for_export(config, parts.class_name, dtype, end_tokens).save_pretrained(folder)
 
 
 def _write_adapters(weights: dict[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:

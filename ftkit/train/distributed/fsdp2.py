@@ -30,7 +30,7 @@ from ftkit.train.library_versions import FSDP2_ON_PROCESSORS, TORCH, complete_pr
 from ftkit.train.memory.activation_checkpointing import checkpoint_layers
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.weights import materialise
+from ftkit.train.model.weights import materialize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,7 @@ class Fsdp2Engine:
         self.model = shard(model, training, world, keeps_weights=keeps_weights)
         if is_empty:
             parameters_on = torch.device("cpu") if training.offload == "all" else world.device
-            materialise(self.model, world.device, parameters_on)
+            materialize(self.model, world.device, parameters_on)
         if fill is not None:
             fill(self.model)
         self._shards = list(self.model.parameters())

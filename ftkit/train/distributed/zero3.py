@@ -24,7 +24,7 @@ from ftkit.train.distributed.sharding_stats import Held, gather_facts
 from ftkit.train.memory.activation_checkpointing import checkpoint_layers
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.shards import own_part
+from ftkit.train.model.local_shard import local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,7 +158,7 @@ class Zero3Engine:
         masters = optimizer.fp32_partitioned_groups_flat
         gradients = optimizer.grad_partitions_flat_buffer
         return {
-            "parameters": [*masters, *(own_part(parameter).values for parameter in self.model.parameters())],
+            "parameters": [*masters, *(local_shard(parameter).values for parameter in self.model.parameters())],
             "gradients": [] if gradients is None else [gradients],
             "optimizer": [value for states in optimizer.optimizer.state.values() for value in states.values()],
         }
@@ -207,7 +207,7 @@ class Zero3Engine:
         }
 
     def _shard(self, parameter: Any, values: torch.Tensor) -> DTensor:
-        whole, size = parameter.ds_shape.numel(), own_part(parameter).values.numel()
+        whole, size = parameter.ds_shape.numel(), local_shard(parameter).values.numel()
         return DTensor.from_local(
             values[:size], self._state_mesh, [Shard(0)], run_check=False, shape=torch.Size([whole]), stride=(1,)
         )

@@ -1,4 +1,4 @@
-"""Attention kernels: the fastest one that the device has and that knows where documents end."""
+"""Attention kernels: the fastest one that this device has and that keeps packed documents apart."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ IMPLEMENTATIONS: dict[Kernel, str] = {
     "sdpa": "sdpa",
     "eager": "eager",
 }
-"""What transformers calls each kernel."""
+"""transformers' name of each kernel (`attn_implementation`)."""
 
 _HOPPER = (9, 0)
 _UNKNOWN_TO_FLASH4 = ("softcap", "s_aux", "position_bias")
-"""What some models pass to a kernel to change the scores: caps, sinks, biases."""
+"""Arguments by which some models change the attention scores: soft caps, sinks, biases."""
 
 _CHANGES_SCORES = {"attn_logit_softcapping": "caps its attention scores"}
-"""Configuration keys of models whose attention flash-attn-4 and SDPA don't compute, with what they do."""
+"""Configuration keys of models whose attention flash-attn-4 and SDPA don't compute, with what these models do."""
 _HAS_SINKS = ("gpt_oss",)
-"""Families whose attention has sinks, which no key of their configuration says."""
+"""Families with attention sinks; no key of their configuration says so."""
 
 FLEX_MINIMUM = 128
 """Tokens from which on flex attention has one kernel for training and inference. For fewer queries torch takes a
@@ -44,7 +44,7 @@ decoding kernel without gradients, which ignores documents or fails to compile (
 
 
 def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World) -> tuple[Kernel, str]:
-    """Return the kernel to use, and why. Every rank must call it; all get the same answer.
+    """Choose the attention kernel and say why. Collective: every rank must call it, and all get the same result.
 
     flash-attn-4 runs on Hopper and newer, in bf16, and takes packed documents of any length; flex attention is
     compiled for any CUDA device; torch's SDPA and transformers' eager attention run everywhere, with a mask of
@@ -52,7 +52,7 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
 
     Raises:
         TrainingError: the recipe asks for a kernel that can't compute this model.
-        PrerequisiteError: it asks for flash-attn-4, which does not work here.
+        PrerequisiteError: it asks for flash-attn-4, which does not run here.
     """
     special = _changed_scores(config)
     if training.attention != "auto":
@@ -74,7 +74,7 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
 
 
 def _changed_scores(config: PretrainedConfig) -> str | None:
-    """Say how a model changes its attention scores, if it does."""
+    """Say how a model changes its attention scores; None if it does not."""
     if config.model_type in _HAS_SINKS:
         return "has attention sinks"
     return next((text for key, text in _CHANGES_SCORES.items() if getattr(config, key, None) is not None), None)
@@ -110,7 +110,7 @@ def _flash4_failure(config: PretrainedConfig, world: World) -> str | None:
 
 
 def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str | None:
-    """Try its forward and backward pass on the model's heads: what it compiles for that, training uses again."""
+    """Try forward and backward on the model's heads; training uses the compiled kernels again."""
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
     heads = config.num_attention_heads
@@ -121,11 +121,11 @@ def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str 
             torch.randn(FLEX_MINIMUM, num, width, dtype=torch.bfloat16, device=device, requires_grad=True)
             for num in (heads, key_heads, key_heads)
         )
-        borders = torch.tensor([0, FLEX_MINIMUM // 3, FLEX_MINIMUM], dtype=torch.int32, device=device)
-        output, _ = _varlen(query, key, value, borders, FLEX_MINIMUM, 1 / math.sqrt(width), None)
+        cu_seqlens = torch.tensor([0, FLEX_MINIMUM // 3, FLEX_MINIMUM], dtype=torch.int32, device=device)
+        output, _ = _varlen(query, key, value, cu_seqlens, FLEX_MINIMUM, 1 / math.sqrt(width), None)
         output.sum().backward()
         torch.cuda.synchronize(device)  # host sync: a kernel's error shows here, before step 1
-    except Exception as error:  # noqa: BLE001 - what a missing part or an unsupported head raises is up to many packages
+    except Exception as error:  # noqa: BLE001 - many packages, each with errors of its own, may be missing or too old
         return f"{type(error).__name__}: {in_short(error)}"
     return None
 
@@ -143,14 +143,14 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
     max_length_q: int,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within documents: transformers' interface to flash-attn-4.
+    """Compute attention within documents: flash-attn-4 behind transformers' attention interface.
 
     Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D].
     """
     for name in _UNKNOWN_TO_FLASH4:
         if unused.get(name) is not None:
             raise TrainingError(
-                f"{type(module).__name__} changes its attention scores ('{name}'), which flash-attn-4 is not told",
+                f"{type(module).__name__} changes its attention scores ('{name}'), which flash-attn-4 can't do",
                 fix="set training.attention=flex",
             )
     del module, attention_mask, unused
@@ -162,10 +162,10 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
 
 
 @contextmanager
-def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Generate text: with a cache and a mask, which the kernels for packs don't know, and shapes that always change.
+def generation_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Switch to a kernel for generation: kernels for packs take no cache, no mask and no changing shapes.
 
-    Not by SDPA where the model changes its attention scores: transformers would leave that out without a word.
+    Eager where the model changes its attention scores: with SDPA, transformers would silently omit that.
     """
     chosen = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name to read it by
     model.set_attn_implementation(IMPLEMENTATIONS["eager" if _changed_scores(model.config) else "sdpa"])
@@ -176,58 +176,58 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(chosen)
 
 
-# Operators, which a compiled layer takes in whole and activation checkpointing can keep the output of. The package's
+# Operators: the compiler doesn't trace into them, and activation checkpointing can keep their output. The package's
 # public function is opaque to both; hence its private ones.
 @torch.library.custom_op("ftkit::varlen_attention", mutates_args=())
-def _varlen(  # noqa: PLR0913, PLR0917 - operators take tensors and numbers alone
+def _varlen(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    borders: torch.Tensor,
-    longest: int,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
     scale: float,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, [B * T, H, D], and the logarithms of the sums of weights, fp32 [H, B * T]."""
+    """Return the output, [B * T, H, D], and the log-sum-exp of the scores, fp32 [H, B * T]."""
     from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found] # noqa: PLC0415 - on GPUs
 
-    output, log_sums, *_ = _flash_attn_fwd(
-        query, key, value, return_lse=True, **_options(borders, longest, scale, sliding_window)
+    output, lse, *_ = _flash_attn_fwd(
+        query, key, value, return_lse=True, **_options(cu_seqlens, max_seqlen, scale, sliding_window)
     )
-    return output, log_sums
+    return output, lse
 
 
 @torch.library.custom_op(
     "ftkit::varlen_attention_backward",
     mutates_args=(),
     # Written out since torch 2.6 does not understand list[Tensor].
-    schema="(Tensor gradient, Tensor[] kept, Tensor borders, int longest, float scale, int? sliding_window)"
+    schema="(Tensor gradient, Tensor[] saved, Tensor cu_seqlens, int max_seqlen, float scale, int? sliding_window)"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _varlen_backward(
     gradient: torch.Tensor,
-    kept: list[torch.Tensor],
-    borders: torch.Tensor,
-    longest: int,
+    saved: list[torch.Tensor],
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
     scale: float,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value; `kept` are these, the output and the logarithms of sums."""
+    """Return the gradients of query, key and value; `saved` are these, the output and `lse`."""
     from flash_attn.cute.interface import _flash_attn_bwd  # noqa: PLC0415 - on GPUs
 
-    query, key, value, output, log_sums = kept
-    options = _options(borders, longest, scale, sliding_window)
-    gradients = _flash_attn_bwd(query, key, value, output, gradient, log_sums, **options)
+    query, key, value, output, lse = saved
+    options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
+    gradients = _flash_attn_bwd(query, key, value, output, gradient, lse, **options)
     of_query, of_key, of_value = (tensor.contiguous() for tensor in gradients[:3])
     return of_query, of_key, of_value
 
 
-def _options(borders: torch.Tensor, longest: int, scale: float, sliding_window: int | None) -> dict[str, Any]:
+def _options(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, sliding_window: int | None) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": borders,
-        "cu_seqlens_k": borders,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
         "softmax_scale": scale,
         "causal": True,
         "window_size_left": None if sliding_window is None else sliding_window - 1,
@@ -242,20 +242,20 @@ def _(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: Any) -> tu
 
 
 @_varlen_backward.register_fake
-def _(_: torch.Tensor, kept: list[torch.Tensor], *__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_query, of_key, of_value = (tensor.new_empty(tensor.shape) for tensor in kept[:3])
+def _(_: torch.Tensor, saved: list[torch.Tensor], *__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_query, of_key, of_value = (tensor.new_empty(tensor.shape) for tensor in saved[:3])
     return of_query, of_key, of_value
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, borders, *ctx.settings = inputs
-    ctx.save_for_backward(query, key, value, *output, borders)
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, cu_seqlens, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens)
 
 
-def _gradients(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    *kept, borders = ctx.saved_tensors
-    return (*_varlen_backward(gradient, kept, borders, *ctx.settings), None, None, None, None)
+def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    *saved, cu_seqlens = ctx.saved_tensors
+    return (*_varlen_backward(gradient, saved, cu_seqlens, *ctx.settings), None, None, None, None)
 
 
-_varlen.register_autograd(_gradients, setup_context=_keep_for_backward)
+_varlen.register_autograd(_backward, setup_context=_save_for_backward)
 AttentionInterface.register(IMPLEMENTATIONS["flash4"], _flash4)

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 _NDIM_OF_STACKED_EXPERTS = 3
-_NUMBERS_IN_16_BYTES = 8
+_BF16_IN_16_BYTES = 8
 _PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every"}
 
 
 def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """Make the Hugging Face configuration of an architecture, for a model without weights of its own.
+    """Make the Hugging Face configuration of an architecture, for a model without pretrained weights.
 
-    What only its family has stays as transformers has it.
+    Fields that `ArchitectureSpec` lacks keep transformers' defaults.
 
     Raises:
         TrainingError: transformers knows no such family.
@@ -55,7 +55,7 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _windows(shape: ArchitectureSpec) -> dict[str, Any]:
-    """Return the fields that say how far each layer looks back, of families that may have them."""
+    """Return the attention windows of each layer, for families that may have them."""
     if shape.family in NEVER_WINDOWED:
         return {}
     if shape.is_estimated and shape.sliding_window is None:
@@ -68,18 +68,18 @@ def _windows(shape: ArchitectureSpec) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The configuration of a text model, and whether a multimodal one was wrapped around it where it came from."""
+    """The configuration of a text model, and whether it is part of a multimodal model."""
 
     text: PretrainedConfig
     is_wrapped: bool = False
 
 
 def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
-    """Read the configuration that lies beside the weights; of a multimodal model's, the text part.
+    """Read the configuration beside the weights; of a multimodal model's, the text part.
 
     Raises:
-        NotFoundError: it can't be read, or says nothing of an architecture.
-        TrainingError: transformers can't take it, or it is not of the shape that the plan was made for.
+        NotFoundError: it can't be read, or names no architecture.
+        TrainingError: transformers can't read it, or the plan is for another shape.
     """
     stored = _read_stored(folder)
     config = stored.get_text_config(decoder=True)
@@ -88,7 +88,7 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
     if wrong:
         raise TrainingError(
             f"the weights in {folder} are of another shape than model.architecture: {'; '.join(wrong)}",
-            meaning="what is trained is what the weights' own configuration says; the plan is for another model",
+            meaning="ftkit trains the shape in the weights' own config.json; the plan is for another model",
             fix="correct model.architecture in the recipe",
         )
     return TextConfig(config, is_wrapped=config is not stored)
@@ -98,25 +98,25 @@ def _read_stored(folder: Path) -> PretrainedConfig:
     model_type, version = read_model_type(folder), transformers.__version__
     if model_type not in CONFIG_MAPPING:
         raise TrainingError(
-            f"transformers {version} knows no architecture '{model_type}', which {folder / CONFIG_FILE} names",
-            meaning="only a newer version knows it, or it comes with code of its own, which is never run",
+            f"transformers {version} does not have the architecture '{model_type}' that {folder / CONFIG_FILE} names",
+            meaning="only a newer version has it, or it comes with custom code, which ftkit never runs",
             fix="take an image with a newer transformers, or choose another model",
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # what odd values raise is up to each architecture and version
+    except Exception as error:  # each architecture and version raises errors of its own on odd values
         raise TrainingError(
-            f"transformers {version} can't take {folder / CONFIG_FILE} for a '{model_type}': {in_short(error)}",
-            meaning="the file was changed by hand, or is of another version of the architecture",
+            f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {in_short(error)}",
+            meaning="the file was edited by hand, or is of another version of the architecture",
             fix="correct it, or copy or download it again",
         ) from error
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
-    """Build a model whose parameters take no memory yet; its buffers are real.
+    """Build a model with its parameters on the meta device; its buffers are real.
 
     Raises:
-        TrainingError: it is no causal language model that takes packed documents through this attention kernel.
+        TrainingError: it is not a causal language model that takes packed documents with this attention kernel.
     """
     try:
         with init_empty_weights(include_buffers=False):
@@ -125,29 +125,29 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
         raise TrainingError(
             f"transformers {transformers.__version__} can't build a '{config.model_type}' with attention "
             f"'{attention}': {in_short(error)}",
-            meaning="it is not a causal language model, or its class does not know this attention kernel",
+            meaning="it is not a causal language model, or its class does not have this attention kernel",
             fix="set training.attention=auto, or choose another model",
         ) from error
-    built.tie_weights()  # a parameter that took its memory from another is an object of its own again
+    built.tie_weights()  # tied parameters became separate objects
     _check_takes_packs(built)
-    _compute_odd_experts_one_by_one(built)
+    _avoid_grouped_mm_of_odd_sizes(built)
     return _prepared(built)
 
 
-def _compute_odd_experts_one_by_one(model: Any) -> None:
-    """Leave grouped matrix products to experts that they can take: rows of whole 16 bytes, in bf16 8 numbers."""
+def _avoid_grouped_mm_of_odd_sizes(model: Any) -> None:
+    """Compute experts one by one where `torch._grouped_mm` can't: it needs rows of whole 16 bytes (8 in bf16)."""
     stacked = [
         parameter.shape
         for name, parameter in model.named_parameters()
         if ".experts." in name and parameter.ndim == _NDIM_OF_STACKED_EXPERTS
     ]
-    is_odd = any(size % _NUMBERS_IN_16_BYTES for shape in stacked for size in shape[1:])
-    if is_odd and hasattr(model, "set_experts_implementation"):  # transformers 4 has them one by one
+    is_odd = any(size % _BF16_IN_16_BYTES for shape in stacked for size in shape[1:])
+    if is_odd and hasattr(model, "set_experts_implementation"):  # transformers 4 always computes them one by one
         model.set_experts_implementation("eager")
 
 
 def _check_takes_packs(model: Any) -> None:
-    """Refuse a model whose decoder can't be told where documents begin, by positions or by borders for kernels."""
+    """Refuse a model whose decoder takes neither `position_ids` nor arguments for attention kernels."""
     decoder = find_decoder(model)
     taken = inspect.signature(decoder.forward).parameters.values()
     takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken)
@@ -160,25 +160,28 @@ def _check_takes_packs(model: Any) -> None:
 
 
 def _prepared(model: Any) -> nn.Module:
-    # A cache would make transformers overlook the borders of packed documents: they would see each other.
+    # With a cache, transformers ignores where packed documents end: they would attend to each other.
     model.config.use_cache = False
     result: nn.Module = model.train()
     return result
 
 
 def find_decoder(model: Any) -> Any:
-    """Return what is under the output projection; transformers 4 has some whole models under one of its two names."""
+    """Return the module under the output projection.
+
+    In transformers 4, `get_decoder` of some models returns the whole model.
+    """
     decoder = model.get_decoder()
     return model.base_model if decoder is model else decoder
 
 
 def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers: the longest list of modules of one type that the model holds.
+    """Return the decoder layers.
 
-    Found by structure, never by a name, so that a renamed class can't leave a model in one piece.
+    Found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit.
 
     Raises:
-        TrainingError: the model is not built of such layers.
+        TrainingError: the model has no such list of layers.
     """
     lists = [
         list(module)
@@ -191,21 +194,21 @@ def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
         found = ", ".join(f"{len(layers)} x {type(layers[0]).__name__}" for layers in lists) or "none"
         raise TrainingError(
             f"the model's {expected} decoder layers were not found; lists of equal modules in it: {found}",
-            meaning="this model is not a plain decoder",
-            fix="choose a model of a family that ftkit knows",
+            meaning="this model is not built as a decoder of equal layers",
+            fix="choose a model of another family",
         )
     return max(matching, key=lambda layers: sum(parameter.numel() for parameter in layers[0].parameters()))
 
 
 def has_random_weights(model: ModelSpec) -> bool:
-    """Tell whether a recipe trains from nothing."""
+    """Tell whether a recipe trains from random weights."""
     return model.weights == "random"
 
 
-def plain_config(
+def config_for_export(
     config: PretrainedConfig, class_name: str, dtype: torch.dtype, end_tokens: int | list[int] | None
 ) -> PretrainedConfig:
-    """Return the configuration to export: the model's own class name, where its answers end, a cache for inference."""
+    """Return the configuration to export: with the model's class name, its end tokens, and a cache for inference."""
     exported = copy.deepcopy(config)
     exported.architectures = [class_name]
     exported.use_cache = True

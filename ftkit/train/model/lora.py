@@ -1,4 +1,4 @@
-"""Low-rank adapters: peft's layers within the model, everything else frozen in the compute precision."""
+"""LoRA: peft's layers within the model, everything else frozen in the compute precision."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from ftkit.train.distributed.precision import DTYPES
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.nf4 import quantise_linears
-from ftkit.train.model.shards import own_part
+from ftkit.train.model.local_shard import local_shard
+from ftkit.train.model.nf4 import quantize_linears
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ftkit.config.training import LoraSpec, TrainingPlan
 
 ADAPTER = "default"
-"""peft's name for an adapter that has none; part of its parameters' names."""
-DORA_LENGTHS = f"lora_magnitude_vector.{ADAPTER}.weight"
+"""peft's default name for an adapter; part of its parameters' names."""
+DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"
 
 
 def is_adapter(name: str) -> bool:
@@ -29,9 +29,9 @@ def is_adapter(name: str) -> bool:
 
 
 def prepare_method(model: nn.Module, training: TrainingPlan) -> None:
-    """Make of a whole model what the method trains. With method 'full' that is the model as it is.
+    """Prepare a whole model for its training method: freeze, quantize and add adapters. Method 'full' changes nothing.
 
-    Parameters may be empty still; `fill_adapters` gives adapters their first values.
+    Parameters may still be on the meta device; `init_adapters` initializes adapters later.
     """
     lora = training.adapters
     if lora is None:
@@ -41,7 +41,7 @@ def prepare_method(model: nn.Module, training: TrainingPlan) -> None:
         parameter.requires_grad_(False)  # noqa: FBT003
         parameter.data = parameter.data.to(precision)
     if training.method == "qlora":
-        quantise_linears(find_decoder_layers(model), precision)
+        quantize_linears(find_decoder_layers(model), precision)
     _inject(model, lora)
 
 
@@ -49,7 +49,7 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
     from peft import inject_adapter_in_model  # noqa: PLC0415 - takes seconds, and only adapters need it
 
     is_empty = next(model.parameters()).is_meta
-    # Without a wrapper around the model: the names of its parameters and methods stay those of the family.
+    # Not wrapped in a PeftModel: parameters keep the names that they have in the family.
     inject_adapter_in_model(peft_config(lora), cast("Any", model), ADAPTER, low_cpu_mem_usage=is_empty)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
@@ -57,7 +57,7 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
 
 
 def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:
-    """Return peft's configuration of the adapters; with the name of the model that they belong to, to be saved."""
+    """Return peft's configuration of the adapters; with the name of their base model, the one to save."""
     from peft import LoraConfig, TaskType  # noqa: PLC0415 - takes seconds, and only adapters need it
 
     return LoraConfig(
@@ -73,19 +73,19 @@ def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:
     )
 
 
-def fill_adapters(model: nn.Module, seed: int) -> None:
-    """Give sharded adapters the first values that LoRA asks for: random inputs' sides, outputs' sides of zeros.
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """Initialize sharded adapters as LoRA does: `lora_A` uniform as in peft, `lora_B` zero.
 
-    They depend on the seed and the parameter's name alone, not on engine and number of processes.
+    Values depend on the seed and the parameter's name alone, not on engine and number of processes.
     """
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:
-            part = own_part(parameter)
+            shard = local_shard(parameter)
             generator = torch.Generator().manual_seed(_seed_of(name, seed))
-            bound = 1 / math.sqrt(part.shape[1])
-            part.fill_from(torch.empty(part.shape).uniform_(-bound, bound, generator=generator))
+            bound = 1 / math.sqrt(shard.shape[1])
+            shard.copy_from(torch.empty(shard.shape).uniform_(-bound, bound, generator=generator))
         elif ".lora_B." in name:
-            own_part(parameter).values.zero_()
+            local_shard(parameter).values.zero_()
 
 
 def _seed_of(name: str, seed: int) -> int:

@@ -1,8 +1,11 @@
-"""Linear layers whose frozen weights are kept in 4 bits: bitsandbytes' NF4 with double quantisation.
+"""Linear layers whose frozen weights are kept in 4 bits: bitsandbytes' NF4 with double quantization.
 
-All that belongs to a matrix (weights, scales, the scales' scales) lies in one flat parameter, so that any engine
-shards it as it shards every other parameter, and a rank holds nothing of the matrix but its share. bitsandbytes'
-own layer keeps the scales beside the weights, whole on every rank.
+All that belongs to a matrix (weights, absmax, absmax2) is in one flat parameter, so that any engine shards it as it
+shards every other parameter, and a rank holds only its share of the matrix. bitsandbytes' own layer keeps the absmax
+beside the weights, whole on every rank.
+
+bitsandbytes' operators dequantize in eager mode. Compiled layers use plain operations instead (`_dequantize_compiled`),
+which the compiler fuses: around bitsandbytes' operators, the host spends more time than a GPU within them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from torch.nn import functional
 
 from ftkit.errors import PrerequisiteError
 from ftkit.planning.estimates.adapters import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
-from ftkit.train.model.nf4_compiled import dequantise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,13 +27,19 @@ if TYPE_CHECKING:
 _ALIGNMENT = 8
 """Elements from which on a GPU can load 16 bytes at once, whatever the precision."""
 
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+"""Integers as wide as the numbers of a precision, by bytes."""
+
+_WORD = 8
+"""Bytes that are assembled before they are written: a thread looks an absmax up once for all numbers in them."""
+
 
 @dataclass(frozen=True)
 class Nf4Layout:
-    """How a matrix lies in its flat form: 4-bit weights, their scales, the scales of these, and their mean.
+    """How a matrix is laid out in its flat form: 4-bit weights, absmax of each block, absmax2 of those, and an offset.
 
-    The flat form is of the compute precision, though its bits are none of its numbers: an engine that gathers
-    parameters in that precision then copies them as they are.
+    The flat form has the compute precision as its dtype, though its bits are not numbers of it: an engine that gathers
+    parameters in that precision then copies them unchanged.
     """
 
     num_outputs: int
@@ -48,49 +56,52 @@ class Nf4Layout:
         """Elements of the flat form."""
         return sum(nf4_parts(self.num_weights)) // self.storage.itemsize
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantise a whole matrix."""
-        packed, state = _bitsandbytes().quantize_4bit(
+    def quantize(self, weight: torch.Tensor) -> torch.Tensor:
+        """Quantize a whole matrix, [num_outputs, num_inputs], to its flat form, [num_stored]."""
+        quantized, state = _bitsandbytes().quantize_4bit(
             weight.to(self.storage).contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
         )
-        values = [packed, state.absmax, state.state2.absmax, state.offset.reshape(1)]
+        values = [quantized, state.absmax, state.state2.absmax, state.offset.reshape(1)]
         flat = torch.zeros(self.num_stored, dtype=self.storage, device=weight.device)
         for part, value in zip(self._parts(flat), values, strict=True):
             content = value.flatten().view(torch.uint8)
             part[: len(content)] = content
         return flat
 
-    def unpack(self, flat: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the matrix, as near as 4 bits come.
+    def dequantize(self, flat: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the matrix, as close as 4 bits come.
 
         Args:
             flat: the flat form.
-            after: what a compiled one waits for; see `ftkit.train.model.nf4_compiled.dequantise`.
+            after: what compiled code waits for; see `_dequantize_compiled`.
         """
         flat = flat.detach()
         if torch.compiler.is_compiling():
             tables = _tables(flat.device)
-            weights = dequantise(self._parts(flat), tables, self.storage, after)[: self.num_weights]
+            weights = _dequantize_compiled(self._parts(flat), tables, self.storage, after)[: self.num_weights]
         else:
-            weights = self._unpack_uncompiled(flat)
+            weights = self._dequantize_eager(flat)
         return weights.view(self.num_outputs, self.num_inputs)
 
-    def _unpack_uncompiled(self, flat: torch.Tensor) -> torch.Tensor:
+    def _dequantize_eager(self, flat: torch.Tensor) -> torch.Tensor:
         _bitsandbytes()  # defines the operators; its own function around them takes the host longer than they do
         operators = torch.ops.bitsandbytes
         if flat.storage_offset() % _ALIGNMENT:  # an engine may gather it amid others
             flat = flat.clone()
-        packed, scales, nested, mean = self._parts(flat)
+        quantized, absmax, absmax2, offset = self._parts(flat)
         blocks = -(-self.num_weights // NF4_BLOCK)
-        scales_of_scales = nested.view(torch.float32)[: -(-blocks // NF4_NESTED_BLOCK)]
-        exact_scales = operators.dequantize_blockwise(
-            scales[:blocks], scales_of_scales, _code(flat.device), NF4_NESTED_BLOCK, torch.float32
+        exact_absmax = operators.dequantize_blockwise(
+            absmax[:blocks],
+            absmax2.view(torch.float32)[: -(-blocks // NF4_NESTED_BLOCK)],
+            _absmax_code(flat.device),
+            NF4_NESTED_BLOCK,
+            torch.float32,
         )
-        exact_scales += mean.view(torch.float32)[0]
-        bytes_of_weights = packed[: -(-self.num_weights // 2)].unsqueeze(1)
-        # Not by rows: on processors the operator takes other rows' scales where a row ends within a block.
+        exact_absmax += offset.view(torch.float32)[0]
+        quantized = quantized[: -(-self.num_weights // 2)].unsqueeze(1)
+        # Not by rows: on CPUs the operator takes another row's absmax where a row ends within a block.
         weights: torch.Tensor = operators.dequantize_4bit(
-            bytes_of_weights, exact_scales, NF4_BLOCK, "nf4", (self.num_weights,), self.storage
+            quantized, exact_absmax, NF4_BLOCK, "nf4", (self.num_weights,), self.storage
         )
         return weights
 
@@ -99,8 +110,47 @@ class Nf4Layout:
         return torch.split(flat.view(torch.uint8), list(nf4_parts(self.num_weights)))
 
 
+def _dequantize_compiled(
+    parts: tuple[torch.Tensor, ...],
+    tables: tuple[torch.Tensor, torch.Tensor],
+    storage: torch.dtype,
+    after: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the weights of all blocks, flattened: in plain operations, of which a compiler makes two kernels.
+
+    Args:
+        parts: bytes of the 4-bit weights, of absmax, absmax2 and offset. The first two fill their blocks.
+        tables: the 16 numbers that 4-bit weights stand for, and the 256 that absmax stands for.
+        storage: precision of the weights.
+        after: what the weights are computed after, though they don't depend on it: the other factor of their product.
+            A compiler sees forward and backward at once; otherwise it would compute the same weights once for both and
+            keep them in between, or those of several products ahead.
+    """
+    quantized, absmax, absmax2, offset = parts
+    if after is not None:
+        zero = _opaque_zero(after)
+        quantized, absmax = quantized | zero, absmax | zero
+    levels, code = tables
+    per_block_of_blocks = absmax2.view(torch.float32)[: len(absmax) // NF4_NESTED_BLOCK].unsqueeze(1)
+    exact_absmax = code[absmax.int()].view(-1, NF4_NESTED_BLOCK) * per_block_of_blocks + offset.view(torch.float32)[0]
+    per_block = exact_absmax.flatten()[: 2 * len(quantized) // NF4_BLOCK].unsqueeze(1)
+    width = storage.itemsize
+    columns = quantized.view(-1, NF4_BLOCK * width // _WORD, _WORD // width // 2).int().unbind(-1)
+    words = torch.zeros((), dtype=torch.int64, device=quantized.device)
+    for place, numbers in enumerate(number for column in columns for number in (column >> 4, column & 15)):
+        bits = (levels[numbers] * per_block).to(storage).view(_INTEGERS[width]).long() & ((1 << 8 * width) - 1)
+        words = words | bits << (8 * width * place)
+    return words.flatten().view(storage)
+
+
+def _opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a zero that no compiler can fold."""
+    first = tensor.flatten()[0]
+    return ((first > 0) & (first < 0)).to(torch.uint8)
+
+
 class Nf4Linear(nn.Linear):
-    """A frozen linear layer, its matrix in 4 bits. It is a `nn.Linear` in name, so that peft adapts it as one."""
+    """A frozen linear layer with its matrix in 4 bits. It is a `nn.Linear`, so that peft adapts it as one."""
 
     def __init__(self, layout: Nf4Layout, bias: nn.Parameter | None, device: torch.device) -> None:
         nn.Module.__init__(self)
@@ -108,17 +158,17 @@ class Nf4Linear(nn.Linear):
         self.layout = layout
         self.register_parameter("bias", bias)
         empty = torch.empty(layout.num_stored, dtype=layout.storage, device=device)
-        self.packed = nn.Parameter(empty, requires_grad=False)
+        self.quantized = nn.Parameter(empty, requires_grad=False)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override] # computed, where a Linear holds a parameter
-        """The matrix, dequantised: what DoRA takes the lengths of."""
-        return self.layout.unpack(self.packed)
+        """The matrix, dequantized: DoRA takes its magnitude."""
+        return self.layout.dequantize(self.quantized)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        """Multiply by the matrix, which exists only as long as that takes."""
+        """Multiply by the matrix, which exists only during the product."""
         product: Any = _CompiledProduct.apply if torch.compiler.is_compiling() else _product
-        output: torch.Tensor = product(input, self.packed, self.out_features)
+        output: torch.Tensor = product(input, self.quantized, self.out_features)
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
@@ -129,13 +179,13 @@ class Nf4Linear(nn.Linear):
 # An operator, so that activation checkpointing knows it by name. Autograd keeps the parameter, not views of it: an
 # engine may free and gather it in between.
 @torch.library.custom_op("ftkit::nf4_product", mutates_args=())
-def _product(inputs: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    return functional.linear(inputs, Nf4Layout(num_outputs, inputs.shape[-1], packed.dtype).unpack(packed))
+def _product(inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    return functional.linear(inputs, Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype).dequantize(quantized))
 
 
 @torch.library.custom_op("ftkit::nf4_product_backward", mutates_args=())
-def _product_backward(gradient: torch.Tensor, packed: torch.Tensor, num_inputs: int) -> torch.Tensor:
-    return gradient @ Nf4Layout(gradient.shape[-1], num_inputs, packed.dtype).unpack(packed)
+def _product_backward(gradient: torch.Tensor, quantized: torch.Tensor, num_inputs: int) -> torch.Tensor:
+    return gradient @ Nf4Layout(gradient.shape[-1], num_inputs, quantized.dtype).dequantize(quantized)
 
 
 @_product.register_fake
@@ -144,50 +194,50 @@ def _empty_product(factor: torch.Tensor, _: torch.Tensor, width: int) -> torch.T
     return factor.new_empty(*factor.shape[:-1], width)
 
 
-def _keep_packed(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, int], output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, int], output: torch.Tensor) -> None:
     del output
     ctx.save_for_backward(inputs[1])
     ctx.num_inputs = inputs[0].shape[-1]
 
 
-def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     return _product_backward(gradient, *ctx.saved_tensors, ctx.num_inputs), None, None
 
 
-_product.register_autograd(_gradients, setup_context=_keep_packed)
+_product.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 class _CompiledProduct(torch.autograd.Function):
-    """The same product for a compiler, which sees into it. It is written to dequantise twice, as `after` makes sure."""
+    """The same product for a compiler, which sees into it. `after` makes it dequantize twice."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
-        ctx.save_for_backward(packed)
+    def forward(ctx: Any, inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        ctx.save_for_backward(quantized)
         ctx.num_inputs = inputs.shape[-1]
-        layout = Nf4Layout(num_outputs, inputs.shape[-1], packed.dtype)
-        return functional.linear(inputs, layout.unpack(packed, after=inputs))
+        layout = Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype)
+        return functional.linear(inputs, layout.dequantize(quantized, after=inputs))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (packed,) = ctx.saved_tensors
-        layout = Nf4Layout(gradient.shape[-1], ctx.num_inputs, packed.dtype)
-        return gradient @ layout.unpack(packed, after=gradient), None, None
+        (quantized,) = ctx.saved_tensors
+        layout = Nf4Layout(gradient.shape[-1], ctx.num_inputs, quantized.dtype)
+        return gradient @ layout.dequantize(quantized, after=gradient), None, None
 
 
-def quantise_linears(layers: Iterable[nn.Module], storage: torch.dtype) -> None:
-    """Put every linear layer within decoder layers into 4 bits; those without memory stay without."""
+def quantize_linears(layers: Iterable[nn.Module], storage: torch.dtype) -> None:
+    """Replace every linear layer within decoder layers by one in 4 bits; those on the meta device stay there."""
     for layer in layers:
         for name, linear in list(layer.named_modules()):
             if type(linear) is nn.Linear:
-                layer.set_submodule(name, _quantised(linear, storage))
+                layer.set_submodule(name, _quantized(linear, storage))
 
 
-def _quantised(linear: nn.Linear, storage: torch.dtype) -> Nf4Linear:
+def _quantized(linear: nn.Linear, storage: torch.dtype) -> Nf4Linear:
     layout = Nf4Layout(linear.out_features, linear.in_features, storage)
-    quantised = Nf4Linear(layout, linear.bias, linear.weight.device)
+    quantized = Nf4Linear(layout, linear.bias, linear.weight.device)
     if not linear.weight.is_meta:
-        quantised.packed.data.copy_(layout.pack(linear.weight.data))
-    return quantised
+        quantized.quantized.data.copy_(layout.quantize(linear.weight.data))
+    return quantized
 
 
 @cache
@@ -212,8 +262,8 @@ def _bitsandbytes() -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers that 4-bit weights stand for, and those that 8-bit scales do."""
-    return _levels(device), _code(device)
+    """Return the numbers that 4-bit weights stand for, and those that an 8-bit absmax stands for."""
+    return _levels(device), _absmax_code(device)
 
 
 @cache
@@ -223,6 +273,6 @@ def _levels(device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _code(device: torch.device) -> torch.Tensor:
+def _absmax_code(device: torch.device) -> torch.Tensor:
     code: torch.Tensor = _bitsandbytes().create_dynamic_map().to(device)
     return code

@@ -1,7 +1,8 @@
-"""Where in the files each tensor of a model is: under its own name, under another, or in pieces.
+"""Map the tensors of checkpoint files to a model's parameters: by name, by another name, or in pieces.
 
-transformers 5 has experts in one tensor, and files on the hub have them one by one. It knows what becomes of which
-(`transformers.conversion_mapping`), and is asked; the pieces are read here, since each rank wants its own rows alone.
+transformers 5 holds experts in one tensor, and files on the hub hold them one by one. Its
+`transformers.conversion_mapping` says which become which; ftkit reads the pieces itself, since each rank needs only
+its own rows. A text model that is part of a multimodal one, as Gemma 3's is from 4B on, has other names there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import transformers
 
 from ftkit.errors import TrainingError
 from ftkit.train.library_versions import CONVERTS_WEIGHTS
-from ftkit.train.model.stored_names import text_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -25,19 +25,46 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Pieces = list[tuple[str, ...]]
-"""Names of tensors in the files: for each row of the model's tensor those that are joined to it, along their rows."""
+"""Names of tensors in the files: for each row of the model's tensor those that are concatenated to it."""
+
+_WRAPPED = "model.language_model."
+"""Prefix of the text model in a multimodal model's class."""
+
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",  # as files on the hub have them
+    "language_model.lm_head.": "lm_head.",
+    _WRAPPED: "model.",  # as the class has them, and some versions of transformers save them
+}
 
 
-def arrange(model: PreTrainedModel, stored: Iterable[str], known: Collection[str]) -> dict[str, str | Pieces]:
-    """Return under which name, or in which pieces, the files hold each tensor of the model that they hold.
+def text_name(stored: str) -> str:
+    """Return the text model's name of a tensor in the files; one that is not of the text model keeps its name."""
+    for prefix, own in _TEXT_PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored
+
+
+def wrapped_name(name: str) -> str:
+    """Return the multimodal class's name of a tensor of the text model."""
+    return _WRAPPED + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def wrapped_targets(projections: Iterable[str]) -> str:
+    """Return peft's pattern for a multimodal class's adapted modules: its vision tower may have layers so called."""
+    return rf"{re.escape(_WRAPPED)}.*\.({'|'.join(map(re.escape, projections))})"
+
+
+def map_tensors(model: PreTrainedModel, stored: Iterable[str], known: Collection[str]) -> dict[str, str | Pieces]:
+    """Return under which name, or in which pieces, the files hold each of the model's tensors that they hold.
 
     Args:
-        model: the model, of which only the kind matters.
+        model: the model; only its class and configuration matter.
         stored: names of the files' tensors.
         known: names of the model's tensors.
 
     Raises:
-        TrainingError: the pieces of a tensor are incomplete, or of a kind that can't be put together here.
+        TrainingError: pieces of a tensor are missing, or ftkit doesn't know this conversion.
     """
     found: dict[str, str | Pieces] = {}
     pieces: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -56,18 +83,18 @@ def arrange(model: PreTrainedModel, stored: Iterable[str], known: Collection[str
 
 
 def split_as_stored(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return whole weights of a model in the pieces that files on the hub have."""
+    """Return a model's whole weights as files on the hub hold them."""
     if not _Conversions.of(model).converters:
         return weights
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - transformers 5
 
     split: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(weights))
-    return {name: tensor.clone() for name, tensor in split.items()}  # files want tensors that share no memory
+    return {name: tensor.clone() for name, tensor in split.items()}  # files need tensors that share no memory
 
 
 @dataclass(frozen=True)
 class JoinedPieces:
-    """A tensor in pieces, read as one that is in a file: a range of its rows reads their pieces alone."""
+    """A tensor in pieces, with the interface of a slice of a file: a range of rows reads only their pieces."""
 
     pieces: Pieces
     read: Callable[[str], Any]
@@ -84,7 +111,7 @@ class JoinedPieces:
 
 @dataclass(frozen=True)
 class _Conversions:
-    """What transformers does to the files' tensors as it loads a kind of model."""
+    """How transformers converts the files' tensors as it loads a class of model."""
 
     renamings: list[Any]
     converters: list[Any]
@@ -100,7 +127,7 @@ class _Conversions:
         return cls(*([one for one in known if isinstance(one, kind)] for kind in (WeightRenaming, WeightConverter)))
 
     def rename(self, stored: str) -> tuple[str, str | None]:
-        """Return the name of the tensor that a stored one becomes (a part of), and as which part."""
+        """Return the name of the tensor that a stored one becomes (a part of), and the pattern of that part."""
         if not self.renamings and not self.converters:
             return stored, None
         from transformers.core_model_loading import rename_source_key  # noqa: PLC0415 - transformers 5
@@ -114,8 +141,8 @@ class _Conversions:
         operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
         if operations not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
             raise TrainingError(
-                f"'{name}' is stored otherwise than the model has it: {', '.join(kind for kind, _ in operations)}",
-                meaning=f"transformers {transformers.__version__} converts it as it loads it, which ftkit can't",
+                f"'{name}' is stored in another form than the model's: {', '.join(each for each, _ in operations)}",
+                meaning=f"transformers {transformers.__version__} converts it while loading; ftkit can't",
                 fix="load and save the model with transformers, or choose another one",
             )
         parts = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]

@@ -1,6 +1,6 @@
 """Pretrained weights: from safetensors files straight into each rank's shard.
 
-No rank ever holds a whole model: of each tensor it reads the rows that are its own.
+No rank ever holds a whole model: of each tensor it reads only the rows of its shard.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import nn
 from ftkit.config.paths import is_path
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
-from ftkit.train.model.lora import DORA_LENGTHS, is_adapter
+from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
+from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
 from ftkit.train.model.nf4 import Nf4Layout, Nf4Linear
-from ftkit.train.model.shards import OwnPart, own_part, rows_at_once
-from ftkit.train.model.weight_conversion import JoinedPieces, Pieces, arrange
+from ftkit.train.model.weight_conversion import JoinedPieces, Pieces, map_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +40,7 @@ def fetch_weights(model: ModelSpec, world: World) -> Path:
         NotFoundError: there is no such folder or hub model, or this token may not read it.
     """
     if is_path(model.weights):
-        check_folder(Path(model.weights))  # nobody has looked from the nodes, if the data was prepared before
+        check_folder(Path(model.weights))  # not checked from the nodes yet, if the data was prepared before
         return Path(model.weights)
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
     if world.local_rank == 0:
@@ -58,12 +58,12 @@ def _download(model: ModelSpec, patterns: list[str]) -> None:
         raise NotFoundError(
             f"can't download '{model.weights}': {str(error).splitlines()[0]}",
             meaning="the name is wrong, the model is gated and HF_TOKEN may not read it, or the hub is out of reach",
-            fix="accept the model's licence on the hub and set HF_TOKEN; or give model.weights a local folder",
+            fix="accept the model's license on the hub and set HF_TOKEN; or give model.weights a local folder",
         ) from error
 
 
-def materialise(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
-    """Give memory to a sharded model's empty parameters; its buffers stay as they are, on `device`."""
+def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
+    """Allocate a sharded model's parameters; its buffers keep their values, on `device`."""
     buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
     model.to_empty(device=parameters_on)
     for name, buffer in buffers.items():
@@ -73,27 +73,27 @@ def materialise(model: nn.Module, device: torch.device, parameters_on: torch.dev
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Fill a sharded model's parameters, apart from adapters, and those of its buffers that files hold.
+    """Load a sharded model's parameters, apart from adapters, and the buffers that the files hold.
 
-    Of a multimodal model's files, only the text is read.
+    Of a multimodal model's files, only the text model is read.
 
     Raises:
         TrainingError: a parameter is missing from the files, or is there in another shape.
     """
-    wanted, buffers = _destinations(model), dict(model.named_buffers())
+    wanted, buffers = _load_targets(model), dict(model.named_buffers())
     places = {stored: path for path, names in _files(folder).items() for stored in names}
-    arranged = arrange(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys())
-    if missing := sorted(wanted.keys() - arranged.keys()):
+    sources = map_tensors(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys())
+    if missing := sorted(wanted.keys() - sources.keys()):
         raise TrainingError(
             f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
             meaning="the files are incomplete, or of another model",
             fix="download them again; check model.weights and model.architecture",
         )
     with _OpenFiles(places) as files:
-        for name, stored in sorted(arranged.items(), key=lambda item: places[_first(item[1])]):
+        for name, stored in sorted(sources.items(), key=lambda item: places[_first(item[1])]):
             if name in wanted:
                 source = files.read(stored) if isinstance(stored, str) else JoinedPieces(stored, files.read)
-                wanted[name].fill(source, _first(stored))
+                wanted[name].load(source, _first(stored))
             else:
                 buffers[name].copy_(files.read(_first(stored))[...])
 
@@ -103,7 +103,7 @@ def _first(stored: str | Pieces) -> str:
 
 
 class _OpenFiles(ExitStack):
-    """Files of tensors, opened when they are first read from and closed together."""
+    """Safetensors files, opened when they are first read from and closed together."""
 
     def __init__(self, places: dict[str, Path]) -> None:
         super().__init__()
@@ -111,35 +111,35 @@ class _OpenFiles(ExitStack):
         self._opened: dict[Path, Any] = {}
 
     def read(self, stored: str) -> Any:
-        """Return a tensor of the files, of which only the rows that are asked for are read."""
+        """Return a slice of a tensor; only the rows that are asked for are read."""
         path = self._places[stored]
         if path not in self._opened:
             self._opened[path] = self.enter_context(safe_open(path, framework="pt"))
         return self._opened[path].get_slice(stored)
 
 
-def draw_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
-    """Fill a sharded model's parameters, apart from adapters, with random values: the same at any number of shards.
+def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
+    """Initialize a sharded model's parameters, apart from adapters: the same values at any number of shards.
 
-    Each rank draws the chunks of rows that its part is in, so there is never more than a chunk beside the shards; 4-bit
-    matrices are drawn whole. Vectors scale what was normalized: they begin as one (Gemma adds the one itself); biases
-    as zero.
+    Each rank draws the chunks of rows that its shard is in, so there is never more than a chunk beside the shards;
+    4-bit matrices are drawn whole. Vectors are norm weights: they begin as one (Gemma adds the one itself); biases as
+    zero.
     """
     norm = 0.0 if shape.family in _ADDS_ONE else 1.0
-    for name, destination in _destinations(model).items():
+    for name, destination in _load_targets(model).items():
         constant = 0.0 if name.endswith(".bias") else norm
-        drawn = _Drawn(destination, zlib.crc32(f"{seed} {name}".encode()), shape.initializer_range, constant)
-        destination.fill(drawn, name)
+        drawn = _RandomTensor(destination, zlib.crc32(f"{seed} {name}".encode()), shape.initializer_range, constant)
+        destination.load(drawn, name)
 
 
 _ADDS_ONE = ("gemma", "gemma2", "gemma3_text")
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """A tensor of random values, read as one of a file is."""
+class _RandomTensor:
+    """A tensor of random values, with the interface of a slice of a file."""
 
-    destination: _Destination
+    destination: _LoadTarget
     seed: int
     deviation: float
     constant: float
@@ -148,7 +148,7 @@ class _Drawn:
         return self.destination.wanted
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        shape, device = self.get_shape(), self.destination.part.values.device
+        shape, device = self.get_shape(), self.destination.shard.values.device
         if len(shape) == 1:
             return torch.full(shape, self.constant, device=device)[rows]
         first, last, _ = rows.indices(shape[0])
@@ -159,54 +159,55 @@ class _Drawn:
 
     def _chunk(self, number: int, height: int) -> torch.Tensor:
         """Draw so many rows. Most matrices are one chunk."""
-        shape, values = self.get_shape(), self.destination.part.values
+        shape, values = self.get_shape(), self.destination.shard.values
         rows = min(height, shape[0] - number * height)
         generator = torch.Generator(values.device).manual_seed(self.seed + number)
         return torch.empty(rows, *shape[1:], device=values.device).normal_(std=self.deviation, generator=generator)
 
 
 @dataclass(frozen=True)
-class _Destination:
-    """A parameter that is to be filled from the files.
+class _LoadTarget:
+    """A parameter that is loaded from the files.
 
     Attributes:
-        layout: how it is packed, if it is kept in 4 bits.
-        lengths: DoRA's lengths of the parameter's rows, which begin as those of the pretrained weights.
+        shard: this rank's part of it.
+        layout: how it is quantized, if it is kept in 4 bits.
+        magnitude: DoRA's magnitude of the parameter's rows, which begins as that of the pretrained weights.
     """
 
-    part: OwnPart
+    shard: LocalShard
     layout: Nf4Layout | None
-    lengths: OwnPart | None
+    magnitude: LocalShard | None
 
     @property
     def wanted(self) -> list[int]:
         """The shape that a tensor must have to go here."""
-        return [*self.part.shape] if self.layout is None else [self.layout.num_outputs, self.layout.num_inputs]
+        return [*self.shard.shape] if self.layout is None else [self.layout.num_outputs, self.layout.num_inputs]
 
-    def fill(self, source: Any, name: str) -> None:
-        """Read this rank's part of a tensor; the whole, where every part depends on it."""
+    def load(self, source: Any, name: str) -> None:
+        """Read this rank's rows of a tensor; all of them, where every shard depends on the whole."""
         shape = list(source.get_shape())
         if shape != self.wanted:
             raise TrainingError(
                 f"'{name}' has shape {shape} in the files and {self.wanted} in the model",
                 fix="check model.architecture against the weights' config.json",
             )
-        if self.layout is None and self.lengths is None:
-            self.part.fill_from_rows(lambda first, last: source[first:last])
+        if self.layout is None and self.magnitude is None:
+            self.shard.copy_rows(lambda first, last: source[first:last])
             return
-        whole = source[:].to(self.part.values.device)
+        whole = source[:].to(self.shard.values.device)
         if self.layout is not None:
-            packed = self.layout.pack(whole)
-            whole = self.layout.unpack(packed)
-            self.part.fill_from(packed)
+            quantized = self.layout.quantize(whole)
+            whole = self.layout.dequantize(quantized)
+            self.shard.copy_from(quantized)
         else:
-            self.part.fill_from(whole)
-        if self.lengths is not None:
-            self.lengths.fill_from(torch.linalg.norm(whole.float(), dim=1))
+            self.shard.copy_from(whole)
+        if self.magnitude is not None:
+            self.magnitude.copy_from(torch.linalg.norm(whole.float(), dim=1))
 
 
-def _destinations(model: nn.Module) -> dict[str, _Destination]:
-    """Return where each tensor of the files belongs. Adapters are in none, and put a level into others' names."""
+def _load_targets(model: nn.Module) -> dict[str, _LoadTarget]:
+    """Return where each tensor of the files goes. Adapters are in none, and add a level to others' names."""
     parameters = dict(model.named_parameters())  # a tied parameter comes once, under its first name
     found = {}
     for name, parameter in parameters.items():
@@ -214,14 +215,12 @@ def _destinations(model: nn.Module) -> dict[str, _Destination]:
             continue
         owner, _, own_name = name.rpartition(".")
         module = model.get_submodule(owner)
-        layout = module.layout if isinstance(module, Nf4Linear) and own_name == "packed" else None
-        has_lengths = own_name in ("packed", "weight")
-        lengths = parameters.get(owner.removesuffix("base_layer") + DORA_LENGTHS) if has_lengths else None
-        stored = name.replace(".base_layer.", ".").replace(".packed", ".weight")
-        found[stored] = _Destination(
-            own_part(parameter),
-            layout,
-            None if lengths is None else own_part(lengths),
+        layout = module.layout if isinstance(module, Nf4Linear) and own_name == "quantized" else None
+        is_matrix = own_name in ("quantized", "weight")
+        magnitude = parameters.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
+        stored = name.replace(".base_layer.", ".").replace(".quantized", ".weight")
+        found[stored] = _LoadTarget(
+            local_shard(parameter), layout, None if magnitude is None else local_shard(magnitude)
         )
     return found
 

@@ -20,7 +20,7 @@ from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.library_versions import CONVERTS_WEIGHTS
 from ftkit.train.model.build import TextConfig, make_config
-from ftkit.train.model.weight_conversion import JoinedPieces, _Conversions, arrange, split_as_stored
+from ftkit.train.model.weight_conversion import JoinedPieces, _Conversions, map_tensors, split_as_stored
 from ftkit.train.model.weights import load_weights
 
 if TYPE_CHECKING:
@@ -105,8 +105,10 @@ def test_tensors_that_are_stored_in_a_way_ftkit_can_not_undo_are_refused(
 
     converter.operations.append(Transpose())
     monkeypatch.setattr(_Conversions, "of", lambda _: _Conversions([], [converter]))
-    with pytest.raises(TrainingError, match=f"'{name}' is stored otherwise than .*: MergeModulelist, Transpose"):
-        arrange(model, ["model.layers.0.mlp.experts.0.down_proj.weight"], [name])
+    with pytest.raises(
+        TrainingError, match=f"'{name}' is stored in another form than the model.s: .*: MergeModulelist, Transpose"
+    ):
+        map_tensors(model, ["model.layers.0.mlp.experts.0.down_proj.weight"], [name])
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])

@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter, whichever engine sharded it."""
+"""A rank's shard of a parameter, whichever engine sharded it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _READ_AT_ONCE = 2**27
-"""Elements of a tensor that are read before they are where they belong: in fp32, half a GiB."""
+"""Elements of a tensor that are read at a time: in fp32, half a GiB."""
 
 
 def rows_at_once(shape: Sequence[int]) -> int:
@@ -25,13 +25,13 @@ def rows_at_once(shape: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class OwnPart:
-    """A rank's part of a parameter: the elements from `begin` on of the whole one, flattened.
+class LocalShard:
+    """A rank's shard of a parameter: elements `begin` to `end` of the flattened whole.
 
     Attributes:
-        shape: of the whole parameter.
-        values: flat, and not a copy: what is written to it is the parameter's.
-        begin: where the part begins.
+        shape: shape of the whole parameter.
+        values: flat view of the shard; writing to it changes the parameter.
+        begin: offset of the shard's first element.
     """
 
     shape: torch.Size
@@ -40,17 +40,17 @@ class OwnPart:
 
     @property
     def end(self) -> int:
-        """Where the part ends."""
+        """Offset behind the shard's last element."""
         return self.begin + self.values.numel()
 
     @torch.no_grad()
-    def fill_from(self, whole: torch.Tensor) -> None:
-        """Take this part of a whole tensor."""
+    def copy_from(self, whole: torch.Tensor) -> None:
+        """Copy this shard from a whole tensor."""
         self.values.copy_(whole.reshape(-1)[self.begin : self.end])
 
     @torch.no_grad()
-    def fill_from_rows(self, read: Callable[[int, int], torch.Tensor]) -> None:
-        """Take this part of a tensor that `read(first, last)` gives a range of rows of; a few rows at a time."""
+    def copy_rows(self, read: Callable[[int, int], torch.Tensor]) -> None:
+        """Copy this shard from a tensor of which `read(first, last)` returns a range of rows, a few rows at a time."""
         width = self.shape[1:].numel()
         first, last = self.begin // width, -(-self.end // width)
         step = rows_at_once(self.shape)
@@ -60,28 +60,28 @@ class OwnPart:
             self.values[begin - self.begin : end - self.begin].copy_(rows)
 
 
-def own_part(parameter: torch.Tensor) -> OwnPart:
-    """Return what this rank holds of a parameter, which may be sharded by FSDP2, by ZeRO-3 or not at all."""
+def local_shard(parameter: torch.Tensor) -> LocalShard:
+    """Return this rank's shard of a parameter, which may be sharded by FSDP2, by ZeRO-3 or not at all."""
     if isinstance(parameter, DTensor):
         width = parameter.shape[1:].numel()
-        first, last = _own_rows(parameter)
+        first, last = _local_rows(parameter)
         local = parameter.to_local().detach().view(-1)
-        return OwnPart(parameter.shape, local[: (last - first) * width], first * width)
+        return LocalShard(parameter.shape, local[: (last - first) * width], first * width)
     if hasattr(parameter, "ds_tensor"):
-        return _own_part_of_zero3(parameter)
-    return OwnPart(parameter.shape, parameter.detach().view(-1), 0)
+        return _local_shard_of_zero3(parameter)
+    return LocalShard(parameter.shape, parameter.detach().view(-1), 0)
 
 
-def _own_part_of_zero3(parameter: torch.Tensor) -> OwnPart:
-    """ZeRO-3 deals the flattened elements out in equal parts, the last ones padded."""
-    partition = cast("torch.Tensor", parameter.ds_tensor)  # type: ignore[attr-defined] # put there by DeepSpeed
+def _local_shard_of_zero3(parameter: torch.Tensor) -> LocalShard:
+    """ZeRO-3 partitions the flattened elements evenly, the last partitions padded."""
+    partition = cast("torch.Tensor", parameter.ds_tensor)  # type: ignore[attr-defined] # set by DeepSpeed
     shape: torch.Size = parameter.ds_shape  # type: ignore[attr-defined]
     share = partition.numel()
     begin = min(dist.get_rank() * share, shape.numel())
-    return OwnPart(shape, partition.detach()[: min(share, shape.numel() - begin)], begin)
+    return LocalShard(shape, partition.detach()[: min(share, shape.numel() - begin)], begin)
 
 
-def _own_rows(parameter: DTensor) -> tuple[int, int]:
+def _local_rows(parameter: DTensor) -> tuple[int, int]:
     """Return which rows this rank holds: `torch.chunk`'s division, as FSDP2 shards."""
     ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
     rows = parameter.shape[0]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WITH_DROPOUT = ("training.method=lora", "training.lora={rank: 4, dropout: 0.2}", "training.learning_rate=0.02")
 
 
-def held_out_loss(model: Any, run: Any) -> float:
+def validation_loss(model: Any, run: Any) -> float:
     store = PackStore(PreparedData(run.plan.data_directory).heldout)
     total = 0.0
     for tokens, labels, positions in torch.from_numpy(np.asarray(store.packs, dtype=np.int64)):
@@ -57,8 +57,8 @@ def test_peft_loads_the_export_and_merges_it_into_the_trained_model(adapted: Any
     base = AutoModelForCausalLM.from_pretrained(finished_run.layout.export)
     model = PeftModel.from_pretrained(base, str(adapted.layout.export)).eval()
     trained = adapted.records(EvaluationRecord)[-1].loss
-    assert held_out_loss(model, adapted) == pytest.approx(trained, rel=1e-5)
-    assert held_out_loss(model.merge_and_unload(), adapted) == pytest.approx(trained, rel=1e-5)
+    assert validation_loss(model, adapted) == pytest.approx(trained, rel=1e-5)
+    assert validation_loss(model.merge_and_unload(), adapted) == pytest.approx(trained, rel=1e-5)
     config = PeftModel.from_pretrained(base, str(adapted.layout.export)).peft_config["default"]
     assert config.base_model_name_or_path == str(finished_run.layout.export)
     assert AutoTokenizer.from_pretrained(adapted.layout.export).eos_token is not None
@@ -82,20 +82,20 @@ def test_adapters_of_a_4_bit_model_with_dora_are_those_that_bitsandbytes_and_pef
 ) -> None:
     overrides = ("training.method=qlora", "training.lora={rank: 4, use_dora: true}", "training.max_steps=3")
     run = make_run(
-        "quantised", f"model.weights={finished_run.layout.export}", *overrides, "evaluation.sql_execution=null"
+        "quantized", f"model.weights={finished_run.layout.export}", *overrides, "evaluation.sql_execution=null"
     )
     run.train()
     before, after = run.records(EvaluationRecord)
-    quantisation = BitsAndBytesConfig(
+    quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )
     base = AutoModelForCausalLM.from_pretrained(
-        finished_run.layout.export, quantization_config=quantisation, device_map="cpu", dtype=torch.float32
+        finished_run.layout.export, quantization_config=quantization, device_map="cpu", dtype=torch.float32
     )
-    # In training mode: for inference on processors, bitsandbytes may compute in bf16 instead.
-    assert held_out_loss(base.train(), run) == pytest.approx(before.loss, rel=1e-5)
+    # In training mode: for inference on CPUs, bitsandbytes may compute in bf16 instead.
+    assert validation_loss(base.train(), run) == pytest.approx(before.loss, rel=1e-5)
     model = PeftModel.from_pretrained(base, str(run.layout.export)).train()
-    assert held_out_loss(model, run) == pytest.approx(after.loss, rel=1e-5)
+    assert validation_loss(model, run) == pytest.approx(after.loss, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Weights of 4 bits: dequantised as bitsandbytes does, compiled or not, and never kept."""
+"""Weights of 4 bits: dequantized as bitsandbytes does, compiled or not, and never kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bitsandbytes import functional as bitsandbytes
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftkit.train.model.nf4 import Nf4Layout, Nf4Linear, quantise_linears
+from ftkit.train.model.nf4 import Nf4Layout, Nf4Linear, quantize_linears
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ def nothing_is_compiled_yet() -> Iterator[None]:
 def two_layers() -> nn.Module:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.SiLU(), nn.Linear(512, 256, bias=False))
-    quantise_linears([model], torch.float32)
+    quantize_linears([model], torch.float32)
     return model
 
 
@@ -53,23 +53,23 @@ def test_a_flat_nf4_matrix_is_bitsandbytes_own(size: tuple[int, int], storage: t
     packed, state = bitsandbytes.quantize_4bit(weight.to(storage), compress_statistics=True, quant_type="nf4")
     layout = Nf4Layout(*size, storage)
     expected = bitsandbytes.dequantize_4bit(packed, state)
-    flat = layout.pack(weight)
-    assert torch.equal(layout.unpack(flat), expected)
-    compiled = torch.compile(layout.unpack, dynamic=False, fullgraph=True, backend=compiler)
+    flat = layout.quantize(weight)
+    assert torch.equal(layout.dequantize(flat), expected)
+    compiled = torch.compile(layout.dequantize, dynamic=False, fullgraph=True, backend=compiler)
     assert torch.equal(compiled(flat), expected)
     amid_others = torch.cat([flat[:3], flat])[3:]
-    assert torch.equal(layout.unpack(amid_others), expected)
+    assert torch.equal(layout.dequantize(amid_others), expected)
 
 
-def test_blocks_that_hold_several_rows_are_dequantised_with_their_own_scales() -> None:
-    flat = Nf4Layout(32, 64, torch.float32).pack(torch.randn(32, 64))
-    in_half_blocks = Nf4Layout(64, 32, torch.float32).unpack(flat)
-    assert torch.equal(in_half_blocks.flatten(), Nf4Layout(32, 64, torch.float32).unpack(flat).flatten())
+def test_blocks_that_hold_several_rows_are_dequantized_with_their_own_scales() -> None:
+    flat = Nf4Layout(32, 64, torch.float32).quantize(torch.randn(32, 64))
+    in_half_blocks = Nf4Layout(64, 32, torch.float32).dequantize(flat)
+    assert torch.equal(in_half_blocks.flatten(), Nf4Layout(32, 64, torch.float32).dequantize(flat).flatten())
 
 
 def test_the_gradient_through_a_4_bit_layer_is_that_of_its_matrix() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 64, bias=False))
-    quantise_linears([model], torch.float32)
+    quantize_linears([model], torch.float32)
     (layer,) = model
     assert isinstance(layer, Nf4Linear)
     inputs = torch.randn(3, 32, requires_grad=True)
@@ -77,12 +77,12 @@ def test_the_gradient_through_a_4_bit_layer_is_that_of_its_matrix() -> None:
     through_layer, inputs.grad = inputs.grad, None
     torch.nn.functional.linear(inputs, layer.weight).square().sum().backward()
     assert torch.equal(through_layer, inputs.grad)
-    assert layer.packed.grad is None
+    assert layer.quantized.grad is None
 
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_a_compiled_model_keeps_no_dequantised_matrix_for_the_backward_pass(compiler: str) -> None:
+def test_a_compiled_model_keeps_no_dequantized_matrix_for_the_backward_pass(compiler: str) -> None:
     model, inputs, kept = two_layers(), torch.randn(3, 256, requires_grad=True), []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
