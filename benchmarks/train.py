@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ftkit.config.load import Surroundings, load_cluster, load_recipe
+from ftkit.config.load import Context, load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import DataManifest, PackStore, new_prepared_data
@@ -127,7 +127,7 @@ class Result:
 
 def make_plan(name: str, case: Case, options: argparse.Namespace, workspace: Path) -> RunPlan:
     """Plan a run of the case on this machine."""
-    around = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
+    ctx = Context(Path("/nonexistent"), Path("/nonexistent"), {})
     num = options.gpus
     overrides = [
         f"model.architecture={case.architecture}",
@@ -147,8 +147,8 @@ def make_plan(name: str, case: Case, options: argparse.Namespace, workspace: Pat
         *case.overrides,
         *options.overrides,
     ]
-    recipe = load_recipe("demo", around, overrides)
-    local = load_cluster("local", around)
+    recipe = load_recipe("demo", ctx, overrides)
+    local = load_cluster("local", ctx)
     machine = {"device": options.device, "gpus_per_node": num, "cpus_per_node": 8 * num}
     cluster = local.model_copy(update=machine | ({"gpu": options.gpu} if options.device == "cuda" else {}))
     request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "benchmark")  # noqa: FBT003

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ftkit.cli.shell_completion import complete_cluster, complete_image, complete_recipe, complete_run
-from ftkit.config.load import Surroundings
+from ftkit.config.load import Context
 from ftkit.errors import FtkitError, NotFoundError
 from ftkit.launch.resolve import RunWords, settings_of, workspace_of
 from ftkit.runs.find import RunFolder, find_run
@@ -93,8 +93,8 @@ def run_words(words: Sequence[str], **options: Any) -> RunWords:
 
 def current_workspace() -> Workspace:
     """Return the workspace that the settings name."""
-    around = Surroundings.here()
-    return workspace_of(settings_of(RunWords(), around), around)
+    ctx = Context.here()
+    return workspace_of(settings_of(RunWords(), ctx), ctx)
 
 
 def run_of(reference: str) -> RunFolder:

@@ -12,7 +12,7 @@ from ftkit.cli.push import push_and_say
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
-from ftkit.config.load import Surroundings, find_image
+from ftkit.config.load import Context, find_image
 from ftkit.images.base import BaseWish
 from ftkit.images.build import Built, build
 from ftkit.images.overview import is_unpinned
@@ -52,7 +52,7 @@ def command(  # noqa: PLR0913 - its options
     """
     terminal = Terminal()
     target = required_registry(registry, reference) if does_push else None
-    definition = find_image(reference, Surroundings.here())
+    definition = find_image(reference, Context.here())
     started = time.monotonic()
     with ProgressView(terminal) as view:
         wish = BaseWish(base, repin=repin, from_engine=allow_unpinned)

@@ -7,7 +7,7 @@ import click
 from ftkit.cli.arguments import json_option, load_each
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Styled, Terminal
-from ftkit.config.load import Surroundings, list_names, load_cluster, load_settings
+from ftkit.config.load import Context, list_names, load_cluster, load_settings
 
 
 @click.command(
@@ -19,9 +19,9 @@ from ftkit.config.load import Surroundings, list_names, load_cluster, load_setti
 @json_option
 def command(*, as_json: bool) -> None:
     """List the cluster profiles of the project, of the user's configuration, and those that ftkit ships."""
-    terminal, around = Terminal(), Surroundings.here()
-    chosen = load_settings(around).settings.cluster
-    profiles = load_each(list_names("cluster", around), lambda name: load_cluster(name, around), terminal)
+    terminal, ctx = Terminal(), Context.here()
+    chosen = load_settings(ctx).settings.cluster
+    profiles = load_each(list_names("cluster", ctx), lambda name: load_cluster(name, ctx), terminal)
     if as_json:
         terminal.json(
             [

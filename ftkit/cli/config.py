@@ -9,7 +9,7 @@ from ftkit.cli.arguments import json_option
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.config.load import LoadedSettings, Surroundings, load_settings
+from ftkit.config.load import Context, LoadedSettings, load_settings
 from ftkit.launch.resolve import workspace_of
 
 _DEFAULT = "default"
@@ -31,13 +31,13 @@ def command(*, as_json: bool) -> None:
 
     Later wins: the user's config.yaml, the project's ftkit.yaml, FTKIT_* variables, options.
     """
-    terminal, around = Terminal(), Surroundings.here()
-    loaded = load_settings(around)
-    values = loaded.settings.model_dump() | {"workspace": str(workspace_of(loaded, around).root)}
+    terminal, ctx = Terminal(), Context.here()
+    loaded = load_settings(ctx)
+    values = loaded.settings.model_dump() | {"workspace": str(workspace_of(loaded, ctx).root)}
     if as_json:
         settings = {key: {"value": value, "from": _origin(loaded, key)} for key, value in values.items()}
         files = [{"path": str(path), "is_there": is_there} for path, is_there in loaded.files.items()]
-        terminal.json({"settings": settings, "files": files, "project": str(around.project)})
+        terminal.json({"settings": settings, "files": files, "project": str(ctx.project)})
         return
     terminal.table(
         (Column("SETTING"), Column("VALUE"), Column("FROM")),

@@ -8,7 +8,7 @@ import click
 
 from ftkit.cli.arguments import current_workspace
 from ftkit.cli.shell_completion import complete_image
-from ftkit.config.load import Surroundings, load_settings
+from ftkit.config.load import Context, load_settings
 from ftkit.errors import ConfigError, Problem
 from ftkit.images.store import ImageStore
 
@@ -28,7 +28,7 @@ def image_store(workspace: Workspace | None = None) -> ImageStore:
 
 def registry_of(option: str | None) -> str | None:
     """Return the registry that was typed, or that the settings name."""
-    return option or load_settings(Surroundings.here()).settings.registry
+    return option or load_settings(Context.here()).settings.registry
 
 
 def required_registry(option: str | None, reference: str) -> str:
@@ -39,7 +39,7 @@ def required_registry(option: str | None, reference: str) -> str:
     """
     registry = registry_of(option)
     if not registry:
-        user = Surroundings.here().user / "config.yaml"
+        user = Context.here().user / "config.yaml"
         raise ConfigError(
             [Problem("", "registry", f"nothing says which registry {reference} is to be pushed to.",
                      f"Give --registry HOST/PATH (such as ghcr.io/you), or write 'registry: HOST/PATH' into ftkit.yaml "

@@ -12,7 +12,7 @@ from ftkit.cli.image_arguments import image_store
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib
-from ftkit.config.load import Surroundings, list_images, load_image
+from ftkit.config.load import Context, list_images, load_image
 from ftkit.images.overview import ImageState, is_unpinned, look
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ _NO: Cell = "-"
 @json_option
 def command(*, as_json: bool) -> None:
     """List the images: what each is based on, whether it was built, pushed and imported, how old and how large."""
-    terminal, around, store = Terminal(), Surroundings.here(), image_store()
-    images = load_each(list_images(around), lambda reference: load_image(reference, around), terminal)
+    terminal, ctx, store = Terminal(), Context.here(), image_store()
+    images = load_each(list_images(ctx), lambda reference: load_image(reference, ctx), terminal)
     states, has_engine = look([reference for reference, _ in images], store)
     both = list(zip((spec for _, spec in images), states, strict=True))
     if as_json:

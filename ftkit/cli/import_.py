@@ -13,7 +13,7 @@ from ftkit.cli.shell_completion import complete_cluster, complete_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
-from ftkit.config.load import Surroundings, load_cluster, load_settings
+from ftkit.config.load import Context, load_cluster, load_settings
 from ftkit.images.choosing import ImportWish, Method, choose_source, name_of
 from ftkit.images.importing import Imported, import_image
 from ftkit.images.sif import SifSource
@@ -60,8 +60,8 @@ def command(  # noqa: PLR0913 - its options
     NAME:TAG is taken from the docker engine if it was built here, else from the registry. Returns at once if it is
     there already.
     """
-    terminal, around = Terminal(), Surroundings.here()
-    profile = load_cluster(cluster or load_settings(around).settings.cluster, around)
+    terminal, ctx = Terminal(), Context.here()
+    profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
     wish = ImportWish(wanted, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method)
     chosen = image_format or ("sif" if profile.runtime == "apptainer" else "sqsh")
     imported = import_wished(wish, chosen, terminal, force=force)

@@ -8,7 +8,7 @@ from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import plural, short_path
-from ftkit.config.load import Surroundings, find_image
+from ftkit.config.load import Context, find_image
 from ftkit.images.lock import write_lock
 
 
@@ -24,7 +24,7 @@ def command(reference: str) -> None:
 
     What the base provides (torch, triton, numpy) is never in it. Images that extend one file share its lock.
     """
-    definition = find_image(reference, Surroundings.here())
+    definition = find_image(reference, Context.here())
     pinned = write_lock(definition)
     where = short_path(definition.lock_file)
     Terminal().say(Styled(f"wrote {where}: {plural(len(pinned), 'package')}, each with hashes", "bold"))

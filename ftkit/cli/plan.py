@@ -11,7 +11,7 @@ from ftkit.cli.arguments import json_option, run_words, what_to_run
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
-from ftkit.config.load import Surroundings
+from ftkit.config.load import Context
 from ftkit.errors import NotFoundError
 from ftkit.launch.preflight import check_image, examine
 from ftkit.launch.resolve import resolve
@@ -37,7 +37,7 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     are not there. An image that is not imported yet is a warning.
     """
     terminal = Terminal()
-    plan = resolve(run_words(words, **options), Surroundings.here())
+    plan = resolve(run_words(words, **options), Context.here())
     if as_json:
         terminal.data(plan_to_json(plan))
     else:

@@ -10,7 +10,7 @@ from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.config.load import Surroundings, find_image
+from ftkit.config.load import Context, find_image
 from ftkit.images.definition_file import definition_file, write_files
 
 
@@ -29,7 +29,7 @@ from ftkit.images.definition_file import definition_file, write_files
 )
 def command(reference: str, *, files: Path | None) -> None:
     """Print a definition that builds NAME:TAG with Apptainer or Singularity, for sites that build their own."""
-    terminal, definition = Terminal(), find_image(reference, Surroundings.here())
+    terminal, definition = Terminal(), find_image(reference, Context.here())
     text = definition_file(definition, files)
     if files:
         write_files(definition, files)

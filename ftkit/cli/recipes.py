@@ -8,7 +8,7 @@ from ftkit.cli.arguments import json_option, load_each
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.format import count
-from ftkit.config.load import Surroundings, list_names, load_recipe
+from ftkit.config.load import Context, list_names, load_recipe
 from ftkit.planning.estimates.parameters import count_parameters
 
 
@@ -21,8 +21,8 @@ from ftkit.planning.estimates.parameters import count_parameters
 @json_option
 def command(*, as_json: bool) -> None:
     """List the recipes of the project, of the user's configuration, and those that ftkit ships."""
-    terminal, around = Terminal(), Surroundings.here()
-    recipes = load_each(list_names("recipe", around), lambda name: load_recipe(name, around), terminal)
+    terminal, ctx = Terminal(), Context.here()
+    recipes = load_each(list_names("recipe", ctx), lambda name: load_recipe(name, ctx), terminal)
     if as_json:
         terminal.json([{"name": name, **recipe.model_dump(mode="json")} for name, recipe in recipes])
         return

@@ -13,7 +13,7 @@ from ftkit.cli.image_ready import ensure_image
 from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
-from ftkit.config.load import Surroundings
+from ftkit.config.load import Context
 from ftkit.launch.jobs import start
 from ftkit.launch.preflight import check_image, examine
 from ftkit.launch.render import render_job
@@ -59,8 +59,8 @@ def command(
     RECIPE is a name that 'ftkit recipes' lists, or the path of a file; without it, the image's default
     recipe. KEY.PATH=VALUE changes a value of the recipe. A run goes on when you stop watching it.
     """
-    terminal, around = Terminal(), Surroundings.here()
-    plan = resolve(run_words(words, **options), around)
+    terminal, ctx = Terminal(), Context.here()
+    plan = resolve(run_words(words, **options), ctx)
     script = render_job(plan).script
     terminal.facts(plan_facts(plan), is_data=False)
     if dry_run:
@@ -74,7 +74,7 @@ def command(
     if plan.cluster.scheduler == "slurm":
         for variable in overriding_variables(os.environ):
             terminal.warn(f"{variable} in your environment wins over the job script")
-    run = start(plan, script, describe(plan, ["ftkit", *typed], around.project) | image_facts)
+    run = start(plan, script, describe(plan, ["ftkit", *typed], ctx.project) | image_facts)
     after_submission(run, terminal, does_follow=follow)
 
 

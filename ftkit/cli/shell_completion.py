@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ftkit.config.load import Surroundings, list_images, list_names
+from ftkit.config.load import Context, list_images, list_names
 from ftkit.launch.resolve import RunWords, settings_of, workspace_of
 from ftkit.runs.find import list_runs
 
@@ -20,27 +20,27 @@ _NUM_RUNS = 50
 def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Offer the recipes."""
     del ctx, param
-    return _starting(list_names("recipe", Surroundings.here()), incomplete)
+    return _starting(list_names("recipe", Context.here()), incomplete)
 
 
 def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Offer the clusters."""
     del ctx, param
-    return _starting(list_names("cluster", Surroundings.here()), incomplete)
+    return _starting(list_names("cluster", Context.here()), incomplete)
 
 
 def complete_image(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Offer the images."""
     del ctx, param
-    return _starting(list_images(Surroundings.here()), incomplete)
+    return _starting(list_images(Context.here()), incomplete)
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Offer the names and ids of the newest runs."""
     del ctx, param
     with suppress(Exception):
-        around = Surroundings.here()
-        runs = list_runs(workspace_of(settings_of(RunWords(), around), around))[:_NUM_RUNS]
+        here = Context.here()
+        runs = list_runs(workspace_of(settings_of(RunWords(), here), here))[:_NUM_RUNS]
         return _starting(["last", *(run.name for run in runs), *(run.id for run in runs)], incomplete)
     return []
 

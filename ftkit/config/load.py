@@ -41,7 +41,7 @@ _LENGTHS: Final = (("training", "max_steps"), ("training", "num_epochs"))
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Context:
     """Where this call of ftkit happens: the project's folder, the user's configuration, the environment."""
 
     project: Path
@@ -49,7 +49,7 @@ class Surroundings:
     environment: Mapping[str, str]
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def here(cls) -> Context:
         """Look at the current folder and the process's environment."""
         current = Path.cwd()
         inside = [folder for folder in (current, *current.parents) if (folder / PROJECT_FILE).is_file()]
@@ -67,15 +67,15 @@ class LoadedSettings:
     files: dict[Path, bool]
 
 
-def load_settings(around: Surroundings, options: Layers | None = None) -> LoadedSettings:
+def load_settings(ctx: Context, options: Layers | None = None) -> LoadedSettings:
     """Read the user's file, the project's file, `FTKIT_*` variables and options; later wins."""
-    files = [around.user / "config.yaml", around.project / PROJECT_FILE]
+    files = [ctx.user / "config.yaml", ctx.project / PROJECT_FILE]
     layers = Layers()
     for path in files:
         if path.is_file():
             layers = read_yaml(path).over(layers)
     known = Settings.model_fields
-    variables = {key: around.environment.get(f"FTKIT_{key.upper()}") for key in known}
+    variables = {key: ctx.environment.get(f"FTKIT_{key.upper()}") for key in known}
     given = {key: value for key, value in variables.items() if value}
     layers = Layers(given, {(key,): f"FTKIT_{key.upper()}" for key in given}).over(layers)
     if options:
@@ -91,35 +91,35 @@ class Loaded(Generic[SpecT]):
     layers: Layers
 
 
-def read_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) -> Loaded[RecipeSpec]:
+def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loaded[RecipeSpec]:
     """Read a recipe by name or path, lay `key.path=value` overrides over it, and check the whole.
 
     Raises:
         NotFoundError: there is no such recipe.
         ConfigError: with every problem found.
     """
-    path = _find("recipe", name, around)
+    path = _find("recipe", name, ctx)
     typed = Layers()
     for override in overrides:
         typed = _with_architecture(parse_override(override)).over(typed)
-    layers = _over(typed, _read_extended("recipe", path, around))
+    layers = _over(typed, _read_extended("recipe", path, ctx))
     return Loaded(_with_absolute_paths(validate(RecipeSpec, layers), layers), layers)
 
 
-def load_recipe(name: str, around: Surroundings, overrides: Iterable[str] = ()) -> RecipeSpec:
+def load_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> RecipeSpec:
     """Read a recipe as `read_recipe` does."""
-    return read_recipe(name, around, overrides).spec
+    return read_recipe(name, ctx, overrides).spec
 
 
-def read_cluster(name: str, around: Surroundings) -> Loaded[ClusterProfile]:
+def read_cluster(name: str, ctx: Context) -> Loaded[ClusterProfile]:
     """Read a cluster profile by name or path. Raises as `read_recipe` does."""
-    layers = _read_extended("cluster", _find("cluster", name, around), around)
+    layers = _read_extended("cluster", _find("cluster", name, ctx), ctx)
     return Loaded(validate(ClusterProfile, layers), layers)
 
 
-def load_cluster(name: str, around: Surroundings) -> ClusterProfile:
+def load_cluster(name: str, ctx: Context) -> ClusterProfile:
     """Read a cluster profile as `read_cluster` does."""
-    return read_cluster(name, around).spec
+    return read_cluster(name, ctx).spec
 
 
 @dataclass(frozen=True)
@@ -141,22 +141,22 @@ class ImageDefinition:
     lock_file: Path
 
 
-def load_image(reference: str, around: Surroundings) -> ImageSpec:
+def load_image(reference: str, ctx: Context) -> ImageSpec:
     """Read the definition of `NAME:TAG`. Raises as `load_recipe` does."""
-    return find_image(reference, around).spec
+    return find_image(reference, ctx).spec
 
 
-def find_image(reference: str, around: Surroundings) -> ImageDefinition:
+def find_image(reference: str, ctx: Context) -> ImageDefinition:
     """Read the definition of `NAME:TAG`, with its files. Raises as `load_recipe` does."""
     name, _, tag = reference.partition(":")
     _check_can_be_a_file("image", reference)
-    for folder in _folders("image", around):
+    for folder in _folders("image", ctx):
         path = folder / name / tag / "image.yaml"
         if tag and is_file(path):
-            layers = _read_extended("image", path, around)
+            layers = _read_extended("image", path, ctx)
             files = [Path(layers.origin((key,)).rpartition(":")[0] or path) for key in ("base", "packages")]
-            return _with_recorded_base(validate(ImageSpec, layers), files[0], files[1].with_suffix(".lock"), around)
-    known = list_images(around)
+            return _with_recorded_base(validate(ImageSpec, layers), files[0], files[1].with_suffix(".lock"), ctx)
+    known = list_images(ctx)
     raise NotFoundError(
         f"no image is defined as '{reference}'",
         meaning=f"defined are: {', '.join(known)}",
@@ -166,9 +166,9 @@ def find_image(reference: str, around: Surroundings) -> ImageDefinition:
     )
 
 
-def _with_recorded_base(spec: ImageSpec, base_file: Path, lock_file: Path, around: Surroundings) -> ImageDefinition:
+def _with_recorded_base(spec: ImageSpec, base_file: Path, lock_file: Path, ctx: Context) -> ImageDefinition:
     """Give the base the digest that a lock records; the one beside the definition goes before the user's own."""
-    base_locks = (base_file.with_name(base_lock.FILE_NAME), around.user / base_lock.FILE_NAME)
+    base_locks = (base_file.with_name(base_lock.FILE_NAME), ctx.user / base_lock.FILE_NAME)
     base = parse_reference(spec.base.reference, str(base_file), "base.reference")
     digest = spec.base.digest or base.digest
     recorded = None
@@ -180,35 +180,35 @@ def _with_recorded_base(spec: ImageSpec, base_file: Path, lock_file: Path, aroun
     return ImageDefinition(spec, base_file, base_locks, recorded is not None, lock_file)
 
 
-def list_names(kind: str, around: Surroundings) -> list[str]:
+def list_names(kind: str, ctx: Context) -> list[str]:
     """Return the names of all recipes or clusters (`kind`), those of the project first."""
-    names = [path.stem for folder in _folders(kind, around) for path in sorted(folder.glob("*.yaml"))]
+    names = [path.stem for folder in _folders(kind, ctx) for path in sorted(folder.glob("*.yaml"))]
     return list(dict.fromkeys(names))
 
 
-def list_images(around: Surroundings) -> list[str]:
+def list_images(ctx: Context) -> list[str]:
     """Return `NAME:TAG` of every image that is defined."""
-    paths = [path for folder in _folders("image", around) for path in sorted(folder.glob("*/*/image.yaml"))]
+    paths = [path for folder in _folders("image", ctx) for path in sorted(folder.glob("*/*/image.yaml"))]
     return list(dict.fromkeys(f"{path.parts[-3]}:{path.parts[-2]}" for path in paths))
 
 
-def _folders(kind: str, around: Surroundings) -> list[Path]:
+def _folders(kind: str, ctx: Context) -> list[Path]:
     shipped = {"recipe": assets.RECIPES, "cluster": assets.CLUSTERS, "image": assets.CONTAINERS}[kind]
     folder = {"recipe": "recipes", "cluster": "clusters", "image": "containers"}[kind]
-    return list(dict.fromkeys([around.project / folder, around.user / folder, shipped]))
+    return list(dict.fromkeys([ctx.project / folder, ctx.user / folder, shipped]))
 
 
-def _find(kind: str, name: str, around: Surroundings) -> Path:
+def _find(kind: str, name: str, ctx: Context) -> Path:
     _check_can_be_a_file(kind, name)
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = absolute_path(name, Path.cwd(), key=kind)
         if is_file(path):
             return path
         raise NotFoundError(f"there is no file {path}", fix=f"give the path of a {kind} file, or a {kind}'s name")
-    for folder in _folders(kind, around):
+    for folder in _folders(kind, ctx):
         if is_file(folder / f"{name}.yaml"):
             return folder / f"{name}.yaml"
-    known = list_names(kind, around)
+    known = list_names(kind, ctx)
     raise NotFoundError(
         f"there is no {kind} '{name}'",
         meaning=f"known are: {', '.join(known)}",
@@ -227,7 +227,7 @@ def _closest(word: str, known: list[str], otherwise: str) -> str:
     return f"did you mean '{close[0]}'?" if close else otherwise
 
 
-def _read_extended(kind: str, path: Path, around: Surroundings, seen: tuple[Path, ...] = ()) -> Layers:
+def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] = ()) -> Layers:
     """Read a file and, under it, the one that its `extends` names."""
     layers = _with_architecture(read_yaml(path))
     parent = layers.values.get("extends")
@@ -237,10 +237,10 @@ def _read_extended(kind: str, path: Path, around: Surroundings, seen: tuple[Path
         raise ConfigError(
             [Problem(layers.origin(("extends",)), "extends", f"must be a {kind}'s name, got {parent!r}.")]
         )
-    parent_path = _find(kind, parent, around)
+    parent_path = _find(kind, parent, ctx)
     if parent_path in (*seen, path):
         raise ConfigError([Problem(layers.origin(("extends",)), "extends", f"'{parent}' extends itself in a circle.")])
-    return _over(layers.without(("extends",)), _read_extended(kind, parent_path, around, (*seen, path)))
+    return _over(layers.without(("extends",)), _read_extended(kind, parent_path, ctx, (*seen, path)))
 
 
 def _over(above: Layers, below: Layers) -> Layers:

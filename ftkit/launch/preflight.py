@@ -17,7 +17,7 @@ from ftkit.launch.data_files import check_examples, local_paths
 from ftkit.launch.local_machine import main_memory_gib
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.layout import Workspace
-from ftkit.planning.suggestions import propose_changes
+from ftkit.planning.suggestions import suggest_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -155,7 +155,7 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
     needed = num_processes * plan.memory.total
     what = f"the run needs about {needed:,.0f} GiB of memory by prediction, {owner} has {have:,.0f} GiB"
     if needed > SURE * have and not shape.is_estimated:
-        fitting = propose_changes(
+        fitting = suggest_changes(
             plan.recipe, cluster, place.num_nodes, place.processes_per_node, plan.engine.name, have / num_processes
         )
         others = "take more GPUs or nodes, or a smaller model"

@@ -1,4 +1,4 @@
-"""From the words of a command line to a plan: read specs, look around, plan."""
+"""From the words of a command line to a plan: load the specs, observe the machine, plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ftkit import __version__
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import (
+    Context,
     Loaded,
     LoadedSettings,
-    Surroundings,
     load_image,
     load_settings,
     read_cluster,
@@ -84,52 +84,52 @@ def _as_problems(error: FtkitError) -> list[Problem]:
     return [Problem("", "", f"{what};", error.fix)]
 
 
-def settings_of(words: RunWords, around: Surroundings) -> LoadedSettings:
+def settings_of(words: RunWords, ctx: Context) -> LoadedSettings:
     """Read the settings, with `--cluster` and `--image` as the last layer."""
     typed = {key: value for key, value in (("cluster", words.cluster), ("image", words.image)) if value}
-    return load_settings(around, Layers(dict(typed), {(key,): COMMAND_LINE for key in typed}))
+    return load_settings(ctx, Layers(dict(typed), {(key,): COMMAND_LINE for key in typed}))
 
 
-def workspace_of(loaded: LoadedSettings, around: Surroundings) -> Workspace:
+def workspace_of(loaded: LoadedSettings, ctx: Context) -> Workspace:
     """Return the workspace; a relative path belongs to the project's folder."""
     where = loaded.layers.origin(("workspace",))
-    return Workspace(absolute_path(loaded.settings.workspace, around.project, where, "workspace"))
+    return Workspace(absolute_path(loaded.settings.workspace, ctx.project, where, "workspace"))
 
 
-def resolve(words: RunWords, around: Surroundings) -> RunPlan:
+def resolve(words: RunWords, ctx: Context) -> RunPlan:
     """Make a plan of what was typed.
 
     Raises:
         NotFoundError: something named does not exist.
         ConfigError: with every problem of recipe, cluster and image, or every reason why they don't fit together.
     """
-    loaded = settings_of(words, around)
+    loaded = settings_of(words, ctx)
     assumed = _assumed_cluster(words, loaded)
     problems = _Problems()
-    site = problems.collect(lambda: _load_cluster(assumed or loaded.settings.cluster, loaded, around))
+    site = problems.collect(lambda: _load_cluster(assumed or loaded.settings.cluster, loaded, ctx))
     cluster = site.spec if site else None
     uses_image = words.image is not None or cluster is None or cluster.runtime != "none"
     wanted = problems.collect(lambda: _image_of(loaded)) if uses_image else None
-    image = problems.collect(lambda: _load_defined(wanted, around))
+    image = problems.collect(lambda: _load_defined(wanted, ctx))
     name = words.recipe or (image.default_recipe if image else None)
     if name is None:
         problems.raise_if_any()
         raise _no_recipe(wanted)
-    read = problems.collect(lambda: read_recipe(name, around, words.overrides))
+    read = problems.collect(lambda: read_recipe(name, ctx, words.overrides))
     recipe = read.spec if read else None
     if recipe and recipe.image and wanted is None and cluster and cluster.runtime != "none":
-        wanted = parse_image(recipe.image, around.project)
-        image = problems.collect(lambda: _load_defined(wanted, around))
+        wanted = parse_image(recipe.image, ctx.project)
+        image = problems.collect(lambda: _load_defined(wanted, ctx))
     problems.raise_if_any()
     if read is None or site is None:
         raise AssertionError("what could not be loaded was raised above")
-    workspace = workspace_of(loaded, around)
+    workspace = workspace_of(loaded, ctx)
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
     request = replace(
         _request(words, read.spec, wanted, workspace, origins),
-        counts=count_on_this_machine(read.spec.model, around.environment, workspace),
+        counts=count_on_this_machine(read.spec.model, ctx.environment, workspace),
     )
-    here = with_this_machine(site.spec, around.environment)
+    here = with_this_machine(site.spec, ctx.environment)
     plan = with_image_file(plan_run(read.spec, here, image, request, ftkit_version=__version__))
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
 
@@ -156,11 +156,11 @@ def _assumption(cluster: ClusterProfile) -> str:
     )
 
 
-def _load_cluster(name: str, loaded: LoadedSettings, around: Surroundings) -> Loaded[ClusterProfile]:
+def _load_cluster(name: str, loaded: LoadedSettings, ctx: Context) -> Loaded[ClusterProfile]:
     """Read a profile; of one that is not there, say who named it."""
     where = loaded.layers.origins.get(("cluster",), "settings")
     try:
-        return read_cluster(name, around)
+        return read_cluster(name, ctx)
     except NotFoundError as error:
         key = "--cluster" if where == COMMAND_LINE else f"{where}: cluster"
         raise NotFoundError(f"{key}: {error.what}", meaning=error.meaning, fix=error.fix) from error
@@ -175,9 +175,9 @@ def _image_of(loaded: LoadedSettings) -> AnyImage | None:
     return parse_image(text, layers.folder(key), where, "--image" if where == COMMAND_LINE else "image")
 
 
-def _load_defined(image: AnyImage | None, around: Surroundings) -> ImageSpec | None:
+def _load_defined(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
     """Read the definition of a `NAME:TAG`; a file or an address has none."""
-    return load_image(image.reference, around) if isinstance(image, NamedImage) else None
+    return load_image(image.reference, ctx) if isinstance(image, NamedImage) else None
 
 
 def _request(

@@ -23,9 +23,9 @@ from ftkit.planning.engine_choice import EnginePlan, choose_engine, keeps_weight
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.memory import MemoryPlan, predict_memory
 from ftkit.planning.estimates.parameters import count_model, method_counts
-from ftkit.planning.estimates.step_time import Network, SpeedPlan, predict_speed
+from ftkit.planning.estimates.step_time import Network, StepTimePlan, predict_step_time
 from ftkit.planning.layout import DATA_MANIFEST, RunLayout, Workspace
-from ftkit.planning.suggestions import ExecutionPlan, choose_execution, propose_changes, propose_faster
+from ftkit.planning.suggestions import ExecutionPlan, choose_execution, suggest_changes, suggest_faster
 
 if TYPE_CHECKING:
     from ftkit.config.image import ImageSpec
@@ -81,7 +81,7 @@ class RunPlan:
     engine: EnginePlan
     batch: BatchPlan
     memory: MemoryPlan
-    speed: SpeedPlan | None
+    speed: StepTimePlan | None
     num_parameters: int
     num_trained: int
     num_steps: int | None
@@ -153,7 +153,9 @@ def plan_run(
         engine=engine,
         batch=_batch(training, placement.world_size),
         memory=memory,
-        speed=None if gpu is None else predict_speed(shape, training, engine.name, gpu, network, keeps_weights=kept),
+        speed=None
+        if gpu is None
+        else predict_step_time(shape, training, engine.name, gpu, network, keeps_weights=kept),
         num_parameters=counted.total,
         num_trained=counts.trained,
         num_steps=count_steps(training, request.num_packs),
@@ -255,16 +257,16 @@ def _notes(
         return ()
     gpu = GPUS[cluster.gpu]
     if memory.total <= gpu.usable_gib:
-        faster = propose_faster(recipe, engine.name, gpu, _network(cluster, placement))
+        faster = suggest_faster(recipe, engine.name, gpu, _network(cluster, placement))
         return () if faster is None else (f"by prediction, faster with the same global batch: {faster}",)
-    proposals = propose_changes(
+    suggestions = suggest_changes(
         recipe, cluster, placement.num_nodes, placement.processes_per_node, engine.name, gpu.usable_gib
     )
     note = (
         f"predicted peak of {memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
         "expect an out-of-memory error"
     )
-    return (note, *(f"would fit, by prediction: {proposal}" for proposal in proposals))
+    return (note, *(f"would fit, by prediction: {suggestion}" for suggestion in suggestions))
 
 
 _PLAN = TypeAdapter(RunPlan)

@@ -15,19 +15,19 @@ from ftkit.planning.engine_choice import keeps_weights, least_memory
 from ftkit.planning.estimates.gpus import Gpu
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_model
-from ftkit.planning.estimates.step_time import Network, predict_speed
+from ftkit.planning.estimates.step_time import Network, predict_step_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ftkit.config.training import TrainingSpec
 
-NUM_PROPOSALS = 3
+NUM_SUGGESTIONS = 3
 SHORTEST = 512
 """Tokens; nobody trains on shorter packs for memory's sake."""
 
 WORTHWHILE = 1.1
-"""Speed-up from which on a change is proposed: predictions are off by as much."""
+"""Speed-up from which on a change is suggested: predictions are off by as much."""
 LEAST_DIFFERENCE = 1.02
 """Speed-up over a smaller micro-batch that is worth a larger one."""
 ROOM = 0.85
@@ -125,7 +125,7 @@ class _Predictor:
         shape, engine, num_shards = self.shape, self.engine, self.network.size
         kept = keeps_weights(shape, training, num_shards, engine, self.gpu)
         total = predict_memory(shape, training, num_shards, engine, keeps_weights=kept).total
-        speed = predict_speed(shape, training, engine, self.gpu, self.network, keeps_weights=kept)
+        speed = predict_step_time(shape, training, engine, self.gpu, self.network, keeps_weights=kept)
         return _Way(training, speed.step_seconds, total)
 
     def ways(
@@ -156,7 +156,7 @@ def _micro_batch_sizes(training: TrainingPlan, world_size: int, most_tokens: int
 
 
 @dataclass(frozen=True)
-class Proposal:
+class Suggestion:
     """A change as it is typed after a recipe, and the memory of a process that is predicted for it."""
 
     override: str
@@ -166,14 +166,14 @@ class Proposal:
         return f"{self.override} ({self.total_gib:.1f} GiB)"
 
 
-def propose_changes(
+def suggest_changes(
     recipe: RecipePlan,
     cluster: ClusterProfile,
     num_nodes: int,
     processes_per_node: int,
     engine: EngineName,
     room_gib: float,
-) -> list[Proposal]:
+) -> list[Suggestion]:
     """Return the mildest changes that would fit: each alone if three do, else together with others.
 
     Args:
@@ -185,23 +185,23 @@ def propose_changes(
         room_gib: what a process's tensors may take.
     """
     run = _Run(recipe, cluster, num_nodes, processes_per_node, engine)
-    levers = [lever for lever in run.levers() if lever]
-    found: list[Proposal] = []
+    knobs = [knob for knob in run.knobs() if knob]
+    found: list[Suggestion] = []
     used: list[set[int]] = []
-    for size in range(1, len(levers) + 1):
-        for chosen in combinations(range(len(levers)), size):
-            if len(found) == NUM_PROPOSALS:
+    for size in range(1, len(knobs) + 1):
+        for chosen in combinations(range(len(knobs)), size):
+            if len(found) == NUM_SUGGESTIONS:
                 return found
             if any(earlier <= set(chosen) for earlier in used):
                 continue  # less is enough
-            strongest = _together(levers[index][-1] for index in chosen)
+            strongest = _together(knobs[index][-1] for index in chosen)
             if run.predict(strongest) > room_gib:
                 continue  # milder ones don't fit either
-            for changes in product(*(levers[index] for index in chosen)):
+            for changes in product(*(knobs[index] for index in chosen)):
                 change = _together(changes)
                 total = run.predict(change)
                 if total <= room_gib:
-                    found.append(Proposal(_typed(change), total))
+                    found.append(Suggestion(_typed(change), total))
                     used.append(set(chosen))
                     break
     return found
@@ -212,7 +212,7 @@ def _together(changes: Iterable[Change]) -> Change:
 
 
 @dataclass(frozen=True)
-class FasterProposal:
+class FasterSuggestion:
     """Changes that would make a run faster and still fit, as they are typed after a recipe.
 
     Attributes:
@@ -229,7 +229,7 @@ class FasterProposal:
         return f"{self.override} ({self.speedup:.1f} times as fast, {self.total_gib:.1f} GiB)"
 
 
-def propose_faster(recipe: RecipePlan, engine: EngineName, gpu: Gpu, network: Network) -> FasterProposal | None:
+def suggest_faster(recipe: RecipePlan, engine: EngineName, gpu: Gpu, network: Network) -> FasterSuggestion | None:
     """Return the micro-batch and the checkpointing with which the same global batch takes the least time.
 
     Only what fits the GPU, with no memory to spare, and is worth a change.
@@ -242,7 +242,7 @@ def propose_faster(recipe: RecipePlan, engine: EngineName, gpu: Gpu, network: Ne
     if best is None or now <= best.step_seconds * WORTHWHILE:
         return None
     changed = {field: getattr(best.training, field) for field in OPEN if best.differs_in(field, training)}
-    return FasterProposal(_typed(changed), now / best.step_seconds, best.total_gib)
+    return FasterSuggestion(_typed(changed), now / best.step_seconds, best.total_gib)
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class _Run:
         kept = keeps_weights(shape, training, num_shards, self.engine, None)  # if left open, not where there is no room
         return predict_memory(shape, training, num_shards, self.engine, device, keeps_weights=kept).total
 
-    def levers(self) -> Iterator[list[Change]]:
+    def knobs(self) -> Iterator[list[Change]]:
         """Yield what can be changed, what costs least first; each with its values, the mildest first."""
         training = self.recipe.training
         if training.reshard_after_forward == "never":

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.load import Surroundings, load_cluster, load_recipe
+from ftkit.config.load import Context, load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.planning.plan import plan_run, plan_to_json
 from ftkit.runs.records import (
@@ -30,7 +30,7 @@ from fuzzing.mutate import damaged_json
 if TYPE_CHECKING:
     import random
 
-_NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+_NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 _IDS = {"good": "good-20260102T030405Z-0001", "odd": "odd-20260102T030406Z-0002"}
 _WORKSPACE = b"/a/workspace"
 _LOGS = ("error-00000.json",)

@@ -16,7 +16,7 @@ import pytest
 from lone_world import lone_world
 from waiting import PATIENCE_SECONDS
 
-from ftkit.config.load import Surroundings, load_cluster, load_recipe
+from ftkit.config.load import Context, load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.prepare import prepare
 from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
@@ -103,9 +103,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_run(workspace: Path) -> Callable[..., Run]:
     def make(name: str, *overrides: str, processes: int = 2) -> Run:
-        around = Surroundings.here()
-        recipe = load_recipe(str(TINY), around, overrides)
-        local = load_cluster("local", around)
+        ctx = Context.here()
+        recipe = load_recipe(str(TINY), ctx, overrides)
+        local = load_cluster("local", ctx)
         cluster = local.model_copy(update={"device": "cpu", "gpus_per_node": processes, "cpus_per_node": processes})
         request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "test")
         plan = plan_run(recipe, cluster, None, request, ftkit_version="test")

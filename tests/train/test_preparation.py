@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from waiting import PATIENCE_SECONDS
 
-from ftkit.config.load import Surroundings, load_cluster, load_image, load_recipe
+from ftkit.config.load import Context, load_cluster, load_image, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.__main__ import main
 from ftkit.data.encoding import IGNORED
@@ -37,10 +37,10 @@ SMALL = (
 
 
 def plan_for(workspace: Path, *overrides: str) -> RunPlan:
-    around = Surroundings.here()
-    recipe = load_recipe("olmo3-32b-malware-full", around, (*SMALL, *overrides))
+    ctx = Context.here()
+    recipe = load_recipe("olmo3-32b-malware-full", ctx, (*SMALL, *overrides))
     request = RunRequest("malware", None, None, recipe.image, False, workspace, "python3", datetime.now(UTC), "test")
-    cluster, image = load_cluster("slurm", around), load_image(str(recipe.image), around)
+    cluster, image = load_cluster("slurm", ctx), load_image(str(recipe.image), ctx)
     plan = replace(plan_run(recipe, cluster, image, request, ftkit_version="test"), id="malware")
     plan.layout.root.mkdir(parents=True)
     plan.layout.plan.write_text(plan_to_json(plan))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ftkit.config.load import Surroundings, load_recipe
+from ftkit.config.load import Context, load_recipe
 from ftkit.config.recipe import RecipePlan, RecipeSpec
 from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
@@ -25,8 +25,8 @@ def plan_of(recipe: RecipeSpec) -> RecipePlan:
 
 
 def test_tokens_see_their_own_document_alone_and_targets_alone_are_projected(tmp_path: Path, world: World) -> None:
-    around = Surroundings(tmp_path, tmp_path, {})
-    recipe = plan_of(load_recipe("olmo3-7b-full", around, ["model.architecture.sliding_window=8"]))
+    ctx = Context(tmp_path, tmp_path, {})
+    recipe = plan_of(load_recipe("olmo3-7b-full", ctx, ["model.architecture.sliding_window=8"]))
     packs = np.zeros((200, 3, 32), dtype=np.int32)
     packs[:, 1, ::2] = IGNORED
     packs[:, 2] = np.arange(32) % 16
@@ -39,7 +39,7 @@ def test_tokens_see_their_own_document_alone_and_targets_alone_are_projected(tmp
 
 
 def test_padding_is_no_work(tmp_path: Path, world: World) -> None:
-    recipe = plan_of(load_recipe("olmo3-7b-full", Surroundings(tmp_path, tmp_path, {})))
+    recipe = plan_of(load_recipe("olmo3-7b-full", Context(tmp_path, tmp_path, {})))
     documents = [Document(np.arange(1, 9, dtype=np.int32), np.arange(2, 10, dtype=np.int32)) for _ in range(2)]
     flops = {}
     for length in (16, 64):

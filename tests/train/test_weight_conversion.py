@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.load import Surroundings, load_recipe
+from ftkit.config.load import Context, load_recipe
 from ftkit.config.model import ArchitectureSpec
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
@@ -126,8 +126,8 @@ def test_weights_are_split_as_transformers_saves_them(family: str, tmp_path: Pat
 def test_an_export_is_loaded_by_transformers_and_by_ftkit(world: World, tmp_path: Path) -> None:
     model = build("qwen3_moe")
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    around = Surroundings(tmp_path, tmp_path, {})
-    recipe = load_recipe("demo", around, ["training.precision=fp32", "evaluation.sql_execution=null"])
+    ctx = Context(tmp_path, tmp_path, {})
+    recipe = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.sql_execution=null"])
     parts = ExportedParts(recipe, TextConfig(model.config), type(model).__name__, TOKENIZER, Generation((2,), {}))
     export(Fsdp2Engine(model, recipe.training, world), parts, tmp_path / "export", world)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit import assets
-from ftkit.config.load import Surroundings, load_cluster, load_recipe
+from ftkit.config.load import Context, load_cluster, load_recipe
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.request import RunRequest
 from ftkit.config.training import TrainingPlan
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ftkit.runs.records import Record
 
-NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 OVERRIDES = ("training.max_steps=400", "training.micro_batch_size=8", "training.global_batch_size=32")
 LONG_AGO = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

@@ -21,7 +21,7 @@ class ParameterCounts:
 
     total: int
     trained: int
-    quantised: int = 0
+    quantized: int = 0
 
 
 def projections(shape: ArchitectureSpec) -> dict[str, tuple[int, int]]:

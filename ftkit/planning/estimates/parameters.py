@@ -57,7 +57,7 @@ def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
     return adapters + len(unknown) * shape.num_hidden_layers * adapter_size(lora, shape.hidden_size, shape.hidden_size)
 
 
-def count_quantised_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
+def count_quantized_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
     """Count the weights that are kept in 4 bits: those of every linear layer with qlora, otherwise none."""
     if training.method != "qlora":
         return 0
@@ -70,7 +70,7 @@ def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterC
     if training.adapters is None:
         return ParameterCounts(total=base, trained=base)
     adapters = count_adapter_parameters(shape, training.adapters)
-    return ParameterCounts(base + adapters, adapters, count_quantised_parameters(shape, training))
+    return ParameterCounts(base + adapters, adapters, count_quantized_parameters(shape, training))
 
 
 # --- Mixtures of experts -------------------------------------------------------------------------

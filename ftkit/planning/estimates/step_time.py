@@ -30,7 +30,7 @@ OPTIMIZER_BYTES = 28
 """Read and written of a trained parameter in AdamW's step: weight, gradient and two states, and the norm's pass."""
 CAST_BYTES = 26
 """Read and written of a trained parameter to cast, gather and reduce it."""
-DEQUANTISE_BYTES = 11
+DEQUANTIZE_BYTES = 11
 """Read and written of a 4-bit weight in a micro-batch, to have it in the compute precision forward and backward."""
 NETWORK_EFFICIENCY = 0.75
 """Part of a link's bandwidth that collectives reach."""
@@ -43,7 +43,7 @@ Bound = Literal["gpu", "host", "main memory", "network"]
 
 
 @dataclass(frozen=True)
-class SpeedPlan:
+class StepTimePlan:
     """Predicted speed of a run.
 
     Attributes:
@@ -74,7 +74,7 @@ class Network:
     node_bandwidth: float | None
 
 
-def predict_speed(
+def predict_step_time(
     shape: ArchitectureSpec,
     training: TrainingPlan,
     engine: EngineName,
@@ -82,7 +82,7 @@ def predict_speed(
     network: Network,
     *,
     keeps_weights: bool = False,
-) -> SpeedPlan:
+) -> StepTimePlan:
     """Predict the speed of a run whose packs are one document each, all of its tokens targets.
 
     `keeps_weights`: as `ftkit.planning.estimates.memory.predict_memory` has it.
@@ -103,7 +103,7 @@ def predict_speed(
     step = accumulation * micro[slowest] + _optimizer_seconds(shape, training, gpu, network)
     total = training.global_batch_size * training.sequence_length / step
     flops = document_flops(shape, training, training.sequence_length).total
-    return SpeedPlan(bound, step, total, total * flops / (network.size * gpu.peak_flops(training.precision)))
+    return StepTimePlan(bound, step, total, total * flops / (network.size * gpu.peak_flops(training.precision)))
 
 
 def _gpu_seconds(shape: ArchitectureSpec, training: TrainingPlan, engine: EngineName, gpu: Gpu, tokens: int) -> float:
@@ -120,7 +120,7 @@ def _gpu_seconds(shape: ArchitectureSpec, training: TrainingPlan, engine: Engine
     seconds /= gpu.peak_flops(training.precision)
     seconds += moved / gpu.memory_bandwidth
     counts = method_counts(shape, training)
-    weights = CAST_BYTES * counts.trained + DEQUANTISE_BYTES * counts.quantised
+    weights = CAST_BYTES * counts.trained + DEQUANTIZE_BYTES * counts.quantized
     return tokens * seconds + weights / gpu.memory_bandwidth
 
 

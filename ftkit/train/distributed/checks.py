@@ -73,7 +73,7 @@ def prove_sharding(facts: ShardingFacts, training: TrainingPlan, expected: Param
         ),
         "parameters": (facts.total_elements, expected.total, "as planned"),
         "trainable parameters": (facts.trainable_elements, expected.trained, f"for method '{training.method}'"),
-        "4-bit parameters": (facts.quantised_elements, expected.quantised, f"for method '{training.method}'"),
+        "4-bit parameters": (facts.quantised_elements, expected.quantized, f"for method '{training.method}'"),
     }
     wrong = [
         f"{name}: found {found:,}, expected {wanted:,} ({why})"

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ftkit.errors import MemoryExhaustedError
 from ftkit.planning.estimates.gpus import USABLE_MEMORY
 from ftkit.planning.estimates.memory import GIB
-from ftkit.planning.suggestions import propose_changes
+from ftkit.planning.suggestions import suggest_changes
 from ftkit.train.memory.host_memory import total_bytes
 from ftkit.train.memory.trace import read_memory
 
@@ -107,7 +107,7 @@ def _words(parts: Mapping[str, float]) -> str:
 
 def _advice(plan: RunPlan, capacity: float) -> str:
     foreseen, usable = plan.memory.total, USABLE_MEMORY * capacity
-    proposals = propose_changes(
+    suggestions = suggest_changes(
         plan.recipe,
         plan.cluster,
         plan.placement.num_nodes,
@@ -115,9 +115,9 @@ def _advice(plan: RunPlan, capacity: float) -> str:
         plan.engine.name,
         usable if foreseen > usable else _TOO_LOW * foreseen,
     )
-    if not proposals:
+    if not suggestions:
         return "no change of the recipe is foreseen to fit: take devices with more memory, or a smaller model"
-    lines = "\n".join(f"  {proposal}" for proposal in proposals)
+    lines = "\n".join(f"  {suggestion}" for suggestion in suggestions)
     return (
         f"submit the run anew with one of these, foreseen to fit (what a process would take is in brackets):\n{lines}"
     )

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from ftkit.config.load import (
-    Surroundings,
+    Context,
     list_names,
     load_cluster,
     load_image,
@@ -25,99 +25,99 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def around(tmp_path: Path) -> Surroundings:
+def ctx(tmp_path: Path) -> Context:
     for folder in ("project/recipes", "project/clusters", "user/clusters"):
         (tmp_path / folder).mkdir(parents=True)
-    return Surroundings(tmp_path / "project", tmp_path / "user", {})
+    return Context(tmp_path / "project", tmp_path / "user", {})
 
 
-def problems(around: Surroundings, *overrides: str, recipe: str = "demo") -> list[str]:
+def problems(ctx: Context, *overrides: str, recipe: str = "demo") -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load_recipe(recipe, around, overrides)
+        load_recipe(recipe, ctx, overrides)
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_all_problems_are_named_at_once_with_suggestions(around: Surroundings) -> None:
-    found = problems(around, "training.learning_rat=1", "training.num_epochs=x", "data.source.num_trian=3")
+def test_all_problems_are_named_at_once_with_suggestions(ctx: Context) -> None:
+    found = problems(ctx, "training.learning_rat=1", "training.num_epochs=x", "data.source.num_trian=3")
     assert len(found) == 3
     assert "command line: data.source.num_trian: unknown key. Did you mean 'num_train'?" in found
     assert "command line: training.learning_rat: unknown key. Did you mean 'learning_rate'?" in found
     assert any("training.num_epochs" in problem and "'x'" in problem for problem in found)
 
 
-def test_a_problem_in_a_file_is_named_by_file_and_line(around: Surroundings) -> None:
-    path = around.project / "recipes" / "mine.yaml"
+def test_a_problem_in_a_file_is_named_by_file_and_line(ctx: Context) -> None:
+    path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: demo\nname: mine\ntraining:\n  learning_rate: fast\n  typo: 1\n")
-    found = problems(around, recipe="mine")
+    found = problems(ctx, recipe="mine")
     assert found[0].startswith(f"{path}:4: training.learning_rate: ")
     assert found[1].startswith(f"{path}:5: training.typo: unknown key.")
 
 
-def test_a_wrong_choice_suggests_the_nearest(around: Surroundings) -> None:
-    assert problems(around, "training.schedule=cosin") == [
+def test_a_wrong_choice_suggests_the_nearest(ctx: Context) -> None:
+    assert problems(ctx, "training.schedule=cosin") == [
         ("command line: training.schedule: 'cosin' is none of 'constant', 'cosine' or 'linear'. "
         "Did you mean 'cosine'?")
     ]  # fmt: skip
 
 
-def test_checkpointing_that_is_on_is_told_which_words_there_are(around: Surroundings) -> None:
-    (found,) = problems(around, "training.activation_checkpointing=true")
+def test_checkpointing_that_is_on_is_told_which_words_there_are(ctx: Context) -> None:
+    (found,) = problems(ctx, "training.activation_checkpointing=true")
     assert "take 'full': it is one of auto, none, selective and full" in found
 
 
-def test_a_micro_batch_is_a_number_or_auto(around: Surroundings) -> None:
+def test_a_micro_batch_is_a_number_or_auto(ctx: Context) -> None:
     for wrong in ("many", "0", "-1", "1.5", "true"):
-        (found,) = problems(around, f"training.micro_batch_size={wrong}")
+        (found,) = problems(ctx, f"training.micro_batch_size={wrong}")
         assert "training.micro_batch_size: a micro-batch is 1 to 65,536 packs, or 'auto'" in found
 
 
-def test_a_source_of_unknown_kind_names_the_known_ones(around: Surroundings) -> None:
-    (found,) = problems(around, "data.source.kind=hubb")
+def test_a_source_of_unknown_kind_names_the_known_ones(ctx: Context) -> None:
+    (found,) = problems(ctx, "data.source.kind=hubb")
     assert "'hubb' is none of 'generated', 'files', 'hub'. Did you mean 'hub'?" in found
 
 
-def test_a_missing_key_is_named(around: Surroundings) -> None:
-    (found,) = problems(around, "data.source.kind=files")
+def test_a_missing_key_is_named(ctx: Context) -> None:
+    (found,) = problems(ctx, "data.source.kind=files")
     assert "data.source.train: required, but not given." in found
 
 
-def test_checks_over_several_keys_are_explained_where_one_of_them_stands(around: Surroundings) -> None:
-    (found,) = problems(around, "training.num_epochs=3", "training.max_steps=9")
+def test_checks_over_several_keys_are_explained_where_one_of_them_stands(ctx: Context) -> None:
+    (found,) = problems(ctx, "training.num_epochs=3", "training.max_steps=9")
     assert found == "command line: training: give exactly one of max_steps and num_epochs."
-    path = around.project / "recipes" / "mine.yaml"
+    path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: demo\nname: mine\ntraining:\n  seed: 2\n  lora: {rank: 4}\n")
-    (found,) = problems(around, recipe="mine")
+    (found,) = problems(ctx, recipe="mine")
     assert found.startswith(f"{path}:5: training: lora has no effect")
 
 
-@pytest.mark.parametrize("name", list_names("recipe", Surroundings(Path("/nowhere"), Path("/nowhere"), {})))
-def test_a_length_that_is_typed_replaces_that_of_any_recipe(around: Surroundings, name: str) -> None:
-    by_steps = load_recipe(name, around, ["training.max_steps=100"]).training
+@pytest.mark.parametrize("name", list_names("recipe", Context(Path("/nowhere"), Path("/nowhere"), {})))
+def test_a_length_that_is_typed_replaces_that_of_any_recipe(ctx: Context, name: str) -> None:
+    by_steps = load_recipe(name, ctx, ["training.max_steps=100"]).training
     assert (by_steps.max_steps, by_steps.num_epochs) == (100, None)
-    by_epochs = load_recipe(name, around, ["training.num_epochs=3"]).training
+    by_epochs = load_recipe(name, ctx, ["training.num_epochs=3"]).training
     assert (by_epochs.max_steps, by_epochs.num_epochs) == (None, 3)
 
 
-def test_a_length_of_a_recipe_replaces_that_of_the_one_that_it_extends(around: Surroundings) -> None:
-    path = around.project / "recipes" / "mine.yaml"
+def test_a_length_of_a_recipe_replaces_that_of_the_one_that_it_extends(ctx: Context) -> None:
+    path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: demo\nname: mine\ntraining:\n  num_epochs: 2\n")
-    assert load_recipe("mine", around).training.max_steps is None
+    assert load_recipe("mine", ctx).training.max_steps is None
     path.write_text("extends: demo\nname: mine\ntraining:\n  num_epochs: 2\n  max_steps: 3\n")
-    (found,) = problems(around, recipe="mine")
+    (found,) = problems(ctx, recipe="mine")
     assert found.startswith(f"{path}:5: training: give exactly one")
 
 
-def test_a_key_that_is_missing_is_looked_for_where_it_belongs(around: Surroundings) -> None:
-    path = around.project / "recipes" / "mine.yaml"
+def test_a_key_that_is_missing_is_looked_for_where_it_belongs(ctx: Context) -> None:
+    path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("# mine\nname: mine\ntraining:\n  max_steps: 2\n")
-    found = problems(around, "training.seed=1", "data.source.kind=hub", recipe="mine")
+    found = problems(ctx, "training.seed=1", "data.source.kind=hub", recipe="mine")
     assert f"{path}:2: description: required, but not given. Add 'description:'." in found
     assert f"{path}:3: training.sequence_length: required, but not given. Add 'sequence_length:'." in found
     assert "command line: data.source.dataset: required, but not given. Add 'dataset:'." in found
 
 
-def test_what_replaces_a_mapping_is_blamed_for_what_is_missing_in_it(around: Surroundings) -> None:
-    (found,) = problems(around, "data.source={kind: files}")
+def test_what_replaces_a_mapping_is_blamed_for_what_is_missing_in_it(ctx: Context) -> None:
+    (found,) = problems(ctx, "data.source={kind: files}")
     assert found.startswith("command line: data.source.train: required")
 
 
@@ -131,161 +131,157 @@ WRONG: dict[str, object] = {
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG.items(), ids=WRONG)
-def test_each_problem_is_a_sentence_in_the_users_words(around: Surroundings, key: str, value: object) -> None:
+def test_each_problem_is_a_sentence_in_the_users_words(ctx: Context, key: str, value: object) -> None:
     tree = value
     for part in reversed(key.split(".")):
         tree = {part: tree}
-    (around.project / "recipes" / "mine.yaml").write_text(json.dumps({"extends": "demo", "name": "mine"} | tree))  # type: ignore[operator]
-    for found in problems(around, recipe="mine"):
+    (ctx.project / "recipes" / "mine.yaml").write_text(json.dumps({"extends": "demo", "name": "mine"} | tree))  # type: ignore[operator]
+    for found in problems(ctx, recipe="mine"):
         assert f"{key}" in found
         assert not re.search(r"Input should|[Tt]uple|dictionary|discriminator|should match|instance of|None", found)
 
 
-def test_text_in_braces_on_the_command_line_is_told_how_to_be_quoted(around: Surroundings) -> None:
+def test_text_in_braces_on_the_command_line_is_told_how_to_be_quoted(ctx: Context) -> None:
     with pytest.raises(ConfigError) as error:
-        load_recipe("demo", around, ["data.format.prompt={column}"])
+        load_recipe("demo", ctx, ["data.format.prompt={column}"])
     assert """needs quotes for YAML too: data.format.prompt='"{column}"'.""" in str(error.value)
-    load_recipe("demo", around, ['data.format.prompt="{sql_prompt}"'])
+    load_recipe("demo", ctx, ['data.format.prompt="{sql_prompt}"'])
 
 
-def test_many_problems_are_cut_short(around: Surroundings) -> None:
+def test_many_problems_are_cut_short(ctx: Context) -> None:
     keys = "".join(f"typo{n}: 1\n" for n in range(200))
-    (around.project / "recipes" / "mine.yaml").write_text(f"extends: demo\n{keys}")
-    found = problems(around, recipe="mine")
+    (ctx.project / "recipes" / "mine.yaml").write_text(f"extends: demo\n{keys}")
+    found = problems(ctx, recipe="mine")
     assert len(found) == 21
     assert found[-1] == "180 more problems are not shown."
 
 
-def test_a_named_architecture_gives_its_fields_and_can_be_changed(around: Surroundings) -> None:
+def test_a_named_architecture_gives_its_fields_and_can_be_changed(ctx: Context) -> None:
     overrides = ["model.architecture=olmo3-7b", "model.architecture.num_hidden_layers=8"]
-    shape = load_recipe("demo", around, overrides).model.architecture
+    shape = load_recipe("demo", ctx, overrides).model.architecture
     assert (shape.family, shape.hidden_size, shape.num_hidden_layers) == ("olmo3", 4096, 8)
 
 
-def test_a_named_architecture_replaces_all_of_the_one_below(around: Surroundings) -> None:
-    assert load_recipe("demo", around).model.architecture.tie_word_embeddings
-    assert not load_recipe("demo", around, ["model.architecture=llama3-8b"]).model.architecture.tie_word_embeddings
+def test_a_named_architecture_replaces_all_of_the_one_below(ctx: Context) -> None:
+    assert load_recipe("demo", ctx).model.architecture.tie_word_embeddings
+    assert not load_recipe("demo", ctx, ["model.architecture=llama3-8b"]).model.architecture.tie_word_embeddings
 
 
-def test_a_recipe_can_change_a_field_of_the_architecture_that_the_one_it_extends_names(around: Surroundings) -> None:
-    path = around.project / "recipes" / "small.yaml"
+def test_a_recipe_can_change_a_field_of_the_architecture_that_the_one_it_extends_names(ctx: Context) -> None:
+    path = ctx.project / "recipes" / "small.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("extends: olmo3-7b-full\nname: small\nmodel:\n  architecture:\n    num_hidden_layers: 8\n")
-    shape = load_recipe("small", around).model.architecture
+    shape = load_recipe("small", ctx).model.architecture
     assert (shape.num_hidden_layers, shape.hidden_size) == (8, 4096)
 
 
-def test_an_unknown_architecture_suggests_the_nearest(around: Surroundings) -> None:
-    assert "did you mean 'olmo3-7b'?" in problems(around, "model.architecture=olmo-7b")[0]
+def test_an_unknown_architecture_suggests_the_nearest(ctx: Context) -> None:
+    assert "did you mean 'olmo3-7b'?" in problems(ctx, "model.architecture=olmo-7b")[0]
 
 
-def test_the_projects_recipe_goes_before_the_shipped_one(around: Surroundings) -> None:
-    (around.project / "recipes" / "demo.yaml").write_text("extends: demo\n")
+def test_the_projects_recipe_goes_before_the_shipped_one(ctx: Context) -> None:
+    (ctx.project / "recipes" / "demo.yaml").write_text("extends: demo\n")
     with pytest.raises(ConfigError, match="circle"):
-        load_recipe("demo", around)
-    (around.project / "recipes" / "other.yaml").write_text("name: other\n")
-    assert list_names("recipe", around)[:2] == ["demo", "other"]
+        load_recipe("demo", ctx)
+    (ctx.project / "recipes" / "other.yaml").write_text("name: other\n")
+    assert list_names("recipe", ctx)[:2] == ["demo", "other"]
 
 
-def test_unknown_names_suggest_the_nearest(around: Surroundings) -> None:
+def test_unknown_names_suggest_the_nearest(ctx: Context) -> None:
     with pytest.raises(NotFoundError) as caught:
-        load_cluster("a3-mega", around)
+        load_cluster("a3-mega", ctx)
     assert "a3-megagpu-8g" in caught.value.fix
     with pytest.raises(NotFoundError) as caught:
-        load_image("olmo3:25.03", around)
+        load_image("olmo3:25.03", ctx)
     assert "olmo3:25.02" in caught.value.fix
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "~nobody-at-all/x.yaml", "a\0b", "/x" * 3000, "\x1b[2J"])
-def test_a_name_that_no_file_can_have_is_not_found(around: Surroundings, name: str) -> None:
+def test_a_name_that_no_file_can_have_is_not_found(ctx: Context, name: str) -> None:
     for load in (load_recipe, load_cluster, load_image):
         with pytest.raises(NotFoundError) as caught:
-            load(name, around)
+            load(name, ctx)
         assert len(str(caught.value)) < 400
 
 
-def test_a_profile_extends_another(around: Surroundings) -> None:
-    (around.user / "clusters" / "ours.yaml").write_text(
+def test_a_profile_extends_another(ctx: Context) -> None:
+    (ctx.user / "clusters" / "ours.yaml").write_text(
         "name: ours\ndescription: d\nextends: a4-highgpu-8g\npartition: p\n"
     )
-    ours, theirs = load_cluster("ours", around), load_cluster("a4-highgpu-8g", around)
+    ours, theirs = load_cluster("ours", ctx), load_cluster("a4-highgpu-8g", ctx)
     assert ours.partition == "p"
     assert ours.nccl == theirs.nccl
 
 
-def test_settings_come_from_files_then_variables_then_options(around: Surroundings) -> None:
-    (around.user / "config.yaml").write_text("cluster: from-user\nworkspace: /user\n")
-    (around.project / "ftkit.yaml").write_text("cluster: from-project\n")
-    loaded = load_settings(around)
+def test_settings_come_from_files_then_variables_then_options(ctx: Context) -> None:
+    (ctx.user / "config.yaml").write_text("cluster: from-user\nworkspace: /user\n")
+    (ctx.project / "ftkit.yaml").write_text("cluster: from-project\n")
+    loaded = load_settings(ctx)
     assert (loaded.settings.cluster, loaded.settings.workspace) == ("from-project", "/user")
-    assert loaded.layers.origin(("cluster",)) == f"{around.project / 'ftkit.yaml'}:1"
-    with_variable = Surroundings(around.project, around.user, {"FTKIT_CLUSTER": "from-variable"})
+    assert loaded.layers.origin(("cluster",)) == f"{ctx.project / 'ftkit.yaml'}:1"
+    with_variable = Context(ctx.project, ctx.user, {"FTKIT_CLUSTER": "from-variable"})
     loaded = load_settings(with_variable)
     assert loaded.settings.cluster == "from-variable"
     assert loaded.layers.origin(("cluster",)) == "FTKIT_CLUSTER"
 
 
-def test_an_unknown_setting_is_refused(around: Surroundings) -> None:
-    (around.project / "ftkit.yaml").write_text("clutser: x\n")
+def test_an_unknown_setting_is_refused(ctx: Context) -> None:
+    (ctx.project / "ftkit.yaml").write_text("clutser: x\n")
     with pytest.raises(ConfigError, match="Did you mean 'cluster'"):
-        load_settings(around)
+        load_settings(ctx)
 
 
-def test_relative_paths_belong_to_the_file_that_names_them(
-    around: Surroundings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere = around.project / "elsewhere"
+def test_relative_paths_belong_to_the_file_that_names_them(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = ctx.project / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    (around.project / "recipes" / "mine.yaml").write_text(
+    (ctx.project / "recipes" / "mine.yaml").write_text(
         "extends: demo\nname: mine\ndata: {source: {kind: files, train: mine.jsonl}}\nmodel: {weights: ./w}\n"
     )
-    recipe = load_recipe("mine", around, ["evaluation.sql_execution=null"])
+    recipe = load_recipe("mine", ctx, ["evaluation.sql_execution=null"])
     source: FilesSource = recipe.data.source  # type: ignore[assignment]
-    assert source.train == str(around.project / "recipes" / "mine.jsonl")
-    assert recipe.model.weights == str(around.project / "recipes" / "w")
-    recipe = load_recipe("mine", around, ["data.source.train=typed.jsonl"])
+    assert source.train == str(ctx.project / "recipes" / "mine.jsonl")
+    assert recipe.model.weights == str(ctx.project / "recipes" / "w")
+    recipe = load_recipe("mine", ctx, ["data.source.train=typed.jsonl"])
     assert recipe.data.source.train == str(elsewhere / "typed.jsonl")  # type: ignore[union-attr]
-    recipe = load_recipe("mine", around, ["data.source={kind: hub, dataset: ./set, num_heldout: 100}"])
+    recipe = load_recipe("mine", ctx, ["data.source={kind: hub, dataset: ./set, num_heldout: 100}"])
     assert recipe.data.source.dataset == str(elsewhere / "set")  # type: ignore[union-attr]
 
 
-def test_a_format_string_that_cannot_be_filled_is_refused_with_file_and_line(around: Surroundings) -> None:
-    path = around.project / "recipes" / "mine.yaml"
+def test_a_format_string_that_cannot_be_filled_is_refused_with_file_and_line(ctx: Context) -> None:
+    path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: demo\nname: mine\ndata:\n  format:\n    prompt: '{question!q}'\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml:5: data\.format\.prompt: \{question!q\} is not a column's name"):
-        load_recipe("mine", around)
+        load_recipe("mine", ctx)
 
 
 @pytest.mark.parametrize("address", ["gs://bucket/data", "s3://bucket/data", "https://host/data.jsonl", "file:///data"])
 @pytest.mark.parametrize("key", ["model.weights", "model.tokenizer.source", "data.source.dataset", "data.source.train"])
-def test_an_address_where_a_path_is_asked_for_is_refused_by_the_plan(
-    around: Surroundings, key: str, address: str
-) -> None:
+def test_an_address_where_a_path_is_asked_for_is_refused_by_the_plan(ctx: Context, key: str, address: str) -> None:
     overrides = ["data.source={kind: files}"] if key == "data.source.train" else []
-    (found,) = problems(around, *overrides, f"{key}={address}", recipe="olmo3-7b-full")
+    (found,) = problems(ctx, *overrides, f"{key}={address}", recipe="olmo3-7b-full")
     assert found.startswith(f"command line: {key}: addresses are not supported")
 
 
-def test_a_hub_id_that_is_also_a_folder_beside_the_recipe_is_refused(around: Surroundings) -> None:
-    recipes = around.project / "recipes"
+def test_a_hub_id_that_is_also_a_folder_beside_the_recipe_is_refused(ctx: Context) -> None:
+    recipes = ctx.project / "recipes"
     (recipes / "mine.yaml").write_text("extends: demo\nmodel:\n  weights: model\n")
-    assert load_recipe("mine", around).model.weights == "model"
+    assert load_recipe("mine", ctx).model.weights == "model"
     (recipes / "model").mkdir()
-    (found,) = problems(around, recipe="mine")
+    (found,) = problems(ctx, recipe="mine")
     assert found.startswith(f"{recipes}/mine.yaml:3: model.weights: 'model' is an id of the hub, and also a folder in ")
     assert found.endswith("For the folder write ./model; for the hub's, rename the folder.")
 
 
-def test_a_folder_with_a_data_set_belongs_to_the_file_that_names_it(around: Surroundings) -> None:
-    path = around.project / "recipes" / "mine.yaml"
+def test_a_folder_with_a_data_set_belongs_to_the_file_that_names_it(ctx: Context) -> None:
+    path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: olmo3-7b-full\nname: mine\ndata: {source: {dataset: ./sets}}\n")
-    assert load_recipe("mine", around).data.source.dataset == str(around.project / "recipes" / "sets")  # type: ignore[union-attr]
+    assert load_recipe("mine", ctx).data.source.dataset == str(ctx.project / "recipes" / "sets")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("path", ["~nobody-at-all/x", "/" + "x" * 300, "/x" * 3000])
-def test_a_path_that_no_file_can_have_is_a_problem_of_its_key(around: Surroundings, path: str) -> None:
-    (found,) = problems(around, f"model.weights={path}", recipe="olmo3-7b-full")
+def test_a_path_that_no_file_can_have_is_a_problem_of_its_key(ctx: Context, path: str) -> None:
+    (found,) = problems(ctx, f"model.weights={path}", recipe="olmo3-7b-full")
     assert found.startswith("command line: model.weights: ")
 
 
@@ -302,8 +298,8 @@ def test_the_project_is_the_nearest_folder_with_a_configuration(
     (tmp_path / "ftkit.yaml").write_text("")
     monkeypatch.chdir(inner)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
-    around = Surroundings.here()
-    assert (around.project, around.user) == (tmp_path, tmp_path / "xdg" / "ftkit")
+    ctx = Context.here()
+    assert (ctx.project, ctx.user) == (tmp_path, tmp_path / "xdg" / "ftkit")
 
 
 @pytest.mark.parametrize(
@@ -318,8 +314,8 @@ def test_the_project_is_the_nearest_folder_with_a_configuration(
         ("profile.ranks=[false]", "profile.ranks: must be a whole number, got false."),
     ],
 )
-def test_true_and_false_are_not_numbers(around: Surroundings, override: str, message: str) -> None:
-    assert problems(around, override)[0] == f"command line: {message}"
+def test_true_and_false_are_not_numbers(ctx: Context, override: str, message: str) -> None:
+    assert problems(ctx, override)[0] == f"command line: {message}"
 
 
 def test_every_number_of_a_spec_refuses_true() -> None:

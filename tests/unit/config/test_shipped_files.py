@@ -9,7 +9,7 @@ import pytest
 
 from ftkit import assets
 from ftkit.config.image_reference import NamedImage
-from ftkit.config.load import Surroundings, list_images, list_names, load_cluster, load_image, load_recipe
+from ftkit.config.load import Context, list_images, list_names, load_cluster, load_image, load_recipe
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.problems import validate
 from ftkit.config.request import RunRequest
@@ -18,7 +18,7 @@ from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.parameters import count_parameters
 from ftkit.planning.plan import RunPlan, plan_run
 
-SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
+SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
 RECIPES = list_names("recipe", SHIPPED_ONLY)
 CLUSTERS = list_names("cluster", SHIPPED_ONLY)
 IMAGES = list_images(SHIPPED_ONLY)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.config.load import Surroundings, load_recipe
+from ftkit.config.load import Context, load_recipe
 from ftkit.errors import ConfigError
 
-HERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+HERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 
 
 def problems(*overrides: str) -> str:

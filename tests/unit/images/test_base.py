@@ -9,7 +9,7 @@ import pytest
 
 from ftkit.config.digest import Digest
 from ftkit.config.image_reference import parse_reference
-from ftkit.config.load import ImageDefinition, Surroundings, find_image
+from ftkit.config.load import Context, ImageDefinition, find_image
 from ftkit.errors import ConfigError, ImageError, NotFoundError
 from ftkit.images.base import BaseWish, ChosenBase, choose_base, current_digest_if_moved, record
 from ftkit.images.progress import say_nothing
@@ -31,103 +31,103 @@ default_recipe: demo
 
 
 @pytest.fixture
-def around(tmp_path: Path) -> Surroundings:
+def ctx(tmp_path: Path) -> Context:
     folder = tmp_path / "project" / "containers" / "mine" / "1"
     folder.mkdir(parents=True)
     (folder / "image.yaml").write_text(IMAGE.format(base=BASE))
-    return Surroundings(tmp_path / "project", tmp_path / "config", {})
+    return Context(tmp_path / "project", tmp_path / "config", {})
 
 
-def mine(around: Surroundings) -> ImageDefinition:
-    return find_image("mine:1", around)
+def mine(ctx: Context) -> ImageDefinition:
+    return find_image("mine:1", ctx)
 
 
-def test_an_unpinned_base_is_what_its_tag_is_now_and_stays_that(internet: Internet, around: Surroundings) -> None:
+def test_an_unpinned_base_is_what_its_tag_is_now_and_stays_that(internet: Internet, ctx: Context) -> None:
     pushed = internet.image()
-    chosen = choose_base(mine(around), BaseWish(), say_nothing)
+    chosen = choose_base(mine(ctx), BaseWish(), say_nothing)
     assert chosen == ChosenBase(parse_reference(f"{BASE}@{pushed.digest}"), is_to_be_recorded=True)
-    lock = record(mine(around), chosen.image)
-    assert lock == around.project / "containers" / "mine" / "1" / "bases.lock"
+    lock = record(mine(ctx), chosen.image)
+    assert lock == ctx.project / "containers" / "mine" / "1" / "bases.lock"
 
     internet.image(files={"moved": b""})
-    assert mine(around).spec.base.digest == pushed.digest
-    held = choose_base(mine(around), BaseWish(), say_nothing)
+    assert mine(ctx).spec.base.digest == pushed.digest
+    held = choose_base(mine(ctx), BaseWish(), say_nothing)
     assert held == ChosenBase(chosen.image, is_recorded=True)
 
 
-def test_a_tag_that_moved_is_noticed_and_taken_when_asked_for(internet: Internet, around: Surroundings) -> None:
-    record(mine(around), parse_reference(f"{BASE}@{OLD}"))
+def test_a_tag_that_moved_is_noticed_and_taken_when_asked_for(internet: Internet, ctx: Context) -> None:
+    record(mine(ctx), parse_reference(f"{BASE}@{OLD}"))
     pushed = internet.image()
-    assert current_digest_if_moved(choose_base(mine(around), BaseWish(), say_nothing)) == pushed.digest
-    anew = choose_base(mine(around), BaseWish(repin=True), say_nothing)
+    assert current_digest_if_moved(choose_base(mine(ctx), BaseWish(), say_nothing)) == pushed.digest
+    anew = choose_base(mine(ctx), BaseWish(repin=True), say_nothing)
     assert (anew.image.digest, anew.is_to_be_recorded) == (pushed.digest, True)
-    record(mine(around), anew.image)
-    assert mine(around).spec.base.digest == pushed.digest
+    record(mine(ctx), anew.image)
+    assert mine(ctx).spec.base.digest == pushed.digest
     assert current_digest_if_moved(anew) is None
 
 
 def test_a_registry_that_does_not_answer_is_no_reason_not_to_build_on_what_is_recorded(
-    internet: Internet, around: Surroundings
+    internet: Internet, ctx: Context
 ) -> None:
-    record(mine(around), parse_reference(f"{BASE}@{OLD}"))
-    chosen = choose_base(mine(around), BaseWish(), say_nothing)
+    record(mine(ctx), parse_reference(f"{BASE}@{OLD}"))
+    chosen = choose_base(mine(ctx), BaseWish(), say_nothing)
     assert internet.asked == []
     assert current_digest_if_moved(chosen) is None
     assert len(internet.asked) == 1
 
 
-def test_without_a_registry_that_knows_it_an_unpinned_base_is_refused(internet: Internet, around: Surroundings) -> None:
+def test_without_a_registry_that_knows_it_an_unpinned_base_is_refused(internet: Internet, ctx: Context) -> None:
     with pytest.raises(NotFoundError, match="does not tell which image") as caught:
-        choose_base(mine(around), BaseWish(), say_nothing)
+        choose_base(mine(ctx), BaseWish(), say_nothing)
     assert "--allow-unpinned" in caught.value.fix
     internet.asked.clear()
-    assert choose_base(mine(around), BaseWish(from_engine=True), say_nothing).image.digest is None
+    assert choose_base(mine(ctx), BaseWish(from_engine=True), say_nothing).image.digest is None
     assert internet.asked == []
 
 
-def test_another_base_is_recorded_by_its_own_name(internet: Internet, around: Surroundings) -> None:
+def test_another_base_is_recorded_by_its_own_name(internet: Internet, ctx: Context) -> None:
     internet.image()
     other = internet.image("2", files={"other": b""})
     wish = BaseWish("registry.example.com/team/x:2")
-    record(mine(around), choose_base(mine(around), wish, say_nothing).image)
+    record(mine(ctx), choose_base(mine(ctx), wish, say_nothing).image)
     internet.image("2", files={"moved": b""})
-    assert choose_base(mine(around), wish, say_nothing).image.digest == other.digest
-    assert mine(around).spec.base.digest is None
+    assert choose_base(mine(ctx), wish, say_nothing).image.digest == other.digest
+    assert mine(ctx).spec.base.digest is None
 
 
 @pytest.mark.parametrize("wish", [BaseWish(repin=True), BaseWish(f"{BASE}@{OLD}", repin=True)])
-def test_a_digest_that_is_written_down_is_not_taken_anew(around: Surroundings, wish: BaseWish) -> None:
-    file = mine(around).base_file
+def test_a_digest_that_is_written_down_is_not_taken_anew(ctx: Context, wish: BaseWish) -> None:
+    file = mine(ctx).base_file
     file.write_text(file.read_text().replace(BASE, f"{BASE}, digest: {OLD}"))
     with pytest.raises(ConfigError, match="written down"):
-        choose_base(mine(around), wish, say_nothing)
+        choose_base(mine(ctx), wish, say_nothing)
 
 
 @pytest.mark.parametrize("base", [f"{BASE}@{OLD}", f"{BASE}, digest: '{OLD}'"])
-def test_a_digest_of_the_definition_goes_before_a_recorded_one(around: Surroundings, base: str) -> None:
-    record(mine(around), parse_reference(f"{BASE}@sha256:{'2' * 64}"))
-    file = mine(around).base_file
+def test_a_digest_of_the_definition_goes_before_a_recorded_one(ctx: Context, base: str) -> None:
+    record(mine(ctx), parse_reference(f"{BASE}@sha256:{'2' * 64}"))
+    file = mine(ctx).base_file
     file.write_text(IMAGE.format(base=f"'{base}'" if "digest" not in base else base))
-    assert choose_base(mine(around), BaseWish(), say_nothing) == ChosenBase(parse_reference(f"{BASE}@{OLD}"))
+    assert choose_base(mine(ctx), BaseWish(), say_nothing) == ChosenBase(parse_reference(f"{BASE}@{OLD}"))
 
 
 def test_what_ftkit_ships_is_recorded_in_the_user_s_configuration(tmp_path: Path) -> None:
-    around = Surroundings(tmp_path, tmp_path / "config" / "ftkit", {})
-    shipped = find_image("olmo3:25.02", around)
+    ctx = Context(tmp_path, tmp_path / "config" / "ftkit", {})
+    shipped = find_image("olmo3:25.02", ctx)
     assert shipped.spec.base.digest is None
     lock = record(shipped, parse_reference(f"{shipped.spec.base.reference}@{OLD}"))
     assert lock == tmp_path / "config" / "ftkit" / "bases.lock"
-    assert find_image("olmo3:25.02", around).spec.base.digest == OLD
-    assert find_image("qwen3:25.02", around).spec.base.digest == OLD  # on the same base
-    assert find_image("olmo3:26.05", around).spec.base.digest is None
+    assert find_image("olmo3:25.02", ctx).spec.base.digest == OLD
+    assert find_image("qwen3:25.02", ctx).spec.base.digest == OLD  # on the same base
+    assert find_image("olmo3:26.05", ctx).spec.base.digest is None
 
 
-def test_a_lock_that_is_not_the_user_s_to_change_is_not_shadowed(around: Surroundings, tmp_path: Path) -> None:
-    definition = mine(around)
+def test_a_lock_that_is_not_the_user_s_to_change_is_not_shadowed(ctx: Context, tmp_path: Path) -> None:
+    definition = mine(ctx)
     record(definition, parse_reference(f"{BASE}@{OLD}"))
     elsewhere = replace(definition, base_locks=(tmp_path / "none" / "bases.lock", definition.base_locks[0]))
     assert record(elsewhere, parse_reference(f"{BASE}@{OLD}")) == definition.base_locks[0]
-    shipped = find_image("olmo3:25.02", around)
+    shipped = find_image("olmo3:25.02", ctx)
     blocked = replace(shipped, base_locks=(definition.base_locks[0], tmp_path / "none" / "bases.lock"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.access", lambda *_: False)
@@ -139,16 +139,16 @@ def test_a_lock_that_is_not_the_user_s_to_change_is_not_shadowed(around: Surroun
     ("line", "reason"),
     [(BASE, "no digest"), (f"{BASE}@sha256:12", "no legal tag or digest"), ("no such/x", "blanks"), ("\x00", "blanks")],
 )
-def test_a_lock_that_says_nonsense_is_refused_with_its_line(around: Surroundings, line: str, reason: str) -> None:
-    lock = mine(around).base_locks[0]
+def test_a_lock_that_says_nonsense_is_refused_with_its_line(ctx: Context, line: str, reason: str) -> None:
+    lock = mine(ctx).base_locks[0]
     lock.write_text(f"# a comment\n\n{line}\n")
     with pytest.raises(ConfigError, match=reason) as caught:
-        mine(around)
+        mine(ctx)
     assert "bases.lock:3" in str(caught.value)
 
 
-def test_a_lock_that_can_not_be_read_is_refused(around: Surroundings) -> None:
-    lock = mine(around).base_locks[0]
+def test_a_lock_that_can_not_be_read_is_refused(ctx: Context) -> None:
+    lock = mine(ctx).base_locks[0]
     lock.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="can't be read"):
-        mine(around)
+        mine(ctx)

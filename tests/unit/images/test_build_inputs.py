@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ftkit.config.image import BaseImageSpec
-from ftkit.config.load import ImageDefinition, Surroundings, find_image, list_images
+from ftkit.config.load import Context, ImageDefinition, find_image, list_images
 from ftkit.errors import ImageError
 from ftkit.images import self_check
 from ftkit.images.context import assemble
@@ -24,7 +24,7 @@ from ftkit.images.lock import inputs_digest, read_lock
 from ftkit.images.pins import pins
 from ftkit.images.wheel import make_wheel
 
-SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
+SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
 IMAGES = list_images(SHIPPED_ONLY)
 
 

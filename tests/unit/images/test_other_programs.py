@@ -18,7 +18,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.digest import Digest
 from ftkit.config.image_reference import parse_reference
-from ftkit.config.load import Surroundings, load_cluster
+from ftkit.config.load import Context, load_cluster
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
 from ftkit.images import choosing, enroot, sif, squashfs
 from ftkit.images.choosing import ImportWish, choose_source, name_of
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ftkit.images.packing import Made
 
-SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
+SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
 SLURM = load_cluster("slurm", SHIPPED_ONLY)
 SQUASHFS = b"hsqs" + bytes(36) + (200).to_bytes(8, "little") + bytes(200)
 RECORD = 'printf "%s\\n" "$@" >"$RECORD/${0##*/}"; env >"$RECORD/${0##*/}.env"\n'

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.config.load import Surroundings
+from ftkit.config.load import Context
 from ftkit.errors import ConfigError, NotFoundError
 from ftkit.launch.resolve import RunWords, resolve, settings_of, workspace_of
 
@@ -23,12 +23,12 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def around(project: Path, environment: Mapping[str, str] = CPU) -> Surroundings:
-    return Surroundings(project, project.parent / "user", environment)
+def ctx(project: Path, environment: Mapping[str, str] = CPU) -> Context:
+    return Context(project, project.parent / "user", environment)
 
 
 def test_a_recipe_alone_is_enough_on_this_machine(project: Path) -> None:
-    plan = resolve(RunWords(recipe="demo"), around(project))
+    plan = resolve(RunWords(recipe="demo"), ctx(project))
     assert plan.cluster.name == "local"
     assert (plan.placement.device, plan.placement.world_size) == ("cpu", 2)
     assert plan.workspace == project
@@ -39,7 +39,7 @@ def test_a_recipe_alone_is_enough_on_this_machine(project: Path) -> None:
 def test_where_no_cluster_is_chosen_an_image_is_planned_for_any_slurm_and_the_plan_says_so(
     project: Path, num_nodes: int | None
 ) -> None:
-    plan = resolve(RunWords(image="olmo3:25.02", num_nodes=num_nodes), around(project))
+    plan = resolve(RunWords(image="olmo3:25.02", num_nodes=num_nodes), ctx(project))
     assert (plan.cluster.name, plan.recipe.name, plan.image) == ("slurm", "olmo3-7b-full", "olmo3:25.02")
     assert plan.notes[0].startswith("no cluster is chosen: this is for profile 'slurm'")
 
@@ -47,12 +47,12 @@ def test_where_no_cluster_is_chosen_an_image_is_planned_for_any_slurm_and_the_pl
 def test_a_cluster_that_is_chosen_is_never_replaced(project: Path) -> None:
     (project / "ftkit.yaml").write_text("cluster: local\n")
     with pytest.raises(ConfigError, match="runtime 'none': the image would have no effect"):
-        resolve(RunWords(image="olmo3:25.02"), around(project))
+        resolve(RunWords(image="olmo3:25.02"), ctx(project))
 
 
 def test_an_image_alone_is_enough_on_a_cluster(project: Path) -> None:
     (project / "ftkit.yaml").write_text("cluster: a4-highgpu-8g\nworkspace: /shared/me\n")
-    plan = resolve(RunWords(image="olmo3:25.02", num_nodes=2), around(project))
+    plan = resolve(RunWords(image="olmo3:25.02", num_nodes=2), ctx(project))
     assert plan.recipe.name == "olmo3-7b-full"
     assert plan.placement.world_size == 16
     assert plan.container_image is not None
@@ -61,15 +61,15 @@ def test_an_image_alone_is_enough_on_a_cluster(project: Path) -> None:
 
 def test_the_image_of_the_settings_is_used_where_there_are_containers(project: Path) -> None:
     (project / "ftkit.yaml").write_text("image: olmo3:25.02\n")
-    assert resolve(RunWords(recipe="demo"), around(project)).image is None
-    plan = resolve(RunWords(cluster="a4-highgpu-8g"), around(project))
+    assert resolve(RunWords(recipe="demo"), ctx(project)).image is None
+    plan = resolve(RunWords(cluster="a4-highgpu-8g"), ctx(project))
     assert (plan.recipe.name, plan.image) == ("olmo3-7b-full", "olmo3:25.02")
 
 
 def test_the_image_of_the_recipe_is_used_where_nothing_else_names_one(project: Path) -> None:
     (project / "mine.yaml").write_text("extends: olmo3-7b-full\nname: mine\nimage: olmo3:26.05\n")
     words = RunWords(recipe=str(project / "mine.yaml"), cluster="a4-highgpu-8g")
-    assert resolve(words, around(project)).image == "olmo3:26.05"
+    assert resolve(words, ctx(project)).image == "olmo3:26.05"
 
 
 def make_cluster(project: Path, extends: str, runtime: str) -> None:
@@ -84,7 +84,7 @@ def test_an_image_file_is_found_from_the_current_folder(
     make_cluster(project, "a4-highgpu-8g", "apptainer")
     monkeypatch.chdir(project)
     words = RunWords(recipe="olmo3-7b-full", image=typed, cluster="mine")
-    assert resolve(words, around(project)).container_image == str(project / Path(typed).name)
+    assert resolve(words, ctx(project)).container_image == str(project / Path(typed).name)
 
 
 def test_an_image_file_in_the_settings_or_a_recipe_belongs_to_the_file_that_names_it(
@@ -93,9 +93,9 @@ def test_an_image_file_in_the_settings_or_a_recipe_belongs_to_the_file_that_name
     monkeypatch.chdir(tmp_path)
     (project / "mine.yaml").write_text("extends: olmo3-7b-full\nname: mine\nimage: ./recipe.sqsh\n")
     words = RunWords(recipe=str(project / "mine.yaml"), cluster="a4-highgpu-8g")
-    assert resolve(words, around(project)).container_image == str(project / "recipe.sqsh")
+    assert resolve(words, ctx(project)).container_image == str(project / "recipe.sqsh")
     (project / "ftkit.yaml").write_text("image: settings.sqsh\n")
-    assert resolve(words, around(project)).container_image == str(project / "settings.sqsh")
+    assert resolve(words, ctx(project)).container_image == str(project / "settings.sqsh")
 
 
 @pytest.mark.parametrize(
@@ -108,18 +108,18 @@ def test_an_address_is_given_to_each_runtime_in_its_own_words(
 ) -> None:
     make_cluster(project, "docker" if runtime == "docker" else "a4-highgpu-8g", runtime)
     words = RunWords(recipe="demo", image=typed, cluster="mine", overrides=("training.global_batch_size=32",))
-    assert resolve(words, around(project)).container_image == given
+    assert resolve(words, ctx(project)).container_image == given
 
 
 def test_pyxis_is_not_given_a_sif_file(project: Path) -> None:
     with pytest.raises(ConfigError, match="pyxis can't run a SIF file"):
-        resolve(RunWords(recipe="olmo3-7b-full", image="my.sif", cluster="a4-highgpu-8g"), around(project))
+        resolve(RunWords(recipe="olmo3-7b-full", image="my.sif", cluster="a4-highgpu-8g"), ctx(project))
 
 
 @pytest.mark.parametrize("words", [RunWords(), RunWords(image="docker://host#path:tag", cluster="a4-highgpu-8g")])
 def test_where_nothing_says_what_to_train_the_user_is_told_what_to_give(project: Path, words: RunWords) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(words, around(project))
+        resolve(words, ctx(project))
     assert "ftkit recipes" in str(caught.value)
 
 
@@ -128,7 +128,7 @@ def test_all_that_is_wrong_with_the_specs_is_shown_at_once(project: Path) -> Non
     (project / "clusters" / "mine.yaml").write_text("extends: slurm\nname: mine\npartitoin: x\ngpus_per_node: 0\n")
     words = RunWords(recipe="dmeo", cluster="mine", image="olmo3:24.01")
     with pytest.raises(ConfigError) as caught:
-        resolve(words, around(project))
+        resolve(words, ctx(project))
     text = str(caught.value)
     assert "4 problems" in text
     for part in ("'partition'", "gpus_per_node", "'olmo3:24.01'", "did you mean 'demo'?"):
@@ -137,7 +137,7 @@ def test_all_that_is_wrong_with_the_specs_is_shown_at_once(project: Path) -> Non
 
 def test_one_thing_that_is_not_there_stays_what_it_is(project: Path) -> None:
     with pytest.raises(NotFoundError, match="no recipe 'dmeo'"):
-        resolve(RunWords(recipe="dmeo"), around(project))
+        resolve(RunWords(recipe="dmeo"), ctx(project))
 
 
 def test_everything_that_does_not_fit_together_is_shown_at_once(project: Path) -> None:
@@ -145,13 +145,13 @@ def test_everything_that_does_not_fit_together_is_shown_at_once(project: Path) -
         recipe="demo", cluster="local", num_nodes=3, image="olmo3:25.02", overrides=("training.global_batch_size=33",)
     )
     with pytest.raises(ConfigError) as caught:
-        resolve(words, around(project))
+        resolve(words, ctx(project))
     assert len(caught.value.problems) == 3
 
 
 def places(words: RunWords, project: Path) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        resolve(words, around(project))
+        resolve(words, ctx(project))
     return [f"{problem.where} {problem.key}" for problem in caught.value.problems]
 
 
@@ -182,11 +182,11 @@ def test_a_profile_and_the_settings_are_blamed_for_their_own(project: Path) -> N
 def test_a_cluster_that_is_not_there_is_blamed_on_the_file_that_names_it(project: Path) -> None:
     (project / "ftkit.yaml").write_text("# ours\ncluster: ourz\n")
     with pytest.raises(NotFoundError, match=rf"{project}/ftkit.yaml:2: cluster: there is no cluster 'ourz'"):
-        resolve(RunWords(recipe="demo"), around(project))
+        resolve(RunWords(recipe="demo"), ctx(project))
 
 
 def test_a_typed_option_wins_over_the_environment_and_says_where_it_is_from(project: Path) -> None:
-    place = around(project, {"FTKIT_CLUSTER": "slurm"})
+    place = ctx(project, {"FTKIT_CLUSTER": "slurm"})
     assert settings_of(RunWords(), place).settings.cluster == "slurm"
     typed = settings_of(RunWords(cluster="local"), place)
     assert (typed.settings.cluster, typed.layers.origin(("cluster",))) == ("local", "command line")
@@ -194,22 +194,22 @@ def test_a_typed_option_wins_over_the_environment_and_says_where_it_is_from(proj
 
 def test_a_relative_workspace_belongs_to_the_project(project: Path) -> None:
     (project / "ftkit.yaml").write_text("workspace: work\n")
-    place = around(project)
+    place = ctx(project)
     assert workspace_of(settings_of(RunWords(), place), place).root == project / "work"
 
 
 def test_the_number_of_steps_is_known_once_the_data_is_prepared(project: Path) -> None:
     epochs = ("training.max_steps=null", "training.num_epochs=2", "training.global_batch_size=32")
     words = RunWords(recipe="demo", overrides=epochs)
-    plan = resolve(words, around(project))
+    plan = resolve(words, ctx(project))
     assert plan.num_steps is None
     plan.data_directory.mkdir(parents=True)
     (plan.data_directory / "manifest.json").write_text(json.dumps({"num_train_packs": 320}))
-    assert resolve(words, around(project)).num_steps == 20
+    assert resolve(words, ctx(project)).num_steps == 20
 
 
 def test_two_runs_of_the_same_second_have_two_ids(project: Path) -> None:
-    ids = {resolve(RunWords(recipe="demo"), around(project)).id for _ in range(3)}
+    ids = {resolve(RunWords(recipe="demo"), ctx(project)).id for _ in range(3)}
     assert len(ids) == 3
 
 
@@ -219,7 +219,7 @@ def test_the_job_gets_the_file_that_a_readable_link_leads_to_now(project: Path) 
     (images / "sha256-1.sqsh").touch()
     (images / "olmo3+25.02.sqsh").symlink_to("sha256-1.sqsh")
     words = RunWords(image="olmo3:25.02", cluster="slurm")
-    plan = resolve(words, around(project))
+    plan = resolve(words, ctx(project))
     assert plan.container_image == str(images / "sha256-1.sqsh")
     assert plan.image == "olmo3:25.02"
 
@@ -229,5 +229,5 @@ def test_links_that_lead_nowhere_are_left_for_the_check_of_the_image(project: Pa
     images.mkdir()
     link = images / "olmo3+25.02.sqsh"
     link.symlink_to(link.name)
-    plan = resolve(RunWords(image="olmo3:25.02", cluster="slurm"), around(project))
+    plan = resolve(RunWords(image="olmo3:25.02", cluster="slurm"), ctx(project))
     assert plan.container_image == str(link)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
 from ftkit.config.load import (
-    Surroundings,
+    Context,
     list_images,
     load_cluster,
     load_image,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.recipe import RecipeSpec
 
-HERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+HERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 DEMO = load_recipe("demo", HERE)
 LOCAL = load_cluster("local", HERE).model_copy(update={"device": "cpu", "cpus_per_node": 8})
 A4 = load_cluster("a4-highgpu-8g", HERE)
@@ -239,7 +239,7 @@ FOLDERS_THAT_CANNOT_BE_MOUNTED = {
 
 @pytest.mark.parametrize("key", FOLDERS_THAT_CANNOT_BE_MOUNTED)
 def test_a_folder_that_containers_cannot_mount_is_refused_with_its_key_file_and_line(key: str, tmp_path: Path) -> None:
-    around = Surroundings(tmp_path, tmp_path / "user", {})
+    ctx = Context(tmp_path, tmp_path / "user", {})
     value = json.dumps(FOLDERS_THAT_CANNOT_BE_MOUNTED[key])
     recipe, site = tmp_path / "recipes" / "mine.yaml", tmp_path / "clusters" / "mine.yaml"
     for path in (recipe, site):
@@ -251,7 +251,7 @@ def test_a_folder_that_containers_cannot_mount_is_refused_with_its_key_file_and_
     else:
         section, name = key.split(".")
         recipe.write_text(f"extends: olmo3-7b-full\n{section}:\n  {name}: {value}\n", encoding="utf-8")
-    read, cluster = read_recipe("mine", around), read_cluster("mine", around)
+    read, cluster = read_recipe("mine", ctx), read_cluster("mine", ctx)
     request = replace(
         REQUEST, image=ImageFile(Path("/x.sqsh")), origins=Origins(recipe=read.layers, cluster=cluster.layers)
     )
@@ -340,10 +340,10 @@ def test_a_plan_beyond_the_gpus_memory_says_so() -> None:
     llama = load_recipe("llama3.3-70b-full", HERE)
     request = replace(REQUEST, image=ImageFile(Path("/x.sqsh")), num_nodes=1)
     small = load_cluster("a3-megagpu-8g", HERE)
-    note, *proposals = plan(llama, small, None, request).notes
+    note, *suggestions = plan(llama, small, None, request).notes
     assert "more than this GPU's 79.6 GiB can hold" in note
-    assert proposals
-    assert all(proposal.startswith("would fit, by prediction: ") for proposal in proposals)
+    assert suggestions
+    assert all(suggestion.startswith("would fit, by prediction: ") for suggestion in suggestions)
 
 
 def test_steps_follow_from_epochs_once_the_packs_are_known() -> None:

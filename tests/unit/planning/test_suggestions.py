@@ -10,22 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftkit.config.image_reference import NamedImage
-from ftkit.config.load import Surroundings, list_names, load_cluster, load_recipe
+from ftkit.config.load import Context, list_names, load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import RunRequest
 from ftkit.errors import ConfigError
 from ftkit.planning.engine_choice import keeps_weights, least_memory
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.step_time import Network, predict_speed
+from ftkit.planning.estimates.step_time import Network, predict_step_time
 from ftkit.planning.plan import plan_run
 from ftkit.planning.suggestions import (
     MODES,
-    NUM_PROPOSALS,
+    NUM_SUGGESTIONS,
     ROOM,
     choose_execution,
-    propose_changes,
-    propose_faster,
+    suggest_changes,
+    suggest_faster,
 )
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec
     from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.planning.estimates.gpus import Gpu
-    from ftkit.planning.suggestions import ExecutionPlan, Proposal
+    from ftkit.planning.suggestions import ExecutionPlan, Suggestion
 
-NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 CLUSTER = load_cluster("slurm", NOWHERE)
 
 
@@ -58,37 +58,37 @@ def total(spec: RecipePlan, num_shards: int) -> float:
     return predict_memory(spec.model.architecture, spec.training, num_shards, "fsdp2").total
 
 
-def propose(spec: RecipePlan, capacity: float, cluster: ClusterProfile = CLUSTER) -> list[Proposal]:
-    return propose_changes(spec, cluster, 2, 8, "fsdp2", capacity)
+def propose(spec: RecipePlan, capacity: float, cluster: ClusterProfile = CLUSTER) -> list[Suggestion]:
+    return suggest_changes(spec, cluster, 2, 8, "fsdp2", capacity)
 
 
-def taken(proposal: Proposal) -> tuple[RecipePlan, int]:
-    """Return the recipe and the number of nodes that one has who types what is proposed."""
-    words = proposal.override.split()
+def taken(suggestion: Suggestion) -> tuple[RecipePlan, int]:
+    """Return the recipe and the number of nodes that one has who types what is suggested."""
+    words = suggestion.override.split()
     num_nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words else 2
     return recipe(*BATCHES, *(word for word in words if "=" in word)), num_nodes
 
 
 @settings(max_examples=25)
 @given(st.floats(0.1, 400))
-def test_what_is_proposed_can_be_typed_and_is_predicted_to_fit(capacity: float) -> None:
-    proposals = propose(recipe(*BATCHES), capacity)
-    assert len(proposals) <= NUM_PROPOSALS
-    for proposal in proposals:
-        spec, num_nodes = taken(proposal)
-        assert total(spec, 8 * num_nodes) == proposal.total_gib <= capacity
+def test_what_is_suggested_can_be_typed_and_is_predicted_to_fit(capacity: float) -> None:
+    suggestions = propose(recipe(*BATCHES), capacity)
+    assert len(suggestions) <= NUM_SUGGESTIONS
+    for suggestion in suggestions:
+        spec, num_nodes = taken(suggestion)
+        assert total(spec, 8 * num_nodes) == suggestion.total_gib <= capacity
         assert spec.training.global_batch_size % (spec.training.micro_batch_size * 8 * num_nodes) == 0
-    assert len({proposal.override for proposal in proposals}) == len(proposals)
+    assert len({suggestion.override for suggestion in suggestions}) == len(suggestions)
 
 
 @settings(max_examples=25)
 @given(st.floats(1, 200))
-def test_no_part_of_a_proposal_can_be_left_out(capacity: float) -> None:
+def test_no_part_of_a_suggestion_can_be_left_out(capacity: float) -> None:
     spec = recipe(*BATCHES)
     if total(spec, 16) <= capacity:
         return
-    for proposal in propose(spec, capacity):
-        words = proposal.override.replace("--nodes ", "--nodes=").split()
+    for suggestion in propose(spec, capacity):
+        words = suggestion.override.replace("--nodes ", "--nodes=").split()
         for left_out in words:
             if left_out == "training.activation_checkpointing=full" and "training.activation_offload=true" in words:
                 continue  # one change of two words
@@ -100,13 +100,13 @@ def test_no_part_of_a_proposal_can_be_left_out(capacity: float) -> None:
 def test_what_costs_least_comes_first() -> None:
     spec = recipe(*BATCHES)
     room = total(recipe(*BATCHES, "training.activation_checkpointing=selective"), 16)
-    proposals = propose(spec, room)
-    assert [proposal.override for proposal in proposals] == [
+    suggestions = propose(spec, room)
+    assert [suggestion.override for suggestion in suggestions] == [
         "training.activation_checkpointing=selective",
         "training.micro_batch_size=2",
         "training.sequence_length=4096",
     ]
-    assert str(proposals[0]) == f"training.activation_checkpointing=selective ({room:.1f} GiB)"
+    assert str(suggestions[0]) == f"training.activation_checkpointing=selective ({room:.1f} GiB)"
 
 
 def test_a_layers_inputs_are_offloaded_where_recomputing_all_else_is_not_enough() -> None:
@@ -119,14 +119,14 @@ def test_a_layers_inputs_are_offloaded_where_recomputing_all_else_is_not_enough(
 
 
 def test_with_zero3_only_whole_layers_are_recomputed() -> None:
-    proposals = propose_changes(recipe(*BATCHES), CLUSTER, 2, 8, "zero3", 70)
-    assert proposals[0].override.startswith("training.activation_checkpointing=full")
+    suggestions = suggest_changes(recipe(*BATCHES), CLUSTER, 2, 8, "zero3", 70)
+    assert suggestions[0].override.startswith("training.activation_checkpointing=full")
 
 
 SMALL = ("training.activation_checkpointing=full", "training.micro_batch_size=1")
 
 
-def test_states_of_8_bits_are_proposed_before_offload() -> None:
+def test_states_of_8_bits_are_suggested_before_offload() -> None:
     rounded = total(recipe(*SMALL, "training.optimizer=adamw8bit"), 16)
     assert propose(recipe(*SMALL), rounded)[0].override == "training.optimizer=adamw8bit"
     offloaded = total(recipe(*SMALL, "training.offload=optimizer"), 16)
@@ -134,7 +134,7 @@ def test_states_of_8_bits_are_proposed_before_offload() -> None:
     assert propose(recipe(*SMALL), offloaded)[0].override == "training.offload=optimizer"
     rounding = recipe(*SMALL, "training.optimizer=adamw8bit")
     words = "training.optimizer=adamw training.offload=optimizer"
-    assert words in [proposal.override for proposal in propose(rounding, offloaded)]
+    assert words in [suggestion.override for suggestion in propose(rounding, offloaded)]
 
 
 @pytest.mark.parametrize(
@@ -142,59 +142,59 @@ def test_states_of_8_bits_are_proposed_before_offload() -> None:
     [((), "zero3"), (("training.method=lora",), "fsdp2"), (("training.offload=optimizer",), "fsdp2")],
     ids=["zero3", "adapters", "offloaded already"],
 )
-def test_states_of_8_bits_are_not_proposed_where_they_have_no_place(
+def test_states_of_8_bits_are_not_suggested_where_they_have_no_place(
     changes: tuple[str, ...], engine: EngineName
 ) -> None:
     for capacity in range(4, 100, 8):
-        for proposal in propose_changes(recipe(*BATCHES, *changes), CLUSTER, 2, 8, engine, capacity):
-            assert "adamw8bit" not in proposal.override
+        for suggestion in suggest_changes(recipe(*BATCHES, *changes), CLUSTER, 2, 8, engine, capacity):
+            assert "adamw8bit" not in suggestion.override
 
 
 def test_changes_are_put_together_where_none_is_enough() -> None:
-    proposals = propose(recipe(*BATCHES), 15)
-    assert proposals
-    assert all(len(proposal.override.split()) > 1 for proposal in proposals)
+    suggestions = propose(recipe(*BATCHES), 15)
+    assert suggestions
+    assert all(len(suggestion.override.split()) > 1 for suggestion in suggestions)
 
 
-def test_nothing_is_proposed_where_nothing_helps() -> None:
+def test_nothing_is_suggested_where_nothing_helps() -> None:
     assert propose(recipe(*BATCHES), 0.1) == []
 
 
 @pytest.mark.parametrize(
     "changes", [{"scheduler": "local"}, {"max_nodes": 3}, {"device": "cpu"}], ids=["one machine", "few nodes", "no GPU"]
 )
-def test_what_the_cluster_has_not_is_not_proposed(changes: dict[str, object]) -> None:
+def test_what_the_cluster_has_not_is_not_suggested(changes: dict[str, object]) -> None:
     cluster = CLUSTER.model_copy(update=changes)
     absent = "offload" if "device" in changes else "--nodes"
     for capacity in range(4, 100, 8):
-        assert not any(absent in proposal.override for proposal in propose(recipe(*BATCHES), capacity, cluster))
+        assert not any(absent in suggestion.override for suggestion in propose(recipe(*BATCHES), capacity, cluster))
 
 
 def test_a_batch_too_small_for_more_nodes_is_left_as_it_is() -> None:
     spec = recipe(*BATCHES, "training.global_batch_size=64")
     for capacity in range(4, 100, 8):
-        assert not any("--nodes" in proposal.override for proposal in propose(spec, capacity))
+        assert not any("--nodes" in suggestion.override for suggestion in propose(spec, capacity))
 
 
-def test_small_micro_batches_are_proposed_to_grow_as_far_as_they_fit() -> None:
+def test_small_micro_batches_are_suggested_to_grow_as_far_as_they_fit() -> None:
     small = planned(load_recipe("gemma3-1b-dolly-lora", NOWHERE, ["training.activation_checkpointing=none"]))
-    proposal = propose_faster(small, "fsdp2", GPUS["h100-80gb"], Network(1, 1, None))
-    assert proposal is not None
-    assert proposal.override.startswith("training.micro_batch_size=")
-    assert proposal.speedup > 1.1
-    assert proposal.total_gib <= GPUS["h100-80gb"].usable_gib
+    suggestion = suggest_faster(small, "fsdp2", GPUS["h100-80gb"], Network(1, 1, None))
+    assert suggestion is not None
+    assert suggestion.override.startswith("training.micro_batch_size=")
+    assert suggestion.speedup > 1.1
+    assert suggestion.total_gib <= GPUS["h100-80gb"].usable_gib
 
 
-def test_checkpointing_that_nothing_asks_for_is_proposed_to_go() -> None:
+def test_checkpointing_that_nothing_asks_for_is_suggested_to_go() -> None:
     checkpointed = recipe("training.global_batch_size=16")
-    proposal = propose_faster(checkpointed, "fsdp2", GPUS["h200"], Network(2, 16, None))
-    assert proposal is not None
-    assert "training.activation_checkpointing=none" in proposal.override
+    suggestion = suggest_faster(checkpointed, "fsdp2", GPUS["h200"], Network(2, 16, None))
+    assert suggestion is not None
+    assert "training.activation_checkpointing=none" in suggestion.override
 
 
-def test_nothing_is_proposed_to_a_run_that_is_as_fast_as_it_can_be() -> None:
+def test_nothing_is_suggested_to_a_run_that_is_as_fast_as_it_can_be() -> None:
     fast = recipe("training.activation_checkpointing=none", "training.global_batch_size=16")
-    assert propose_faster(fast, "fsdp2", GPUS["h200"], Network(2, 16, None)) is None
+    assert suggest_faster(fast, "fsdp2", GPUS["h200"], Network(2, 16, None)) is None
 
 
 # --- What `auto` stands for ----------------------------------------------------------------------
@@ -213,7 +213,7 @@ def predicted(spec: RecipeSpec, training: TrainingPlan, gpu: Gpu, num_processes:
     """Return seconds of a step and GiB, as the plan predicts them."""
     shape, network = spec.model.architecture, Network(1, num_processes, None)
     kept = keeps_weights(shape, training, num_processes, "fsdp2", gpu)
-    speed = predict_speed(shape, training, "fsdp2", gpu, network, keeps_weights=kept)
+    speed = predict_step_time(shape, training, "fsdp2", gpu, network, keeps_weights=kept)
     return speed.step_seconds, predict_memory(shape, training, num_processes, keeps_weights=kept).total
 
 
@@ -314,7 +314,7 @@ def test_a_shipped_recipe_is_as_fast_on_a_shipped_cluster_as_the_plan_knows_how(
             shape, engine = spec.model.architecture, plan.engine.name
             kept = keeps_weights(shape, changed, network.size, engine, gpu)
             if predict_memory(shape, changed, network.size, engine, keeps_weights=kept).total <= ROOM * gpu.usable_gib:
-                speed = predict_speed(shape, changed, engine, gpu, network, keeps_weights=kept)
+                speed = predict_step_time(shape, changed, engine, gpu, network, keeps_weights=kept)
                 best = max(best, speed.tokens_per_second)
         assert plan.speed is not None
         assert best, f"{name} on {cluster.name}: nothing fits"

@@ -15,7 +15,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit import process
 from ftkit.config.image_reference import NamedImage
-from ftkit.config.load import Surroundings, load_cluster, load_image, load_recipe
+from ftkit.config.load import Context, load_cluster, load_image, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.launch.render import render_job
 from ftkit.planning.plan import plan_run
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ftkit.planning.plan import RunPlan
 
-SHIPPED_ONLY = Surroundings(Path("/nonexistent"), Path("/nonexistent"), {})
+SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
 
 RECORD = """#!/bin/bash
 call=0

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit import assets
-from ftkit.config.load import Surroundings, load_recipe
+from ftkit.config.load import Context, load_recipe
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.config.yaml_files import read_yaml
@@ -65,7 +65,7 @@ def test_what_is_offloaded_is_not_on_the_gpu(engine: Any) -> None:
 
 
 def test_adapters_without_a_method_that_has_them_are_refused() -> None:
-    here = Surroundings(assets.RECIPES, assets.RECIPES, {})
+    here = Context(assets.RECIPES, assets.RECIPES, {})
     with pytest.raises(ConfigError) as caught:
         load_recipe("demo", here, ("training.lora.rank=4",))
     assert "lora has no effect with method 'full'" in str(caught.value)
@@ -78,7 +78,7 @@ def test_adapters_without_a_method_that_has_them_are_refused() -> None:
 
 def test_auto_takes_zero3_where_it_alone_fits_and_says_why() -> None:
     recipe = load_recipe(
-        "llama3.3-70b-full", Surroundings(assets.RECIPES, assets.RECIPES, {}), ("training.offload=optimizer",)
+        "llama3.3-70b-full", Context(assets.RECIPES, assets.RECIPES, {}), ("training.offload=optimizer",)
     )
     chosen = choose_engine(recipe, 8, "h100-80gb")
     assert chosen.name == "zero3"
@@ -90,7 +90,7 @@ def test_auto_takes_zero3_where_it_alone_fits_and_says_why() -> None:
 
 
 def test_layers_keep_their_weights_where_a_gpu_has_memory_to_spare() -> None:
-    here = Surroundings(assets.RECIPES, assets.RECIPES, {})
+    here = Context(assets.RECIPES, assets.RECIPES, {})
     small, large = (load_recipe(name, here) for name in ("qwen3-8b-tools-full", "llama3.3-70b-full"))
 
     def keeps(recipe: RecipeSpec, world_size: int, gpu: Gpu | None = GPUS["h200"], **changes: object) -> bool:
@@ -110,6 +110,6 @@ def test_layers_keep_their_weights_where_a_gpu_has_memory_to_spare() -> None:
 
 
 def test_gradients_of_fp32_are_not_summed_in_bf16() -> None:
-    here = Surroundings(assets.RECIPES, assets.RECIPES, {})
+    here = Context(assets.RECIPES, assets.RECIPES, {})
     with pytest.raises(ConfigError, match="would round the gradients"):
         load_recipe("demo", here, ("training.precision=fp32", "training.reduce_precision=bf16"))

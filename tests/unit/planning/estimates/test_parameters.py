@@ -124,7 +124,7 @@ def test_memory_holds_all_experts_and_a_token_goes_through_its_own(training: Spe
 def test_experts_in_one_tensor_have_no_adapters_and_no_4_bit_weights(training: Specs) -> None:
     shape = ArchitecturePlan.of(MIXTRAL, count_by_config(MIXTRAL, MIXTRAL_CONFIG))
     counts = method_counts(shape, training(method="qlora", lora={"targets": ["q_proj", "o_proj"]}))
-    assert counts.quantised == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    assert counts.quantized == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
     assert counts.trained == 32 * 2 * 16 * (4096 + 4096)
     memory = predict_memory(shape, training(method="qlora", lora={"targets": ["q_proj"]}), 1)
     assert memory.parameters > 80  # GiB: 45 B of the 46.7 B parameters are experts, in bf16

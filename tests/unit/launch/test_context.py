@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.config.load import Surroundings, load_cluster, load_recipe
+from ftkit.config.load import Context, load_cluster, load_recipe
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_stamp
 from ftkit.launch.local_machine import with_this_machine
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import Workspace
     from ftkit.planning.plan import RunPlan
 
-NOWHERE = Surroundings(Path("/nowhere/project"), Path("/nowhere/user"), {})
+NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 LOCAL = load_cluster("local", NOWHERE)
 
 
