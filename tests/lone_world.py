@@ -11,14 +11,14 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 
 @contextmanager
 def lone_world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
     """Join a world of one, as torchrun would have it."""
     from ftkit.planning.plan import PlacementPlan
-    from ftkit.train.distributed.world import joined_world
+    from ftkit.train.world import init_world
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -33,5 +33,5 @@ def lone_world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         for key, value in variables.items():
             patch.setenv(key, value)
-        with joined_world(PlacementPlan(1, 1, device, 1)) as world:
+        with init_world(PlacementPlan(1, 1, device, 1)) as world:
             yield world

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ftkit.config.model import ModelSpec
     from ftkit.planning.layout import Workspace
 
-PROGRAM = "ftkit.train.counting"
+PROGRAM = "ftkit.train.param_count"
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
 _COUNTS = TypeAdapter(ModelCounts)

@@ -34,13 +34,13 @@ def main(plan_path: Path) -> int:
             at_end.enter_context(held)
             record_start(layout.manifest)
         with at_end:
-            from ftkit.train.distributed.world import joined_world  # noqa: PLC0415
-            from ftkit.train.trainer import run_session  # noqa: PLC0415 - its imports can fail too
+            from ftkit.train.trainer import run_training  # noqa: PLC0415 - its imports can fail too
+            from ftkit.train.world import init_world  # noqa: PLC0415
 
             plan = read_plan(layout)
-            with joined_world(plan.placement) as world:  # which rank 0 joins with the lease in its hands
+            with init_world(plan.placement) as world:  # which rank 0 joins with the lease in its hands
                 layout.rank_error(rank).unlink(missing_ok=True)  # of an earlier start
-                run_session(plan, world)
+                run_training(plan, world)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is left for `ftkit status`
         return _fail(layout, rank, error)
     return 0

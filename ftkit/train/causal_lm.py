@@ -23,20 +23,20 @@ class MicroBatch:
     """What one process computes at a time. B packs of T tokens hold N targets.
 
     Attributes:
-        tokens: int64 [B, T].
-        positions: int64 [B, T]; they restart at 0 with each document, which is all that keeps documents apart.
-        target_index: int64 [N], places in the flattened tokens whose next token counts.
-        targets: int64 [N], those next tokens.
-        document_borders: int32, where each document begins in the flattened tokens, and B * T at the end.
-        longest_document: no document is longer.
+        input_ids: int64 [B, T].
+        position_ids: int64 [B, T]; they restart at 0 with each document, which is all that keeps documents apart.
+        label_index: int64 [N], places in the flattened tokens whose next token counts.
+        labels: int64 [N], those next tokens.
+        cu_seqlens: int32, where each document begins in the flattened tokens, and B * T at the end.
+        max_seqlen: no document is longer.
     """
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    target_index: torch.Tensor
-    targets: torch.Tensor
-    document_borders: torch.Tensor
-    longest_document: int
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    label_index: torch.Tensor
+    labels: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
 
     def pinned(self) -> MicroBatch:
         """Return it in pinned memory, from which copies to a GPU don't stop the host."""
@@ -66,29 +66,29 @@ def _inputs(batch: MicroBatch) -> dict[str, Any]:
     packed documents. Kernels find them in the positions, or in the borders.
     """
     return {
-        "input_ids": batch.tokens,
-        "position_ids": batch.positions,
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
         "attention_mask": None,
         "use_cache": False,
-        "cu_seq_lens_q": batch.document_borders,
-        "cu_seq_lens_k": batch.document_borders,
-        "max_length_q": batch.longest_document,
-        "max_length_k": batch.longest_document,
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
     }
 
 
 def _loss_in_chunks(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the cross-entropy summed over the targets, in fp32. Logits are there a chunk at a time."""
-    kept = _hidden_states(model, batch).flatten(0, 1).index_select(0, batch.target_index)
+    kept = _hidden_states(model, batch).flatten(0, 1).index_select(0, batch.label_index)
     transform = LogitTransform.of(model.config)
-    return linear_cross_entropy(kept, model.get_output_embeddings().weight, batch.targets, transform)
+    return linear_cross_entropy(kept, model.get_output_embeddings().weight, batch.labels, transform)
 
 
 def _loss_of_whole(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the same from logits that are there as a whole: for engines that gather weights by calling modules."""
-    kept = _hidden_states(model, batch).flatten(0, 1).index_select(0, batch.target_index)
+    kept = _hidden_states(model, batch).flatten(0, 1).index_select(0, batch.label_index)
     logits = LogitTransform.of(model.config).apply(model.get_output_embeddings()(kept).float())
-    return functional.cross_entropy(logits, batch.targets, reduction="sum")
+    return functional.cross_entropy(logits, batch.labels, reduction="sum")
 
 
 def add_objective(model: nn.Module, *, in_chunks: bool) -> None:

@@ -21,9 +21,9 @@ from ftkit.train.components.metrics import Recorder, StepOutcome, StepReducer, S
 from ftkit.train.components.mfu import Utilisation
 from ftkit.train.components.prefetch import prefetched
 from ftkit.train.components.profiler import profiled
-from ftkit.train.distributed.engine import Engine
-from ftkit.train.distributed.world import World
+from ftkit.train.engine import Engine
 from ftkit.train.memory.trace import MemoryTrace
+from ftkit.train.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Training:
+class TrainingLoop:
     """A run from step to step. Its whole state is the engine's, and `progress`."""
 
     plan: RunPlan
@@ -63,7 +63,7 @@ class Training:
                 with stopwatch.waiting():
                     batch = next(batches)
                 with stopwatch.work():
-                    outcome = self._optimise(batch)
+                    outcome = self._train_step(batch)
                     before = reducer.pop()  # waits for the step before, on a device that runs behind
                 self._advance()
                 stop = self._is_asked_to_stop()
@@ -95,7 +95,7 @@ class Training:
             or self._is_checkpoint_due()
         )
 
-    def _optimise(self, batch: StepBatch) -> StepOutcome:
+    def _train_step(self, batch: StepBatch) -> StepOutcome:
         """Take one optimizer step."""
         training = self.plan.recipe.training
         torch.manual_seed(self._seed_of_step())

@@ -17,15 +17,15 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
-from ftkit.train.distributed.checks import prove_isolation, prove_logits, prove_sharding, run_probe
+from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.engines import make_engine
-from ftkit.train.distributed.world import joined_world
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.weights import init_weights
+from ftkit.train.world import init_world
 
 if TYPE_CHECKING:
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 VOCABULARY = 320
 LENGTH = 256
@@ -40,7 +40,7 @@ def self_check() -> str:
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
-    with joined_world(PlacementPlan(1, 1, device, 1)) as world:
+    with init_world(PlacementPlan(1, 1, device, 1)) as world:
         losses = {family: _take_step(family, world) for family in get_args(Family)}
     return f"{device}: " + ", ".join(f"{family} (loss {loss:.2f})" for family, loss in losses.items())
 
@@ -68,10 +68,10 @@ def _take_step(family: Family, world: World) -> float:
     kernel, _ = choose_kernel(training, config, world)
     model = build_empty(config, IMPLEMENTATIONS[kernel])
     engine = make_engine("fsdp2", model, training, world, lambda sharded: init_weights(sharded, shape, 0))
-    prove_sharding(engine.facts(), training, method_counts(shape, training))
+    verify_sharding(engine.sharding_stats(), training, method_counts(shape, training))
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=1, sequence_length=LENGTH)
-    prove_isolation(probe)
-    prove_logits(probe)
+    verify_isolation(probe)
+    verify_logits(probe)
     tokens = np.arange(LENGTH, dtype=np.int32)
     pack = build_pack([Document(tokens, np.roll(tokens, -1))], LENGTH, pad=0)
     loss = engine.backward(to_micro_batch(pack[None], world.device), LENGTH, is_last=True)

@@ -32,20 +32,20 @@ from ftkit.train.components.metrics import Recorder
 from ftkit.train.components.mfu import measure_utilisation
 from ftkit.train.components.profiler import check_profile
 from ftkit.train.components.trackers.feed import tracked
-from ftkit.train.counting import count_method, count_modules
-from ftkit.train.distributed.checks import prove_isolation, prove_logits, prove_sharding, prove_targets, run_probe
+from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding, verify_targets
 from ftkit.train.distributed.engines import make_engine
-from ftkit.train.distributed.world import World
-from ftkit.train.loop import Training
-from ftkit.train.memory.out_of_memory import OutOfMemoryExplainer
+from ftkit.train.loop import TrainingLoop
+from ftkit.train.memory.oom import OutOfMemoryExplainer
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import TextConfig, build_empty, has_random_weights, make_config, read_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
+from ftkit.train.param_count import count_method, count_modules
+from ftkit.train.world import World
 
 if TYPE_CHECKING:
-    from ftkit.train.distributed.engine import Engine
+    from ftkit.train.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class BuiltModel:
 
 
 @dataclass(frozen=True)
-class Session:
+class Trainer:
     """A plan being carried out by this process."""
 
     plan: RunPlan
@@ -103,7 +103,7 @@ class Session:
             self._evaluate(evaluator, engine, 0, "before")
         training_began = time.time()
         with CheckpointSaver(self.plan, self.world, self.recorder) as saver:
-            training = explainer.training = Training(
+            training = explainer.training = TrainingLoop(
                 self.plan,
                 self.world,
                 engine,
@@ -194,8 +194,8 @@ class Session:
     def _prove(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> None:
         self._stage("proving that the model is sharded and its documents are isolated")
         recipe = self.plan.recipe
-        checks = prove_sharding(engine.facts(), recipe.training, expected)
-        checks |= prove_targets(store.num_targets)
+        checks = verify_sharding(engine.sharding_stats(), recipe.training, expected)
+        checks |= verify_targets(store.num_targets)
         probe = run_probe(
             engine,
             self.world,
@@ -203,7 +203,7 @@ class Session:
             micro_batch_size=self.plan.batch.micro_batch_size,
             sequence_length=recipe.training.sequence_length,
         )
-        checks |= prove_isolation(probe) | prove_logits(probe)
+        checks |= verify_isolation(probe) | verify_logits(probe)
         self.recorder.write(ProofRecord(time.time(), checks))
         log.info("proven: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
 
@@ -239,7 +239,7 @@ class Session:
         log.info("%s", text)
 
 
-def run_session(plan: RunPlan, world: World) -> None:
+def run_training(plan: RunPlan, world: World) -> None:
     """Carry out a plan in this process.
 
     Raises:
@@ -252,7 +252,7 @@ def run_session(plan: RunPlan, world: World) -> None:
     tokenizer = load_saved_tokenizer(data.tokenizer)
     with tracked(plan, world) as pass_on:
         recorder = Recorder(plan.layout.metrics, world, pass_on)
-        Session(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder)).run()
+        Trainer(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder)).run()
 
 
 def _device_name(device: torch.device) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 _STEP = 10
 _DATA = "the data"

@@ -11,7 +11,7 @@ from lone_world import lone_world
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 
 def pytest_runtest_setup() -> None:

@@ -29,14 +29,14 @@ from ftkit.data.packing import build_pack
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.causal_lm import summed_loss
 from ftkit.train.components.batches import to_micro_batch
-from ftkit.train.distributed.checks import prove_isolation, prove_logits, run_probe
+from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits
 from ftkit.train.distributed.engines import make_engine
-from ftkit.train.distributed.world import World, joined_world
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.nf4 import Nf4Linear
 from ftkit.train.model.weights import init_weights
+from ftkit.train.world import World, init_world
 
 LENGTH, VOCABULARY, PACKS, WINDOW = 1024, 1000, 4, 200
 DOCUMENTS = (130, 401, 3, 250, 200)  # longer and shorter than the window; the rest is padding
@@ -133,7 +133,7 @@ def differing_weights(case: Case, engine: Any, batch: Any) -> int:
         return 0
     wrong: list[str] = []
     whole = AutoModelForCausalLM.from_config(make_config(architecture(case), IDS), dtype=torch.float32)  # type: ignore[arg-type]
-    init_weights(whole.to(batch.tokens.device), architecture(case), 0)
+    init_weights(whole.to(batch.input_ids.device), architecture(case), 0)
     matrices = dict(whole.named_parameters())
 
     def compare(name: str, module: Any) -> None:
@@ -159,7 +159,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
     engine, training, _ = build(case, world)
     sizes = {"micro_batch_size": 2, "sequence_length": LENGTH}
     probe = run_probe(engine, world, VOCABULARY, **sizes)
-    result: dict[str, Any] = {**prove_isolation(probe), **prove_logits(probe)}
+    result: dict[str, Any] = {**verify_isolation(probe), **verify_logits(probe)}
     torch.cuda.synchronize()
     again = time.perf_counter()
     run_probe(engine, world, VOCABULARY, **sizes)
@@ -187,7 +187,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
 def main(kernel: AttentionChoice, output: Path) -> None:
     size = int(os.environ["WORLD_SIZE"])
     results: dict[str, Any] = {}
-    with joined_world(PlacementPlan(1, size, "cuda", 1)) as world:
+    with init_world(PlacementPlan(1, size, "cuda", 1)) as world:
         for heads, window, method in product((4, 2), (None, WINDOW), ("full", "lora", "qlora")):
             case = Case(kernel, heads, window, method)
             torch._dynamo.reset()

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError
-from ftkit.train.distributed.checks import prove_isolation, prove_logits, run_probe
+from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.weights import init_weights
 
 if TYPE_CHECKING:
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 pytestmark = pytest.mark.gpu
 LENGTH, VOCABULARY = 512, 1000
@@ -60,8 +60,8 @@ def test_models_that_cap_or_scale_train_isolated_with_their_own_logits(
     model = build_empty(config, IMPLEMENTATIONS[kernel])
     engine = Fsdp2Engine(model, training(), world, lambda sharded: init_weights(sharded, shape, 0))
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
-    prove_isolation(probe)
-    prove_logits(probe)
+    verify_isolation(probe)
+    verify_logits(probe)
 
 
 def test_short_packs_take_a_kernel_that_keeps_them_apart(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_short_packs_take_a_kernel_that_keeps_them_apart(world: World, monkeypat
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(world.device)
     engine = Fsdp2Engine(model, short, world)
-    prove_isolation(run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=96))
+    verify_isolation(run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=96))
 
 
 def test_flash4_with_a_part_missing_is_left_alone_and_an_explicit_choice_fails(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 TINY = Path(__file__).with_name("tiny.yaml")
 EVERYTHING_HERE = Path(__file__).parent

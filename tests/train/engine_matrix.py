@@ -35,15 +35,15 @@ from ftkit.config.training import (
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.causal_lm import MicroBatch, summed_loss
-from ftkit.train.counting import count_method
 from ftkit.train.distributed import fsdp2
-from ftkit.train.distributed.checks import prove_isolation, prove_logits, prove_sharding, run_probe
-from ftkit.train.distributed.collectives import make_collectives, wrong_answer
+from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding
+from ftkit.train.distributed.collectives import find_error, make_collectives
 from ftkit.train.distributed.engines import make_engine
-from ftkit.train.distributed.precision import DTYPES
-from ftkit.train.distributed.world import World, joined_world
+from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
+from ftkit.train.param_count import count_method
+from ftkit.train.world import World, init_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,7 +146,7 @@ def copied_collectives(training: TrainingPlan, world: World) -> Iterator[None]:
         folder = Path(world.gather_objects(own)[0])
         memories = (FileMemory(folder / name, world) for name in ("gathered", "reduced"))
         made = make_collectives(*memories, DTYPES[training.reduce_precision])
-        assert not wrong_answer(made, world)  # and both have the files open: they go, the memory stays
+        assert not find_error(made, world)  # and both have the files open: they go, the memory stays
     with patch.object(fsdp2, "choose_collectives", lambda *_: made):
         yield
 
@@ -173,10 +173,10 @@ def train(case: Case, world: World) -> dict[str, Any]:
             engine_name, model, training, world, lambda sharded: init_adapters(sharded, 5),
             keeps_weights=weights == "kept",
         )  # fmt: skip
-    checks = prove_sharding(engine.facts(), training, expected)
+    checks = verify_sharding(engine.sharding_stats(), training, expected)
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
-    prove_isolation(probe)
-    prove_logits(probe)
+    verify_isolation(probe)
+    verify_logits(probe)
     num_targets = (2 * LENGTH - 1) * ACCUMULATION * world.size
     losses, norms = [], []
     for step in range(STEPS):
@@ -199,7 +199,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
 
 
 def main() -> None:
-    with joined_world(PlacementPlan(1, 2, "cpu", 1)) as world:
+    with init_world(PlacementPlan(1, 2, "cpu", 1)) as world:
         results = {case.name: train(case, world) for case in cases()}
         if world.is_first:
             Path(sys.argv[1]).write_text(json.dumps(results), encoding="utf-8")

@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.train.__main__ import main
-from ftkit.train.loop import Training
+from ftkit.train.loop import TrainingLoop
 
 
-def optimise_or_die(training: Training, batch: Any) -> Any:
+def train_step_or_die(training: TrainingLoop, batch: Any) -> Any:
     if training.progress.step == int(sys.argv[1]) - 1:
         training.saver.wait()
         if len(sys.argv) > 4:
             raise ZeroDivisionError
         os.kill(os.getpid(), signal.SIGKILL)
-    return optimise(training, batch)
+    return train_step(training, batch)
 
 
-def waits_for_step(training: Training) -> bool:
+def waits_for_step(training: TrainingLoop) -> bool:
     return training._is_evaluation_due() or training._is_checkpoint_due()
 
 
-optimise = Training._optimise
-Training._optimise = optimise_or_die  # type: ignore[method-assign]
+train_step = TrainingLoop._train_step
+TrainingLoop._train_step = train_step_or_die  # type: ignore[method-assign]
 if sys.argv[2] == "behind":
-    Training._waits_for_step = waits_for_step  # type: ignore[method-assign]
+    TrainingLoop._waits_for_step = waits_for_step  # type: ignore[method-assign]
 sys.exit(main(Path(sys.argv[-1])))

@@ -13,12 +13,17 @@ import torch
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import TrainingError
 from ftkit.train.distributed import collectives
-from ftkit.train.distributed.collectives import choose_collectives, make_collectives, wrong_answer
-from ftkit.train.distributed.copy_engine import ReduceScatter
-from ftkit.train.distributed.peer_access import DRIVER, reaches
+from ftkit.train.distributed.collectives import (
+    DRIVER,
+    ReduceScatter,
+    choose_collectives,
+    find_error,
+    make_collectives,
+    reaches,
+)
 
 if TYPE_CHECKING:
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 
 class OwnMemory:
@@ -112,7 +117,7 @@ def test_without_nvlink_nccl_does_it(
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver())
     monkeypatch.setattr(collectives, "COPY_ENGINE_COLLECTIVES", True)
-    monkeypatch.setattr("ftkit.train.distributed.world.World.sum", lambda _, values: values)
+    monkeypatch.setattr("ftkit.train.world.World.sum", lambda _, values: values)
     with caplog.at_level(logging.INFO):
         assert choose_collectives(training(), two(world, size=3, device=torch.device("cuda"))) is None
     assert caplog.messages == ["collectives: NCCL (no NVLink between the GPUs)"]
@@ -123,10 +128,10 @@ def test_copy_engines_that_are_asked_for_and_can_not_be_had_are_an_error(world: 
         choose_collectives(training(collectives="copy_engine"), two(world))
 
 
-def test_collectives_prove_themselves_on_known_numbers(world: World) -> None:
-    assert not wrong_answer(make_collectives(OwnMemory(), OwnMemory(), torch.float32), world)
+def test_collectives_are_verified_on_known_numbers(world: World) -> None:
+    assert not find_error(make_collectives(OwnMemory(), OwnMemory(), torch.float32), world)
     wrong = make_collectives(OwnMemory(), ForgetfulMemory(), torch.float32)
-    assert wrong_answer(wrong, world) == "copies of known numbers came out wrong"
+    assert find_error(wrong, world) == "copies of known numbers came out wrong"
 
 
 def test_a_reduction_that_is_not_the_one_expected_is_refused() -> None:

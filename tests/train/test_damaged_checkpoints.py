@@ -30,7 +30,7 @@ from ftkit.train.components.checkpoint_reader import INDEX, read_state
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 DATA = "the data"
 

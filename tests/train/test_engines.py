@@ -24,7 +24,7 @@ from ftkit.planning.estimates.parameters import method_counts
 from ftkit.runs.records import EvaluationRecord, ProofRecord, StartRecord
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
-from ftkit.train.distributed.checks import prove_sharding
+from ftkit.train.distributed.checks import verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.zero3 import Zero3Engine
 from ftkit.train.model.build import make_config
@@ -33,7 +33,7 @@ from ftkit.train.model.lora import init_adapters, prepare_method
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 MATRIX = Path(__file__).with_name("engine_matrix.py")
 NO_QUESTIONS = "evaluation.sql_execution=null"
@@ -181,7 +181,7 @@ def test_zero3_that_does_not_partition_is_refused_with_both_numbers(world: World
     engine = Zero3Engine.__new__(Zero3Engine)
     engine._world, engine.model = world, build(training())
     with pytest.raises(TrainingError, match=r"units: found 0, expected 3.*sharded layers: found 0, expected 2"):
-        prove_sharding(engine.facts(), training(), method_counts(SHAPE, training()))
+        verify_sharding(engine.sharding_stats(), training(), method_counts(SHAPE, training()))
 
 
 def test_zero3_partitions_among_too_few_ranks_are_refused(world: World) -> None:
@@ -191,13 +191,13 @@ def test_zero3_partitions_among_too_few_ranks_are_refused(world: World) -> None:
         parameter.ds_shape, parameter.ds_persist = parameter.shape, False
         parameter.ds_tensor = parameter.detach().flatten()
         parameter.data = torch.empty(0)
-    assert prove_sharding(engine.facts(), training(), method_counts(SHAPE, training()))["units"] == "3"
+    assert verify_sharding(engine.sharding_stats(), training(), method_counts(SHAPE, training()))["units"] == "3"
     object.__setattr__(world, "size", 2)
     try:
         with pytest.raises(
             TrainingError, match=r"units: found 0.*parameters on this rank: found 39,072, expected at m"
         ):
-            prove_sharding(engine.facts(), training(), method_counts(SHAPE, training()))
+            verify_sharding(engine.sharding_stats(), training(), method_counts(SHAPE, training()))
     finally:
         object.__setattr__(world, "size", 1)
 
@@ -215,7 +215,7 @@ def test_a_model_that_trains_something_else_than_planned_is_refused(
 ) -> None:
     engine = Fsdp2Engine(build(training(method=built)), training(), world)
     with pytest.raises(TrainingError, match=message):
-        prove_sharding(engine.facts(), training(), method_counts(SHAPE, training(method=planned)))
+        verify_sharding(engine.sharding_stats(), training(), method_counts(SHAPE, training(method=planned)))
 
 
 def test_torch_that_cannot_shard_two_precisions_together_is_refused(
@@ -234,7 +234,7 @@ def test_adapters_on_one_process_are_not_divided_and_train_in_bf16(method: Metho
     model = build(spec)
     init_adapters(model, seed=0)
     engine = Fsdp2Engine(model, spec, world)
-    assert prove_sharding(engine.facts(), spec, method_counts(SHAPE, spec))["units"] == "0"
+    assert verify_sharding(engine.sharding_stats(), spec, method_counts(SHAPE, spec))["units"] == "0"
     packs = np.random.default_rng(0).integers(0, SHAPE.vocab_size, (1, 3, 16)).astype(np.int32)
     packs[:, 2] = np.arange(16)
     batch = to_micro_batch(packs, world.device)
@@ -244,4 +244,4 @@ def test_adapters_on_one_process_are_not_divided_and_train_in_bf16(method: Metho
     assert not any(isinstance(parameter, DTensor) for parameter in trained)
     assert {parameter.dtype for parameter in trained} == {torch.float32}
     with engine.inference() as answering:
-        assert answering.generate(batch.tokens, max_new_tokens=2, do_sample=False).shape == (1, 18)
+        assert answering.generate(batch.input_ids, max_new_tokens=2, do_sample=False).shape == (1, 18)

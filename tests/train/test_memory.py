@@ -15,16 +15,16 @@ from ftkit.train import trainer as session
 from ftkit.train.components.metrics import Recorder
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import trace as memory_trace
-from ftkit.train.memory.out_of_memory import is_out_of_memory
+from ftkit.train.memory.oom import is_out_of_memory
 from ftkit.train.memory.trace import MemoryTrace
-from ftkit.train.trainer import run_session
+from ftkit.train.trainer import run_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from ftkit.planning.plan import RunPlan
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 EXHAUSTED = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -43,7 +43,7 @@ def exhaust(*_: Any, **__: Any) -> None:
 
 def message(plan: RunPlan, world: World) -> str:
     with pytest.raises(MemoryExhaustedError) as caught:
-        run_session(plan, world)
+        run_training(plan, world)
     return str(caught.value)
 
 

@@ -25,21 +25,21 @@ from ftkit.planning.estimates.adapters import ParameterCounts
 from ftkit.planning.estimates.parameters import count_parameters, method_counts
 from ftkit.train.causal_lm import summed_loss
 from ftkit.train.components.batches import to_micro_batch
-from ftkit.train.counting import count_method
 from ftkit.train.distributed.checks import (
     ProbeResult,
-    ShardingFacts,
+    ShardingStats,
     _probe_rows,
-    prove_isolation,
-    prove_logits,
-    prove_sharding,
-    prove_targets,
     run_probe,
+    verify_isolation,
+    verify_logits,
+    verify_sharding,
+    verify_targets,
 )
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel, generation_attention
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config, read_config
 from ftkit.train.model.weights import load_weights
+from ftkit.train.param_count import count_method
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 OTHERS = ("gpt_neox", "mistral", "phi3", "qwen2", "qwen3_moe")
 """Of other kinds: projections fused, biases, norms with biases, other names, experts."""
@@ -125,12 +125,12 @@ def test_every_family_passes_the_proofs(
     if family in FAMILIES:
         assert expected == method_counts(architecture(family), training)
     engine = Fsdp2Engine(model, training, world)
-    checks = prove_sharding(engine.facts(), training, expected)
+    checks = verify_sharding(engine.sharding_stats(), training, expected)
     assert checks["units"] == "5"
     assert checks[f"layers with checkpointing '{checkpointing}'"] == "4"
     probe = run_probe(engine, world, 320, micro_batch_size=2, sequence_length=60)
-    assert prove_isolation(probe)["documents isolated"].endswith("gradient 0e+00")
-    prove_logits(probe)
+    assert verify_isolation(probe)["documents isolated"].endswith("gradient 0e+00")
+    verify_logits(probe)
 
 
 @pytest.mark.parametrize("odd", [{"intermediate_size": 50}, {"hidden_size": 36}])
@@ -159,12 +159,12 @@ def test_a_model_left_in_one_unit_is_refused_with_both_numbers(
     engine._training = TRAINING
     engine.model = fully_shard(build("olmo3", tokenizer), mesh=world.mesh)
     with pytest.raises(TrainingError, match=r"units: found 1, expected 5.*sharded layers: found 0, expected 4"):
-        prove_sharding(engine.facts(), TRAINING, method_counts(architecture("olmo3"), TRAINING))
+        verify_sharding(engine.sharding_stats(), TRAINING, method_counts(architecture("olmo3"), TRAINING))
 
 
-GOOD = ShardingFacts(
+GOOD = ShardingStats(
     num_layers=64, num_units=65, num_sharded_layers=64, checkpointed_layers={"none": 64}, total_elements=1000,
-    local_elements=125, largest_local_elements=130, trainable_elements=1000,
+    local_elements=125, max_local_elements=130, trainable_elements=1000,
 )  # fmt: skip
 
 
@@ -179,15 +179,15 @@ GOOD = ShardingFacts(
     ],
 )
 def test_each_proof_names_what_was_found_and_what_was_expected(changes: dict[str, Any], message: str) -> None:
-    assert prove_sharding(GOOD, TRAINING, ParameterCounts(1000, 1000))["units"] == "65"
+    assert verify_sharding(GOOD, TRAINING, ParameterCounts(1000, 1000))["units"] == "65"
     with pytest.raises(TrainingError, match=message):
-        prove_sharding(ShardingFacts(**(vars(GOOD) | changes)), TRAINING, ParameterCounts(1000, 1000))
+        verify_sharding(ShardingStats(**(vars(GOOD) | changes)), TRAINING, ParameterCounts(1000, 1000))
 
 
 def test_packs_without_a_target_are_refused_by_number() -> None:
-    assert prove_targets(np.array([3, 7])) == {"fewest targets in a pack": "3"}
+    assert verify_targets(np.array([3, 7])) == {"fewest targets in a pack": "3"}
     with pytest.raises(TrainingError, match="2 of 4 packs have no target token, the first is number 1"):
-        prove_targets(np.array([3, 0, 7, 0]))
+        verify_targets(np.array([3, 0, 7, 0]))
 
 
 def probe(engine: Fsdp2Engine, world: World) -> ProbeResult:
@@ -206,7 +206,7 @@ def test_documents_that_see_each_other_are_noticed(
 
     monkeypatch.setattr(decoder, "forward", with_mask)
     with pytest.raises(TrainingError, match="documents in one pack see each other"):
-        prove_isolation(probe(engine, world))
+        verify_isolation(probe(engine, world))
 
 
 def test_a_model_that_passes_documents_on_by_convolution_is_refused(
@@ -217,7 +217,7 @@ def test_a_model_that_passes_documents_on_by_convolution_is_refused(
     torch.manual_seed(3)
     engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), TRAINING, world)
     with pytest.raises(TrainingError, match="documents in one pack see each other"):
-        prove_isolation(probe(engine, world))
+        verify_isolation(probe(engine, world))
 
 
 @pytest.mark.parametrize(
@@ -238,14 +238,14 @@ def test_models_that_scale_or_cap_their_logits_train_with_them(
     torch.manual_seed(3)
     engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), TRAINING, world)
     tried = probe(engine, world)
-    prove_isolation(tried)
-    prove_logits(tried)
+    verify_isolation(tried)
+    verify_logits(tried)
     tokens = np.arange(40, dtype=np.int32)
     pack = build_pack([Document(tokens, np.roll(tokens, -1))], 40, pad=0)
     with engine.inference() as model:
         batch = to_micro_batch(pack[None], world.device)
-        logits = model(input_ids=batch.tokens).logits.flatten(0, 1)[batch.target_index]
-        expected = functional.cross_entropy(logits, batch.targets, reduction="sum")
+        logits = model(input_ids=batch.input_ids).logits.flatten(0, 1)[batch.label_index]
+        expected = functional.cross_entropy(logits, batch.labels, reduction="sum")
         assert float(summed_loss(model, batch)) == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -297,7 +297,7 @@ def test_logits_that_are_changed_in_an_unknown_way_are_refused_though_the_loss_h
 
     monkeypatch.setattr(kind, "forward", scaled)
     with pytest.raises(TrainingError, match=r"not those of the model's own class: they differ by 9\.1e-02"):
-        prove_logits(probe(engine, world))
+        verify_logits(probe(engine, world))
 
 
 def test_a_gradient_that_reaches_a_neighbor_is_noticed_though_hidden_states_are_right(
@@ -308,13 +308,13 @@ def test_a_gradient_that_reaches_a_neighbor_is_noticed_though_hidden_states_are_
     (first_neighbor, *_) = (~right.is_kept).nonzero()
     gradients[first_neighbor] += 0.1 * gradients[right.is_kept].norm(dim=1).mean()
     with pytest.raises(TrainingError, match=r"hidden states change by 0\.0e"):
-        prove_isolation(replace(right, gradients=gradients))
+        verify_isolation(replace(right, gradients=gradients))
 
 
 def test_a_bias_of_the_output_projection_counts_in_the_loss(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
     model = build("phi", tokenizer)
     torch.nn.init.normal_(model.lm_head.bias)
-    prove_logits(probe(Fsdp2Engine(model, TRAINING, world), world))
+    verify_logits(probe(Fsdp2Engine(model, TRAINING, world), world))
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 64, 1000, 20480])

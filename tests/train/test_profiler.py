@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # a trace for each cycle is meant
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.planning.plan import RunPlan
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 KILLED = Path(__file__).with_name("killed_while_saving.py")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.records import Record
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 
 def start(resumed_from: int = 0) -> StartRecord:

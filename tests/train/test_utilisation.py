@@ -17,7 +17,7 @@ from ftkit.train.components.mfu import Utilisation, measure_utilisation
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 
 def plan_of(recipe: RecipeSpec) -> RecipePlan:

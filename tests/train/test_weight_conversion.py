@@ -18,15 +18,15 @@ from ftkit.errors import TrainingError
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.library_versions import CONVERTS_WEIGHTS
 from ftkit.train.model.build import TextConfig, make_config
 from ftkit.train.model.weight_conversion import JoinedPieces, _Conversions, map_tensors, split_as_stored
 from ftkit.train.model.weights import load_weights
+from ftkit.train.private_apis import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 TOKENIZER = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
 

@@ -7,10 +7,10 @@ import sys
 PROGRAM = """
 import torch
 from ftkit.planning.plan import PlacementPlan
-from ftkit.train.distributed.world import joined_world
+from ftkit.train.world import init_world
 
 print(torch.get_float32_matmul_precision())
-with joined_world(PlacementPlan(1, 1, "cpu", 1)):
+with init_world(PlacementPlan(1, 1, "cpu", 1)):
     print(torch.get_float32_matmul_precision())
 """
 

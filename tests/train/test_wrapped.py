@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 SHAPE = ArchitectureSpec(
     family="gemma3_text", vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=6,

@@ -23,7 +23,7 @@ class Gpu:
         memory_gib: GiB.
         bf16_flops: dense bf16 floating-point operations a second, on tensor cores.
         fp32_flops: fp32 operations a second, on CUDA cores: the trainer keeps TF32 off
-            (`ftkit.train.distributed.world`).
+            (`ftkit.train.world`).
         memory_bandwidth: bytes a second.
         link_bandwidth: bytes a second to the other GPUs of its node, one way.
         has_fast_attention: whether flash-attn-4 runs on it (Hopper and newer).

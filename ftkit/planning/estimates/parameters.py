@@ -1,7 +1,7 @@
 """How many parameters a model has: of known families by formula, of others by what is known of their experts.
 
 Exact for the Hugging Face implementations of `FAMILIES`, with which the tests compare. Counts of the model itself
-(`ftkit.train.counting`) go first where there are any: a shape that has them brings them along.
+(`ftkit.train.param_count`) go first where there are any: a shape that has them brings them along.
 """
 
 from __future__ import annotations

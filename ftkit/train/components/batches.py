@@ -101,13 +101,13 @@ def to_micro_batch(packs: NDArray[np.int32], device: torch.device) -> MicroBatch
     positions = packs[:, 2]
     borders = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
     batch = MicroBatch(
-        tokens=tensor(packs[:, 0], np.int64),
-        positions=tensor(positions, np.int64),
-        target_index=tensor(index, np.int64),
-        targets=tensor(labels[index], np.int64),
-        document_borders=tensor(borders, np.int32),
+        input_ids=tensor(packs[:, 0], np.int64),
+        position_ids=tensor(positions, np.int64),
+        label_index=tensor(index, np.int64),
+        labels=tensor(labels[index], np.int64),
+        cu_seqlens=tensor(borders, np.int32),
         # A bound that is the same for all batches: kernels are compiled for it.
-        longest_document=packs.shape[2],
+        max_seqlen=packs.shape[2],
     )
     return batch.on(device)
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.train.distributed.engine import Engine
-    from ftkit.train.distributed.world import World
+    from ftkit.train.engine import Engine
+    from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 

@@ -28,17 +28,17 @@ from ftkit.train.components.checkpoint import (
     temporary_of,
 )
 from ftkit.train.components.checkpoint_reader import INDEX
-from ftkit.train.distributed.world import COLLECTIVE_TIMEOUT
-from ftkit.train.memory.host_copy import HostCopy, count_bytes
 from ftkit.train.memory.host_memory import available_bytes
+from ftkit.train.memory.host_staging import HostSnapshot, state_bytes
+from ftkit.train.world import COLLECTIVE_TIMEOUT
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ftkit.planning.plan import RunPlan
     from ftkit.train.components.metrics import Recorder
-    from ftkit.train.distributed.engine import Engine
-    from ftkit.train.distributed.world import World
+    from ftkit.train.engine import Engine
+    from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class CheckpointSaver:
         # Collectives of two threads in one group could meet in another order on another rank.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_take_device, initargs=(world.device,))
-        self._copy = HostCopy(world.host_mesh)
+        self._copy = HostSnapshot(world.host_mesh)
         self._has_room: bool | None = None
         self._save: _Save | None = None
 
@@ -139,7 +139,7 @@ class CheckpointSaver:
     def _room_for(self, state: dict[str, Any]) -> bool:
         """Tell whether main memory has room for the copies of all processes of this node; asked once."""
         if self._has_room is None:
-            needed = count_bytes(state) * self._plan.placement.processes_per_node
+            needed = state_bytes(state) * self._plan.placement.processes_per_node
             available = available_bytes()
             self._world.barrier()  # one rank's copy must not count against another's
             self._has_room = 1.1 * needed <= available

@@ -21,12 +21,12 @@ from ftkit.runs.records import EvaluationRecord, Sample
 from ftkit.train.causal_lm import summed_loss
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.components.generation import Generation
-from ftkit.train.distributed.world import World
 from ftkit.train.model.attention import generation_attention
+from ftkit.train.world import World
 
 if TYPE_CHECKING:
     from ftkit.config.training import SqlExecutionSpec
-    from ftkit.train.distributed.engine import Engine
+    from ftkit.train.engine import Engine
 
 ANSWERS_AT_ONCE = 50
 NUM_SAMPLES = 6

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ftkit.config.recipe import RecipePlan
 from ftkit.process import mode_of_new_files
 from ftkit.train.components.generation import Generation, as_configured
-from ftkit.train.distributed.precision import DTYPES
+from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, config_for_export
 from ftkit.train.model.lora import peft_config, to_peft_names
 from ftkit.train.model.weight_conversion import split_as_stored, wrapped_name, wrapped_targets
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ftkit.train.distributed.engine import Engine
-    from ftkit.train.distributed.world import World
+    from ftkit.train.engine import Engine
+    from ftkit.train.world import World
 
 
 @dataclass(frozen=True)

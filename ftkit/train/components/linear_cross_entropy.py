@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from ftkit.planning.estimates.memory import LOGITS_ALIGNMENT, logits_rows
-from ftkit.train.library_versions import TORCH
+from ftkit.train.private_apis import TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from ftkit.runs.records import Record, StepRecord, append_record
-from ftkit.train.memory.pinned import pinned_like
+from ftkit.train.memory.host_staging import pinned_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ftkit.train.components.mfu import Utilisation
-    from ftkit.train.distributed.world import World
     from ftkit.train.memory.trace import MemoryTrace
+    from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 

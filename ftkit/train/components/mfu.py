@@ -15,7 +15,7 @@ from ftkit.planning.estimates.gpus import gpu_of_device
 if TYPE_CHECKING:
     from ftkit.config.recipe import RecipePlan
     from ftkit.data.store import PackStore
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 NUM_SAMPLED_PACKS = 64
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.profiler import ProfileSpec
     from ftkit.planning.layout import RunLayout
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from ftkit.config.training import TrainingPlan
     from ftkit.planning.estimates.adapters import ParameterCounts
-    from ftkit.train.distributed.engine import Engine
-    from ftkit.train.distributed.world import World
+    from ftkit.train.engine import Engine
+    from ftkit.train.world import World
 
 GRADIENT_TOLERANCE = 1e-3
 """Largest part of a gradient that may reach a neighbor's token, relative to the mean at a document's own."""
@@ -33,11 +33,11 @@ LOGITS_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
-class ShardingFacts:
+class ShardingStats:
     """What is true of the sharded model on one rank; elements are numbers of parameters.
 
     Attributes:
-        is_undivided: nothing is sharded; right on one process alone, where this rank's even share is all.
+        is_unsharded: nothing is sharded; right on one process alone, where this rank's even share is all.
     """
 
     num_layers: int
@@ -46,13 +46,13 @@ class ShardingFacts:
     checkpointed_layers: Mapping[ActivationCheckpointing, int]
     total_elements: int
     local_elements: int
-    largest_local_elements: int
+    max_local_elements: int
     trainable_elements: int
-    quantised_elements: int = 0
-    is_undivided: bool = False
+    quantized_elements: int = 0
+    is_unsharded: bool = False
 
 
-def prove_sharding(facts: ShardingFacts, training: TrainingPlan, expected: ParameterCounts) -> dict[str, str]:
+def verify_sharding(facts: ShardingStats, training: TrainingPlan, expected: ParameterCounts) -> dict[str, str]:
     """Compare the facts of a rank with what the plan asks for.
 
     Returns:
@@ -62,7 +62,7 @@ def prove_sharding(facts: ShardingFacts, training: TrainingPlan, expected: Param
         TrainingError: naming both numbers of each comparison that failed.
     """
     checkpointing = training.activation_checkpointing
-    units, layers = (0, 0) if facts.is_undivided else (facts.num_layers + 1, facts.num_layers)
+    units, layers = (0, 0) if facts.is_unsharded else (facts.num_layers + 1, facts.num_layers)
     comparisons = {
         "units": (facts.num_units, units, "decoder layers + 1 for the rest"),
         "sharded layers": (facts.num_sharded_layers, layers, "decoder layers"),
@@ -73,17 +73,17 @@ def prove_sharding(facts: ShardingFacts, training: TrainingPlan, expected: Param
         ),
         "parameters": (facts.total_elements, expected.total, "as planned"),
         "trainable parameters": (facts.trainable_elements, expected.trained, f"for method '{training.method}'"),
-        "4-bit parameters": (facts.quantised_elements, expected.quantized, f"for method '{training.method}'"),
+        "4-bit parameters": (facts.quantized_elements, expected.quantized, f"for method '{training.method}'"),
     }
     wrong = [
         f"{name}: found {found:,}, expected {wanted:,} ({why})"
         for name, (found, wanted, why) in comparisons.items()
         if found != wanted
     ]
-    if facts.local_elements > facts.largest_local_elements:
+    if facts.local_elements > facts.max_local_elements:
         wrong.append(
             f"parameters on this rank: found {facts.local_elements:,}, expected at most "
-            f"{facts.largest_local_elements:,} (an even share of {facts.total_elements:,})"
+            f"{facts.max_local_elements:,} (an even share of {facts.total_elements:,})"
         )
     if wrong:
         raise TrainingError(
@@ -95,7 +95,7 @@ def prove_sharding(facts: ShardingFacts, training: TrainingPlan, expected: Param
     return found | {"parameters on this rank": f"{facts.local_elements:,} of {facts.total_elements:,}"}
 
 
-def prove_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
+def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
     """Prove that each pack has something to learn from.
 
     Args:
@@ -154,7 +154,7 @@ def run_probe(
     return ProbeResult(is_kept, (states, other_states), gradients, own_logits, expected_logits)
 
 
-def prove_isolation(probe: ProbeResult) -> dict[str, str]:
+def verify_isolation(probe: ProbeResult) -> dict[str, str]:
     """Prove that documents in one pack do not see each other, neither forward nor backward.
 
     Hidden states of a document must not change with its neighbors, and their gradients to the neighbors must be zero.
@@ -181,7 +181,7 @@ def prove_isolation(probe: ProbeResult) -> dict[str, str]:
     return {"documents isolated": f"difference {change:.0e}, gradient {leak:.0e}"}
 
 
-def prove_logits(probe: ProbeResult) -> dict[str, str]:
+def verify_logits(probe: ProbeResult) -> dict[str, str]:
     """Prove that the logits behind the loss are those of the model's own class.
 
     Logits are compared, not losses: near the loss of a model that knows nothing, a scale hardly shows.

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftkit.config.training import EngineName, TrainingPlan
-    from ftkit.train.distributed.engine import Engine, Fill
-    from ftkit.train.distributed.world import World
+    from ftkit.train.engine import Engine, InitWeights
+    from ftkit.train.world import World
 
 
 def make_engine(
@@ -19,7 +19,7 @@ def make_engine(
     model: nn.Module,
     training: TrainingPlan,
     world: World,
-    fill: Fill,
+    fill: InitWeights,
     *,
     keeps_weights: bool = False,
 ) -> Engine:

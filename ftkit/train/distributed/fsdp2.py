@@ -23,23 +23,23 @@ from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
 from ftkit.train.components.checkpoint_reader import read_state, saved_sizes
 from ftkit.train.components.optimizer import HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
-from ftkit.train.distributed.precision import DTYPES
-from ftkit.train.distributed.sharding_stats import Held, gather_facts
-from ftkit.train.distributed.unsharded import cast_where_used, is_undivided
-from ftkit.train.library_versions import FSDP2_ON_PROCESSORS, TORCH, complete_processor_streams
-from ftkit.train.memory.activation_checkpointing import checkpoint_layers
+from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
+from ftkit.train.distributed.unsharded import cast_where_used, is_unsharded
+from ftkit.train.dtypes import DTYPES
+from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.weights import materialize
+from ftkit.train.private_apis import FSDP2_ON_PROCESSORS, TORCH, complete_processor_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.distributed.checks import ShardingFacts
-    from ftkit.train.distributed.engine import Fill
-    from ftkit.train.distributed.world import World
+    from ftkit.train.distributed.checks import ShardingStats
+    from ftkit.train.engine import InitWeights
+    from ftkit.train.world import World
 
 
 class Fsdp2Engine:
@@ -54,12 +54,12 @@ class Fsdp2Engine:
         model: nn.Module,
         training: TrainingPlan,
         world: World,
-        fill: Fill | None = None,
+        fill: InitWeights | None = None,
         *,
         keeps_weights: bool = False,
     ) -> None:
         self._world = world
-        if not is_undivided(training, world):
+        if not is_unsharded(training, world):
             _check_precisions(model)
         _check_device(world)
         is_empty = any(parameter.is_meta for parameter in model.parameters())
@@ -81,17 +81,17 @@ class Fsdp2Engine:
             self._optimizer = _make_optimizer(self.model, self._training)
         return self._optimizer
 
-    def facts(self) -> ShardingFacts:
+    def sharding_stats(self) -> ShardingStats:
         """Return what is true of the model on this rank."""
         layers = find_decoder_layers(self.model)
-        return gather_facts(
+        return collect_sharding_stats(
             self.model,
-            lambda parameter: Held(
+            lambda parameter: ParameterShard(
                 parameter.numel(), _local(parameter).numel(), _even_share(parameter, self._world.size)
             ),
             num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
             num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in layers),
-            is_undivided=is_undivided(self._training, self._world),
+            is_unsharded=is_unsharded(self._training, self._world),
         )
 
     def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:
@@ -209,14 +209,14 @@ def shard(model: nn.Module, training: TrainingPlan, world: World, *, keeps_weigh
     """
     complete_processor_streams()
     layers = find_decoder_layers(model)
-    checkpoint_layers(
+    apply_activation_checkpointing(
         layers,
         training.activation_checkpointing,
         compiled=compiles(training, world.device),
         offload=ActivationOffload(world.device) if training.activation_offload else None,
     )
     compute = DTYPES[training.precision]
-    if is_undivided(training, world):
+    if is_unsharded(training, world):
         add_objective(model, in_chunks=True)
         if training.precision == "bf16":
             cast_where_used(model, compute, world.device)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 
-def is_undivided(training: TrainingPlan, world: World) -> bool:
+def is_unsharded(training: TrainingPlan, world: World) -> bool:
     """Tell whether the model stays as it is. Parameters that wait in main memory have to be brought, as shards are."""
     return world.size == 1 and training.adapters is not None and training.offload != "all"
 

@@ -19,9 +19,9 @@ from ftkit.planning.estimates.memory import ZERO3_BUCKET
 from ftkit.train.causal_lm import MicroBatch, add_objective, summed_loss
 from ftkit.train.components.checkpoint_reader import read_state
 from ftkit.train.components.optimizer import parameter_groups
-from ftkit.train.distributed.precision import DTYPES
-from ftkit.train.distributed.sharding_stats import Held, gather_facts
-from ftkit.train.memory.activation_checkpointing import checkpoint_layers
+from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
+from ftkit.train.dtypes import DTYPES
+from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.local_shard import local_shard
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.distributed.checks import ShardingFacts
-    from ftkit.train.distributed.engine import Fill
-    from ftkit.train.distributed.world import World
+    from ftkit.train.distributed.checks import ShardingStats
+    from ftkit.train.engine import InitWeights
+    from ftkit.train.world import World
 
 _STATES = ("exp_avg", "exp_avg_sq")
 _FOLLOWED = ("summed_loss", "packed_hidden_states")
@@ -45,7 +45,7 @@ _FOLLOWED = ("summed_loss", "packed_hidden_states")
 class Zero3Engine:
     """Weights in the compute precision, their fp32 masters and optimizer states; each rank holding its part."""
 
-    def __init__(self, model: nn.Module, training: TrainingPlan, world: World, fill: Fill | None = None) -> None:
+    def __init__(self, model: nn.Module, training: TrainingPlan, world: World, fill: InitWeights | None = None) -> None:
         self._world = world
         # DeepSpeed hands a state that is offloaded over on the device, a parameter at a time: it goes back at once.
         self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
@@ -59,7 +59,7 @@ class Zero3Engine:
             self._deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=precision)
         if fill is not None:
             fill(model)
-        checkpoint_layers(
+        apply_activation_checkpointing(
             find_decoder_layers(model),
             training.activation_checkpointing,
             compiled=False,
@@ -86,28 +86,30 @@ class Zero3Engine:
             states = {key: torch.zeros_like(master) for key in _STATES}
             optimizer.optimizer.state[master] = states | {"step": torch.zeros((), device=master.device)}
 
-    def facts(self) -> ShardingFacts:
+    def sharding_stats(self) -> ShardingStats:
         """Return what is true of the model on this rank: a unit is a part of it with all parameters dealt out."""
         layers = find_decoder_layers(self.model)
         within = {parameter for layer in layers for parameter in layer.parameters()}
         rest = [parameter for parameter in self.model.parameters() if parameter not in within]
-        sharded_layers = sum(all(map(self._is_dealt_out, layer.parameters())) for layer in layers)
-        return gather_facts(
+        sharded_layers = sum(all(map(self._is_partitioned, layer.parameters())) for layer in layers)
+        return collect_sharding_stats(
             self.model,
             self._held,
-            num_units=sharded_layers + all(map(self._is_dealt_out, rest)),
+            num_units=sharded_layers + all(map(self._is_partitioned, rest)),
             num_sharded_layers=sharded_layers,
         )
 
-    def _held(self, parameter: Any) -> Held:
+    def _held(self, parameter: Any) -> ParameterShard:
         if not hasattr(parameter, "ds_tensor"):
-            return Held(parameter.numel(), parameter.numel(), -(-parameter.numel() // self._world.size))
+            return ParameterShard(parameter.numel(), parameter.numel(), -(-parameter.numel() // self._world.size))
         whole = parameter.ds_shape.numel()
         # Small ones also stay whole on every rank, if DeepSpeed says so of them.
         kept = whole if parameter.ds_persist else 0
-        return Held(whole, parameter.ds_tensor.numel() + parameter.numel(), -(-whole // self._world.size) + kept)
+        return ParameterShard(
+            whole, parameter.ds_tensor.numel() + parameter.numel(), -(-whole // self._world.size) + kept
+        )
 
-    def _is_dealt_out(self, parameter: nn.Parameter) -> bool:
+    def _is_partitioned(self, parameter: nn.Parameter) -> bool:
         held = self._held(parameter)
         return hasattr(parameter, "ds_tensor") and held.local <= held.allowed
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ftkit.train.memory.compile import allow_a_graph_each, compiled_whole
+from ftkit.train.memory.compile import compile_whole, raise_recompile_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,7 +46,7 @@ _MODE = "activation_checkpointing"
 """Attribute of a forward that computes again: how it does."""
 
 
-def checkpoint_layers(
+def apply_activation_checkpointing(
     layers: Iterable[nn.Module],
     mode: ActivationCheckpointing,
     *,
@@ -66,19 +66,19 @@ def checkpoint_layers(
     """
     layers = list(layers)
     if compiled:
-        allow_a_graph_each(len(layers))
+        raise_recompile_limit(len(layers))
     for layer in layers:
         if mode == "selective":
             layer.forward = _recomputing(layer.forward, mode, context_fn=_select)
         if compiled:
-            layer.forward = compiled_whole(layer.forward)
+            layer.forward = compile_whole(layer.forward)
         if mode == "full":
             layer.forward = _recomputing(layer.forward, mode)
             if offload is not None:
                 layer.forward = _offloading(layer.forward, offload)
 
 
-def checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
+def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
     """Return how a layer is computed again, by what its forward really is."""
     forward = inspect.unwrap(layer.forward, stop=lambda function: hasattr(function, _MODE))
     mode: ActivationCheckpointing = getattr(forward, _MODE, "none")

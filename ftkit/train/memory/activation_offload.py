@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftkit.train.memory.pinned import pinned_like
+from ftkit.train.memory.host_staging import pinned_like
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

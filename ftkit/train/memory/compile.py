@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def allow_a_graph_each(num_layers: int) -> None:
+def raise_recompile_limit(num_layers: int) -> None:
     """Let torch compile a layer's code as often as there are layers, and some.
 
     torch 2.6 does so if they compute selectively again, and would leave the ninth and all that follow uncompiled.
@@ -23,7 +23,7 @@ def allow_a_graph_each(num_layers: int) -> None:
     config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)
 
 
-def compiled_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
+def compile_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that is compiled as a whole.
 
     Left to itself, torch compiles what it can and says nothing of the rest, which then runs as slowly, and keeps as

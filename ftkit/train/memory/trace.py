@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.train.components.metrics import Recorder
-    from ftkit.train.distributed.engine import Engine
-    from ftkit.train.distributed.world import World
+    from ftkit.train.engine import Engine
+    from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 Kernel = Literal["flash4", "flex", "sdpa", "eager"]
 

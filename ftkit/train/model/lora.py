@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ftkit.train.distributed.precision import DTYPES
+from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import quantize_linears

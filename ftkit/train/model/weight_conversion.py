@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from ftkit.errors import TrainingError
-from ftkit.train.library_versions import CONVERTS_WEIGHTS
+from ftkit.train.private_apis import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

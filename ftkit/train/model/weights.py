@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.config.model import ArchitectureSpec, ModelSpec
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 
 def fetch_weights(model: ModelSpec, world: World) -> Path:

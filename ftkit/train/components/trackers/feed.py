@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.records import Record
     from ftkit.train.components.trackers.sink import Outcome, Sink
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 

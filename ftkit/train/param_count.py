@@ -1,6 +1,6 @@
 """What is in a model, and what a method will make of it, counted on the real one while it is empty and whole.
 
-As a program (`python -m ftkit.train.counting JSON`) it counts for a plan, which does without torch: it prints the
+As a program (`python -m ftkit.train.param_count JSON`) it counts for a plan, which does without torch: it prints the
 `ModelCounts` of a model that it builds without weights.
 """
 

@@ -17,7 +17,7 @@ from ftkit.planning.estimates.adapters import adapter_size
 from ftkit.planning.estimates.parameters import EXPERT_FAMILIES, count_by_config, count_model, method_counts
 from ftkit.planning.layout import Workspace
 from ftkit.runs.records import ProofRecord, StartRecord
-from ftkit.train.counting import count_method, count_modules
+from ftkit.train.param_count import count_method, count_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ftkit.planning.plan import RunPlan
-    from ftkit.train.distributed.engine import Engine
-    from ftkit.train.distributed.world import World
-    from ftkit.train.loop import Training
+    from ftkit.train.engine import Engine
+    from ftkit.train.loop import TrainingLoop
     from ftkit.train.memory.trace import DeviceMemory, MemoryTrace
+    from ftkit.train.world import World
 
 _WORDS = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed", "failed to allocate")
 """What allocators and libraries say, in lower case."""
@@ -53,7 +53,7 @@ class OutOfMemoryExplainer:
         self._world = world
         self._trace = trace
         self.engine: Engine | None = None
-        self.training: Training | None = None
+        self.training: TrainingLoop | None = None
 
     def __enter__(self) -> Self:
         return self

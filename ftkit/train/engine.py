@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftkit.train.causal_lm import MicroBatch
-    from ftkit.train.distributed.checks import ShardingFacts
+    from ftkit.train.distributed.checks import ShardingStats
 
-Fill = Callable[["nn.Module"], None]
+InitWeights = Callable[["nn.Module"], None]
 """Puts the first values into a sharded model; an engine calls it once parameters have memory."""
 
 
@@ -24,7 +24,7 @@ class Engine(Protocol):
 
     model: nn.Module
 
-    def facts(self) -> ShardingFacts:
+    def sharding_stats(self) -> ShardingStats:
         """Return what is true of the model on this rank, for the proofs."""
 
     def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:

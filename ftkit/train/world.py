@@ -59,7 +59,7 @@ class World:
 
 
 @contextmanager
-def joined_world(placement: PlacementPlan) -> Iterator[World]:
+def init_world(placement: PlacementPlan) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
     Raises:

@@ -20,7 +20,7 @@ from ftkit.config.training import ActivationCheckpointing, Method, TrainingPlan
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import activation_checkpointing as checkpointing
-from ftkit.train.memory.activation_checkpointing import checkpoint_layers, checkpointing_of
+from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model import attention
 from ftkit.train.model.attention import IMPLEMENTATIONS
@@ -30,7 +30,7 @@ from ftkit.train.model.lora import init_adapters, prepare_method
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.train.distributed.world import World
+    from ftkit.train.world import World
 
 LENGTH, LAYERS = 24, 3
 SAVING = ("selective", "full")
@@ -162,9 +162,9 @@ def test_each_mode_computes_again_what_it_says(
     mode: ActivationCheckpointing, products: int, attentions: int, norms: int
 ) -> None:
     model = build("llama", training())
-    checkpoint_layers(find_decoder_layers(model), mode, compiled=False)
+    apply_activation_checkpointing(find_decoder_layers(model), mode, compiled=False)
     batch = micro_batch()
-    hidden = model.base_model(input_ids=batch.tokens, position_ids=batch.positions).last_hidden_state
+    hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids).last_hidden_state
     with (
         Calls("aten::mm") as products_seen,
         Calls("attention_for_cpu") as attentions_seen,
@@ -180,9 +180,9 @@ def test_each_mode_computes_again_what_it_says(
 def test_adapters_second_products_are_computed_again_and_4_bit_matrices_are_not_even_read() -> None:
     model = build("llama", training(method="qlora", lora={"rank": 4}))
     init_adapters(model, 5)
-    checkpoint_layers(find_decoder_layers(model), "selective", compiled=False)
+    apply_activation_checkpointing(find_decoder_layers(model), "selective", compiled=False)
     batch = micro_batch()
-    hidden = model.base_model(input_ids=batch.tokens, position_ids=batch.positions).last_hidden_state
+    hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids).last_hidden_state
     with Calls("aten::mm") as products, Calls("ftkit::nf4_product") as frozen, Calls("nf4_product_backward") as back:
         hidden.sum().backward()
     narrow, gradients_of_adapters = 6, 4 * 7
@@ -214,11 +214,11 @@ def test_checkpointing_is_told_from_what_a_forward_is(mode: ActivationCheckpoint
     model = build("llama", training())
     layers = find_decoder_layers(model)
     names = list(model.state_dict())
-    checkpoint_layers(layers, mode, compiled=compiled)
-    assert {checkpointing_of(layer) for layer in layers} == {mode}
+    apply_activation_checkpointing(layers, mode, compiled=compiled)
+    assert {activation_checkpointing_of(layer) for layer in layers} == {mode}
     assert list(model.state_dict()) == names
     layers[0].forward = type(layers[0]).forward.__get__(layers[0])
-    assert checkpointing_of(layers[0]) == "none"
+    assert activation_checkpointing_of(layers[0]) == "none"
 
 
 def attention_weights(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
