@@ -138,7 +138,7 @@ class DataSpec(Spec):
     format: Format
     """How an example becomes a conversation."""
     chat_template: Literal["model", "gemma", "chatml"] = "model"
-    """How a conversation becomes text; `model`: the template that comes with the tokeniser."""
+    """How a conversation becomes text; `model`: the template that comes with the tokenizer."""
     train_on: Literal["assistant", "all"] = "assistant"
     """Which tokens count in the loss: the assistant's turns with their end-of-turn token, or all."""
     too_long: Literal["error", "drop"] = "error"

@@ -1,4 +1,4 @@
-"""The chat templates that ftkit ships, for tokenisers that bring none."""
+"""The chat templates that ftkit ships, for tokenizers that bring none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ChatTemplate:
 
     @property
     def special_tokens(self) -> list[str]:
-        """All tokens that a tokeniser must keep whole."""
+        """All tokens that a tokenizer must keep whole."""
         return [*([self.begin] if self.begin else []), self.end_of_turn, *self.other_tokens]
 
 
@@ -62,10 +62,10 @@ _TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates", "tekken.json"
 def missing_template(source: str) -> DataError:
     """Return the error that a tokenizer has no template, and the recipe names none."""
     return DataError(
-        f"the tokeniser of '{source}' brings no chat template",
+        f"the tokenizer of '{source}' brings no chat template",
         meaning="base models often have none",
         fix=f"set data.chat_template to {' or '.join(TEMPLATES)}, if it has their tokens; or write a {TEMPLATE_FILE} "
-        "beside the tokeniser's files",
+        "beside the tokenizer's files",
     )
 
 
@@ -77,7 +77,7 @@ def check_tokenizer_folder(folder: Path, template_name: str) -> None:
     """
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise DataError(
-            f"{folder} holds no tokeniser",
+            f"{folder} holds no tokenizer",
             meaning="it was not saved beside the weights, or not copied with them",
             fix="tokenizer.save_pretrained(FOLDER), or set model.tokenizer.source to a folder or hub id that has it",
         )

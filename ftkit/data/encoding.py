@@ -78,7 +78,7 @@ def find_answer_end(tokenizer: Any) -> int | None:
 
 
 def encode(tokenizer: Any, messages: Sequence[Message], *, all_tokens: bool) -> Document:
-    """Tokenise a conversation.
+    """Tokenize a conversation.
 
     What counts is all, or each assistant turn with its end-of-turn token. Turns are found by rendering what comes
     before each of them, so any chat template works that only ever adds text.

@@ -1,4 +1,4 @@
-"""The tokeniser: learned from the training part, or loaded from where the recipe says."""
+"""The tokenizer: learned from the training part, or loaded from where the recipe says."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, template_name: str) -
 
 
 def load_tokenizer(model: ModelSpec, template_name: str) -> PreTrainedTokenizerBase:
-    """Load the tokeniser that the recipe names, from a folder or the hub.
+    """Load the tokenizer that the recipe names, from a folder or the hub.
 
     Raises:
         DataError: it can't be had, or has no chat template and the recipe names none.
@@ -64,9 +64,9 @@ def load_tokenizer(model: ModelSpec, template_name: str) -> PreTrainedTokenizerB
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # it reads the model's configuration too, whose odd values raise anything
         raise DataError(
-            f"can't load the tokeniser of '{source}': {in_short(error)}",
+            f"can't load the tokenizer of '{source}': {in_short(error)}",
             meaning="the name is wrong, a file is broken, the model is gated, or this machine can't reach the hub",
-            fix="check model.weights and its files; for a gated model accept its licence and set HF_TOKEN",
+            fix="check model.weights and its files; for a gated model accept its license and set HF_TOKEN",
         ) from error
     return _with_template(tokenizer, source, template_name)
 
@@ -78,9 +78,9 @@ def _with_template(tokenizer: Any, source: str, template_name: str) -> PreTraine
         missing = [token for token in template.special_tokens if token not in known]
         if missing:
             raise DataError(
-                f"the tokeniser of '{source}' lacks {', '.join(missing)} of the '{template_name}' chat template",
+                f"the tokenizer of '{source}' lacks {', '.join(missing)} of the '{template_name}' chat template",
                 fix="set data.chat_template to the template that this model was trained with, or to 'model': where the "
-                f"tokeniser brings none, write a {TEMPLATE_FILE} beside its files",
+                f"tokenizer brings none, write a {TEMPLATE_FILE} beside its files",
             )
         tokenizer.chat_template = template.template
         _end_texts_with_turns(tokenizer, template.end_of_turn)
@@ -90,7 +90,7 @@ def _with_template(tokenizer: Any, source: str, template_name: str) -> PreTraine
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None or not tokenizer.is_fast:
         lacks = "a padding or end token" if tokenizer.is_fast else "a fast version, which tells where its tokens begin"
-        raise DataError(f"the tokeniser of '{source}' lacks {lacks}", fix="set model.tokenizer.source to another one")
+        raise DataError(f"the tokenizer of '{source}' lacks {lacks}", fix="set model.tokenizer.source to another one")
     result: PreTrainedTokenizerBase = tokenizer
     return result
 
@@ -104,7 +104,7 @@ def check_size(tokenizer: Any, vocab_size: int, report: Callable[[str], None]) -
     check_tokens(tokenizer, np.array([tokenizer.pad_token_id]), vocab_size)
     if len(tokenizer) > vocab_size:
         report(
-            f"the tokeniser has {len(tokenizer):,} tokens, model.architecture.vocab_size is {vocab_size:,}: "
+            f"the tokenizer has {len(tokenizer):,} tokens, model.architecture.vocab_size is {vocab_size:,}: "
             "examples with one of the tokens beyond are refused"
         )
 
@@ -120,7 +120,7 @@ def check_tokens(tokenizer: Any, tokens: NDArray[np.integer[Any]], vocab_size: i
         raise DataError(
             f"token {largest:,} ({tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the model's vocabulary of "
             f"{vocab_size:,}",
-            meaning="the tokeniser is another model's, or tokens were added to it that the weights don't have",
+            meaning="the tokenizer is another model's, or tokens were added to it that the weights don't have",
             fix="take the model's own: model.tokenizer.source=model; or correct model.architecture.vocab_size",
         )
 
@@ -136,7 +136,7 @@ def _end_texts_with_turns(tokenizer: Any, end_of_turn: str) -> None:
 
 
 def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokeniser that was kept beside prepared data."""
+    """Load the tokenizer that was kept beside prepared data."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds of imports
 
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -386,7 +386,7 @@ def test_a_tokeniser_beside_an_odd_configuration_is_an_error_of_the_data(
 ) -> None:
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('["llama"]')
-    with pytest.raises(DataError, match="can't load the tokeniser of"):
+    with pytest.raises(DataError, match="can't load the tokenizer of"):
         load_tokenizer(ModelSpec(weights=str(tmp_path), architecture=architecture("llama")), "model")
 
 

@@ -129,7 +129,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_one_is_use
     model = (f"model.tokenizer={source}", f"model.architecture.vocab_size={size}", "data.chat_template=model")
     file = write(tmp_path / "train.jsonl", turns("what", "yes"), turns(f"is{last}", "yes"))
     printed = refused(plan_for(tmp_path, *source_of(file), *model), capsys)
-    assert f"the tokeniser has {size + 1} tokens, model.architecture.vocab_size is {size}" in printed
+    assert f"the tokenizer has {size + 1} tokens, model.architecture.vocab_size is {size}" in printed
     assert f"error: {file}:2: token {size}" in printed
 
 

@@ -11,7 +11,7 @@ PEOPLE = (
     "Alice", "Bob", "Carla", "David", "Emma", "Frank", "Grace", "Hugo", "Irene", "Jack", "Karen",
     "Liam", "Maria", "Nina", "Oscar", "Paula",
 )  # fmt: skip
-COLOURS = ("red", "blue", "green", "black", "white", "silver", "yellow", "orange")
+COLORS = ("red", "blue", "green", "black", "white", "silver", "yellow", "orange")
 LANGUAGES = ("English", "French", "German", "Spanish", "Hindi", "Arabic", "Korean")
 TITLES = (
     "Aurora", "Beacon", "Cascade", "Delta", "Echo", "Falcon", "Galaxy", "Harbor", "Island",
@@ -47,7 +47,7 @@ NAME = Concept(("name", "full_name"), ("name",), PEOPLE)
 TITLE = Concept(("title", "name"), ("title", "name"), TITLES)
 CITY = Concept(("city", "town"), ("city", "town"), CITIES)
 COUNTRY = Concept(("country", "nation"), ("country", "nation"), COUNTRIES)
-COLOUR = Concept(("color", "paint"), ("color",), COLOURS)
+COLOR = Concept(("color", "paint"), ("color",), COLORS)
 LANGUAGE = Concept(("language", "tongue"), ("language",), LANGUAGES)
 AGE = Concept(("age", "years"), ("age",), range(18, 80))
 PRICE = Concept(("price", "cost"), ("price", "cost"), range(10, 1000))
@@ -84,7 +84,7 @@ DOMAINS = (
         ("cars", "vehicles", "autos"),
         ("cars", "vehicles"),
         Concept(("model", "name"), ("model", "name"), TITLES),
-        (COLOUR, COUNTRY, _category(("fuel", "energy"), "petrol", "diesel", "electric", "hybrid")),
+        (COLOR, COUNTRY, _category(("fuel", "energy"), "petrol", "diesel", "electric", "hybrid")),
         (PRICE, YEAR, WEIGHT, Concept(("power", "horsepower"), ("power",), range(50, 500))),
         (("dealers", "dealer"), ("sellers", "seller")),
     ),
@@ -116,7 +116,7 @@ DOMAINS = (
         ("products", "items", "goods"),
         ("products", "items"),
         Concept(("name", "product"), ("name",), TITLES),
-        (COLOUR, _category(("brand", "maker"), "Acme", "Zenith", "Vertex", "Nimbus", "Orion")),
+        (COLOR, _category(("brand", "maker"), "Acme", "Zenith", "Vertex", "Nimbus", "Orion")),
         (PRICE, STOCK, WEIGHT),
         (("suppliers", "supplier"), ("vendors", "vendor")),
     ),
@@ -141,7 +141,7 @@ DOMAINS = (
         ("pets", "animals", "dogs"),
         ("pets", "animals"),
         Concept(("name", "nickname"), ("name",), PEOPLE),
-        (COLOUR, CITY, _category(("food", "diet"), "meat", "fish", "rice", "corn")),
+        (COLOR, CITY, _category(("food", "diet"), "meat", "fish", "rice", "corn")),
         (Concept(("age", "months"), ("age",), range(10, 200)), WEIGHT),
         (("owners", "owner"), ("keepers", "keeper")),
     ),
