@@ -11,7 +11,7 @@ import click
 from ftkit.cli.shell_completion import complete_cluster, complete_image, complete_recipe, complete_run
 from ftkit.config.load import Context
 from ftkit.errors import FtkitError, NotFoundError
-from ftkit.launch.resolve import RunWords, settings_of, workspace_of
+from ftkit.launch.resolve import RunArgs, read_settings, resolve_workspace
 from ftkit.runs.find import RunFolder, find_run
 
 if TYPE_CHECKING:
@@ -67,14 +67,14 @@ RUN_HELP = (
 )
 
 
-def what_to_run(function: Callable[..., Any]) -> Callable[..., Any]:
+def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the arguments that say what to run and where."""
     for decorate in reversed(_WHAT_TO_RUN):
         function = decorate(function)
     return function
 
 
-def run_words(words: Sequence[str], **options: Any) -> RunWords:
+def run_args(words: Sequence[str], **options: Any) -> RunArgs:
     """Tell the recipe from the overrides.
 
     Raises:
@@ -88,27 +88,27 @@ def run_words(words: Sequence[str], **options: Any) -> RunWords:
             "An override is written key.path=value, without spaces.",
             click.get_current_context(),
         )
-    return RunWords(recipe=recipes[0] if recipes else None, overrides=overrides, **options)
+    return RunArgs(recipe=recipes[0] if recipes else None, overrides=overrides, **options)
 
 
 def current_workspace() -> Workspace:
     """Return the workspace that the settings name."""
     ctx = Context.here()
-    return workspace_of(settings_of(RunWords(), ctx), ctx)
+    return resolve_workspace(read_settings(RunArgs(), ctx), ctx)
 
 
-def run_of(reference: str) -> RunFolder:
+def get_run(reference: str) -> RunFolder:
     """Return the run that was meant."""
     return find_run(reference, current_workspace())
 
 
-def submitted_run_of(reference: str) -> SubmittedRun:
+def get_submitted_run(reference: str) -> SubmittedRun:
     """Return the run that was meant, with its job.
 
     Raises:
         NotFoundError: it has none.
     """
-    folder = run_of(reference)
+    folder = get_run(reference)
     run = folder.submitted
     if run is None:
         raise NotFoundError(
@@ -119,7 +119,7 @@ def submitted_run_of(reference: str) -> SubmittedRun:
     return run
 
 
-def load_each(names: Sequence[str], load: Callable[[str], SpecT], terminal: Terminal) -> list[tuple[str, SpecT]]:
+def load_all(names: Sequence[str], load: Callable[[str], SpecT], terminal: Terminal) -> list[tuple[str, SpecT]]:
     """Read what a listing shows; warn of what can't be read."""
     loaded = []
     for name in names:

@@ -6,9 +6,9 @@ import time
 
 import click
 
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_argument, registry_option, required_registry
-from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.push import push_and_say
+from ftkit.cli.push import push_and_report
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
@@ -59,7 +59,7 @@ def command(  # noqa: PLR0913 - its options
         built = build(definition, wish, no_cache=no_cache, report=view.report)
     _say(built, reference, time.monotonic() - started, terminal)
     if target:
-        push_and_say(reference, target, None, terminal)
+        push_and_report(reference, target, None, terminal)
     else:
         terminal.data(f"{built.image.id}\n")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, run_argument, submitted_run_of
-from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.arguments import RUN_HELP, get_submitted_run, run_argument
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
-from ftkit.cli.terminal.follow_views import state_words
+from ftkit.cli.terminal.follow_views import format_state
 from ftkit.launch.jobs import cancel
 
 
@@ -25,9 +25,9 @@ from ftkit.launch.jobs import cancel
 def command(reference: str) -> None:
     """End a run."""
     terminal = Terminal()
-    run = submitted_run_of(reference)
+    run = get_submitted_run(reference)
     ended = cancel(run)
     if ended:
-        terminal.say(f"{run.id} had ended already: {state_words(ended)}")
+        terminal.say(f"{run.id} had ended already: {format_state(ended)}")
     else:
         terminal.say(f"cancelled {run.id}; to go on from its newest checkpoint: ftkit resume {run.id}")

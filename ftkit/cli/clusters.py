@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ftkit.cli.arguments import json_option, load_each
-from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.arguments import json_option, load_all
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Styled, Terminal
 from ftkit.config.load import Context, list_names, load_cluster, load_settings
 
@@ -21,7 +21,7 @@ def command(*, as_json: bool) -> None:
     """List the cluster profiles of the project, of the user's configuration, and those that ftkit ships."""
     terminal, ctx = Terminal(), Context.here()
     chosen = load_settings(ctx).settings.cluster
-    profiles = load_each(list_names("cluster", ctx), lambda name: load_cluster(name, ctx), terminal)
+    profiles = load_all(list_names("cluster", ctx), lambda name: load_cluster(name, ctx), terminal)
     if as_json:
         terminal.json(
             [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.main import COMPLETE_VARIABLE, PROGRAM, cli
 from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import PrerequisiteError

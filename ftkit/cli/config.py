@@ -6,11 +6,11 @@ import click
 
 from ftkit import assets
 from ftkit.cli.arguments import json_option
-from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.load import Context, LoadedSettings, load_settings
-from ftkit.launch.resolve import workspace_of
+from ftkit.launch.resolve import resolve_workspace
 
 _DEFAULT = "default"
 
@@ -33,7 +33,7 @@ def command(*, as_json: bool) -> None:
     """
     terminal, ctx = Terminal(), Context.here()
     loaded = load_settings(ctx)
-    values = loaded.settings.model_dump() | {"workspace": str(workspace_of(loaded, ctx).root)}
+    values = loaded.settings.model_dump() | {"workspace": str(resolve_workspace(loaded, ctx).root)}
     if as_json:
         settings = {key: {"value": value, "from": _origin(loaded, key)} for key, value in values.items()}
         files = [{"path": str(path), "is_there": is_there} for path, is_there in loaded.files.items()]

@@ -1,19 +1,27 @@
-"""Watch a run until it ends: its records are the truth, the scheduler says whether it goes on."""
+"""Follow a run until it ends: read its records often, poll its scheduler as often as that bears."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
-from ftkit.cli.poll import looks
 from ftkit.cli.terminal.follow_views import view_for
 from ftkit.cli.terminal.report import show_end
+from ftkit.errors import RunFailedError
+from ftkit.launch.observe import observe_all
+from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.records import RecordTail
 from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ftkit.cli.terminal.console import Terminal
     from ftkit.cli.terminal.follow_views import FollowView
     from ftkit.runs.submission import SubmittedRun
+
+_LOOK_SECONDS = 0.3
+_LOST_SECONDS = 60
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
@@ -44,10 +52,34 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
 
 def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -> Observation:
     last = Observation(RunState.UNKNOWN, is_final=False)
-    for seen in looks(run):
+    for seen in poll_states(run):
         if seen:
             view.state(seen)
             last = seen
         for record in tail.read_new():  # after the state: what was written before the end is read
             view.record(record)
     return last
+
+
+def poll_states(run: SubmittedRun) -> Iterator[Observation | None]:
+    """Yield at each look: the state when the scheduler was asked, else None. Ends after a final state.
+
+    Raises:
+        RunFailedError: the scheduler has answered for a minute that it knows no such job.
+    """
+    pause = scheduler_for(run.submission.scheduler).poll_seconds
+    last_known = time.monotonic()
+    while True:
+        overview = observe_all([run])
+        seen = overview.states[run.id]
+        yield seen
+        if seen.is_final:
+            return
+        asked = time.monotonic()
+        if seen.state is not RunState.UNKNOWN or overview.warnings:
+            last_known = asked
+        elif asked - last_known > _LOST_SECONDS:
+            raise RunFailedError(f"lost sight of {run.id}: {seen.reason}", fix=f"look at its log: ftkit logs {run.id}")
+        while time.monotonic() < asked + pause:
+            time.sleep(_LOOK_SECONDS)
+            yield None

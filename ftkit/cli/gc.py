@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import click
 
 from ftkit.cli.arguments import current_workspace
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_store
-from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.format import gib
 from ftkit.images.gc import find_removable, remove_all
-from ftkit.launch.observe import observe_all, state_of
-from ftkit.runs.find import glance_at, list_runs
+from ftkit.launch.observe import observe_all
+from ftkit.runs.find import list_runs, read_entry
 
 if TYPE_CHECKING:
     from ftkit.launch.observe import Overview
     from ftkit.planning.layout import Workspace
-    from ftkit.runs.find import RunGlance
+    from ftkit.runs.find import RunEntry
 
 
 @click.command(
@@ -56,12 +56,12 @@ def command(*, dry_run: bool, yes: bool) -> None:
 
 def _in_use(workspace: Workspace) -> list[Path]:
     """Return the image files of runs that have not ended, as far as can be told: damaged ones may go on."""
-    glances = [glance_at(folder) for folder in list_runs(workspace)]
-    overview = observe_all([glance.run for glance in glances if glance.run])
-    active = [glance.plan for glance in glances if glance.damage or not _has_ended(glance, overview)]
+    entries = [read_entry(folder) for folder in list_runs(workspace)]
+    overview = observe_all([entry.run for entry in entries if entry.run])
+    active = [entry.plan for entry in entries if entry.damage or not _has_ended(entry, overview)]
     files = [plan.container_image for plan in active if plan and plan.container_image]
     return [Path(file) for file in files if file.startswith("/")]
 
 
-def _has_ended(glance: RunGlance, overview: Overview) -> bool:
-    return glance.run is None or state_of(glance, overview).is_final
+def _has_ended(entry: RunEntry, overview: Overview) -> bool:
+    return entry.run is None or overview.state_of(entry).is_final

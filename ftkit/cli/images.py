@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import json_option, load_each
+from ftkit.cli.arguments import json_option, load_all
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_store
-from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib
 from ftkit.config.load import Context, list_images, load_image
@@ -35,7 +35,7 @@ _NO: Cell = "-"
 def command(*, as_json: bool) -> None:
     """List the images: what each is based on, whether it was built, pushed and imported, how old and how large."""
     terminal, ctx, store = Terminal(), Context.here(), image_store()
-    images = load_each(list_images(ctx), lambda reference: load_image(reference, ctx), terminal)
+    images = load_all(list_images(ctx), lambda reference: load_image(reference, ctx), terminal)
     states, has_engine = look([reference for reference, _ in images], store)
     both = list(zip((spec for _, spec in images), states, strict=True))
     if as_json:

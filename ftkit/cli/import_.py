@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_store, registry_of, registry_option
-from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.shell_completion import complete_cluster, complete_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.load import Context, load_cluster, load_settings
-from ftkit.images.choosing import ImportWish, Method, choose_source, name_of
+from ftkit.images.choosing import ImportRequest, Method, choose_source, name_of
 from ftkit.images.importing import Imported, import_image
 from ftkit.images.sif import SifSource
 
@@ -62,17 +62,17 @@ def command(  # noqa: PLR0913 - its options
     """
     terminal, ctx = Terminal(), Context.here()
     profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
-    wish = ImportWish(wanted, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method)
+    request = ImportRequest(wanted, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method)
     chosen = image_format or ("sif" if profile.runtime == "apptainer" else "sqsh")
-    imported = import_wished(wish, chosen, terminal, force=force)
+    imported = run_import(request, chosen, terminal, force=force)
     terminal.data(f"{imported.link}\n")
 
 
-def import_wished(wish: ImportWish, image_format: Format, terminal: Terminal, *, force: bool = False) -> Imported:
+def run_import(request: ImportRequest, image_format: Format, terminal: Terminal, *, force: bool = False) -> Imported:
     """Import, and say what came of it."""
-    started, store, name = time.monotonic(), image_store(), name_of(wish.wanted)
+    started, store, name = time.monotonic(), image_store(), name_of(request.wanted)
     with ProgressView(terminal) as view:
-        source = SifSource(wish, view.report) if image_format == "sif" else choose_source(wish, view.report)
+        source = SifSource(request, view.report) if image_format == "sif" else choose_source(request, view.report)
         imported = import_image(name, source, store, force=force, report=view.report)
     where = short_path(imported.link)
     if imported.is_new:

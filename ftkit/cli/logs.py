@@ -8,15 +8,15 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, run_argument, run_of, submitted_run_of
-from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.poll import looks
+from ftkit.cli.arguments import RUN_HELP, get_run, get_submitted_run, run_argument
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.follow import poll_states
 from ftkit.cli.terminal.console import Terminal
-from ftkit.cli.terminal.follow_views import state_words
+from ftkit.cli.terminal.follow_views import format_state
 from ftkit.cli.terminal.format import short_path
 from ftkit.cli.terminal.report import failed
 from ftkit.errors import NotFoundError
-from ftkit.runs.failure import explain
+from ftkit.runs.failure import explain_failure
 from ftkit.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 def command(reference: str, *, follow: bool, rank: int | None) -> None:
     """Print a log."""
     if follow:
-        run = submitted_run_of(reference)
+        run = get_submitted_run(reference)
         _follow(run, _path(run.layout, rank))
         return
-    layout = run_of(reference).layout
+    layout = get_run(reference).layout
     path = _path(layout, rank)
     try:
         with path.open("rb") as log:
@@ -67,13 +67,13 @@ def _follow(run: SubmittedRun, path: Path) -> None:
     """Copy a log to stdout until the run ends; wait for a log that is not there yet."""
     terminal, output = Terminal(), sys.stdout.buffer
     offset, shown = 0, ""
-    for seen in looks(run):
+    for seen in poll_states(run):
         offset = _copy_new(path, offset, output)
-        if seen and not offset and state_words(seen) != shown:
-            shown = state_words(seen)
+        if seen and not offset and format_state(seen) != shown:
+            shown = format_state(seen)
             terminal.say(shown)
         if seen and seen.is_final and seen.state is not RunState.COMPLETED:
-            raise failed(run, seen, explain(run, seen))
+            raise failed(run, seen, explain_failure(run, seen))
 
 
 def _copy_new(path: Path, offset: int, output: IO[bytes]) -> int:

@@ -14,7 +14,7 @@ import click
 from click.exceptions import NoArgsIsHelpError
 
 from ftkit import __version__, process
-from ftkit.cli.lazy_group import LazyCommand, LazyGroup
+from ftkit.cli.commands import LazyCommand, LazyGroup
 from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, explained, without_secrets
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from ftkit.cli.arguments import json_option, run_words, what_to_run
-from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.arguments import json_option, run_args, run_options
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.config.load import Context
 from ftkit.errors import NotFoundError
-from ftkit.launch.preflight import check_image, examine
+from ftkit.launch.preflight import check_image, run_checks
 from ftkit.launch.resolve import resolve
 from ftkit.planning.plan import plan_to_json
 
@@ -28,7 +28,7 @@ from ftkit.planning.plan import plan_to_json
         "ftkit plan demo training.global_batch_size=64 --json",
     ),
 )
-@what_to_run
+@run_options
 @json_option
 def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     """Show what a run would be, and check that it fits. Nothing is written or submitted.
@@ -37,7 +37,7 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     are not there. An image that is not imported yet is a warning.
     """
     terminal = Terminal()
-    plan = resolve(run_words(words, **options), Context.here())
+    plan = resolve(run_args(words, **options), Context.here())
     if as_json:
         terminal.data(plan_to_json(plan))
     else:
@@ -46,4 +46,4 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
         check_image(plan)
     except NotFoundError as error:
         terminal.warn(f"{error.what}; {error.fix}")
-    show_findings(examine(plan, os.environ), terminal)
+    show_findings(run_checks(plan, os.environ), terminal)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_argument, registry_option, required_registry
-from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration
 from ftkit.cli.terminal.progress_view import ProgressView
@@ -45,10 +45,10 @@ def command(reference: str, *, registry: str | None, username: str | None, passw
         given = credentials.given(host, username, sys.stdin.read().strip("\r\n"))
     elif username:
         raise click.UsageError("--username goes with --password-stdin", click.get_current_context())
-    push_and_say(reference, target, given, Terminal())
+    push_and_report(reference, target, given, Terminal())
 
 
-def push_and_say(reference: str, registry: str, given: Credentials | None, terminal: Terminal) -> None:
+def push_and_report(reference: str, registry: str, given: Credentials | None, terminal: Terminal) -> None:
     """Push, and print where the image is now, by digest."""
     started = time.monotonic()
     with ProgressView(terminal) as view:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_argument
-from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.load import Context, find_image

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ftkit.cli.arguments import json_option, load_each
-from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.arguments import json_option, load_all
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.format import count
 from ftkit.config.load import Context, list_names, load_recipe
@@ -22,7 +22,7 @@ from ftkit.planning.estimates.parameters import count_parameters
 def command(*, as_json: bool) -> None:
     """List the recipes of the project, of the user's configuration, and those that ftkit ships."""
     terminal, ctx = Terminal(), Context.here()
-    recipes = load_each(list_names("recipe", ctx), lambda name: load_recipe(name, ctx), terminal)
+    recipes = load_all(list_names("recipe", ctx), lambda name: load_recipe(name, ctx), terminal)
     if as_json:
         terminal.json([{"name": name, **recipe.model_dump(mode="json")} for name, recipe in recipes])
         return

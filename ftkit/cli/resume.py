@@ -6,12 +6,12 @@ import os
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, follow_option, hf_token_option, run_argument, run_of
-from ftkit.cli.image_ready import require_same_image
-from ftkit.cli.lazy_group import ExamplesCommand
-from ftkit.cli.run import after_submission
+from ftkit.cli.arguments import RUN_HELP, follow_option, get_run, hf_token_option, run_argument
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.image_check import require_same_image
+from ftkit.cli.run import report_submission
 from ftkit.cli.terminal.console import Terminal
-from ftkit.launch.jobs import read_plan_to_resume, resume
+from ftkit.launch.jobs import read_resumable_plan, resume
 from ftkit.launch.preflight import check_trackers
 from ftkit.runs.records import RecordTail
 
@@ -32,11 +32,11 @@ from ftkit.runs.records import RecordTail
 def command(reference: str, *, follow: bool) -> None:
     """Submit a run again."""
     terminal = Terminal()
-    layout = run_of(reference).layout
+    layout = get_run(reference).layout
     tail = RecordTail(layout.metrics, skips_old=True)  # what earlier jobs wrote is not shown again
-    plan = read_plan_to_resume(layout)
+    plan = read_resumable_plan(layout)
     for warning in check_trackers(plan, os.environ):
         terminal.warn(warning)
     require_same_image(plan, terminal)
     run = resume(plan)
-    after_submission(run, terminal, does_follow=follow, tail=tail)
+    report_submission(run, terminal, does_follow=follow, tail=tail)

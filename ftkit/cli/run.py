@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import follow_option, hf_token_option, run_words, what_to_run
+from ftkit.cli.arguments import follow_option, hf_token_option, run_args, run_options
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.follow import follow
-from ftkit.cli.image_ready import ensure_image
-from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.image_check import ensure_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.config.load import Context
-from ftkit.launch.jobs import start
-from ftkit.launch.preflight import check_image, examine
+from ftkit.launch.jobs import submit
+from ftkit.launch.preflight import check_image, run_checks
 from ftkit.launch.render import render_job
-from ftkit.launch.resolve import resolve, with_image_file
-from ftkit.launch.slurm import overriding_variables
-from ftkit.runs.manifest import describe
+from ftkit.launch.resolve import resolve, resolve_image_link
+from ftkit.launch.slurm import sbatch_variables
+from ftkit.runs.manifest import build_manifest
 
 if TYPE_CHECKING:
     from ftkit.runs.records import RecordTail
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         "ftkit run --image olmo3:25.02 --cluster mycluster --dry-run > job.sbatch",
     ),
 )
-@what_to_run
+@run_options
 @click.option("--dry-run", is_flag=True, help="Print the job script to stdout; write and submit nothing.")
 @click.option("--import", "does_import", is_flag=True, help="Import the image first if it is not there.")
 @hf_token_option
@@ -60,25 +60,25 @@ def command(
     recipe. KEY.PATH=VALUE changes a value of the recipe. A run goes on when you stop watching it.
     """
     terminal, ctx = Terminal(), Context.here()
-    plan = resolve(run_words(words, **options), ctx)
+    plan = resolve(run_args(words, **options), ctx)
     script = render_job(plan).script
     terminal.facts(plan_facts(plan), is_data=False)
     if dry_run:
         terminal.data(script)
         return
-    show_findings(examine(plan, os.environ), terminal)
+    show_findings(run_checks(plan, os.environ), terminal)
     image_facts = ensure_image(plan, terminal, does_import=does_import)
     check_image(plan)
-    plan = with_image_file(plan)  # there only now, if it was imported
+    plan = resolve_image_link(plan)  # there only now, if it was imported
     script = render_job(plan).script
     if plan.cluster.scheduler == "slurm":
-        for variable in overriding_variables(os.environ):
+        for variable in sbatch_variables(os.environ):
             terminal.warn(f"{variable} in your environment wins over the job script")
-    run = start(plan, script, describe(plan, ["ftkit", *typed], ctx.project) | image_facts)
-    after_submission(run, terminal, does_follow=follow)
+    run = submit(plan, script, build_manifest(plan, ["ftkit", *typed], ctx.project) | image_facts)
+    report_submission(run, terminal, does_follow=follow)
 
 
-def after_submission(
+def report_submission(
     run: SubmittedRun, terminal: Terminal, *, does_follow: bool, tail: RecordTail | None = None
 ) -> None:
     """Say what the scheduler has taken; then watch it, or print the run's id for a script to use."""

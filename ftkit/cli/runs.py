@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import current_workspace, json_option
-from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, short_path
 from ftkit.cli.terminal.report import STATE_STYLES
-from ftkit.launch.observe import observe_all, state_of
-from ftkit.runs.find import RunGlance, glance_at, list_runs
+from ftkit.launch.observe import observe_all
+from ftkit.runs.find import RunEntry, list_runs, read_entry
 from ftkit.runs.records import StepRecord, read_last_step
 from ftkit.runs.states import Observation
 
@@ -36,7 +36,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class _Row:
-    glance: RunGlance
+    entry: RunEntry
     seen: Observation
     step: StepRecord | None
 
@@ -44,11 +44,11 @@ class _Row:
     def num_steps(self) -> int | None:
         if self.step:
             return self.step.num_steps
-        return self.glance.plan.num_steps if self.glance.plan else None
+        return self.entry.plan.num_steps if self.entry.plan else None
 
     @property
     def job_id(self) -> str | None:
-        return self.glance.run.submission.job_id if self.glance.run else None
+        return self.entry.run.submission.job_id if self.entry.run else None
 
 
 @click.command(
@@ -72,18 +72,16 @@ def command(*, as_json: bool) -> None:
 
 def _read(workspace: Workspace, terminal: Terminal) -> list[_Row]:
     """Read all runs, with one question to each scheduler; warn of those that are damaged."""
-    glances = [glance_at(folder) for folder in list_runs(workspace)]
-    overview = observe_all([glance.run for glance in glances if glance.run])
-    damaged = [f"{glance.folder.id} is damaged: {glance.damage}" for glance in glances if glance.damage]
+    entries = [read_entry(folder) for folder in list_runs(workspace)]
+    overview = observe_all([entry.run for entry in entries if entry.run])
+    damaged = [f"{entry.folder.id} is damaged: {entry.damage}" for entry in entries if entry.damage]
     for warning in (*overview.warnings, *damaged):
         terminal.warn(warning)
-    return [
-        _Row(glance, state_of(glance, overview), read_last_step(glance.folder.layout.metrics)) for glance in glances
-    ]
+    return [_Row(entry, overview.state_of(entry), read_last_step(entry.folder.layout.metrics)) for entry in entries]
 
 
 def _cells(row: _Row, *, is_roomy: bool) -> list[Cell]:
-    folder, plan = row.glance.folder, row.glance.plan
+    folder, plan = row.entry.folder, row.entry.plan
     return [
         folder.name,
         folder.id if is_roomy else folder.suffix,
@@ -97,7 +95,7 @@ def _cells(row: _Row, *, is_roomy: bool) -> list[Cell]:
 
 
 def _as_json(row: _Row) -> dict[str, Any]:
-    step, folder, plan = row.step, row.glance.folder, row.glance.plan
+    step, folder, plan = row.step, row.entry.folder, row.entry.plan
     return {
         "name": folder.name,
         "id": folder.id,

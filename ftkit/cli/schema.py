@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit import assets
-from ftkit.cli.lazy_group import ExamplesCommand
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image import ImageSpec

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ftkit.config.load import Context, list_images, list_names
-from ftkit.launch.resolve import RunWords, settings_of, workspace_of
+from ftkit.launch.resolve import RunArgs, read_settings, resolve_workspace
 from ftkit.runs.find import list_runs
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     del ctx, param
     with suppress(Exception):
         here = Context.here()
-        runs = list_runs(workspace_of(settings_of(RunWords(), here), here))[:_NUM_RUNS]
+        runs = list_runs(resolve_workspace(read_settings(RunArgs(), here), here))[:_NUM_RUNS]
         return _starting(["last", *(run.name for run in runs), *(run.id for run in runs)], incomplete)
     return []
 

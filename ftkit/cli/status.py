@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, json_option, run_argument, run_of, submitted_run_of
+from ftkit.cli.arguments import RUN_HELP, get_run, get_submitted_run, json_option, run_argument
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.follow import follow as follow_run
-from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, duration, short_path
 from ftkit.cli.terminal.report import (
@@ -24,13 +24,13 @@ from ftkit.cli.terminal.report import (
     state_cell,
 )
 from ftkit.errors import EXIT_CODES, RunFailedError
-from ftkit.launch.observe import observe_all, state_of
+from ftkit.launch.observe import observe_all
 from ftkit.planning.plan import PlanError, RunPlan, read_plan
-from ftkit.runs.failure import Failure, explain
-from ftkit.runs.find import RunFolder, glance_at
+from ftkit.runs.failure import Failure, explain_failure
+from ftkit.runs.find import RunFolder, read_entry
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.submission import SubmittedRun
-from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarise
+from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarize
 
 _NUM_CHECKPOINTS_SHOWN = 5
 
@@ -64,9 +64,9 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
     """Show one run."""
     terminal = Terminal()
     if follow:
-        follow_run(submitted_run_of(reference), terminal)
+        follow_run(get_submitted_run(reference), terminal)
         return
-    status = _read(run_of(reference))
+    status = _read(get_run(reference))
     if as_json:
         terminal.json(_as_json(status))
     else:
@@ -74,21 +74,21 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
 
 
 def _read(folder: RunFolder) -> _Status:
-    glance, plan, plan_problem = glance_at(folder), None, ""
-    if glance.plan:
+    entry, plan, plan_problem = read_entry(folder), None, ""
+    if entry.plan:
         try:
             plan = read_plan(folder.layout)
         except PlanError as error:
             plan_problem = error.what
-    seen = state_of(glance, observe_all([glance.run] if glance.run else []))
+    seen = observe_all([entry.run] if entry.run else []).state_of(entry)
     return _Status(
         folder=folder,
         plan=plan,
         plan_problem=plan_problem,
-        run=glance.run,
+        run=entry.run,
         seen=seen,
-        summary=summarise(folder.layout),
-        failure=explain(glance.run, seen) if glance.run else None,
+        summary=summarize(folder.layout),
+        failure=explain_failure(entry.run, seen) if entry.run else None,
     )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_store
-from ftkit.cli.lazy_group import ExamplesCommand
 from ftkit.cli.shell_completion import complete_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import gib

@@ -13,7 +13,7 @@ from ftkit.errors import FtkitError, explained, without_secrets
 from ftkit.hub import check_data, check_weights
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
-from ftkit.runs.records import StageRecord, append_record, leave_rank_error
+from ftkit.runs.records import StageRecord, append_record, record_rank_error
 
 
 def main(plan_path: Path) -> int:
@@ -39,7 +39,7 @@ def main(plan_path: Path) -> int:
         reason = explained(error)
         text = str(reason) if isinstance(reason, FtkitError) else traceback.format_exc()
         sys.stderr.write(f"prepare: error: {without_secrets(text, os.environ)}\n")
-        return leave_rank_error(reason, layout.rank_error(0), layout.disk_full, rank=0)
+        return record_rank_error(reason, layout.rank_error(0), layout.disk_full, rank=0)
     return 0
 
 

@@ -32,7 +32,7 @@ _OF_THE_ENGINE = "dockerd://"
 
 
 @dataclass(frozen=True)
-class ImportWish:
+class ImportRequest:
     """What was asked for.
 
     Args:
@@ -76,7 +76,7 @@ def _parse(wanted: str) -> NamedImage | RegistryImage:
     return image
 
 
-def remote_of(wish: ImportWish) -> RegistryImage | None:
+def remote_of(wish: ImportRequest) -> RegistryImage | None:
     """Return where the image is in a registry; None: nothing says that it is in one."""
     if wish.wanted.startswith(_OF_THE_ENGINE):
         return None
@@ -86,7 +86,7 @@ def remote_of(wish: ImportWish) -> RegistryImage | None:
     return remote_reference(image.reference, wish.registry) if wish.registry else None
 
 
-def choose_source(wish: ImportWish, report: Report) -> ImageSource:
+def choose_source(wish: ImportRequest, report: Report) -> ImageSource:
     """Return the source to import from.
 
     Raises:
@@ -100,7 +100,7 @@ def choose_source(wish: ImportWish, report: Report) -> ImageSource:
     return EnrootSource(known) if wish.method == "enroot" or is_left_to_enroot else known
 
 
-def _on_node(wish: ImportWish, report: Report) -> EnrootSource:
+def _on_node(wish: ImportRequest, report: Report) -> EnrootSource:
     if wish.cluster.scheduler != "slurm":
         raise ConfigError(
             [Problem(f"cluster {wish.cluster.name}", "--on-node", "this cluster has no Slurm.", "Leave --on-node out.")]
@@ -113,7 +113,7 @@ def _on_node(wish: ImportWish, report: Report) -> EnrootSource:
     return EnrootSource(_registry_source(wish, report), enroot.node_of(wish.cluster))
 
 
-def _engine_source(wish: ImportWish) -> EngineSource | None:
+def _engine_source(wish: ImportRequest) -> EngineSource | None:
     """Return the image in the docker engine; None if there is no engine, or it has no such image."""
     is_named = wish.wanted.startswith(_OF_THE_ENGINE)
     if not is_named and isinstance(_parse(wish.wanted), RegistryImage):
@@ -131,7 +131,7 @@ def _engine_source(wish: ImportWish) -> EngineSource | None:
     return EngineSource(name, image) if image else None
 
 
-def _registry_source(wish: ImportWish, report: Report) -> RegistrySource:
+def _registry_source(wish: ImportRequest, report: Report) -> RegistrySource:
     remote = remote_of(wish)
     if remote is None:
         raise NotFoundError(

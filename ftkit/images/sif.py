@@ -22,7 +22,7 @@ from ftkit.images.squashfs import explain_failure
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.images.choosing import ImportWish
+    from ftkit.images.choosing import ImportRequest
     from ftkit.images.progress import Report
     from ftkit.images.store import Format
 
@@ -57,7 +57,7 @@ class SifSource:
 
     format: Format = "sif"
 
-    def __init__(self, wish: ImportWish, report: Report) -> None:
+    def __init__(self, wish: ImportRequest, report: Report) -> None:
         if wish.on_node:
             raise ConfigError([Problem("", "--on-node", "SIF files are made on this machine.", "Leave --on-node out.")])
         self._known = choose_source(replace(wish, method="ftkit"), report)

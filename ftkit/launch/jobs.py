@@ -7,32 +7,32 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError
+from ftkit.files import write_json
 from ftkit.launch.observe import observe
 from ftkit.launch.scheduler import scheduler_for
-from ftkit.launch.slurm_refusals import UncertainSubmitError
-from ftkit.planning.plan import PlanError, read_plan
+from ftkit.launch.slurm import UncertainSubmitError
+from ftkit.planning.layout import RunLayout
+from ftkit.planning.plan import PlanError, plan_to_json, read_plan
 from ftkit.process import ProgramTimeoutError
 from ftkit.runs.lease import current_holder, revoke
-from ftkit.runs.run_folder import create_run_folder
 from ftkit.runs.states import RunState
 from ftkit.runs.submission import Submission, SubmittedRun, read_submission, write_submission
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.states import Observation
 
 
-def start(plan: RunPlan, script: str, manifest: dict[str, Any]) -> SubmittedRun:
+def submit(plan: RunPlan, script: str, manifest: dict[str, Any]) -> SubmittedRun:
     """Make the run's folder and submit its script.
 
     Raises:
         SubmitError: the scheduler refused it, and nothing is left of the run; or it gave no clear answer.
         PrerequisiteError: the workspace or the scheduler can't be used.
     """
-    create_run_folder(plan, script, manifest)
+    _create_folder(plan, script, manifest)
     try:
         return _submit(plan)
     except (SubmitError, PrerequisiteError) as error:
@@ -41,7 +41,30 @@ def start(plan: RunPlan, script: str, manifest: dict[str, Any]) -> SubmittedRun:
         raise
 
 
-def read_plan_to_resume(layout: RunLayout) -> RunPlan:
+def _create_folder(plan: RunPlan, script: str, manifest: dict[str, Any]) -> None:
+    """Write plan, script and manifest under a temporary name, then give the folder its own.
+
+    Raises:
+        PrerequisiteError: the workspace can't be written to.
+    """
+    final = plan.layout.root
+    unfinished = RunLayout(final.with_name(f".unfinished-{plan.id}"))
+    try:
+        unfinished.logs.mkdir(parents=True)
+        unfinished.plan.write_text(plan_to_json(plan), encoding="utf-8")
+        unfinished.script.write_text(script, encoding="utf-8")
+        write_json(unfinished.manifest, manifest)
+        unfinished.root.rename(final)
+    except OSError as error:
+        shutil.rmtree(unfinished.root, ignore_errors=True)
+        raise PrerequisiteError(
+            f"can't make the run's folder: {error}",
+            meaning="the workspace is not writable, is full, or is not mounted on this machine",
+            fix="see with 'ftkit config' where the workspace is; set FTKIT_WORKSPACE or 'workspace:' in ftkit.yaml",
+        ) from error
+
+
+def read_resumable_plan(layout: RunLayout) -> RunPlan:
     """Read the plan of a run that is to be submitted again.
 
     Raises:
@@ -68,7 +91,7 @@ def resume(plan: RunPlan) -> SubmittedRun:
     """Submit a run's script again; training goes on from the newest checkpoint.
 
     Raises:
-        SubmitError: the run goes on already, or there is nothing left to do; or as `start`.
+        SubmitError: the run goes on already, or there is nothing left to do; or as `submit`.
     """
     layout = plan.layout
     submission = read_submission(layout)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.find import RunGlance
+    from ftkit.runs.find import RunEntry
     from ftkit.runs.lease import Holder
     from ftkit.runs.submission import SchedulerName, SubmittedRun
 
@@ -37,6 +37,13 @@ class Overview:
 
     states: dict[str, Observation]
     warnings: tuple[str, ...]
+
+    def state_of(self, entry: RunEntry) -> Observation:
+        """Return the state of a listed run; a damaged run, or one without a job, has a state too."""
+        if entry.damage:
+            return Observation(RunState.DAMAGED, is_final=False, reason=entry.damage)
+        never = Observation(RunState.UNKNOWN, is_final=False, reason="never submitted")
+        return self.states.get(entry.folder.id, never)
 
 
 def observe(run: SubmittedRun) -> Observation:
@@ -56,14 +63,6 @@ def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
         open_runs = [run for run in runs if run.submission.scheduler == name and run.id not in states]
         warnings += _ask(name, open_runs, states) if open_runs else []
     return Overview(states, tuple(warnings))
-
-
-def state_of(glance: RunGlance, overview: Overview) -> Observation:
-    """Return the state of a run of a listing: damaged ones, and those that have no job, have theirs too."""
-    if glance.damage:
-        return Observation(RunState.DAMAGED, is_final=False, reason=glance.damage)
-    never = Observation(RunState.UNKNOWN, is_final=False, reason="never submitted")
-    return overview.states.get(glance.folder.id, never)
 
 
 def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Observation]) -> list[str]:

@@ -14,7 +14,7 @@ from ftkit.config.tracking import check_access, check_packages
 from ftkit.data.chat_templates import check_tokenizer_folder
 from ftkit.errors import FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import check_examples, local_paths
-from ftkit.launch.local_machine import main_memory_gib
+from ftkit.launch.hardware import host_memory_gib
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.layout import Workspace
 from ftkit.planning.suggestions import suggest_changes
@@ -51,7 +51,7 @@ class Findings:
             raise ExceptionGroup("the run would fail", self.errors)
 
 
-def examine(plan: RunPlan, environment: Mapping[str, str]) -> Findings:
+def run_checks(plan: RunPlan, environment: Mapping[str, str]) -> Findings:
     """Check all that a run needs besides its image; no check stops at the first problem."""
     errors, warnings = [], []
     for check in _checks(plan, environment):
@@ -67,7 +67,7 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[
     yield partial(check_trackers, plan, environment)
     yield from source_checks(plan, environment)
     yield partial(_check_packages, plan)
-    yield partial(check_memory, plan, main_memory_gib())
+    yield partial(check_memory, plan, host_memory_gib())
 
 
 def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:

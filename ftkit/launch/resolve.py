@@ -1,4 +1,4 @@
-"""From the words of a command line to a plan: load the specs, observe the machine, plan."""
+"""From the arguments of a command line to a plan: load the specs, observe the machine, plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ftkit.config.request import Origins, RunRequest
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.files import read_json
 from ftkit.launch.data_files import data_stamp
-from ftkit.launch.local_machine import with_this_machine
+from ftkit.launch.hardware import detect_hardware
 from ftkit.launch.model_size import count_on_this_machine
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import fingerprint, plan_run
@@ -45,7 +45,7 @@ _ANY_SLURM: Final = "slurm"
 
 
 @dataclass(frozen=True)
-class RunWords:
+class RunArgs:
     """What was typed after `ftkit run`."""
 
     recipe: str | None = None
@@ -84,26 +84,26 @@ def _as_problems(error: FtkitError) -> list[Problem]:
     return [Problem("", "", f"{what};", error.fix)]
 
 
-def settings_of(words: RunWords, ctx: Context) -> LoadedSettings:
+def read_settings(words: RunArgs, ctx: Context) -> LoadedSettings:
     """Read the settings, with `--cluster` and `--image` as the last layer."""
     typed = {key: value for key, value in (("cluster", words.cluster), ("image", words.image)) if value}
     return load_settings(ctx, Layers(dict(typed), {(key,): COMMAND_LINE for key in typed}))
 
 
-def workspace_of(loaded: LoadedSettings, ctx: Context) -> Workspace:
+def resolve_workspace(loaded: LoadedSettings, ctx: Context) -> Workspace:
     """Return the workspace; a relative path belongs to the project's folder."""
     where = loaded.layers.origin(("workspace",))
     return Workspace(absolute_path(loaded.settings.workspace, ctx.project, where, "workspace"))
 
 
-def resolve(words: RunWords, ctx: Context) -> RunPlan:
+def resolve(words: RunArgs, ctx: Context) -> RunPlan:
     """Make a plan of what was typed.
 
     Raises:
         NotFoundError: something named does not exist.
         ConfigError: with every problem of recipe, cluster and image, or every reason why they don't fit together.
     """
-    loaded = settings_of(words, ctx)
+    loaded = read_settings(words, ctx)
     assumed = _assumed_cluster(words, loaded)
     problems = _Problems()
     site = problems.collect(lambda: _load_cluster(assumed or loaded.settings.cluster, loaded, ctx))
@@ -123,18 +123,18 @@ def resolve(words: RunWords, ctx: Context) -> RunPlan:
     problems.raise_if_any()
     if read is None or site is None:
         raise AssertionError("what could not be loaded was raised above")
-    workspace = workspace_of(loaded, ctx)
+    workspace = resolve_workspace(loaded, ctx)
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
     request = replace(
         _request(words, read.spec, wanted, workspace, origins),
         counts=count_on_this_machine(read.spec.model, ctx.environment, workspace),
     )
-    here = with_this_machine(site.spec, ctx.environment)
-    plan = with_image_file(plan_run(read.spec, here, image, request, ftkit_version=__version__))
+    here = detect_hardware(site.spec, ctx.environment)
+    plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
 
 
-def with_image_file(plan: RunPlan) -> RunPlan:
+def resolve_image_link(plan: RunPlan) -> RunPlan:
     """Let a plan name the file that a link leads to now: by the time the job starts, it may lead elsewhere."""
     if plan.container_image is None or not plan.container_image.startswith("/"):
         return plan
@@ -144,7 +144,7 @@ def with_image_file(plan: RunPlan) -> RunPlan:
     return replace(plan, container_image=str(file))
 
 
-def _assumed_cluster(words: RunWords, loaded: LoadedSettings) -> str | None:
+def _assumed_cluster(words: RunArgs, loaded: LoadedSettings) -> str | None:
     """Return the profile for an image that was typed where no cluster is chosen: the default one has no containers."""
     return _ANY_SLURM if words.image and ("cluster",) not in loaded.layers.origins else None
 
@@ -181,7 +181,7 @@ def _load_defined(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
 
 
 def _request(
-    words: RunWords, recipe: RecipeSpec, image: AnyImage | None, workspace: Workspace, origins: Origins
+    words: RunArgs, recipe: RecipeSpec, image: AnyImage | None, workspace: Workspace, origins: Origins
 ) -> RunRequest:
     stamp = data_stamp(recipe)
     prepared = read_json(workspace.data / fingerprint(recipe, stamp) / "manifest.json") or {}

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ftkit import process
 from ftkit.errors import PrerequisiteError, SubmitError
-from ftkit.launch.slurm_answers import SACCT_FIELDS, SQUEUE_FORMAT, read_sacct, read_squeue
-from ftkit.launch.slurm_refusals import explain_refusal, said
+from ftkit.runs.states import Observation, RunState
 from ftkit.runs.submission import Submission, SubmittedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.states import Observation
 
 _IDS_IN_A_QUERY = 400
 _NOT_ABOUT_A_JOB = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER"}
@@ -44,7 +42,7 @@ class SlurmScheduler:
             job_id=job_id,
             submitted=time.time(),
             host=socket.gethostname(),
-            messages=said(answer.stderr),
+            messages=clean_stderr(answer.stderr),
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
@@ -63,13 +61,13 @@ class SlurmScheduler:
         answer = _ask(["scancel", run.submission.job_id])
         if answer.returncode != 0:
             raise SubmitError(
-                f"scancel could not end job {run.submission.job_id}: {said(answer.stderr)}",
+                f"scancel could not end job {run.submission.job_id}: {clean_stderr(answer.stderr)}",
                 meaning="the job is somebody else's, or Slurm can't be reached",
                 fix=f"check with: squeue -j {run.submission.job_id}",
             )
 
 
-def overriding_variables(environment: Mapping[str, str]) -> list[str]:
+def sbatch_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the SBATCH_* variables of a shell: for sbatch they win over what the script says."""
     return sorted(f"{key}={value}" for key, value in environment.items() if key.startswith("SBATCH_") and value)
 
@@ -100,7 +98,7 @@ def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     answer = _ask(["squeue", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}", f"--jobs={jobs}"])
     if answer.returncode != 0 and not re.search("invalid job id", answer.stderr, re.IGNORECASE):
         raise SubmitError(
-            f"Slurm can't be asked for states: {said(answer.stderr)}",
+            f"Slurm can't be asked for states: {clean_stderr(answer.stderr)}",
             meaning="its controller is busy, restarting, or not reachable from this machine",
             fix="try again in a minute; the runs themselves go on",
         )
@@ -115,3 +113,220 @@ def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     except (PrerequisiteError, process.ProgramTimeoutError):
         return {}
     return read_sacct(answer.stdout, runs) if answer.returncode == 0 else {}
+
+
+# --- What squeue and sacct print ---------------------------------------------------------------
+# Both print each job's folder too: job ids start anew when a cluster is set up again, and another cluster on the
+# same file system has its own. A job in another folder than the run's is not the run's.
+
+# The folder stands last: it alone may hold the separator.
+SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
+SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
+
+_ACTIVE = {
+    "COMPLETING": RunState.RUNNING,
+    "CONFIGURING": RunState.PENDING,
+    "PENDING": RunState.PENDING,
+    "REQUEUED": RunState.PENDING,
+    "REQUEUE_FED": RunState.PENDING,
+    "REQUEUE_HOLD": RunState.PENDING,
+    "RESIZING": RunState.RUNNING,
+    "RESV_DEL_HOLD": RunState.PENDING,
+    "RUNNING": RunState.RUNNING,
+    "SIGNALING": RunState.RUNNING,
+    "SPECIAL_EXIT": RunState.PENDING,
+    "STAGE_OUT": RunState.RUNNING,
+    "STOPPED": RunState.RUNNING,
+    "SUSPENDED": RunState.RUNNING,
+}
+_FINAL = {
+    "BOOT_FAIL": RunState.NODE_FAILURE,
+    "CANCELLED": RunState.CANCELLED,
+    "COMPLETED": RunState.COMPLETED,
+    "DEADLINE": RunState.TIMED_OUT,
+    "FAILED": RunState.FAILED,
+    "LAUNCH_FAILED": RunState.FAILED,
+    "NODE_FAIL": RunState.NODE_FAILURE,
+    "OUT_OF_MEMORY": RunState.OUT_OF_MEMORY,
+    "PREEMPTED": RunState.PREEMPTED,
+    "RECONFIG_FAIL": RunState.NODE_FAILURE,
+    "REVOKED": RunState.CANCELLED,
+    "TIMEOUT": RunState.TIMED_OUT,
+}
+_REASONS = {
+    "BeginTime": "its start was put off; after a requeue Slurm waits about two minutes",
+    "Dependency": "it waits for another job",
+    "DependencyNeverSatisfied": "the job that it waits for failed: it will never start",
+    "JobHeldAdmin": "an administrator holds it back",
+    "JobHeldUser": "it is held back: scontrol release",
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
+        "its nodes are down or reserved"
+    ),
+    "PartitionDown": "the partition is down",
+    "PartitionNodeLimit": "more nodes than the partition allows: it will never start",
+    "PartitionTimeLimit": "a longer time limit than the partition allows: it will never start",
+    "Priority": "other jobs are ahead of it",
+    "ReqNodeNotAvail": "its nodes are down or reserved",
+    "Resources": "it waits for free nodes",
+}
+
+
+def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+    """Return the states that squeue tells, by run."""
+    states = {}
+    for run, (state, reason, start, end, nodes) in _rows(text, 7, runs):
+        seen = _observation(state, reason, start, end, nodes)
+        if seen:
+            states[run.id] = seen
+    return states
+
+
+def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+    """Return the final states that sacct tells, by run.
+
+    A job that it calls active while squeue does not know it was lost; sacct's reason is why a job once waited.
+    """
+    states = {}
+    for run, (state, start, end, nodes, exit_code) in _rows(text, 7, runs):
+        seen = _observation(state, "", start, end, nodes, _exit_code(exit_code))
+        if seen and seen.is_final:
+            states[run.id] = seen
+    return states
+
+
+def _rows(text: str, num_fields: int, runs: Sequence[SubmittedRun]) -> Iterator[tuple[SubmittedRun, list[str]]]:
+    by_job = {run.submission.job_id: run for run in runs}
+    for line in text.splitlines():
+        job_id, *values = line.split("|", num_fields - 1)
+        run = by_job.get(job_id)
+        if run and len(values) == num_fields - 1 and values.pop().rstrip("/").endswith(f"/{run.id}"):
+            yield run, values
+
+
+def _observation(
+    state: str, reason: str, start: str, end: str, nodes: str, exit_code: int | None = None
+) -> Observation | None:
+    word = state.split(maxsplit=1)[0].rstrip("+") if state else ""  # "CANCELLED by 1000"
+    known = _ACTIVE.get(word) or _FINAL.get(word)
+    if known is None:
+        return None
+    is_final = word in _FINAL
+    return Observation(
+        state=known,
+        is_final=is_final,
+        reason=_explain(word, reason),
+        exit_code=exit_code,
+        nodes="" if nodes in ("None assigned", "(null)") else nodes,
+        started=_time(start),
+        ended=_time(end) if is_final else None,
+    )
+
+
+def _explain(word: str, reason: str) -> str:
+    if word == "CONFIGURING":
+        return "its nodes are starting"
+    if word in ("SUSPENDED", "STOPPED"):
+        return "Slurm has suspended it"
+    code = reason.strip("()").partition(", UnavailableNodes")[0]
+    if code in ("", "None", "null"):
+        return ""
+    meaning = _REASONS.get(code)
+    return f"{code}: {meaning}" if meaning else code
+
+
+def _time(text: str) -> float | None:
+    return float(text) if text.isdigit() else None
+
+
+def _exit_code(text: str) -> int | None:
+    """Turn `code:signal` into what a shell would report."""
+    code, _, signal_number = text.partition(":")
+    if not code.isdigit():
+        return None
+    return 128 + int(signal_number) if signal_number.isdigit() and int(signal_number) else int(code)
+
+
+# --- Why sbatch refuses a job -------------------------------------------------------------------
+
+_REFUSALS: tuple[tuple[str, str, str], ...] = (
+    (
+        "accounting/qos policy|submit.*limit|maxsubmit",
+        "a limit of your account or its quality of service is reached: jobs, nodes, GPUs or hours",
+        "wait until other jobs end, or ask the site's administrators",
+    ),
+    (
+        "invalid partition",
+        "the cluster has no partition of that name",
+        "list them with 'sinfo -s' and set 'partition:' in the cluster's profile",
+    ),
+    (
+        "invalid account",
+        "the account is unknown, is not yours, or may not use this partition",
+        "list yours with 'sacctmgr show associations user=$USER' and set 'account:' in the cluster's profile",
+    ),
+    (
+        "invalid qos",
+        "the quality of service is unknown, or not allowed for your account or partition",
+        "set 'qos:' in the cluster's profile",
+    ),
+    (
+        "reservation",
+        "the reservation is over, not yet begun, or not open to you",
+        "look at 'scontrol show reservation' and set 'reservation:' in the cluster's profile",
+    ),
+    (
+        "time limit",
+        "the time limit is longer than the partition allows",
+        "look at 'sinfo -o \"%P %l\"' and set resources.time_limit",
+    ),
+    (
+        "generic resource|gres",
+        "the cluster does not name its GPUs as the profile asks for them",
+        "look at 'sinfo -o \"%N %G\"' and set 'gpu_request:' in the cluster's profile (gres, gpus-per-node or none)",
+    ),
+    (
+        "node configuration is not available",
+        "no node has what a node of this job needs: GPUs, processors or memory",
+        "look at 'sinfo -o \"%N %c %m %G\"'; set 'gpus_per_node:' and 'cpus_per_node:' in the cluster's profile",
+    ),
+    (
+        "node count|partition configuration|more processors",
+        "more nodes than the partition has or allows",
+        "look at 'sinfo -s' and take fewer --nodes",
+    ),
+    (
+        "group not permitted|access.*denied|permission denied",
+        "you may not use this partition or account",
+        "ask the site's administrators",
+    ),
+    (
+        "unrecognized option|invalid option",
+        "this Slurm does not know an option that the job script uses",
+        "look at the script with --dry-run; take the option out of the cluster's profile",
+    ),
+)
+
+_NO_ANSWER = "contact slurm controller|timed out|connection refused|unable to connect"
+
+
+class UncertainSubmitError(SubmitError):
+    """Slurm gave no clear answer: there may be a job, or not."""
+
+
+def explain_refusal(stderr: str) -> SubmitError:
+    """Turn sbatch's message into an error that says what it usually means."""
+    message = clean_stderr(stderr) or "sbatch gave no job id and no reason"
+    if re.search(_NO_ANSWER, message, re.IGNORECASE):
+        return UncertainSubmitError(
+            f"Slurm did not answer: {message}", meaning="its controller is down, restarting or overloaded"
+        )
+    for pattern, meaning, fix in _REFUSALS:
+        if re.search(pattern, message, re.IGNORECASE):
+            return SubmitError(f"Slurm refused the job: {message}", meaning=meaning, fix=fix)
+    return SubmitError(f"Slurm refused the job: {message}", fix="look at the script with --dry-run")
+
+
+def clean_stderr(stderr: str) -> str:
+    """Return what a Slurm program said, without its own name before each line."""
+    lines = [re.sub(r"^\w+: (error: |fatal: |lua: )?", "", line).strip() for line in stderr.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line))

@@ -33,7 +33,7 @@ class Failure:
     can_resume: bool
 
 
-def explain(run: SubmittedRun, seen: Observation) -> Failure | None:
+def explain_failure(run: SubmittedRun, seen: Observation) -> Failure | None:
     """Return why a run failed; None if it did not."""
     if seen.state not in FAILURES:
         return None
@@ -47,7 +47,7 @@ def explain(run: SubmittedRun, seen: Observation) -> Failure | None:
     return Failure(RunFailedError.exit_code, error, can_resume=True)
 
 
-def command_of(layout: RunLayout) -> str:
+def original_command(layout: RunLayout) -> str:
     """Return the command that made a run, to be typed again."""
     words = (read_json(layout.manifest) or {}).get("command")
     is_known = isinstance(words, list) and all(isinstance(word, str) and "***" not in word for word in words)

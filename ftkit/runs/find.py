@@ -53,7 +53,7 @@ class RunFolder:
 
 
 @dataclass(frozen=True)
-class ClusterGlance:
+class ClusterEntry:
     """The few values of a cluster that a listing shows."""
 
     name: Name
@@ -61,32 +61,32 @@ class ClusterGlance:
 
 
 @dataclass(frozen=True)
-class PlanGlance:
+class PlanEntry:
     """The few values of a plan that a listing shows."""
 
-    cluster: ClusterGlance
+    cluster: ClusterEntry
     num_steps: Count | None
     container_image: str | None
 
 
 @dataclass(frozen=True)
-class RunGlance:
+class RunEntry:
     """What a run's own files say without its scheduler; `damage` says what is wrong with them, if anything is."""
 
     folder: RunFolder
-    plan: PlanGlance | None
+    plan: PlanEntry | None
     run: SubmittedRun | None
     damage: str
 
 
-_PLAN_GLANCE = TypeAdapter(PlanGlance)
+_PLAN_ENTRY = TypeAdapter(PlanEntry)
 
 
-def glance_at(folder: RunFolder) -> RunGlance:
+def read_entry(folder: RunFolder) -> RunEntry:
     """Read what a listing needs of a run. Damage is no error: it is listed."""
     plan, run, damages = None, None, []
     try:
-        plan = read_typed(folder.layout.plan, _PLAN_GLANCE)
+        plan = read_typed(folder.layout.plan, _PLAN_ENTRY)
         damages += [] if plan else ["plan.json is not there"]
     except DamagedFileError as error:
         damages.append(error.what)
@@ -94,7 +94,7 @@ def glance_at(folder: RunFolder) -> RunGlance:
         run = folder.submitted
     except DamagedFileError as error:
         damages.append(error.what)
-    return RunGlance(folder, plan, run, "; ".join(damages))
+    return RunEntry(folder, plan, run, "; ".join(damages))
 
 
 def list_runs(workspace: Workspace) -> list[RunFolder]:

@@ -1,18 +1,21 @@
-"""What a run was made from, so that it can be repeated elsewhere: what manifest.json holds."""
+"""manifest.json: what a run was made from, to repeat it elsewhere, and what each of its jobs started."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import socket
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ftkit
 from ftkit import process
-from ftkit.errors import FtkitError, command_without_secrets
+from ftkit.errors import FtkitError, TrainingError, command_without_secrets
+from ftkit.files import write_json
 from ftkit.planning.plan import plan_to_json
 
 if TYPE_CHECKING:
@@ -20,8 +23,11 @@ if TYPE_CHECKING:
 
     from ftkit.planning.plan import RunPlan
 
+_IMAGE = Path("/opt/ftkit")
+"""Where an image that ftkit built says what it is."""
 
-def describe(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, Any]:
+
+def build_manifest(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, Any]:
     """Return what manifest.json holds of a run that is about to be submitted."""
     recipe = plan.recipe
     return {
@@ -64,3 +70,52 @@ def _own_commit() -> dict[str, Any] | None:
     """Return the commit of the checkout that ftkit runs from; an installed wheel has none of its own."""
     checkout = Path(ftkit.__file__).resolve().parents[1]
     return git_commit(checkout) if (checkout / ".git").exists() else None
+
+
+def record_start(manifest: Path, image: Path = _IMAGE) -> None:
+    """Add this start to the `starts` of a run's manifest. Only who holds the run's lease may.
+
+    Args:
+        manifest: the run's manifest.json; without one nothing is written.
+        image: the folder in the container.
+
+    Raises:
+        TrainingError: the container holds another image than the manifest says.
+    """
+    try:
+        values = json.loads(manifest.read_bytes())
+        starts = [*values.get("starts", []), start := _describe_start(image)]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return
+    write_json(manifest, {**values, "starts": starts})
+    expected, found = values.get("image_lock_sha256"), start["image"].get("lock_sha256")
+    if expected and found != expected:
+        raise TrainingError(
+            f"the container holds another image than the run was submitted with: {start['container_image']}",
+            meaning=f"the digest of its lock is {found or 'not there'}, the run's manifest says {expected}",
+            fix="see what the file is with 'ftkit verify', and import the image again",
+        )
+
+
+def _describe_start(image: Path) -> dict[str, Any]:
+    return {
+        "time": time.time(),
+        "job_id": os.environ.get("SLURM_JOB_ID", ""),
+        "host": socket.gethostname(),
+        "container_image": os.environ.get("FTKIT_CONTAINER_IMAGE", ""),
+        "ftkit_version": ftkit.__version__,
+        "image": _describe_image(image),
+    }
+
+
+def _describe_image(image: Path) -> dict[str, str]:
+    """Return what the image says of itself; nothing if it is none of ftkit's, or there is none."""
+    try:
+        definition = json.loads((image / "image.json").read_bytes())
+        reference = f"{definition['name']}:{definition['tag']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    digests = {"lock_sha256": image / "requirements.lock", "sbom_sha256": image / "sbom.cdx.json"}
+    return {"reference": reference} | {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in digests.items() if path.is_file()
+    }

@@ -59,7 +59,7 @@ class StartRecord:
 
 
 @dataclass(frozen=True)
-class ProofRecord:
+class VerificationRecord:
     """What was proven of the sharded model before step 1."""
 
     event: ClassVar[str] = "proof"
@@ -163,7 +163,7 @@ class EndRecord:
 Record = (
     StageRecord
     | StartRecord
-    | ProofRecord
+    | VerificationRecord
     | MemoryRecord
     | StepRecord
     | EvaluationRecord
@@ -287,7 +287,7 @@ def write_rank_error(path: Path, error: RankError) -> None:
     path.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
 
 
-def leave_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int) -> int:
+def record_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int) -> int:
     """Write down what ended a rank, also on a full disk, where `disk_full` alone is made; return its exit code."""
     left = RankError.from_exception(error, rank=rank)
     with suppress(OSError):

@@ -41,7 +41,7 @@ class TrainingSummary:
     end: EndRecord | None = None
 
 
-def summarise(layout: RunLayout) -> TrainingSummary:
+def summarize(layout: RunLayout) -> TrainingSummary:
     """Read what matters of a run's records."""
     found: dict[str, Any] = {}
     for record in read_outline(layout.metrics):

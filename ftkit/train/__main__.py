@@ -13,8 +13,8 @@ from ftkit.errors import FtkitError, explained, without_secrets
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
-from ftkit.runs.records import leave_rank_error
-from ftkit.runs.started import record_start
+from ftkit.runs.manifest import record_start
+from ftkit.runs.records import record_rank_error
 from ftkit.train.launcher import follow_launcher
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
         log.error("rank %d failed", rank, exc_info=error)
     if isinstance(reason, FolderHeldError) or is_held_by_another_job(layout):
         return reason.exit_code if isinstance(reason, FtkitError) else 1
-    return leave_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
+    return record_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
 
 
 def check() -> int:

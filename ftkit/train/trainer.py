@@ -21,7 +21,7 @@ from ftkit.errors import TrainingError
 from ftkit.planning.estimates.adapters import ParameterCounts
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import RunPlan, count_steps, plan_for_counts
-from ftkit.runs.records import EndRecord, EvaluationRecord, ProofRecord, StageRecord, StartRecord
+from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
 from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.components.checkpoint import Progress, load_newest
 from ftkit.train.components.checkpoint_saver import CheckpointSaver
@@ -204,7 +204,7 @@ class Trainer:
             sequence_length=recipe.training.sequence_length,
         )
         checks |= verify_isolation(probe) | verify_logits(probe)
-        self.recorder.write(ProofRecord(time.time(), checks))
+        self.recorder.write(VerificationRecord(time.time(), checks))
         log.info("proven: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
 
     def _record_start(self, num_steps: int, progress: Progress, num_parameters: int) -> None:

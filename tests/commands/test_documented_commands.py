@@ -15,7 +15,7 @@ from ftkit.cli.main import _SECTIONS
 if TYPE_CHECKING:
     from conftest import Machine
 
-    from ftkit.cli.lazy_group import LazyCommand
+    from ftkit.cli.commands import LazyCommand
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [

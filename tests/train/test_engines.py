@@ -21,7 +21,7 @@ from ftkit.config.model import FAMILIES, ArchitectureSpec
 from ftkit.config.training import Method, TrainingPlan
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.parameters import method_counts
-from ftkit.runs.records import EvaluationRecord, ProofRecord, StartRecord
+from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.checks import verify_sharding
@@ -166,7 +166,7 @@ def test_a_zero3_run_is_the_fsdp2_run_and_goes_on_with_fewer_processes(
         assert loss == pytest.approx(straight[step][0], abs=1e-4)
     assert [record.engine for record in run.records(StartRecord)] == ["zero3"]
     assert run.memory_stages() == finished_run.memory_stages()
-    assert run.records(ProofRecord)[0].checks["sharded layers"] == "2"
+    assert run.records(VerificationRecord)[0].checks["sharded layers"] == "2"
     answered = finished_run.records(EvaluationRecord)[0].samples, run.records(EvaluationRecord)[0].samples
     assert answered[0] == answered[1]
     run.copy_to("zero3-alone").forget_after(10)

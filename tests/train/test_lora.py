@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PackStore, PreparedData
-from ftkit.runs.records import EvaluationRecord, ProofRecord, StartRecord
+from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ def adapted(finished_run: Any, make_run: Callable[..., Any]) -> Any:
 
 @pytest.mark.oldest
 def test_adapters_alone_are_trained_and_kept(adapted: Any) -> None:
-    (proof,) = adapted.records(ProofRecord)
+    (proof,) = adapted.records(VerificationRecord)
     assert proof.checks["trainable parameters"] == "8,192"
     before, after = adapted.records(EvaluationRecord)
     assert after.loss < before.loss

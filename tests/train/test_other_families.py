@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from ftkit.runs.records import EvaluationRecord, ProofRecord, StartRecord
+from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ def test_a_plan_calls_its_numbers_estimates_and_the_record_has_the_true_ones(wit
     (start,) = with_biases.records(StartRecord)
     assert start.num_parameters == true
     assert start.num_parameters > with_biases.plan.num_parameters
-    (proof,) = with_biases.records(ProofRecord)
+    (proof,) = with_biases.records(VerificationRecord)
     assert proof.checks["parameters"] == f"{true:,}"
 
 
@@ -47,7 +47,7 @@ def test_its_export_is_trained_further_with_4_bit_matrices_beside_their_biases(
         before, after = run.records(EvaluationRecord)
         assert before.loss == pytest.approx(with_biases.records(EvaluationRecord)[-1].loss, rel=tolerance)
         assert after.loss < before.loss
-        is_quantized = run.records(ProofRecord)[0].checks["4-bit parameters"] != "0"
+        is_quantized = run.records(VerificationRecord)[0].checks["4-bit parameters"] != "0"
         assert is_quantized == (method == "qlora")
 
 

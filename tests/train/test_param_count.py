@@ -16,7 +16,7 @@ from ftkit.launch.model_size import count_on_this_machine
 from ftkit.planning.estimates.adapters import adapter_size
 from ftkit.planning.estimates.parameters import EXPERT_FAMILIES, count_by_config, count_model, method_counts
 from ftkit.planning.layout import Workspace
-from ftkit.runs.records import ProofRecord, StartRecord
+from ftkit.runs.records import StartRecord, VerificationRecord
 from ftkit.train.param_count import count_method, count_modules
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def test_a_run_acts_on_the_parameters_of_the_real_model(make_run: Callable[..., 
     family = "model.architecture.family=qwen2"  # whose biases an estimate leaves out
     run = make_run("counted", family, "training.max_steps=1", "evaluation.sql_execution=null")
     printed = run.train()
-    (start,), (proof,) = run.records(StartRecord), run.records(ProofRecord)
+    (start,), (proof,) = run.records(StartRecord), run.records(VerificationRecord)
     assert proof.checks["parameters"] == f"{start.num_parameters:,}"
     estimate = f"the plan's estimate was {run.plan.num_parameters:,}"
     assert f"the model has {start.num_parameters:,} parameters, {estimate}" in printed

@@ -17,9 +17,9 @@ from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
-    ProofRecord,
     StartRecord,
     StepRecord,
+    VerificationRecord,
     read_records,
 )
 
@@ -38,7 +38,7 @@ def test_a_run_learns_and_records_each_stage(finished_run: Any) -> None:
     assert losses[20][0] < 0.75 * losses[1][0]
     assert [record.outcome for record in finished_run.records(EndRecord)] == ["completed"]
     assert [record.when for record in finished_run.records(EvaluationRecord)] == ["before", "after"]
-    (proof,) = finished_run.records(ProofRecord)
+    (proof,) = finished_run.records(VerificationRecord)
     assert proof.checks["units"] == "3"
 
 
@@ -180,7 +180,7 @@ def test_accumulation_and_checkpointing_change_nothing_but_memory(
         "evaluation.sql_execution=null",
     )
     frugal.train()
-    assert frugal.records(ProofRecord)[0].checks["layers with checkpointing 'full'"] == "2"
+    assert frugal.records(VerificationRecord)[0].checks["layers with checkpointing 'full'"] == "2"
     for step, (loss, _) in frugal.losses().items():
         assert loss == pytest.approx(finished_run.losses()[step][0], abs=2e-5)
 

@@ -38,7 +38,7 @@ def view_for(terminal: Terminal) -> FollowView:
     return LiveView(terminal) if terminal.is_live else PlainView(terminal)
 
 
-def state_words(seen: Observation) -> str:
+def format_state(seen: Observation) -> str:
     """Say the state and why."""
     return f"{seen.state}: {seen.reason}" if seen.reason else str(seen.state)
 
@@ -53,7 +53,7 @@ class PlainView:
 
     def state(self, seen: Observation) -> None:
         """Print the state if it is another than before; that of a completed run stands in its summary."""
-        words = state_words(seen)
+        words = format_state(seen)
         if words != self._shown and seen.state is not RunState.COMPLETED:
             self._terminal.say(words)
             self._shown = words
@@ -94,7 +94,7 @@ class LiveView:
     def state(self, seen: Observation) -> None:
         """Show the state while the run waits; once it runs, its records tell more."""
         if seen.state is not RunState.RUNNING:
-            self._show_waiting(state_words(seen))
+            self._show_waiting(format_state(seen))
         elif self._is_waiting:
             self._show_waiting("running")
         self._is_waiting = seen.state is not RunState.RUNNING

@@ -10,10 +10,10 @@ from ftkit.runs.records import (
     EndRecord,
     EvaluationRecord,
     MemoryRecord,
-    ProofRecord,
     StageRecord,
     StartRecord,
     StepRecord,
+    VerificationRecord,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def record_line(record: Record) -> str:
             line = record.stage
         case StartRecord():
             line = start_line(record)
-        case ProofRecord():
+        case VerificationRecord():
             line = "proven: " + "; ".join(f"{name}: {value}" for name, value in record.checks.items())
         case MemoryRecord():
             line = (

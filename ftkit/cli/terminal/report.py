@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
-from ftkit.cli.terminal.follow_views import state_words
+from ftkit.cli.terminal.follow_views import format_state
 from ftkit.cli.terminal.format import count, duration, plural, short_path
 from ftkit.cli.terminal.record_lines import measured
 from ftkit.errors import EXIT_CODES, RunFailedError, without_secrets
-from ftkit.runs.failure import command_of, explain
+from ftkit.runs.failure import explain_failure, original_command
 from ftkit.runs.states import FAILURES, Observation, RunState
-from ftkit.runs.summary import TrainingSummary, log_tail, summarise
+from ftkit.runs.summary import TrainingSummary, log_tail, summarize
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -40,11 +40,11 @@ def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
         RunFailedError: in another way than by completing.
     """
     if seen.state is not RunState.COMPLETED:
-        failure = explain(run, seen)
+        failure = explain_failure(run, seen)
         if failure:
             show_failure(failure, run.layout, terminal, is_data=False)
         raise failed(run, seen, failure)
-    summary = summarise(run.layout)
+    summary = summarize(run.layout)
     terminal.say()
     terminal.facts([("state", state_cell(seen)), *result_facts(summary), *profile_facts(run.layout)], is_data=False)
     if summary.after:
@@ -55,7 +55,7 @@ def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
 def failed(run: SubmittedRun, seen: Observation, failure: Failure | None) -> RunFailedError:
     """Return the error that a command ends with that watched a run to an end other than completion."""
     return RunFailedError(
-        f"{run.id}: {state_words(seen)}",
+        f"{run.id}: {format_state(seen)}",
         exit_code=failure.exit_code if failure else RunFailedError.exit_code,
         fix=advice(run.layout, seen, failure),
     )
@@ -80,7 +80,7 @@ def show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is_
 
 def state_cell(seen: Observation) -> Cell:
     """Return the state in its colour."""
-    return Styled(state_words(seen), STATE_STYLES[seen.state])
+    return Styled(format_state(seen), STATE_STYLES[seen.state])
 
 
 def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
@@ -148,7 +148,7 @@ def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None)
     if seen.state is RunState.COMPLETED:
         return [f"ftkit status {run_id}", f"ftkit logs {run_id}"]
     if failure and not failure.can_resume:
-        return [command_of(layout)]
+        return [original_command(layout)]
     if failure and failure.exit_code == RunFailedError.exit_code and seen.state is RunState.FAILED:
         return [f"ftkit logs {run_id}", f"ftkit resume {run_id}"]
     return [f"ftkit resume {run_id}"]

@@ -58,6 +58,6 @@ def ftkit(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at runs more often than is good for a scheduler."""
-    monkeypatch.setattr("ftkit.cli.poll._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("ftkit.cli.follow._LOOK_SECONDS", 0.01)
     monkeypatch.setattr("ftkit.launch.local.LocalScheduler.poll_seconds", 0.02)
     monkeypatch.setattr("ftkit.launch.slurm.SlurmScheduler.poll_seconds", 0.02)

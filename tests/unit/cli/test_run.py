@@ -176,7 +176,7 @@ def test_an_interrupt_leaves_the_run_alone_and_says_how_to_come_back(
         raise KeyboardInterrupt
 
     job("while [ ! -e go ]; do sleep 0.01; done")
-    monkeypatch.setattr("ftkit.cli.follow.looks", interrupt)
+    monkeypatch.setattr("ftkit.cli.follow.poll_states", interrupt)
     result = ftkit("run", "demo")
     (next(workspace.runs.iterdir()) / "go").touch()
     assert result.code == 130

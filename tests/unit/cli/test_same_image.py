@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.cli.image_ready import ensure_image, require_same_image
+from ftkit.cli.image_check import ensure_image, require_same_image
 from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.files import write_json

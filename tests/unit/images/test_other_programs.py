@@ -21,7 +21,7 @@ from ftkit.config.image_reference import parse_reference
 from ftkit.config.load import Context, load_cluster
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
 from ftkit.images import choosing, enroot, sif, squashfs
-from ftkit.images.choosing import ImportWish, choose_source, name_of
+from ftkit.images.choosing import ImportRequest, choose_source, name_of
 from ftkit.images.engine import EngineImage
 from ftkit.images.importing import import_image
 from ftkit.images.oci.rootfs import ImageConfig
@@ -130,7 +130,7 @@ def test_enroot_is_asked_by_digest_if_it_can_and_given_the_right_options(
 ) -> None:
     stand_in("enroot", ENROOT)
     monkeypatch.setenv("RELEASE", release)
-    wish = ImportWish("docker://nvcr.io/team/olmo3:25.02", None, SLURM, method="enroot")
+    wish = ImportRequest("docker://nvcr.io/team/olmo3:25.02", None, SLURM, method="enroot")
     imported = import_image("olmo3:25.02", choose_source(wish, say_nothing), ImageStore(tmp_path / "images"))
     words = (record / "enroot").read_text().split()
     assert (words[0], words[-1]) == ("import", asked)
@@ -181,7 +181,7 @@ def test_enroot_is_left_to_what_ftkit_can_not_pack_itself(
 ) -> None:
     stand_in("enroot", ENROOT)
     monkeypatch.setattr(squashfs, "has_packer", lambda: has_packer)
-    assert type(choose_source(ImportWish("docker://r.io/a:1", None, SLURM), say_nothing)) is kind
+    assert type(choose_source(ImportRequest("docker://r.io/a:1", None, SLURM), say_nothing)) is kind
     assert record.is_dir()
 
 
@@ -222,7 +222,7 @@ def test_on_a_node_enroot_works_on_the_node_s_own_disk(
 
 def import_on(local: Path, tmp_path: Path) -> None:
     cluster = SLURM.model_copy(update={"node_local_dir": str(local), "partition": "gpu", "account": "me"})
-    wish = ImportWish("olmo3:25.02", "r.io/team", cluster, on_node=True)
+    wish = ImportRequest("olmo3:25.02", "r.io/team", cluster, on_node=True)
     import_image("olmo3:25.02", choose_source(wish, say_nothing), ImageStore(tmp_path / "images"))
 
 
@@ -342,7 +342,7 @@ def test_a_sif_file_is_made_by_whichever_program_there_is(
     stand_in(program, APPTAINER)
     said: list[str] = []
     store = ImageStore(tmp_path / "images")
-    wish = ImportWish("docker://r.io/team/olmo3:25.02", None, SLURM)
+    wish = ImportRequest("docker://r.io/team/olmo3:25.02", None, SLURM)
     source = SifSource(wish, say_nothing)
     imported = import_image("olmo3:25.02", source, store, report=lambda progress: said.append(progress.text))
     assert "INFO: Starting build..." in said
@@ -363,7 +363,7 @@ def test_a_sif_file_of_the_engine_is_asked_for_by_id(
     image = EngineImage(Known.image_id, size=1, created=0, labels={}, repo_digests=(), config=Known.config)
     monkeypatch.setattr(sif, "choose_source", lambda *_: EngineSource("ftkit/a:1", image))
     store = ImageStore(tmp_path / "images")
-    import_image("a:1", SifSource(ImportWish("a:1", None, SLURM), say_nothing), store)
+    import_image("a:1", SifSource(ImportRequest("a:1", None, SLURM), say_nothing), store)
     assert (record / "apptainer").read_text().split()[-1] == f"docker-daemon:{Known.image_id}"
 
 
@@ -372,7 +372,7 @@ def test_a_sif_file_of_another_manifest_is_another_one(
 ) -> None:
     stand_in("apptainer", APPTAINER)
     store = ImageStore(tmp_path / "images")
-    source = SifSource(ImportWish("docker://r.io/a:1", None, SLURM), say_nothing)
+    source = SifSource(ImportRequest("docker://r.io/a:1", None, SLURM), say_nothing)
     import_image("a:1", source, store)
     source.registry_digest = Digest("sha256:" + "d" * 64)
     again = import_image("a:1", source, store)
@@ -385,7 +385,7 @@ def test_a_sif_build_that_fails_shows_what_was_said(
 ) -> None:
     stand_in("apptainer", APPTAINER)
     monkeypatch.setenv("SAYS", "FATAL: manifest unknown")
-    wish = ImportWish("docker://r.io/a:1", None, SLURM)
+    wish = ImportRequest("docker://r.io/a:1", None, SLURM)
     with pytest.raises(ImageError, match="manifest unknown"):
         import_image("a:1", SifSource(wish, say_nothing), ImageStore(tmp_path / "images"))
     assert json.dumps(sorted(path.name for path in (tmp_path / "images").iterdir())).count("sif") == 1  # its lock
@@ -394,7 +394,7 @@ def test_a_sif_build_that_fails_shows_what_was_said(
 
 def test_a_sif_file_is_never_left_to_enroot(record: Path, stand_in: Callable[[str, str], None]) -> None:
     stand_in("enroot", ENROOT)
-    wish = ImportWish("docker://r.io/a:1", None, SLURM)
+    wish = ImportRequest("docker://r.io/a:1", None, SLURM)
     assert SifSource(wish, say_nothing).describe() == "a registry"
     with pytest.raises(ConfigError, match="--on-node"):
         SifSource(replace(wish, on_node=True), say_nothing)
@@ -403,7 +403,9 @@ def test_a_sif_file_is_never_left_to_enroot(record: Path, stand_in: Callable[[st
 
 def test_without_apptainer_sif_says_so(record: Path, tmp_path: Path) -> None:
     with pytest.raises(PrerequisiteError, match="neither 'apptainer' nor 'singularity'"):
-        import_image("a:1", SifSource(ImportWish("docker://r.io/a:1", None, SLURM), say_nothing), ImageStore(tmp_path))
+        import_image(
+            "a:1", SifSource(ImportRequest("docker://r.io/a:1", None, SLURM), say_nothing), ImageStore(tmp_path)
+        )
     assert record.is_dir()
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.errors import PrerequisiteError, SubmitError
-from ftkit.launch.jobs import cancel, resume, start
+from ftkit.launch.jobs import cancel, resume, submit
 from ftkit.launch.observe import observe
-from ftkit.launch.slurm_refusals import UncertainSubmitError
+from ftkit.launch.slurm import UncertainSubmitError
 from ftkit.planning.plan import read_plan
 from ftkit.runs.states import RunState
 from ftkit.runs.submission import read_submission
@@ -29,7 +29,7 @@ def slurm_plan(plan: RunPlan) -> RunPlan:
 
 def test_a_started_run_has_all_its_files(slurm_plan: RunPlan, programs: FakePrograms) -> None:
     programs.answer("sbatch", "123\n")
-    run = start(slurm_plan, "#!/bin/bash\n", {"run": "x"})
+    run = submit(slurm_plan, "#!/bin/bash\n", {"run": "x"})
     layout = slurm_plan.layout
     assert run.submission.job_id == "123"
     assert read_submission(layout) == run.submission
@@ -42,7 +42,7 @@ def test_a_started_run_has_all_its_files(slurm_plan: RunPlan, programs: FakeProg
 def test_a_refused_run_leaves_nothing_behind(slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace) -> None:
     programs.answer("sbatch", stderr="sbatch: error: invalid partition specified: x\n", code=1)
     with pytest.raises(SubmitError, match="invalid partition"):
-        start(slurm_plan, "", {})
+        submit(slurm_plan, "", {})
     assert list(workspace.runs.iterdir()) == []
 
 
@@ -50,7 +50,7 @@ def test_without_slurm_nothing_is_left_behind(
     slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace
 ) -> None:
     with pytest.raises(PrerequisiteError):
-        start(slurm_plan, "", {})
+        submit(slurm_plan, "", {})
     assert list(workspace.runs.iterdir()) == []
     assert programs.calls() == []
 
@@ -60,7 +60,7 @@ def test_a_run_that_slurm_may_have_taken_stays_and_can_be_submitted_again(
 ) -> None:
     programs.answer("sbatch", stderr="sbatch: error: Batch job submission failed: Socket timed out\n", code=1)
     with pytest.raises(UncertainSubmitError, match="Socket timed out") as caught:
-        start(slurm_plan, "", {})
+        submit(slurm_plan, "", {})
     assert f"ftkit resume {slurm_plan.id}" in caught.value.fix
     programs.answer("sbatch", "5\n")
     assert resume(slurm_plan).submission.job_id == "5"
@@ -69,7 +69,7 @@ def test_a_run_that_slurm_may_have_taken_stays_and_can_be_submitted_again(
 def test_a_workspace_that_can_not_be_written_to_is_named(slurm_plan: RunPlan, workspace: Workspace) -> None:
     workspace.root.write_text("a file, not a folder")
     with pytest.raises(PrerequisiteError, match="can't make the run's folder"):
-        start(slurm_plan, "", {})
+        submit(slurm_plan, "", {})
 
 
 def test_a_resumed_run_forgets_how_it_ended_and_remembers_its_jobs(

@@ -8,7 +8,7 @@ import pytest
 
 from ftkit.config.load import Context
 from ftkit.errors import ConfigError, NotFoundError
-from ftkit.launch.resolve import RunWords, resolve, settings_of, workspace_of
+from ftkit.launch.resolve import RunArgs, read_settings, resolve, resolve_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ def ctx(project: Path, environment: Mapping[str, str] = CPU) -> Context:
 
 
 def test_a_recipe_alone_is_enough_on_this_machine(project: Path) -> None:
-    plan = resolve(RunWords(recipe="demo"), ctx(project))
+    plan = resolve(RunArgs(recipe="demo"), ctx(project))
     assert plan.cluster.name == "local"
     assert (plan.placement.device, plan.placement.world_size) == ("cpu", 2)
     assert plan.workspace == project
@@ -39,7 +39,7 @@ def test_a_recipe_alone_is_enough_on_this_machine(project: Path) -> None:
 def test_where_no_cluster_is_chosen_an_image_is_planned_for_any_slurm_and_the_plan_says_so(
     project: Path, num_nodes: int | None
 ) -> None:
-    plan = resolve(RunWords(image="olmo3:25.02", num_nodes=num_nodes), ctx(project))
+    plan = resolve(RunArgs(image="olmo3:25.02", num_nodes=num_nodes), ctx(project))
     assert (plan.cluster.name, plan.recipe.name, plan.image) == ("slurm", "olmo3-7b-full", "olmo3:25.02")
     assert plan.notes[0].startswith("no cluster is chosen: this is for profile 'slurm'")
 
@@ -47,12 +47,12 @@ def test_where_no_cluster_is_chosen_an_image_is_planned_for_any_slurm_and_the_pl
 def test_a_cluster_that_is_chosen_is_never_replaced(project: Path) -> None:
     (project / "ftkit.yaml").write_text("cluster: local\n")
     with pytest.raises(ConfigError, match="runtime 'none': the image would have no effect"):
-        resolve(RunWords(image="olmo3:25.02"), ctx(project))
+        resolve(RunArgs(image="olmo3:25.02"), ctx(project))
 
 
 def test_an_image_alone_is_enough_on_a_cluster(project: Path) -> None:
     (project / "ftkit.yaml").write_text("cluster: a4-highgpu-8g\nworkspace: /shared/me\n")
-    plan = resolve(RunWords(image="olmo3:25.02", num_nodes=2), ctx(project))
+    plan = resolve(RunArgs(image="olmo3:25.02", num_nodes=2), ctx(project))
     assert plan.recipe.name == "olmo3-7b-full"
     assert plan.placement.world_size == 16
     assert plan.container_image is not None
@@ -61,14 +61,14 @@ def test_an_image_alone_is_enough_on_a_cluster(project: Path) -> None:
 
 def test_the_image_of_the_settings_is_used_where_there_are_containers(project: Path) -> None:
     (project / "ftkit.yaml").write_text("image: olmo3:25.02\n")
-    assert resolve(RunWords(recipe="demo"), ctx(project)).image is None
-    plan = resolve(RunWords(cluster="a4-highgpu-8g"), ctx(project))
+    assert resolve(RunArgs(recipe="demo"), ctx(project)).image is None
+    plan = resolve(RunArgs(cluster="a4-highgpu-8g"), ctx(project))
     assert (plan.recipe.name, plan.image) == ("olmo3-7b-full", "olmo3:25.02")
 
 
 def test_the_image_of_the_recipe_is_used_where_nothing_else_names_one(project: Path) -> None:
     (project / "mine.yaml").write_text("extends: olmo3-7b-full\nname: mine\nimage: olmo3:26.05\n")
-    words = RunWords(recipe=str(project / "mine.yaml"), cluster="a4-highgpu-8g")
+    words = RunArgs(recipe=str(project / "mine.yaml"), cluster="a4-highgpu-8g")
     assert resolve(words, ctx(project)).image == "olmo3:26.05"
 
 
@@ -83,7 +83,7 @@ def test_an_image_file_is_found_from_the_current_folder(
 ) -> None:
     make_cluster(project, "a4-highgpu-8g", "apptainer")
     monkeypatch.chdir(project)
-    words = RunWords(recipe="olmo3-7b-full", image=typed, cluster="mine")
+    words = RunArgs(recipe="olmo3-7b-full", image=typed, cluster="mine")
     assert resolve(words, ctx(project)).container_image == str(project / Path(typed).name)
 
 
@@ -92,7 +92,7 @@ def test_an_image_file_in_the_settings_or_a_recipe_belongs_to_the_file_that_name
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (project / "mine.yaml").write_text("extends: olmo3-7b-full\nname: mine\nimage: ./recipe.sqsh\n")
-    words = RunWords(recipe=str(project / "mine.yaml"), cluster="a4-highgpu-8g")
+    words = RunArgs(recipe=str(project / "mine.yaml"), cluster="a4-highgpu-8g")
     assert resolve(words, ctx(project)).container_image == str(project / "recipe.sqsh")
     (project / "ftkit.yaml").write_text("image: settings.sqsh\n")
     assert resolve(words, ctx(project)).container_image == str(project / "settings.sqsh")
@@ -107,17 +107,17 @@ def test_an_address_is_given_to_each_runtime_in_its_own_words(
     project: Path, runtime: str, given: str, typed: str
 ) -> None:
     make_cluster(project, "docker" if runtime == "docker" else "a4-highgpu-8g", runtime)
-    words = RunWords(recipe="demo", image=typed, cluster="mine", overrides=("training.global_batch_size=32",))
+    words = RunArgs(recipe="demo", image=typed, cluster="mine", overrides=("training.global_batch_size=32",))
     assert resolve(words, ctx(project)).container_image == given
 
 
 def test_pyxis_is_not_given_a_sif_file(project: Path) -> None:
     with pytest.raises(ConfigError, match="pyxis can't run a SIF file"):
-        resolve(RunWords(recipe="olmo3-7b-full", image="my.sif", cluster="a4-highgpu-8g"), ctx(project))
+        resolve(RunArgs(recipe="olmo3-7b-full", image="my.sif", cluster="a4-highgpu-8g"), ctx(project))
 
 
-@pytest.mark.parametrize("words", [RunWords(), RunWords(image="docker://host#path:tag", cluster="a4-highgpu-8g")])
-def test_where_nothing_says_what_to_train_the_user_is_told_what_to_give(project: Path, words: RunWords) -> None:
+@pytest.mark.parametrize("words", [RunArgs(), RunArgs(image="docker://host#path:tag", cluster="a4-highgpu-8g")])
+def test_where_nothing_says_what_to_train_the_user_is_told_what_to_give(project: Path, words: RunArgs) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(words, ctx(project))
     assert "ftkit recipes" in str(caught.value)
@@ -126,7 +126,7 @@ def test_where_nothing_says_what_to_train_the_user_is_told_what_to_give(project:
 def test_all_that_is_wrong_with_the_specs_is_shown_at_once(project: Path) -> None:
     (project / "clusters").mkdir()
     (project / "clusters" / "mine.yaml").write_text("extends: slurm\nname: mine\npartitoin: x\ngpus_per_node: 0\n")
-    words = RunWords(recipe="dmeo", cluster="mine", image="olmo3:24.01")
+    words = RunArgs(recipe="dmeo", cluster="mine", image="olmo3:24.01")
     with pytest.raises(ConfigError) as caught:
         resolve(words, ctx(project))
     text = str(caught.value)
@@ -137,11 +137,11 @@ def test_all_that_is_wrong_with_the_specs_is_shown_at_once(project: Path) -> Non
 
 def test_one_thing_that_is_not_there_stays_what_it_is(project: Path) -> None:
     with pytest.raises(NotFoundError, match="no recipe 'dmeo'"):
-        resolve(RunWords(recipe="dmeo"), ctx(project))
+        resolve(RunArgs(recipe="dmeo"), ctx(project))
 
 
 def test_everything_that_does_not_fit_together_is_shown_at_once(project: Path) -> None:
-    words = RunWords(
+    words = RunArgs(
         recipe="demo", cluster="local", num_nodes=3, image="olmo3:25.02", overrides=("training.global_batch_size=33",)
     )
     with pytest.raises(ConfigError) as caught:
@@ -149,7 +149,7 @@ def test_everything_that_does_not_fit_together_is_shown_at_once(project: Path) -
     assert len(caught.value.problems) == 3
 
 
-def places(words: RunWords, project: Path) -> list[str]:
+def places(words: RunArgs, project: Path) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         resolve(words, ctx(project))
     return [f"{problem.where} {problem.key}" for problem in caught.value.problems]
@@ -158,12 +158,12 @@ def places(words: RunWords, project: Path) -> list[str]:
 def test_what_does_not_fit_together_is_blamed_on_the_line_that_says_it(project: Path) -> None:
     recipe = project / "mine.yaml"
     recipe.write_text("extends: demo\nname: mine\nresources:\n  num_nodes: 3\ntraining:\n  global_batch_size: 25\n")
-    here = RunWords(recipe=str(recipe))
+    here = RunArgs(recipe=str(recipe))
     assert places(here, project) == [
         f"{recipe}:4 resources.num_nodes",
         f"{recipe}:6 training.global_batch_size",
     ]
-    typed = RunWords(recipe=str(recipe), num_nodes=2, overrides=("training.global_batch_size=25",))
+    typed = RunArgs(recipe=str(recipe), num_nodes=2, overrides=("training.global_batch_size=25",))
     assert places(typed, project) == ["command line --nodes", "command line training.global_batch_size"]
 
 
@@ -172,7 +172,7 @@ def test_a_profile_and_the_settings_are_blamed_for_their_own(project: Path) -> N
     profile = project / "clusters" / "mine.yaml"
     profile.write_text(profile.read_text() + "mounts: [relative]\n")
     (project / "ftkit.yaml").write_text("workspace: /a,b\nimage: x.sif\ncluster: mine\n")
-    assert places(RunWords(recipe="olmo3-7b-full"), project) == [
+    assert places(RunArgs(recipe="olmo3-7b-full"), project) == [
         f"{project}/ftkit.yaml:2 image",
         f"{project}/ftkit.yaml:1 workspace",
         f"{profile}:4 mounts",
@@ -182,25 +182,25 @@ def test_a_profile_and_the_settings_are_blamed_for_their_own(project: Path) -> N
 def test_a_cluster_that_is_not_there_is_blamed_on_the_file_that_names_it(project: Path) -> None:
     (project / "ftkit.yaml").write_text("# ours\ncluster: ourz\n")
     with pytest.raises(NotFoundError, match=rf"{project}/ftkit.yaml:2: cluster: there is no cluster 'ourz'"):
-        resolve(RunWords(recipe="demo"), ctx(project))
+        resolve(RunArgs(recipe="demo"), ctx(project))
 
 
 def test_a_typed_option_wins_over_the_environment_and_says_where_it_is_from(project: Path) -> None:
     place = ctx(project, {"FTKIT_CLUSTER": "slurm"})
-    assert settings_of(RunWords(), place).settings.cluster == "slurm"
-    typed = settings_of(RunWords(cluster="local"), place)
+    assert read_settings(RunArgs(), place).settings.cluster == "slurm"
+    typed = read_settings(RunArgs(cluster="local"), place)
     assert (typed.settings.cluster, typed.layers.origin(("cluster",))) == ("local", "command line")
 
 
 def test_a_relative_workspace_belongs_to_the_project(project: Path) -> None:
     (project / "ftkit.yaml").write_text("workspace: work\n")
     place = ctx(project)
-    assert workspace_of(settings_of(RunWords(), place), place).root == project / "work"
+    assert resolve_workspace(read_settings(RunArgs(), place), place).root == project / "work"
 
 
 def test_the_number_of_steps_is_known_once_the_data_is_prepared(project: Path) -> None:
     epochs = ("training.max_steps=null", "training.num_epochs=2", "training.global_batch_size=32")
-    words = RunWords(recipe="demo", overrides=epochs)
+    words = RunArgs(recipe="demo", overrides=epochs)
     plan = resolve(words, ctx(project))
     assert plan.num_steps is None
     plan.data_directory.mkdir(parents=True)
@@ -209,7 +209,7 @@ def test_the_number_of_steps_is_known_once_the_data_is_prepared(project: Path) -
 
 
 def test_two_runs_of_the_same_second_have_two_ids(project: Path) -> None:
-    ids = {resolve(RunWords(recipe="demo"), ctx(project)).id for _ in range(3)}
+    ids = {resolve(RunArgs(recipe="demo"), ctx(project)).id for _ in range(3)}
     assert len(ids) == 3
 
 
@@ -218,7 +218,7 @@ def test_the_job_gets_the_file_that_a_readable_link_leads_to_now(project: Path) 
     images.mkdir()
     (images / "sha256-1.sqsh").touch()
     (images / "olmo3+25.02.sqsh").symlink_to("sha256-1.sqsh")
-    words = RunWords(image="olmo3:25.02", cluster="slurm")
+    words = RunArgs(image="olmo3:25.02", cluster="slurm")
     plan = resolve(words, ctx(project))
     assert plan.container_image == str(images / "sha256-1.sqsh")
     assert plan.image == "olmo3:25.02"
@@ -229,5 +229,5 @@ def test_links_that_lead_nowhere_are_left_for_the_check_of_the_image(project: Pa
     images.mkdir()
     link = images / "olmo3+25.02.sqsh"
     link.symlink_to(link.name)
-    plan = resolve(RunWords(image="olmo3:25.02", cluster="slurm"), ctx(project))
+    plan = resolve(RunArgs(image="olmo3:25.02", cluster="slurm"), ctx(project))
     assert plan.container_image == str(link)

@@ -5,9 +5,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.errors import PrerequisiteError, SubmitError
-from ftkit.launch.slurm import SlurmScheduler, overriding_variables
-from ftkit.launch.slurm_answers import read_sacct, read_squeue
-from ftkit.launch.slurm_refusals import UncertainSubmitError, explain_refusal
+from ftkit.launch.slurm import (
+    SlurmScheduler,
+    UncertainSubmitError,
+    explain_refusal,
+    read_sacct,
+    read_squeue,
+    sbatch_variables,
+)
 from ftkit.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -53,7 +58,7 @@ def test_a_job_around_us_does_not_leak_into_the_job(
     assert not [line for line in environment if line.startswith("SLURM_MEM_PER_CPU")]
     assert "SLURM_CONF=/etc/other.conf" in environment
     assert "SBATCH_ACCOUNT=physics" in environment
-    assert overriding_variables({"SBATCH_ACCOUNT": "physics", "HOME": "/"}) == ["SBATCH_ACCOUNT=physics"]
+    assert sbatch_variables({"SBATCH_ACCOUNT": "physics", "HOME": "/"}) == ["SBATCH_ACCOUNT=physics"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.errors import TrainingError
-from ftkit.runs.started import record_start
+from ftkit.runs.manifest import record_start
 
 if TYPE_CHECKING:
     from pathlib import Path

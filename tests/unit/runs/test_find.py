@@ -8,10 +8,10 @@ import pytest
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.files import DamagedFileError
 from ftkit.planning.layout import Workspace
-from ftkit.runs.find import ClusterGlance, PlanGlance, find_run, glance_at, list_runs
+from ftkit.runs.find import ClusterEntry, PlanEntry, find_run, list_runs, read_entry
 from ftkit.runs.records import read_last_step
 from ftkit.runs.submission import SubmittedRun, read_submission, write_submission
-from ftkit.runs.summary import TrainingSummary, summarise
+from ftkit.runs.summary import TrainingSummary, summarize
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,12 +88,12 @@ DEEP = "[" * 100_000
 def test_a_damaged_plan_is_damage_and_no_error(make_run: RunMaker, workspace: Workspace, text: str) -> None:
     run = make_run()
     (folder,) = list_runs(workspace)
-    good = glance_at(folder)
-    assert (good.plan, good.damage) == (PlanGlance(ClusterGlance("local", "slurm"), 400, None), "")
+    good = read_entry(folder)
+    assert (good.plan, good.damage) == (PlanEntry(ClusterEntry("local", "slurm"), 400, None), "")
     run.layout.plan.write_text(text, errors="surrogateescape")
-    assert glance_at(folder).plan is None
-    assert glance_at(folder).damage.startswith("plan.json can't be read: ")
-    assert glance_at(folder).run == run
+    assert read_entry(folder).plan is None
+    assert read_entry(folder).damage.startswith("plan.json can't be read: ")
+    assert read_entry(folder).run == run
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_damaged_submission_is_not_taken_for_a_run_that_was_never_submitted(
     with pytest.raises(DamagedFileError, match=r"submission\.json can't be read"):
         read_submission(run.layout)
     (folder,) = list_runs(workspace)
-    assert glance_at(folder).damage.startswith("submission.json can't be read: ")
+    assert read_entry(folder).damage.startswith("submission.json can't be read: ")
     with pytest.raises(NotFoundError, match="there is no run '4711'"):
         find_run("4711", workspace)
 
@@ -120,7 +120,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(make_run: RunMaker) -> None
     with pytest.raises(DamagedFileError, match="it is no file"):
         read_submission(run.layout)
     assert read_last_step(run.layout.metrics) is None
-    assert summarise(run.layout) == TrainingSummary()
+    assert summarize(run.layout) == TrainingSummary()
 
 
 def test_an_unusable_workspace_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.cli.image_ready import _require_sinks
+from ftkit.cli.image_check import _require_sinks
 from ftkit.config.tracking import TrackingSpec
 from ftkit.errors import ConfigError
 from ftkit.images.inventory import bill_of_materials

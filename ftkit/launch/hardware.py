@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ROOT = Path("/")
 
 
-def with_this_machine(profile: ClusterProfile, environment: Mapping[str, str], root: Path = _ROOT) -> ClusterProfile:
+def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], root: Path = _ROOT) -> ClusterProfile:
     """Replace `device: auto` by what this machine has; `root` is where its /dev and /proc are."""
     if profile.device != "auto":
         return profile
@@ -31,7 +31,7 @@ def with_this_machine(profile: ClusterProfile, environment: Mapping[str, str], r
     return profile.model_copy(update=found)
 
 
-def main_memory_gib() -> float:
+def host_memory_gib() -> float:
     """Return the main memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 

@@ -14,9 +14,9 @@ import pytest
 from ftkit.config.load import Context, load_cluster, load_recipe
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_stamp
-from ftkit.launch.local_machine import with_this_machine
-from ftkit.launch.preflight import Findings, check_image, check_memory, check_trackers, examine, source_checks
-from ftkit.runs.manifest import describe, git_commit
+from ftkit.launch.hardware import detect_hardware
+from ftkit.launch.preflight import Findings, check_image, check_memory, check_trackers, run_checks, source_checks
+from ftkit.runs.manifest import build_manifest, git_commit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,21 +40,21 @@ def machine(root: Path, num_gpus: int, model: str = "NVIDIA H100 80GB HBM3") -> 
 
 
 def test_a_machine_with_gpus_trains_on_all_of_them(tmp_path: Path) -> None:
-    found = with_this_machine(LOCAL, {}, machine(tmp_path, 4))
+    found = detect_hardware(LOCAL, {}, machine(tmp_path, 4))
     assert (found.device, found.gpus_per_node, found.gpu) == ("cuda", 4, "h100-80gb")
 
 
 @pytest.mark.parametrize(("visible", "num_gpus"), [("0,2", 2), ("1", 1), ("0,-1,2", 1), ("0,1,2,3,4,5", 4)])
 def test_gpus_that_cuda_will_not_show_do_not_count(tmp_path: Path, visible: str, num_gpus: int) -> None:
-    found = with_this_machine(LOCAL, {"CUDA_VISIBLE_DEVICES": visible}, machine(tmp_path, 4))
+    found = detect_hardware(LOCAL, {"CUDA_VISIBLE_DEVICES": visible}, machine(tmp_path, 4))
     assert found.gpus_per_node == num_gpus
 
 
 def test_a_machine_without_gpus_trains_in_as_many_processes_as_the_profile_says(tmp_path: Path) -> None:
-    found = with_this_machine(LOCAL, {}, tmp_path)
+    found = detect_hardware(LOCAL, {}, tmp_path)
     assert (found.device, found.gpus_per_node) == ("cpu", 2)
     assert found.cpus_per_node == len(os.sched_getaffinity(0))
-    hidden = with_this_machine(LOCAL, {"CUDA_VISIBLE_DEVICES": ""}, machine(tmp_path, 2))
+    hidden = detect_hardware(LOCAL, {"CUDA_VISIBLE_DEVICES": ""}, machine(tmp_path, 2))
     assert hidden.device == "cpu"
 
 
@@ -70,12 +70,12 @@ def test_a_machine_without_gpus_trains_in_as_many_processes_as_the_profile_says(
     ],
 )
 def test_the_drivers_name_of_a_gpu_is_recognised(tmp_path: Path, name: str, model: str | None) -> None:
-    assert with_this_machine(LOCAL, {}, machine(tmp_path, 1, name)).gpu == model
+    assert detect_hardware(LOCAL, {}, machine(tmp_path, 1, name)).gpu == model
 
 
 def test_a_profile_that_names_its_device_is_left_alone() -> None:
     profile = load_cluster("a4-highgpu-8g", NOWHERE)
-    assert with_this_machine(profile, {}) is profile
+    assert detect_hardware(profile, {}) is profile
 
 
 def check_sources(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
@@ -296,11 +296,11 @@ def test_all_that_is_missing_is_found_at_once(plan: RunPlan, tmp_path: Path) -> 
     recipe = recipe_with_files(tmp_path)
     (tmp_path / "train.jsonl").unlink()
     here = with_weights(replace(plan, recipe=plan.recipe.model_copy(update={"data": recipe.data})), "/nowhere/model")
-    findings = examine(here, {})
+    findings = run_checks(here, {})
     assert [error.what.partition(" ")[0] for error in findings.errors] == ["data.source.train", "model.weights"]
     with pytest.raises(ExceptionGroup, match="the run would fail"):
         findings.raise_errors()
-    assert examine(plan, {}) == Findings((), ())
+    assert run_checks(plan, {}) == Findings((), ())
 
 
 @pytest.mark.parametrize(("main_gib", "fits", "warns"), [(30.0, True, False), (15.0, True, True), (9.0, False, False)])
@@ -348,7 +348,7 @@ def test_an_image_address_is_left_to_the_container_runtime(plan: RunPlan) -> Non
 
 
 def test_the_manifest_says_what_a_run_was_made_from(plan: RunPlan, tmp_path: Path) -> None:
-    manifest = describe(plan, ["ftkit", "run", "demo", "hub.token=hf_abcdefghijkl"], tmp_path)
+    manifest = build_manifest(plan, ["ftkit", "run", "demo", "hub.token=hf_abcdefghijkl"], tmp_path)
     assert manifest["command"] == ["ftkit", "run", "demo", "hub.token=***"]
     assert manifest["run"] == plan.id
     assert manifest["data_fingerprint"] == plan.fingerprint

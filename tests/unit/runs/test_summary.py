@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ftkit.runs.records import CheckpointRecord, EvaluationRecord, RankError, Sample, write_rank_error
-from ftkit.runs.summary import first_error, list_checkpoints, log_tail, summarise
+from ftkit.runs.summary import first_error, list_checkpoints, log_tail, summarize
 
 if TYPE_CHECKING:
     from conftest import RunMaker
@@ -16,7 +16,7 @@ def leave_error(layout: RunLayout, rank: int, time: float) -> None:
 
 
 def test_a_run_that_has_not_begun_has_nothing_to_sum_up(make_run: RunMaker) -> None:
-    summary = summarise(make_run().layout)
+    summary = summarize(make_run().layout)
     assert set(vars(summary).values()) == {None}
 
 
@@ -28,7 +28,7 @@ def test_first_and_last_are_told_apart(make_run: RunMaker, records: Any) -> None
     after = EvaluationRecord(3.0, 20, "after", 1.0, 2.7, 0.9, (sample,))
     checkpoint = CheckpointRecord(2.0, 20, "/x/step-000020", 0.5, 0.1)
     records.write(run, before, records.step(1, 6.0), during, records.step(20, 1.0), checkpoint, after, records.end())
-    summary = summarise(run.layout)
+    summary = summarize(run.layout)
     assert summary.first_step == records.step(1, 6.0)
     assert summary.last_step == records.step(20, 1.0)
     assert (summary.before, summary.after) == (before, after)

@@ -13,7 +13,7 @@ from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteErr
 from ftkit.files import read_json
 from ftkit.images import engine
 from ftkit.images import labels as image_labels
-from ftkit.images.choosing import ImportWish
+from ftkit.images.choosing import ImportRequest
 from ftkit.images.inventory import python_packages
 from ftkit.images.store import MANIFEST_VERSION, manifest_file, sbom_file
 from ftkit.images.verify import looks_whole
@@ -80,11 +80,11 @@ def _lock_of(labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def _import(plan: RunPlan, terminal: Terminal) -> None:
-    from ftkit.cli.import_ import import_wished  # noqa: PLC0415 - needed in this case only
+    from ftkit.cli.import_ import run_import  # noqa: PLC0415 - needed in this case only
 
     image_format: Format = "sif" if plan.cluster.runtime == "apptainer" else "sqsh"
-    wish = ImportWish(str(plan.image), registry=registry_of(None), cluster=plan.cluster)
-    import_wished(wish, image_format, terminal)
+    request = ImportRequest(str(plan.image), registry=registry_of(None), cluster=plan.cluster)
+    run_import(request, image_format, terminal)
 
 
 def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:

@@ -21,7 +21,7 @@ from ftkit.runs.records import (
     RankError,
     Sample,
     StageRecord,
-    leave_rank_error,
+    record_rank_error,
     write_rank_error,
 )
 from ftkit.runs.states import Observation, RunState
@@ -185,7 +185,7 @@ def test_a_full_disk_on_which_nothing_could_be_written_down_is_told_as_such(
     programs.answer("sacct", sacct_line(run, "FAILED", "1:0"))
     run.layout.rank_error(0).symlink_to("/dev/full")
     error = explained(TrainingError(f"the checkpoint can't be written: {OSError(28, os.strerror(28))}"))
-    assert leave_rank_error(error, run.layout.rank_error(0), run.layout.disk_full, rank=0) == 12
+    assert record_rank_error(error, run.layout.rank_error(0), run.layout.disk_full, rank=0) == 12
     followed = ftkit("status", "last", "--follow")
     assert followed.code == 12
     assert "failed: a disk is full, or its quota is used up" in followed.err
@@ -245,7 +245,7 @@ def test_a_run_that_slurm_lost_is_not_watched_for_ever(
 ) -> None:
     make_run()
     programs.answer("squeue")
-    monkeypatch.setattr("ftkit.cli.poll._LOST_SECONDS", 0.01)
+    monkeypatch.setattr("ftkit.cli.follow._LOST_SECONDS", 0.01)
     result = ftkit("status", "last", "--follow")
     assert result.code == 7
     assert "lost sight of" in result.err

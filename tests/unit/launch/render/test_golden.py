@@ -1,6 +1,6 @@
 """Each shipped profile's script, byte for byte.
 
-After a change on purpose: `FTKIT_UPDATE_GOLDEN=1 pytest tests/unit/render/test_golden.py`, and read the diff.
+After a change on purpose: `FTKIT_UPDATE_GOLDEN=1 pytest tests/unit/launch/render/test_golden.py`, and read the diff.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ftkit.launch.render import render_job
 if TYPE_CHECKING:
     from conftest import PlanMaker
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 CASES = [
     ("slurm", 1),
     ("slurm", 2),
