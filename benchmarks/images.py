@@ -25,9 +25,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftkit.images import engine
-from ftkit.images.importing import import_image
-from ftkit.images.sources import EngineSource
+from ftkit.images import docker_engine
+from ftkit.images.import_image import import_image
+from ftkit.images.sources import DockerSource
 from ftkit.images.store import ImageStore
 
 ROOT_BYTES = 1_500_000_000
@@ -56,17 +56,17 @@ def make_image() -> None:
                     size += path.stat().st_size
                     tar.add(path, recursive=False)
         file.seek(0)
-        with engine.connected() as client:
+        with docker_engine.connect() as client:
             name, _, tag = NAME.partition(":")
             client.import_image_from_data(file, repository=name, tag=tag)
 
 
 def ftkit_way(image: str, folder: Path) -> Row:
     """Import with ftkit, digests and all."""
-    with engine.connected() as client:
-        found = engine.inspect_required(client, image, "name another")
+    with docker_engine.connect() as client:
+        found = docker_engine.inspect_required(client, image, "name another")
     started = time.monotonic()
-    imported = import_image("benchmark:1", EngineSource(image, found), ImageStore(folder / "images"))
+    imported = import_image("benchmark:1", DockerSource(image, found), ImageStore(folder / "images"))
     return Row("ftkit import", time.monotonic() - started, imported.manifest.size)
 
 
@@ -87,7 +87,7 @@ def enroot_way(image: str, folder: Path, root: Path) -> Row:
 def unpack(image: str, root: Path) -> None:
     """Unpack an image's export."""
     root.mkdir()
-    with engine.connected() as client, engine.exported(client, image) as stream:
+    with docker_engine.connect() as client, docker_engine.exported(client, image) as stream:
         tar = subprocess.Popen(["tar", "-xf", "-", "-C", str(root), "--exclude=dev/*"], stdin=subprocess.PIPE)
         with tar:
             shutil.copyfileobj(stream, tar.stdin, MIB)

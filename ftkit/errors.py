@@ -44,7 +44,7 @@ class FtkitError(Exception):
         return "\n".join(part for part in (self.what, self.meaning, self.fix) if part)
 
 
-def in_short(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return what a library's exception says, on one line."""
     return " ".join(str(error).split())[:200]
 
@@ -139,7 +139,7 @@ class DiskFullError(FtkitError):
     is_outside = True
 
 
-def explained(error: Exception) -> Exception:
+def as_disk_full(error: Exception) -> Exception:
     """Return that a disk is full if an error or one of its causes says so; else the error itself."""
     if isinstance(error, DiskFullError):
         return error
@@ -229,7 +229,7 @@ _SECRETS = tuple(
 )
 
 
-def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+def redact(text: str, environment: Mapping[str, str]) -> str:
     """Replace what looks like a secret by `***`, for whatever is written down or printed of errors and commands.
 
     Args:
@@ -244,7 +244,7 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
     return text
 
 
-def command_without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+def redact_command(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Replace secrets in a command line, word by word, also the word after an option that promises one."""
     shown = []
     is_secret = False
@@ -255,6 +255,6 @@ def command_without_secrets(words: Sequence[str], environment: Mapping[str, str]
         elif separator and _SECRET_KEY.search(key):
             shown.append(f"{key}={_HIDDEN}")
         else:
-            shown.append(without_secrets(word, environment))
+            shown.append(redact(word, environment))
         is_secret = not separator and word.startswith("-") and bool(_SECRET_KEY.search(word))
     return shown

@@ -13,9 +13,9 @@ from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.load import Context, find_image
-from ftkit.images.base import BaseWish
-from ftkit.images.build import Built, build
-from ftkit.images.overview import is_unpinned
+from ftkit.images.base import BaseRequest
+from ftkit.images.build import BuildResult, build
+from ftkit.images.status import is_unpinned
 
 
 @click.command(
@@ -55,8 +55,8 @@ def command(  # noqa: PLR0913 - its options
     definition = find_image(reference, Context.here())
     started = time.monotonic()
     with ProgressView(terminal) as view:
-        wish = BaseWish(base, repin=repin, from_engine=allow_unpinned)
-        built = build(definition, wish, no_cache=no_cache, report=view.report)
+        request = BaseRequest(base, repin=repin, from_docker=allow_unpinned)
+        built = build(definition, request, no_cache=no_cache, report=view.report)
     _say(built, reference, time.monotonic() - started, terminal)
     if target:
         push_and_report(reference, target, None, terminal)
@@ -64,7 +64,7 @@ def command(  # noqa: PLR0913 - its options
         terminal.data(f"{built.image.id}\n")
 
 
-def _say(built: Built, reference: str, seconds: float, terminal: Terminal) -> None:
+def _say(built: BuildResult, reference: str, seconds: float, terminal: Terminal) -> None:
     size = gib(built.image.size / 2**30) + (", on an unpinned base" if is_unpinned(built.image) else "")
     if built.is_new:
         terminal.say(Styled(f"built {built.name} ({size}) in {duration(seconds)}", "bold"))

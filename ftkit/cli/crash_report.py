@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from ftkit import __version__
-from ftkit.errors import command_without_secrets, without_secrets
+from ftkit.errors import redact, redact_command
 
 
 def write_crash_report(traceback: str, words: list[str]) -> Path | None:
@@ -19,13 +19,13 @@ def write_crash_report(traceback: str, words: list[str]) -> Path | None:
     path = state / "ftkit" / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.txt"
     head = (
         f"ftkit {__version__}, Python {platform.python_version()}, {platform.platform()}",
-        f"command: ftkit {shlex.join(command_without_secrets(words, os.environ))}",
+        f"command: ftkit {shlex.join(redact_command(words, os.environ))}",
         f"interpreter: {sys.executable}",
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
-            "\n".join([*head, "", without_secrets(traceback, os.environ)]), encoding="utf-8", errors="backslashreplace"
+            "\n".join([*head, "", redact(traceback, os.environ)]), encoding="utf-8", errors="backslashreplace"
         )
     except OSError:
         return None

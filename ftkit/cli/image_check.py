@@ -11,12 +11,12 @@ from ftkit.config.image_reference import NamedImage, local_name, parse_image
 from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import read_json
-from ftkit.images import engine
+from ftkit.images import docker_engine
 from ftkit.images import labels as image_labels
-from ftkit.images.choosing import ImportRequest
-from ftkit.images.inventory import python_packages
+from ftkit.images.packages import python_packages
+from ftkit.images.sources import ImportRequest
 from ftkit.images.store import MANIFEST_VERSION, manifest_file, sbom_file
-from ftkit.images.verify import looks_whole
+from ftkit.images.verify import manifest_if_intact
 from ftkit.launch.preflight import check_image
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def ensure_image(plan: RunPlan, terminal: Terminal, *, does_import: bool) -> dic
     if wanted is None or plan.image is None:
         return {}
     if runtime == "docker":
-        with engine.connected() as client:
-            image = engine.inspect_required(client, wanted, f"build it: ftkit build {plan.image}")
+        with docker_engine.connect() as client:
+            image = docker_engine.inspect_required(client, wanted, f"build it: ftkit build {plan.image}")
         _warn_of_other_code(image.labels, plan, terminal)
         return {"image_id": image.id} | _lock_of(image.labels)
     if not wanted.startswith("/"):
@@ -90,7 +90,7 @@ def _import(plan: RunPlan, terminal: Terminal) -> None:
 def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
     """Check size and head of the file, in a moment: `ftkit verify` reads all of it."""
     final = file.resolve()
-    manifest = looks_whole(final)
+    manifest = manifest_if_intact(final)
     if manifest:
         _warn_of_other_code(manifest.labels, plan, terminal)
         if manifest.version < MANIFEST_VERSION:
@@ -128,7 +128,7 @@ def _warn_of_other_code(labels: Mapping[str, str], plan: RunPlan, terminal: Term
     """Say so if the image holds another ftkit than the one that made the plan: it may not be able to read it."""
     if image_labels.REFERENCE not in labels:
         return  # not built by ftkit
-    here = image_labels.own_commit()
+    here = image_labels.checkout_commit()
     inside = labels.get("ftkit.version", ""), labels.get("org.opencontainers.image.revision", "")
     if inside != (__version__, here.commit):
         terminal.warn(
@@ -155,7 +155,7 @@ def _missing(plan: RunPlan, file: Path) -> NotFoundError:
 
 def _is_built(reference: str) -> bool:
     try:
-        with engine.connected() as client:
-            return engine.inspect(client, local_name(reference)) is not None
+        with docker_engine.connect() as client:
+            return docker_engine.inspect(client, local_name(reference)) is not None
     except PrerequisiteError:
         return False

@@ -13,13 +13,13 @@ from ftkit.cli.image_arguments import image_store
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib
 from ftkit.config.load import Context, list_images, load_image
-from ftkit.images.overview import ImageState, is_unpinned, look
+from ftkit.images.status import ImageStatus, image_statuses, is_unpinned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.config.image import ImageSpec
-    from ftkit.images.overview import ImportedFile
+    from ftkit.images.status import ImportedFile
     from ftkit.images.store import ImageStore
 
 _NO: Cell = "-"
@@ -36,17 +36,17 @@ def command(*, as_json: bool) -> None:
     """List the images: what each is based on, whether it was built, pushed and imported, how old and how large."""
     terminal, ctx, store = Terminal(), Context.here(), image_store()
     images = load_all(list_images(ctx), lambda reference: load_image(reference, ctx), terminal)
-    states, has_engine = look([reference for reference, _ in images], store)
+    states, has_docker = image_statuses([reference for reference, _ in images], store)
     both = list(zip((spec for _, spec in images), states, strict=True))
     if as_json:
         terminal.json([_as_json(spec, state, store) for spec, state in both])
         return
     show(both, terminal)
-    if not has_engine:
+    if not has_docker:
         terminal.say("no docker engine answers here: what was built and pushed is not known")
 
 
-def show(images: Sequence[tuple[ImageSpec, ImageState]], terminal: Terminal) -> None:
+def show(images: Sequence[tuple[ImageSpec, ImageStatus]], terminal: Terminal) -> None:
     """Write the table; where it is narrow, without descriptions."""
     columns = [Column("IMAGE"), Column("BASE"), Column("BUILT"), Column("PUSHED", takes_cut=True), Column("IMPORTED")]
     rows = [
@@ -58,30 +58,30 @@ def show(images: Sequence[tuple[ImageSpec, ImageState]], terminal: Terminal) -> 
     terminal.table(columns, rows)
 
 
-def _base(spec: ImageSpec, state: ImageState) -> Cell:
+def _base(spec: ImageSpec, state: ImageStatus) -> Cell:
     if spec.base.digest is None:
         return Styled("unpinned", "yellow")
     return Styled("built unpinned", "yellow") if state.built and is_unpinned(state.built) else "pinned"
 
 
-def _built(state: ImageState) -> Cell:
+def _built(state: ImageStatus) -> Cell:
     if state.built is None:
         return _NO
     return f"{gib(state.built.size / 2**30)}, {age(time.time() - state.built.created)} ago"
 
 
-def _pushed(state: ImageState) -> Cell:
+def _pushed(state: ImageStatus) -> Cell:
     return ", ".join(sorted({digest.partition("/")[0] for digest in state.pushed})) or _NO
 
 
-def _imported(state: ImageState) -> Cell:
+def _imported(state: ImageStatus) -> Cell:
     words = ", ".join(_file(file, state) for file in state.imported)
     if any(file.manifest is None for file in state.imported):
         return Styled(words, "red")
     return (words or _NO) if state.is_current else Styled(words, "yellow")
 
 
-def _file(file: ImportedFile, state: ImageState) -> str:
+def _file(file: ImportedFile, state: ImageStatus) -> str:
     kind = file.link.suffix.removeprefix(".")
     if file.manifest is None:
         return f"{kind} damaged, or not by ftkit"
@@ -90,7 +90,7 @@ def _file(file: ImportedFile, state: ImageState) -> str:
     return f"{kind} {gib(file.size / 2**30)}, {when}"
 
 
-def _as_json(spec: ImageSpec, state: ImageState, store: ImageStore) -> dict[str, Any]:
+def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str, Any]:
     built = state.built
     return {
         "reference": state.reference,

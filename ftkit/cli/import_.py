@@ -14,9 +14,9 @@ from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.load import Context, load_cluster, load_settings
-from ftkit.images.choosing import ImportRequest, Method, choose_source, name_of
-from ftkit.images.importing import Imported, import_image
+from ftkit.images.import_image import ImportResult, import_image
 from ftkit.images.sif import SifSource
+from ftkit.images.sources import ImportRequest, Method, import_name, select_source
 
 if TYPE_CHECKING:
     from ftkit.images.store import Format
@@ -68,11 +68,13 @@ def command(  # noqa: PLR0913 - its options
     terminal.data(f"{imported.link}\n")
 
 
-def run_import(request: ImportRequest, image_format: Format, terminal: Terminal, *, force: bool = False) -> Imported:
+def run_import(
+    request: ImportRequest, image_format: Format, terminal: Terminal, *, force: bool = False
+) -> ImportResult:
     """Import, and say what came of it."""
-    started, store, name = time.monotonic(), image_store(), name_of(request.wanted)
+    started, store, name = time.monotonic(), image_store(), import_name(request.wanted)
     with ProgressView(terminal) as view:
-        source = SifSource(request, view.report) if image_format == "sif" else choose_source(request, view.report)
+        source = SifSource(request, view.report) if image_format == "sif" else select_source(request, view.report)
         imported = import_image(name, source, store, force=force, report=view.report)
     where = short_path(imported.link)
     if imported.is_new:

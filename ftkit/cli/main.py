@@ -15,7 +15,7 @@ from click.exceptions import NoArgsIsHelpError
 
 from ftkit import __version__, process
 from ftkit.cli.commands import LazyCommand, LazyGroup
-from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, explained, without_secrets
+from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, as_disk_full, redact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +107,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception, words: list[str]) -> int:
     """Print an error and return the exit code that goes with it."""
-    error = explained(error)
+    error = as_disk_full(error)
     if isinstance(error, ExceptionGroup) and all(isinstance(each, FtkitError) for each in error.exceptions):
         first, *_ = [_report(each, words) for each in error.exceptions]
         return first
@@ -165,7 +165,7 @@ def _red(text: str) -> str:
 
 def _write(text: str, indent: str = "") -> None:
     """Write to stderr, wrapped at words on a terminal; a log or a pipe gets whole lines. Secrets stay out."""
-    for number, line in enumerate(without_secrets(text, os.environ).splitlines() or [""]):
+    for number, line in enumerate(redact(text, os.environ).splitlines() or [""]):
         lead = indent if number == 0 else " " * len(indent)
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns

@@ -42,7 +42,7 @@ def command(reference: str, *, registry: str | None, username: str | None, passw
     given = None
     if password_stdin:
         host = remote_reference(reference, target).host
-        given = credentials.given(host, username, sys.stdin.read().strip("\r\n"))
+        given = credentials.from_user(host, username, sys.stdin.read().strip("\r\n"))
     elif username:
         raise click.UsageError("--username goes with --password-stdin", click.get_current_context())
     push_and_report(reference, target, given, Terminal())

@@ -11,7 +11,7 @@ from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.load import Context, find_image
-from ftkit.images.definition_file import definition_file, write_files
+from ftkit.images.sif import definition_file, write_files
 
 
 @click.command(

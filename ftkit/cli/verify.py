@@ -14,8 +14,7 @@ from ftkit.cli.terminal.format import gib
 from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage, check_name, parse_image
 from ftkit.errors import ConfigError, Problem
-from ftkit.images.deep_check import check_deep
-from ftkit.images.verify import require_same, verify
+from ftkit.images.verify import require_intact, verify, verify_inside
 
 
 @click.command(
@@ -32,10 +31,10 @@ def command(wanted: str, *, deep: bool) -> None:
     image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE")
     file = _file(image)
     with ProgressView(terminal) as view:
-        verdict = verify(file, view.report, name=wanted if isinstance(image, NamedImage) else "NAME:TAG")
-        require_same(verdict)
-        left = check_deep(file, verdict.manifest, view.report) if deep else ""
-    manifest = verdict.manifest
+        result = verify(file, view.report, name=wanted if isinstance(image, NamedImage) else "NAME:TAG")
+        require_intact(result)
+        left = verify_inside(file, result.manifest, view.report) if deep else ""
+    manifest = result.manifest
     terminal.facts(
         (
             ("file", str(file)),

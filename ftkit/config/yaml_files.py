@@ -24,7 +24,7 @@ from ruamel.yaml.events import (
 from ruamel.yaml.reader import ReaderError
 
 from ftkit.config.layers import COMMAND_LINE, Layers
-from ftkit.errors import ConfigError, NotFoundError, Problem, in_short
+from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -209,7 +209,7 @@ class _Composer:
             raise self._not_yaml("control characters can't stand in it") from error
         except (YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
             # Not foreseen by ruamel: an escape beyond Unicode is an OverflowError of chr().
-            raise self._not_yaml(in_short(error)) from error
+            raise self._not_yaml(one_line(error)) from error
 
     def _not_yaml(self, said: str) -> ConfigError:
         return _error(

@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 from ftkit.data.prepare import prepare
-from ftkit.errors import FtkitError, explained, without_secrets
+from ftkit.errors import FtkitError, as_disk_full, redact
 from ftkit.hub import check_data, check_weights
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
@@ -21,7 +21,7 @@ def main(plan_path: Path) -> int:
     layout = RunLayout(plan_path.parent)
 
     def report(text: str) -> None:
-        text = without_secrets(text, os.environ)
+        text = redact(text, os.environ)
         sys.stderr.write(f"prepare: {text}\n")
         append_record(layout.metrics, StageRecord(time.time(), text))
 
@@ -36,9 +36,9 @@ def main(plan_path: Path) -> int:
             report(f"warning: {warning}")
         prepare(plan, report)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason why the run ends
-        reason = explained(error)
+        reason = as_disk_full(error)
         text = str(reason) if isinstance(reason, FtkitError) else traceback.format_exc()
-        sys.stderr.write(f"prepare: error: {without_secrets(text, os.environ)}\n")
+        sys.stderr.write(f"prepare: error: {redact(text, os.environ)}\n")
         return record_rank_error(reason, layout.rank_error(0), layout.disk_full, rank=0)
     return 0
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftkit.data.conversations import Message
-from ftkit.errors import DataError, in_short
+from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ def render(tokenizer: Any, messages: Sequence[Message], *, open_answer: bool) ->
     except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
         roles = [message.role for message in messages[:_ROLES_SHOWN]] + ["…"] * (len(messages) > _ROLES_SHOWN)
         raise DataError(
-            f"the chat template can't render the turns {', '.join(roles) or '(none)'}: {in_short(error)}",
+            f"the chat template can't render the turns {', '.join(roles) or '(none)'}: {one_line(error)}",
             meaning="most templates want at most one system turn, then user and assistant in turn, user first",
             fix="correct or remove this example, or choose another data.chat_template",
         ) from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.data import FilesSource, GeneratedSource, HubSource
 from ftkit.data.rows import Row, read_first_rows, read_json_lines
 from ftkit.data.tasks import malware_analysis, text_to_sql
-from ftkit.errors import DataError, in_short
+from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +106,7 @@ def _read_hub(source: HubSource) -> list[Row]:
         return [Row(dict(columns), f"{name} {number}") for number, columns in enumerate(loaded)]
     except Exception as error:  # the library raises whatever its many back-ends raise
         raise DataError(
-            f"can't load the data set '{source.dataset}': {in_short(error)}",
+            f"can't load the data set '{source.dataset}': {one_line(error)}",
             meaning="it does not exist, is gated, or this machine can't reach the hub",
             fix="check the name; set HF_TOKEN for a gated one; on a node without network, prepare where there is one",
         ) from error

@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ftkit.data.chat_templates import TEMPLATE_FILE, TEMPLATES, missing_template
-from ftkit.errors import DataError, in_short
+from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -64,7 +64,7 @@ def load_tokenizer(model: ModelSpec, template_name: str) -> PreTrainedTokenizerB
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # it reads the model's configuration too, whose odd values raise anything
         raise DataError(
-            f"can't load the tokenizer of '{source}': {in_short(error)}",
+            f"can't load the tokenizer of '{source}': {one_line(error)}",
             meaning="the name is wrong, a file is broken, the model is gated, or this machine can't reach the hub",
             fix="check model.weights and its files; for a gated model accept its license and set HF_TOKEN",
         ) from error

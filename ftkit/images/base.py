@@ -10,12 +10,12 @@ from ftkit import assets
 from ftkit.config.base_lock import base_lock_text, read_base_lock
 from ftkit.config.image_reference import RegistryImage, parse_reference
 from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
-from ftkit.images import engine
+from ftkit.images import docker_engine
+from ftkit.images.docker_engine import explain_transfer, follow_transfer
 from ftkit.images.oci import credentials
 from ftkit.images.oci.registry import Registry
-from ftkit.images.oci.retries import with_retries
-from ftkit.images.oci.streams import explain_transfer, follow_transfer
-from ftkit.images.progress import Progress, say_nothing
+from ftkit.images.oci.transfer import retry
+from ftkit.images.progress import ProgressEvent, ignore_progress
 from ftkit.images.store import write_whole
 
 if TYPE_CHECKING:
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
     from ftkit.config.digest import Digest
     from ftkit.config.load import ImageDefinition
-    from ftkit.images.engine import EngineImage
+    from ftkit.images.docker_engine import DockerImage
     from ftkit.images.progress import Report
 
 
 @dataclass(frozen=True)
-class BaseWish:
+class BaseRequest:
     """What was asked for.
 
     Args:
         name: another base than the definition's.
         repin: take what the tag is now, whatever was recorded.
-        from_engine: take what the docker engine has under this name, and ask no registry for its digest.
+        from_docker: take what the docker engine has under this name, and ask no registry for its digest.
     """
 
     name: str | None = None
     repin: bool = False
-    from_engine: bool = False
+    from_docker: bool = False
 
 
 @dataclass(frozen=True)
-class ChosenBase:
+class SelectedBase:
     """The base to build on.
 
     Args:
@@ -59,7 +59,7 @@ class ChosenBase:
     is_to_be_recorded: bool = False
 
 
-def choose_base(definition: ImageDefinition, wish: BaseWish, report: Report) -> ChosenBase:
+def select_base(definition: ImageDefinition, request: BaseRequest, report: Report) -> SelectedBase:
     """Return the base by digest: as it was written, as a lock records it, or as the registry has the tag now.
 
     Raises:
@@ -68,41 +68,41 @@ def choose_base(definition: ImageDefinition, wish: BaseWish, report: Report) -> 
         ImageError: the registry does not tell its digest.
     """
     spec = definition.spec
-    written = parse_reference(wish.name or spec.base.reference)
+    written = parse_reference(request.name or spec.base.reference)
     digest, is_recorded = written.digest, False
-    if wish.name is None:
+    if request.name is None:
         digest, is_recorded = spec.base.digest, definition.is_base_recorded
     elif digest is None:
         digest = _recorded(definition, written)
         is_recorded = digest is not None
-    if wish.repin and digest and not is_recorded:
-        where, fix = ("--base", "Give it without a digest.") if wish.name else (
+    if request.repin and digest and not is_recorded:
+        where, fix = ("--base", "Give it without a digest.") if request.name else (
             str(definition.base_file), "Change it there, or leave it out and let the build record it.",
         )  # fmt: skip
         raise ConfigError([Problem(where, "--repin", f"the base's digest is written down: {digest}.", fix)])
-    if digest and not wish.repin:
-        return ChosenBase(replace(written, digest=digest), is_recorded=is_recorded)
-    if wish.from_engine:
-        return ChosenBase(written, is_to_be_recorded=True)
-    report(Progress(f"asking {written.host} which image {written.tagged} is"))
-    return ChosenBase(replace(written, digest=_resolve(spec.reference, written, report)), is_to_be_recorded=True)
+    if digest and not request.repin:
+        return SelectedBase(replace(written, digest=digest), is_recorded=is_recorded)
+    if request.from_docker:
+        return SelectedBase(written, is_to_be_recorded=True)
+    report(ProgressEvent(f"asking {written.host} which image {written.tagged} is"))
+    return SelectedBase(replace(written, digest=_resolve(spec.reference, written, report)), is_to_be_recorded=True)
 
 
-def current_digest_if_moved(base: ChosenBase) -> Digest | None:
+def current_digest_if_moved(base: SelectedBase) -> Digest | None:
     """Return the digest that the base's tag has by now, if it is another; none if it is not, or nobody can tell."""
     tag = replace(base.image, digest=None)
     try:
-        with Registry(tag, credentials.find(tag.host), say_nothing, waits=()) as registry:
+        with Registry(tag, credentials.find(tag.host), ignore_progress, waits=()) as registry:
             now = registry.resolve()
     except FtkitError:
         return None
     return now if now != base.image.digest else None
 
 
-def have_base(client: APIClient, wanted: RegistryImage, written: str, report: Report) -> EngineImage:
+def ensure_base(client: APIClient, wanted: RegistryImage, written: str, report: Report) -> DockerImage:
     """Return the base, pulled if the engine does not have it."""
     for name in (wanted.pinned, written):
-        found = engine.inspect(client, name)
+        found = docker_engine.inspect(client, name)
         if found and (name == wanted.pinned or not wanted.digest):
             return found
     known = credentials.find(wanted.host)
@@ -117,14 +117,14 @@ def have_base(client: APIClient, wanted: RegistryImage, written: str, report: Re
         except docker.errors.APIError as error:
             raise explain_transfer(str(error.explanation or error), wanted, known) from error
 
-    with_retries(attempt, report, stage)
-    found = engine.inspect(client, wanted.pinned)
+    retry(attempt, report, stage)
+    found = docker_engine.inspect(client, wanted.pinned)
     if found is None:
         raise ImageError(f"docker pulled {wanted}, and does not have it", fix="see the engine's log")
     return found
 
 
-def digest_of(image: EngineImage, wanted: RegistryImage) -> Digest | None:
+def digest_of(image: DockerImage, wanted: RegistryImage) -> Digest | None:
     """Return the digest that the image has in the registry that it came from."""
     for repository, digest in image.repo_digests:
         if parse_reference(repository).repository == wanted.repository:

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from collections import deque
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.digest import Digest
 from ftkit.config.image_reference import RegistryImage, check_name, local_name
 from ftkit.errors import ImageError
-from ftkit.images import engine, labels
-from ftkit.images.base import BaseWish, choose_base, current_digest_if_moved, digest_of, have_base, record
-from ftkit.images.context import assemble
-from ftkit.images.engine import EngineImage
-from ftkit.images.oci.streams import BuildFollower
-from ftkit.images.progress import Progress, Report, say_nothing
+from ftkit.images import docker_engine, labels
+from ftkit.images.base import BaseRequest, current_digest_if_moved, digest_of, ensure_base, record, select_base
+from ftkit.images.build_context import assemble
+from ftkit.images.docker_engine import DockerImage
+from ftkit.images.progress import ProgressEvent, Report, ignore_progress
 from ftkit.images.self_check import PASSED
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from docker import APIClient
 
     from ftkit.config.load import ImageDefinition
-    from ftkit.images.context import BuildContext
+    from ftkit.images.build_context import BuildContext
 
 SELF_CHECK = ("python3", "-m", "ftkit.images.self_check")
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """What a build came to.
 
     Args:
@@ -40,7 +43,7 @@ class Built:
     """
 
     name: str
-    image: EngineImage
+    image: DockerImage
     base: RegistryImage
     is_new: bool
     recorded: Path | None = None
@@ -49,11 +52,11 @@ class Built:
 
 def build(
     definition: ImageDefinition,
-    wish: BaseWish,
+    request: BaseRequest,
     *,
     no_cache: bool = False,
-    report: Report = say_nothing,
-) -> Built:
+    report: Report = ignore_progress,
+) -> BuildResult:
     """Build an image, unless nothing changed since it was built.
 
     Raises:
@@ -67,22 +70,22 @@ def build(
     check_name(spec.reference)
     context = assemble(definition)
     moved_to = None
-    with engine.connected() as client:
-        base = choose_base(definition, wish, report)
-        found = have_base(client, base.image, wish.name or spec.base.reference, report)
+    with docker_engine.connect() as client:
+        base = select_base(definition, request, report)
+        found = ensure_base(client, base.image, request.name or spec.base.reference, report)
         pinned = base.image if base.image.digest else replace(base.image, digest=digest_of(found, base.image))
         key, name = context.digest(f"{found.id} {base.image.digest or ''}"), local_name(spec.reference)
-        image = engine.inspect(client, name)
+        image = docker_engine.inspect(client, name)
         is_new = no_cache or image is None or image.labels.get(labels.BUILD_KEY) != key
         if image is None or is_new:
             moved_to = current_digest_if_moved(base) if base.is_recorded else None
-            facts = labels.BaseFacts(str(base.image), pinned.digest, found.id, is_pinned=base.image.digest is not None)
+            facts = labels.BaseInfo(str(base.image), pinned.digest, found.id, is_pinned=base.image.digest is not None)
             made = labels.make_labels(
-                spec, facts, lock_sha256=context.lock_sha256, build_key=key, commit=labels.own_commit()
+                spec, facts, lock_sha256=context.lock_sha256, build_key=key, commit=labels.checkout_commit()
             )
             image = _run_build(client, context, found.id, made, no_cache=no_cache, report=report)
     recorded = record(definition, pinned) if base.is_to_be_recorded and pinned.digest else None
-    return Built(name, image, pinned, is_new=is_new, recorded=recorded, moved_to=moved_to)
+    return BuildResult(name, image, pinned, is_new=is_new, recorded=recorded, moved_to=moved_to)
 
 
 def _run_build(
@@ -93,7 +96,7 @@ def _run_build(
     *,
     no_cache: bool,
     report: Report,
-) -> EngineImage:
+) -> DockerImage:
     """Build, check, and only then give the image its name."""
     import docker  # noqa: PLC0415
 
@@ -111,12 +114,12 @@ def _run_build(
         )
         image_id = BuildFollower(report).follow(events)
     except docker.errors.APIError as error:
-        raise engine.as_image_error(error, "docker refused to build") from error
-    report(Progress("checking the image from inside"))
+        raise docker_engine.as_image_error(error, "docker refused to build") from error
+    report(ProgressEvent("checking the image from inside"))
     check_inside(client, image_id, made_labels[labels.REFERENCE])
     repository, _, tag = local_name(made_labels[labels.REFERENCE]).rpartition(":")
     client.tag(image_id, repository, tag)
-    return engine.inspect_required(client, image_id, "build it again")
+    return docker_engine.inspect_required(client, image_id, "build it again")
 
 
 def check_inside(client: APIClient, image: str, reference: str) -> None:
@@ -125,7 +128,7 @@ def check_inside(client: APIClient, image: str, reference: str) -> None:
     Raises:
         ImageError: with everything that is wrong.
     """
-    code, said = engine.run_inside(client, image, list(SELF_CHECK))
+    code, said = docker_engine.run_inside(client, image, list(SELF_CHECK))
     said = said.strip() or f"the self-check ended with {code} and said nothing"
     if code != 0 or PASSED not in said:
         lines = "\n".join(f"    {line}" for line in said.splitlines()[-20:])
@@ -134,3 +137,69 @@ def check_inside(client: APIClient, image: str, reference: str) -> None:
             meaning="a package was replaced, is missing, or does not work with the base",
             fix="change its packages and lock it again; the image was not given its name",
         )
+
+
+_LINES_SHOWN: Final = 15
+_STEP_WIDTH: Final = 76
+_NOISE: Final = ("--->", "Removing intermediate container", "Successfully built")
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class BuildFollower:
+    """Follows a build."""
+
+    report: Report
+    step: str = "sending the build context"
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_SHOWN))
+    image_id: Digest | None = None
+
+    def follow(self, events: Iterable[dict[str, Any]]) -> Digest:
+        """Follow the build to its end; return the image's id.
+
+        Raises:
+            ImageError: a step failed; with its last lines.
+        """
+        for event in events:
+            if "error" in event:
+                raise self._failed(event)
+            self._hear(str(event.get("stream", "")))
+            self.image_id = docker_engine.as_digest((event.get("aux") or {}).get("ID")) or self.image_id
+        if not self.image_id:
+            raise ImageError("docker ended the build without an image", fix="see the engine's log, and try again")
+        return self.image_id
+
+    def _hear(self, text: str) -> None:
+        for line in _COLOURS.sub("", text).splitlines():
+            if line.startswith("Step "):
+                self.step = _one_line(line)
+                self.lines.clear()
+                self.report(ProgressEvent("building", text=self.step))
+            elif line.strip() and not line.lstrip().startswith(_NOISE):
+                self.lines.append(line.rstrip())
+                self.report(ProgressEvent("building", item="output", text=line.strip()))
+
+    def _failed(self, event: dict[str, Any]) -> ImageError:
+        said = "\n".join(f"    {line}" for line in (*self.lines, str(event["error"]).strip()))
+        return ImageError(f"the build failed in {self.step}\n{said}", fix=_advice(said))
+
+
+def _one_line(step: str) -> str:
+    """Shorten a step of a Dockerfile to what fits on a narrow screen."""
+    text = " ".join(step.split())
+    return text if len(text) <= _STEP_WIDTH else text[: _STEP_WIDTH - 1] + "…"
+
+
+def _advice(said: str) -> str:
+    lower = said.lower()
+    if "no space left" in lower:
+        return "make room on the docker engine's disk: docker system df"
+    if "do not match the hashes" in lower:
+        return "a package changed on its index since it was locked: write the lock again with 'ftkit lock NAME:TAG'"
+    if any(word in lower for word in ("certificate", "ssl")):
+        return "set PIP_CERT to your site's file of certificates: the build takes it along"
+    if any(word in lower for word in ("newconnectionerror", "name resolution", "connection refused", "retry(")):
+        return "the build could not reach the package index: check the network, or set PIP_INDEX_URL"
+    if "python3: not found" in lower or "no module named pip" in lower:
+        return "the base needs python3 with pip: take another with --base"
+    return "the lines above say what went wrong; --no-cache runs every step anew"

@@ -112,12 +112,12 @@ class ComputeNode:
     local_folder: str
 
 
-def is_there() -> bool:
+def is_installed() -> bool:
     """Tell whether this machine has enroot."""
     return shutil.which("enroot") is not None
 
 
-def address_in_engine(image_id: Digest) -> Address:
+def address_in_docker(image_id: Digest) -> Address:
     """Return the address of an image in the docker engine: its id, because its name can move."""
     uri = f"dockerd://{image_id}"
     return Address(uri, uri)
@@ -131,7 +131,7 @@ def address_in_registry(
     return Address(exact, by_tag, image_id, tuple(layers), reference.is_loopback)
 
 
-def node_of(cluster: ClusterProfile) -> ComputeNode:
+def compute_node(cluster: ClusterProfile) -> ComputeNode:
     """Return how to get at a compute node of a cluster."""
     options = ["--nodes=1", "--ntasks=1", "--export=ALL"]
     named = {
@@ -159,7 +159,7 @@ def import_to(output: Path, address: Address, node: ComputeNode | None = None) -
     done = _on_node(words, node, output, address) if node else _here(words, output, address)
     if done.returncode != 0 or not output.is_file():
         raise _explain(address, done, output)
-    squashfs.check_whole(output)
+    squashfs.check_squashfs(output)
 
 
 def _here(words: list[str], output: Path, address: Address) -> process.ProgramOutput:

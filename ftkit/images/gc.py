@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.errors import PrerequisiteError
-from ftkit.images import engine
+from ftkit.images import docker_engine
 from ftkit.images.store import manifest_file, read_manifest, remove, sbom_file
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Removable:
     reason: str
     size: int
     paths: tuple[Path, ...] = ()
-    engine_id: str = ""
+    docker_id: str = ""
 
 
 def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]:
@@ -40,14 +40,14 @@ def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]
         belongs = (path, manifest_file(path), sbom_file(path))
         found.append(Removable(name, "no name points at it any more", path.stat().st_size, belongs))
     found += [Removable(path.name, "a killed import left it", _size(path), (path,)) for path in store.leftovers()]
-    return found + _of_the_engine()
+    return found + _dangling_in_docker()
 
 
-def _of_the_engine() -> list[Removable]:
+def _dangling_in_docker() -> list[Removable]:
     """Return images that ftkit built and that lost their name to a newer one."""
     try:
-        with engine.connected() as client:
-            engine.remove_abandoned(client)  # they would keep their images
+        with docker_engine.connect() as client:
+            docker_engine.remove_abandoned(client)  # they would keep their images
             images = client.images(filters={"label": "ftkit.reference", "dangling": True})
     except PrerequisiteError:
         return []
@@ -56,7 +56,7 @@ def _of_the_engine() -> list[Removable]:
         reference = (image.get("Labels") or {}).get("ftkit.reference", "")
         found.append(
             Removable(reference, "an older build, in the docker engine", int(image.get("Size") or 0),
-                      engine_id=str(image["Id"]))
+                      docker_id=str(image["Id"]))
         )  # fmt: skip
     return found
 
@@ -67,7 +67,7 @@ def remove_all(removables: Iterable[Removable]) -> int:
     for removable in removables:
         for path in removable.paths:
             remove(path)
-        if not removable.engine_id or _remove_image(removable.engine_id):
+        if not removable.docker_id or _remove_image(removable.docker_id):
             freed += removable.size
     return freed
 
@@ -76,7 +76,7 @@ def _remove_image(image_id: str) -> bool:
     import docker  # noqa: PLC0415
 
     try:
-        with engine.connected() as client:
+        with docker_engine.connect() as client:
             client.remove_image(image_id)
     except docker.errors.APIError:
         return False

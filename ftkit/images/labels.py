@@ -24,7 +24,7 @@ _FIRST_ZIP_DAY: Final = 315532800
 
 
 @dataclass(frozen=True)
-class OwnCommit:
+class CheckoutCommit:
     """The commit of the checkout that ftkit runs from; empty for an installed wheel."""
 
     commit: str = ""
@@ -33,7 +33,7 @@ class OwnCommit:
 
 
 @dataclass(frozen=True)
-class BaseFacts:
+class BaseInfo:
     """The base that an image was built on; its digest may be known without having been held to it."""
 
     reference: str
@@ -42,24 +42,24 @@ class BaseFacts:
     is_pinned: bool
 
 
-def own_commit() -> OwnCommit:
+def checkout_commit() -> CheckoutCommit:
     """Look at the checkout, if ftkit runs from one."""
     checkout = Path(ftkit.__file__).resolve().parents[1]
     if not (checkout / ".git").exists():
-        return OwnCommit()
+        return CheckoutCommit()
     try:
         head = process.run(["git", "-C", str(checkout), "log", "-1", "--format=%H %ct"])
         changes = process.run(["git", "-C", str(checkout), "status", "--porcelain"])
     except FtkitError:
-        return OwnCommit()
+        return CheckoutCommit()
     commit, _, moment = head.stdout.strip().partition(" ")
     if head.returncode != 0 or changes.returncode != 0 or not moment.isdigit():
-        return OwnCommit()
-    return OwnCommit(commit, bool(changes.stdout.strip()), int(moment))
+        return CheckoutCommit()
+    return CheckoutCommit(commit, bool(changes.stdout.strip()), int(moment))
 
 
 def make_labels(
-    spec: ImageSpec, base: BaseFacts, *, lock_sha256: str, build_key: str, commit: OwnCommit
+    spec: ImageSpec, base: BaseInfo, *, lock_sha256: str, build_key: str, commit: CheckoutCommit
 ) -> dict[str, str]:
     """Return the labels of an image that is about to be built."""
     given = os.environ.get("SOURCE_DATE_EPOCH", "")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.errors import ImageError, PrerequisiteError
-from ftkit.images.pins import normal_name, pins
+from ftkit.images.packages import normalize_name, parse_pins
 from ftkit.images.store import write_whole
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
         f"{_INPUTS}{inputs_digest(spec)}\n"
     )
     write_whole(definition.lock_file, (head + done.stdout).encode())
-    return pins(done.stdout)
+    return parse_pins(done.stdout)
 
 
 def read_lock(definition: ImageDefinition) -> str:
@@ -79,7 +79,7 @@ def read_lock(definition: ImageDefinition) -> str:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ImageError(f"{spec.reference} has no lock: can't read {path}: {error.strerror}", fix=fix) from error
-    replaced = sorted(set(pins(text)) & {normal_name(name) for name in spec.provided})
+    replaced = sorted(set(parse_pins(text)) & {normalize_name(name) for name in spec.provided})
     if replaced:
         raise ImageError(
             f"{path} would replace {', '.join(replaced)} of the base",
@@ -92,8 +92,8 @@ def read_lock(definition: ImageDefinition) -> str:
             meaning="'packages:', 'provided:' or 'python:' changed, or ftkit needs other packages than it did",
             fix=fix,
         )
-    hashed = pins("\n".join(_HASHED.findall(text)))
-    unhashed = sorted(set(pins(text)) - set(hashed))
+    hashed = parse_pins("\n".join(_HASHED.findall(text)))
+    unhashed = sorted(set(parse_pins(text)) - set(hashed))
     if unhashed:
         raise ImageError(f"{path} has no hash for {', '.join(unhashed)}", fix=fix)
     return text

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+_SECONDS_BETWEEN_REPORTS = 0.1
+
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressEvent:
     """One thing that moves.
 
     Args:
@@ -27,9 +30,28 @@ class Progress:
     is_over: bool = False
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[ProgressEvent], None]
 
 
-def say_nothing(progress: Progress) -> None:
+def ignore_progress(progress: ProgressEvent) -> None:
     """Report to nobody."""
     del progress
+
+
+@dataclass
+class ByteCounter:
+    """Reports bytes, a few times a second."""
+
+    report: Report
+    stage: str
+    total: int | None
+    done: int = 0
+    shown: float = 0.0
+
+    def advance(self, num_bytes: int) -> None:
+        """Count."""
+        self.done += num_bytes
+        now = time.monotonic()
+        if now - self.shown > _SECONDS_BETWEEN_REPORTS:
+            self.shown = now
+            self.report(ProgressEvent(self.stage, done=self.done, total=self.total))

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from ftkit.config.digest import Digest
 from ftkit.config.image_reference import RegistryImage, check_name, local_name, parse_reference
 from ftkit.errors import ImageError
-from ftkit.images import engine
+from ftkit.images import docker_engine
+from ftkit.images.docker_engine import explain_transfer, follow_transfer
 from ftkit.images.oci import credentials as who
-from ftkit.images.oci.retries import with_retries
-from ftkit.images.oci.streams import explain_transfer, follow_transfer
-from ftkit.images.progress import Report, say_nothing
+from ftkit.images.oci.transfer import retry
+from ftkit.images.progress import Report, ignore_progress
 
 if TYPE_CHECKING:
     from ftkit.images.oci.credentials import Credentials
 
 
 @dataclass(frozen=True)
-class Pushed:
+class PushResult:
     """An image in a registry."""
 
     reference: RegistryImage
@@ -37,8 +37,8 @@ def push(
     registry: str,
     *,
     given: Credentials | None = None,
-    report: Report = say_nothing,
-) -> Pushed:
+    report: Report = ignore_progress,
+) -> PushResult:
     """Push `NAME:TAG`.
 
     Raises:
@@ -49,10 +49,10 @@ def push(
     wanted = remote_reference(reference, registry)
     known = given or who.find(wanted.host)
     stage = f"pushing {wanted}"
-    with engine.connected() as client:
+    with docker_engine.connect() as client:
         import docker  # noqa: PLC0415 - it is there: the engine answered through it
 
-        image = engine.inspect_required(client, local_name(reference), f"build it: ftkit build {reference}")
+        image = docker_engine.inspect_required(client, local_name(reference), f"build it: ftkit build {reference}")
         client.tag(image.id, wanted.repository, wanted.tag, force=True)
 
         def attempt() -> Digest | None:
@@ -68,7 +68,7 @@ def push(
             except docker.errors.APIError as error:
                 raise explain_transfer(str(error.explanation or error), wanted, known) from error
 
-        digest = with_retries(attempt, report, stage)
+        digest = retry(attempt, report, stage)
     if not digest:
         raise ImageError(f"{wanted.host} took {wanted} without telling its digest", fix="see the registry's log")
-    return Pushed(wanted, digest)
+    return PushResult(wanted, digest)

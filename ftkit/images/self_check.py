@@ -1,6 +1,6 @@
 """Whether an image is what its definition says: `python3 -m ftkit.images.self_check`, run inside it.
 
-Standard library, `ftkit.process` and `ftkit.images.pins` only, apart from the modules that the definition names.
+Standard library, `ftkit.process` and `ftkit.images.packages` only, apart from the modules that the definition names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ftkit import process
-from ftkit.images.pins import normal_name, pins
+from ftkit.images.packages import normalize_name, parse_pins
 
 TRAINER = "ftkit.train.trainer"
 """An image that names this module among its imports can train, and is asked to show it."""
@@ -23,50 +23,50 @@ PASSED = "ftkit: the image is as its definition says"
 _FOLDER = Path("/opt/ftkit")
 
 
-def find_faults(folder: Path = _FOLDER) -> list[str]:
+def find_issues(folder: Path = _FOLDER) -> list[str]:
     """Return everything that is not as the definition says."""
     image = json.loads((folder / "image.json").read_text(encoding="utf-8"))
-    base = pins((folder / "base-packages.txt").read_text(encoding="utf-8"))
+    base = parse_pins((folder / "base-packages.txt").read_text(encoding="utf-8"))
     return [
-        *_lock_faults((folder / "requirements.lock").read_text(encoding="utf-8")),
-        *_base_faults(image["provided"], base),
-        *_import_faults(image["imports"]),
-        *(_training_faults() if TRAINER in image["imports"] else []),
+        *_lock_issues((folder / "requirements.lock").read_text(encoding="utf-8")),
+        *_base_issues(image["provided"], base),
+        *_import_issues(image["imports"]),
+        *(_training_issues() if TRAINER in image["imports"] else []),
     ]
 
 
-def _lock_faults(lock: str) -> list[str]:
-    faults = []
-    for name, wanted in pins(lock).items():
+def _lock_issues(lock: str) -> list[str]:
+    issues = []
+    for name, wanted in parse_pins(lock).items():
         found = _version(name)
         if found != wanted:
-            faults.append(f"{name} is {found or 'not there'}, the lock says {wanted}")
-    return faults
+            issues.append(f"{name} is {found or 'not there'}, the lock says {wanted}")
+    return issues
 
 
-def _base_faults(provided: dict[str, str], base: dict[str, str]) -> list[str]:
+def _base_issues(provided: dict[str, str], base: dict[str, str]) -> list[str]:
     """Compare with what the base had. Versions by their beginning: NVIDIA's end in a name of the release."""
-    faults = []
+    issues = []
     for name, expected in provided.items():
-        before, now = base.get(normal_name(name)), _version(name)
+        before, now = base.get(normalize_name(name)), _version(name)
         if before != now:
-            faults.append(f"{name} of the base was replaced: it was {before or 'not there'}, now it is {now}")
+            issues.append(f"{name} of the base was replaced: it was {before or 'not there'}, now it is {now}")
         elif expected and not (now or "").startswith(expected):
-            faults.append(f"{name} of the base is {now or 'not there'}, the definition says {expected}")
-    return faults
+            issues.append(f"{name} of the base is {now or 'not there'}, the definition says {expected}")
+    return issues
 
 
-def _import_faults(modules: list[str]) -> list[str]:
-    faults = []
+def _import_issues(modules: list[str]) -> list[str]:
+    issues = []
     for module in modules:
         try:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 - whatever an import can do wrong is a fault of the image
-            faults.append(f"import {module}: {type(error).__name__}: {error}")
-    return faults
+            issues.append(f"import {module}: {type(error).__name__}: {error}")
+    return issues
 
 
-def _training_faults() -> list[str]:
+def _training_issues() -> list[str]:
     """Take a training step with each family."""
     done = process.run([sys.executable, "-m", "ftkit.train", "--self-check"], timeout_seconds=600)
     last = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
@@ -81,6 +81,6 @@ def _version(name: str) -> str | None:
 
 
 if __name__ == "__main__":
-    found = find_faults()
+    found = find_issues()
     print("\n".join(found) or PASSED)  # noqa: T201 - a program's answer
     sys.exit(1 if found else 0)

@@ -1,8 +1,10 @@
-"""SIF images for Apptainer and Singularity, made by that program, which spython drives."""
+"""SIF images for Apptainer and Singularity, and Singularity definitions for sites that build their own."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from contextlib import contextmanager
@@ -10,20 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError, Problem
-from ftkit.images.choosing import choose_source, remote_of
+from ftkit.images import labels
+from ftkit.images.build_context import assemble, dockerfile
 from ftkit.images.oci import credentials
 from ftkit.images.oci.rootfs import Contents
-from ftkit.images.packing import Made
-from ftkit.images.progress import Progress
-from ftkit.images.sources import EngineSource
-from ftkit.images.squashfs import explain_failure
+from ftkit.images.progress import ProgressEvent
+from ftkit.images.sources import DockerSource, registry_image, select_source
+from ftkit.images.squashfs import MadeFile, explain_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.images.choosing import ImportRequest
+    from ftkit.config.load import ImageDefinition
     from ftkit.images.progress import Report
+    from ftkit.images.sources import ImportRequest
     from ftkit.images.store import Format
 
 _PROGRAMS = ("apptainer", "singularity")
@@ -57,11 +61,11 @@ class SifSource:
 
     format: Format = "sif"
 
-    def __init__(self, wish: ImportRequest, report: Report) -> None:
-        if wish.on_node:
+    def __init__(self, request: ImportRequest, report: Report) -> None:
+        if request.on_node:
             raise ConfigError([Problem("", "--on-node", "SIF files are made on this machine.", "Leave --on-node out.")])
-        self._known = choose_source(replace(wish, method="ftkit"), report)
-        self._remote = None if isinstance(self._known, EngineSource) else remote_of(wish)
+        self._known = select_source(replace(request, method="ftkit"), report)
+        self._remote = None if isinstance(self._known, DockerSource) else registry_image(request)
         self.image_id = self._known.image_id
         self.registry_digest = self._known.registry_digest
         self.is_vouched_for = self._known.is_vouched_for
@@ -71,7 +75,7 @@ class SifSource:
         """Say where the image comes from."""
         return self._known.describe()
 
-    def make_file(self, partial: Path, report: Report) -> Made:
+    def make_file(self, partial: Path, report: Report) -> MadeFile:
         """Run the program, and report what it says: all of it comes on its standard error.
 
         Raises:
@@ -91,7 +95,7 @@ class SifSource:
             try:
                 for line in stream_command([program, "build", str(partial), address], output_type="both"):
                     said.append(line.rstrip())
-                    report(Progress(f"{Path(program).name} builds SIF", text=said[-1]))
+                    report(ProgressEvent(f"{Path(program).name} builds SIF", text=said[-1]))
             except subprocess.CalledProcessError as error:
                 raise explain_failure(program, "\n".join(said), partial) from error
         with partial.open("rb") as file:
@@ -99,7 +103,7 @@ class SifSource:
                 raise ImageError(
                     f"{program} made no SIF file", fix=f"see what it says: apptainer build x.sif {address}"
                 )
-        return Made(Contents(), Path(program).name)
+        return MadeFile(Contents(), Path(program).name)
 
     def _address(self) -> str:
         """Return the image as the program takes it: by digest or by the engine's id, because names can move."""
@@ -121,3 +125,47 @@ def _in_environment(known: credentials.Credentials | None) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+_RUN = re.compile(r"^RUN ((?:[^\n]*\\\n)*[^\n]*)$", re.MULTILINE)
+
+
+def definition_file(definition: ImageDefinition, files: Path | None = None) -> str:
+    """Return the definition; it copies the build's files from `files`, or from the folder that it is built in.
+
+    The steps are those of the Dockerfile.
+
+    Raises:
+        ConfigError: the base is no legal reference.
+    """
+    spec, context = definition.spec, assemble(definition)
+    base = replace(parse_reference(spec.base.reference), digest=spec.base.digest)
+    folder = f"{files}/" if files else ""
+    certificate = context.arguments.get("PIP_CERT")
+    sections = {
+        "%files": [f"{folder}{name} /opt/ftkit/{name}" for name in sorted(context.files) if name != "Dockerfile"],
+        "%post": [
+            "set -eu",
+            *([f"export PIP_CERT={shlex.quote(certificate)}"] if certificate else []),
+            *(line for step in _RUN.findall(dockerfile(spec)) for line in step.splitlines()),
+        ],
+        "%environment": [
+            f"export {name}={shlex.quote(value)}"
+            for name, value in {"PYTHONUNBUFFERED": "1", **spec.environment}.items()
+        ],
+        "%labels": [f"{labels.REFERENCE} {spec.reference}", f"ftkit.lock-sha256 {context.lock_sha256}"],
+        "%test": ["python3 -m ftkit.images.self_check"],
+    }
+    pinning = "" if spec.base.digest else " UNPINNED: no digest says which base this is."
+    head = f"# {spec.reference}, as ftkit defines it.{pinning}\nBootstrap: docker\nFrom: {base.pinned}\n"
+    return head + "".join(
+        f"\n{title}\n" + "".join(f"    {line}\n" for line in lines) for title, lines in sections.items()
+    )
+
+
+def write_files(definition: ImageDefinition, folder: Path) -> None:
+    """Write the files that the definition copies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in assemble(definition).files.items():
+        if name != "Dockerfile":
+            (folder / name).write_bytes(data)

@@ -1,30 +1,42 @@
-"""Where an image can be imported from."""
+"""Where an image is imported from: the docker engine or a registry, by ftkit itself or by enroot."""
 
 from __future__ import annotations
 
 import shutil
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from ftkit.images import engine, enroot, squashfs
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.image_reference import (
+    ImageFile,
+    NamedImage,
+    RegistryImage,
+    check_name,
+    local_name,
+    parse_image,
+    parse_reference,
+)
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
+from ftkit.images import docker_engine, enroot, squashfs
+from ftkit.images.oci import credentials
 from ftkit.images.oci.documents import RunConfig
 from ftkit.images.oci.flatten import Layer, flatten
+from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.rootfs import SBOM_PATH, Contents, Entry, ImageConfig
 from ftkit.images.oci.tar import TarReader
-from ftkit.images.packing import ByteCounter, Made, pack_entries
-from ftkit.images.progress import Progress
-from ftkit.images.squashfs import disk_full
+from ftkit.images.progress import ByteCounter, ProgressEvent
+from ftkit.images.push import remote_reference
+from ftkit.images.squashfs import MadeFile, build_squashfs, disk_full
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from ftkit.config.digest import Digest
-    from ftkit.config.image_reference import RegistryImage
-    from ftkit.images.engine import EngineImage
+    from ftkit.images.docker_engine import DockerImage
     from ftkit.images.enroot import Address, ComputeNode
-    from ftkit.images.oci.registry import Registry
     from ftkit.images.progress import Report
     from ftkit.images.store import Format
 
@@ -51,17 +63,17 @@ class ImageSource(Protocol):
     def describe(self) -> str:
         """Say where the image comes from."""
 
-    def make_file(self, partial: Path, report: Report) -> Made:
+    def make_file(self, partial: Path, report: Report) -> MadeFile:
         """Make the file."""
 
 
-class EngineSource:
+class DockerSource:
     """An image in the docker engine, read from its export."""
 
     format: Format = "sqsh"
     is_vouched_for: bool = True
 
-    def __init__(self, name: str, image: EngineImage) -> None:
+    def __init__(self, name: str, image: DockerImage) -> None:
         self.name = name
         self._image = image
         self.image_id = image.id
@@ -74,13 +86,13 @@ class EngineSource:
 
     def enroot_address(self) -> Address:
         """Return what enroot calls exactly this image."""
-        return enroot.address_in_engine(self.image_id)
+        return enroot.address_in_docker(self.image_id)
 
-    def make_file(self, partial: Path, report: Report) -> Made:
+    def make_file(self, partial: Path, report: Report) -> MadeFile:
         """Export the image and pack it on the way."""
-        with engine.connected() as client, engine.exported(client, self._image.id) as stream:
+        with docker_engine.connect() as client, docker_engine.exported(client, self._image.id) as stream:
             entries = members_of(TarReader(stream))
-            return pack_entries(entries, self.config, partial, root_bytes=self._image.size or None, report=report)
+            return build_squashfs(entries, self.config, partial, root_bytes=self._image.size or None, report=report)
 
 
 def members_of(reader: TarReader) -> Iterator[Entry]:
@@ -103,7 +115,7 @@ class RegistrySource:
         self._layers = manifest.layers
         configuration = registry.configuration(manifest)
         self._diff_ids = configuration.rootfs.diff_ids
-        self.config = engine.image_config(configuration.config or RunConfig(), configuration.created)
+        self.config = docker_engine.image_config(configuration.config or RunConfig(), configuration.created)
 
     def describe(self) -> str:
         """Say where the image comes from."""
@@ -114,7 +126,7 @@ class RegistrySource:
         layers = zip((layer.digest for layer in self._layers), self._diff_ids, strict=True)
         return enroot.address_in_registry(self._reference, self.registry_digest, self.image_id, layers)
 
-    def make_file(self, partial: Path, report: Report) -> Made:
+    def make_file(self, partial: Path, report: Report) -> MadeFile:
         """Download the layers, as they are, and pack what they make together.
 
         Raises:
@@ -124,7 +136,7 @@ class RegistrySource:
         folder.mkdir(mode=0o700)
         try:
             blobs = self._download(folder, report)
-            return pack_entries(flatten(blobs), self.config, partial, root_bytes=None, report=report)
+            return build_squashfs(flatten(blobs), self.config, partial, root_bytes=None, report=report)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             self._registry.close()
@@ -168,7 +180,7 @@ class EnrootSource:
 
     format: Format = "sqsh"
 
-    def __init__(self, known: EngineSource | RegistrySource, node: ComputeNode | None = None) -> None:
+    def __init__(self, known: DockerSource | RegistrySource, node: ComputeNode | None = None) -> None:
         self._address = known.enroot_address()
         self._node = node
         self.image_id = known.image_id
@@ -180,8 +192,127 @@ class EnrootSource:
         """Say where the image comes from."""
         return f"enroot, {self._address.uri}"
 
-    def make_file(self, partial: Path, report: Report) -> Made:
+    def make_file(self, partial: Path, report: Report) -> MadeFile:
         """Let enroot make the file."""
-        report(Progress(f"enroot imports {self._address.uri}"))
+        report(ProgressEvent(f"enroot imports {self._address.uri}"))
         enroot.import_to(partial, self._address, self._node)
-        return Made(Contents(sbom=squashfs.read_file(partial, SBOM_PATH)), f"enroot, {squashfs.ENROOT_OPTIONS}")
+        return MadeFile(Contents(sbom=squashfs.read_file(partial, SBOM_PATH)), f"enroot, {squashfs.ENROOT_OPTIONS}")
+
+
+Method = Literal["auto", "enroot", "ftkit"]
+_DOCKERD = "dockerd://"
+
+
+@dataclass(frozen=True)
+class ImportRequest:
+    """What was asked for.
+
+    Args:
+        wanted: `NAME:TAG`, `HOST/PATH:TAG` with or without `docker://`, or `dockerd://NAME:TAG`.
+        registry: where a `NAME:TAG` that the engine does not have was pushed to.
+        cluster: the cluster that it is for.
+        on_node: let enroot work on a compute node.
+        method: who makes the file.
+    """
+
+    wanted: str
+    registry: str | None
+    cluster: ClusterProfile
+    on_node: bool = False
+    method: Method = "auto"
+
+
+def import_name(wanted: str) -> str:
+    """Return the `NAME:TAG` that an import is called: of an address, its last part."""
+    image = _parse(wanted)
+    if isinstance(image, RegistryImage):
+        return f"{image.path.rpartition('/')[2]}:{image.tag}"
+    check_name(image.reference)
+    return image.reference
+
+
+def _parse(wanted: str) -> NamedImage | RegistryImage:
+    """Parse what is to be imported.
+
+    Raises:
+        ConfigError: it is nothing that can be.
+    """
+    if wanted.startswith(_DOCKERD):
+        return parse_reference(wanted.removeprefix(_DOCKERD))
+    image = parse_image(wanted, Path.cwd(), key="NAME:TAG|URI")
+    if isinstance(image, ImageFile):
+        raise ConfigError(
+            [Problem("", "NAME:TAG|URI", f"{wanted} is a file already: there is nothing to import.",
+                     f"Run in it as it is: ftkit run --image {wanted}")]
+        )  # fmt: skip
+    return image
+
+
+def registry_image(request: ImportRequest) -> RegistryImage | None:
+    """Return where the image is in a registry; None: nothing says that it is in one."""
+    if request.wanted.startswith(_DOCKERD):
+        return None
+    image = _parse(request.wanted)
+    if isinstance(image, RegistryImage):
+        return image
+    return remote_reference(image.reference, request.registry) if request.registry else None
+
+
+def select_source(request: ImportRequest, report: Report) -> ImageSource:
+    """Return the source to import from.
+
+    Raises:
+        NotFoundError: neither engine nor registry has the image.
+        PrerequisiteError: something that the request needs is not there.
+    """
+    if request.on_node:
+        return _on_node(request, report)
+    known = _docker_source(request) or _registry_source(request, report)
+    is_left_to_enroot = request.method == "auto" and enroot.is_installed() and not squashfs.has_tool()
+    return EnrootSource(known) if request.method == "enroot" or is_left_to_enroot else known
+
+
+def _on_node(request: ImportRequest, report: Report) -> EnrootSource:
+    if request.cluster.scheduler != "slurm":
+        raise ConfigError(
+            [
+                Problem(
+                    f"cluster {request.cluster.name}", "--on-node", "this cluster has no Slurm.", "Leave --on-node out."
+                )
+            ]
+        )
+    if registry_image(request) is None:
+        raise ConfigError(
+            [Problem("", "--on-node", "a compute node can't reach this machine's docker engine.",
+                     "Push the image, and give --registry or a docker:// address.")]
+        )  # fmt: skip
+    return EnrootSource(_registry_source(request, report), enroot.compute_node(request.cluster))
+
+
+def _docker_source(request: ImportRequest) -> DockerSource | None:
+    """Return the image in the docker engine; None if there is no engine, or it has no such image."""
+    is_named = request.wanted.startswith(_DOCKERD)
+    if not is_named and isinstance(_parse(request.wanted), RegistryImage):
+        return None
+    name = request.wanted.removeprefix(_DOCKERD) if is_named else local_name(request.wanted)
+    try:
+        with docker_engine.connect() as client:
+            image = docker_engine.inspect(client, name)
+    except PrerequisiteError:
+        if is_named:
+            raise
+        return None
+    if image is None and is_named:
+        raise NotFoundError(f"the docker engine has no image {name}", fix="see 'docker images'")
+    return DockerSource(name, image) if image else None
+
+
+def _registry_source(request: ImportRequest, report: Report) -> RegistrySource:
+    remote = registry_image(request)
+    if remote is None:
+        raise NotFoundError(
+            f"{request.wanted} was not built on this machine, and nothing says in which registry it is",
+            meaning="no docker engine here has it, and neither --registry nor 'registry:' in ftkit.yaml is given",
+            fix=f"ftkit build {request.wanted} here, or ftkit import {request.wanted} --registry HOST/PATH",
+        )
+    return RegistrySource(remote, Registry(remote, credentials.find(remote.host), report))

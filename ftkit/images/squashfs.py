@@ -1,7 +1,8 @@
-"""Make squashfs files from tar streams, and look whether one is whole."""
+"""Build squashfs files from the members of an image, and check that a file is complete."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -11,10 +12,15 @@ from typing import IO, TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.images.oci.rootfs import Contents, ImageConfig, write_root
+from ftkit.images.progress import ByteCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
+
+    from ftkit.images.oci.rootfs import Entry
+    from ftkit.images.progress import Report
 
 ENROOT_OPTIONS: Final = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"
 """What enroot is told: its defaults take six times as long for a larger file.
@@ -31,7 +37,7 @@ _READS_TAR_FROM = (4, 5)
 
 
 @dataclass(frozen=True)
-class SquashfsPacker:
+class SquashfsTool:
     """A program that makes squashfs from a tar stream.
 
     Attributes:
@@ -58,36 +64,36 @@ class SquashfsPacker:
         return " ".join((self.program, *self.options))
 
 
-def find_packer() -> SquashfsPacker:
+def find_tool() -> SquashfsTool:
     """Return the best program on PATH; all of them get zstd level 3, blocks of 1 MiB and all processors.
 
     Raises:
         PrerequisiteError: there is none.
     """
-    packer = _packer()
-    if packer is None:
+    tool = _tool()
+    if tool is None:
         raise PrerequisiteError(
             "there is no program here that makes squashfs from a tar stream",
             meaning="looked for tar2sqfs (squashfs-tools-ng) and mksquashfs (squashfs-tools 4.5 or newer)",
             fix="apt-get install squashfs-tools-ng, or dnf install squashfs-tools-ng",
         )
-    return packer
+    return tool
 
 
-def has_packer() -> bool:
+def has_tool() -> bool:
     """Tell whether this machine has a program that makes squashfs from a tar stream."""
-    return _packer() is not None
+    return _tool() is not None
 
 
-def _packer() -> SquashfsPacker | None:
+def _tool() -> SquashfsTool | None:
     processors = str(len(os.sched_getaffinity(0)))
     if shutil.which("tar2sqfs"):
-        return SquashfsPacker(
+        return SquashfsTool(
             "tar2sqfs", ("--quiet", "--compressor", "zstd", "--comp-extra", "level=3", "--block-size", "1M",
                          "--no-xattr", "--no-skip", "--num-jobs", processors, "--defaults", "mtime=0"),
         )  # fmt: skip
     if shutil.which("mksquashfs") and _reads_tar():
-        return SquashfsPacker(
+        return SquashfsTool(
             "mksquashfs", ("-tar", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "3", "-b", "1M",
                            "-no-xattrs", "-processors", processors, "-mem", "512M", "-root-mode", "0755"),
             reads_from=("-",), clamps_times=True,
@@ -102,8 +108,8 @@ def _reads_tar() -> bool:
     return found is not None and (int(found[1]), int(found[2])) >= _READS_TAR_FROM
 
 
-def pack(
-    packer: SquashfsPacker,
+def run_tool(
+    tool: SquashfsTool,
     feed: Callable[[IO[bytes]], None],
     output: Path,
     count_bytes: Callable[[], int],
@@ -112,7 +118,7 @@ def pack(
     """Pack what `feed` writes into `output`; the same bytes each time.
 
     Args:
-        packer: the program.
+        tool: the program.
         feed: writes a tar stream of which no member is newer than `created`.
         output: the file.
         count_bytes: tells how much was written so far.
@@ -128,11 +134,11 @@ def pack(
         fcntl.fcntl(entrance.fileno(), _F_SETPIPE_SZ, _PIPE_BUFFER)
         feed(entrance)
 
-    environment = os.environ | {"SOURCE_DATE_EPOCH": str(created)} if packer.clamps_times else None
-    done = process.run_fed(packer.command(output), widened, environment)
+    environment = os.environ | {"SOURCE_DATE_EPOCH": str(created)} if tool.clamps_times else None
+    done = process.run_fed(tool.command(output), widened, environment)
     if done.returncode != 0:
-        raise explain_failure(packer.program, done.stderr, output, count_bytes())
-    check_whole(output)
+        raise explain_failure(tool.program, done.stderr, output, count_bytes())
+    check_squashfs(output)
 
 
 def explain_failure(program: str, said: str, output: Path, num_bytes_in: int = 0) -> ImageError:
@@ -166,7 +172,7 @@ def disk_full(folder: Path) -> ImageError:
     )
 
 
-def check_whole(path: Path) -> None:
+def check_squashfs(path: Path) -> None:
     """Check that a file begins as squashfs and is as long as it says itself.
 
     Raises:
@@ -184,3 +190,37 @@ def check_whole(path: Path) -> None:
             meaning="a copy of it was interrupted, or the disk was full",
             fix="import the image again: ftkit import NAME:TAG --force",
         )
+
+
+_WRITE_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True)
+class MadeFile:
+    """A squashfs file that was made: what is in it, and what made it."""
+
+    contents: Contents
+    made_by: str
+
+
+def build_squashfs(
+    entries: Iterable[Entry], config: ImageConfig, partial: Path, *, root_bytes: int | None, report: Report
+) -> MadeFile:
+    """Pack the members of an image into a squashfs file.
+
+    Raises:
+        PrerequisiteError: no program for it is on PATH.
+        ImageError: the members broke off, or the disk is full.
+    """
+    tool = find_tool()
+    counter = ByteCounter(report, "building squashfs", root_bytes)
+    made: list[Contents] = []
+
+    def feed(entrance: IO[bytes]) -> None:
+        with io.FileIO(entrance.fileno(), "w", closefd=False) as raw, io.BufferedWriter(raw, _WRITE_BUFFER) as sink:
+            made.append(write_root(entries, config, sink, counter.advance))
+
+    run_tool(tool, feed, partial, lambda: counter.done, config.created)
+    if not made:
+        raise ImageError(f"{tool.program} ended before it had read the whole image", fix="try again")
+    return MadeFile(made[0], tool.describe())

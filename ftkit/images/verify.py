@@ -1,21 +1,34 @@
-"""Tell whether an imported image is still what was imported."""
+"""Check that an imported image is still the file that was imported, and that it works inside."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shlex
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from ftkit.errors import FtkitError, ImageError, NotFoundError
+from ftkit import process
+from ftkit.errors import FtkitError, ImageError, NotFoundError, PrerequisiteError
 from ftkit.images import squashfs
-from ftkit.images.oci.digests import differing_ranges, digest_file
-from ftkit.images.progress import Progress, Report, say_nothing
+from ftkit.images.build import SELF_CHECK
+from ftkit.images.progress import ProgressEvent, Report, ignore_progress
+from ftkit.images.self_check import PASSED
 from ftkit.images.store import ImportManifest, manifest_file, read_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 
 _NUM_RANGES_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """The result of a verification: every difference by name; none: the file is what was imported."""
 
     file: Path
@@ -23,14 +36,14 @@ class Verdict:
     differences: tuple[str, ...]
 
 
-def looks_whole(file: Path) -> ImportManifest | None:
+def manifest_if_intact(file: Path) -> ImportManifest | None:
     """Check size and head of a file against its manifest, in a moment; None if they don't fit."""
     manifest = read_manifest(file)
     try:
         if manifest is None or file.stat().st_size != manifest.size:
             return None
         if manifest.format == "sqsh":
-            squashfs.check_whole(file)
+            squashfs.check_squashfs(file)
     except (OSError, FtkitError):
         return None
     return manifest
@@ -55,7 +68,7 @@ def required_manifest(file: Path, name: str) -> ImportManifest:
     return manifest
 
 
-def verify(file: Path, report: Report = say_nothing, *, name: str = "NAME:TAG") -> Verdict:
+def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TAG") -> VerifyResult:
     """Recompute the digests of a file, imported as `name`, and compare them with its manifest.
 
     Raises:
@@ -70,7 +83,7 @@ def verify(file: Path, report: Report = say_nothing, *, name: str = "NAME:TAG") 
     def advance(num_bytes: int) -> None:
         nonlocal done
         done += num_bytes
-        report(Progress(f"verifying {file.name}", done=done, total=size))
+        report(ProgressEvent(f"verifying {file.name}", done=done, total=size))
 
     found = digest_file(path, manifest.block_size, advance)
     differences = _of_size(found.size, manifest)
@@ -82,7 +95,7 @@ def verify(file: Path, report: Report = say_nothing, *, name: str = "NAME:TAG") 
         differences.append(f"sha256: {found.sha256}, the manifest says {manifest.sha256}")
     if path.name != manifest.file or not path.name.startswith(f"{manifest.image_id.file_name}."):
         differences.append(f"name: {path.name}, the manifest says {manifest.file} of {manifest.image_id}")
-    return Verdict(file, manifest, tuple(differences))
+    return VerifyResult(file, manifest, tuple(differences))
 
 
 def _of_size(size: int, manifest: ImportManifest) -> list[str]:
@@ -92,15 +105,165 @@ def _of_size(size: int, manifest: ImportManifest) -> list[str]:
     return [f"size: {verb}: {size} bytes, the manifest says {manifest.size}"]
 
 
-def require_same(verdict: Verdict) -> None:
+def require_intact(result: VerifyResult) -> None:
     """Raise if a file differs.
 
     Raises:
         ImageError: with every difference.
     """
-    if verdict.differences:
+    if result.differences:
         raise ImageError(
-            "\n    ".join((f"{verdict.file} is not what was imported:", *verdict.differences)),
+            "\n    ".join((f"{result.file} is not what was imported:", *result.differences)),
             meaning="the disk or a copy damaged it, or someone changed it",
-            fix=f"import it again: ftkit import {verdict.manifest.reference} --force",
+            fix=f"import it again: ftkit import {result.manifest.reference} --force",
+        )
+
+
+BLOCK_SIZE: Final = 64 << 20
+_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True)
+class FileDigests:
+    """Digests of one file."""
+
+    size: int
+    sha256: str
+    blocks: tuple[str, ...]
+
+
+def digest_file(
+    path: Path, block_size: int = BLOCK_SIZE, advance: Callable[[int], None] = lambda _: None
+) -> FileDigests:
+    """Read a file once and compute all digests; those of the blocks on a second processor."""
+    whole, blocks, size = hashlib.sha256(), list[str](), 0
+    block = hashlib.sha256()
+    with path.open("rb") as file, ThreadPoolExecutor(1) as pool:
+        while chunk := file.read(min(_CHUNK, block_size - size % block_size)):
+            pending = pool.submit(block.update, chunk)
+            whole.update(chunk)
+            pending.result()
+            size += len(chunk)
+            advance(len(chunk))
+            if size % block_size == 0:
+                blocks.append(block.hexdigest())
+                block = hashlib.sha256()
+    if size % block_size:
+        blocks.append(block.hexdigest())
+    return FileDigests(size, whole.hexdigest(), tuple(blocks))
+
+
+def differing_ranges(expected: Sequence[str], found: Sequence[str], block_size: int) -> list[str]:
+    """Name the parts of a file that differ, in bytes."""
+    ranges = []
+    for number, (old, new) in enumerate(zip(expected, found, strict=False)):
+        if old != new:
+            ranges.append(f"bytes {number * block_size} to {(number + 1) * block_size - 1}")
+    return ranges
+
+
+_TIMEOUT_SECONDS = 1800
+_KEPT = ("HOME", "PATH", "TMPDIR", "USER")
+_ON_A_NODE = "run it on a node of the cluster: srun --container-image=FILE python3 -m ftkit.images.self_check"
+_IN_CHROOT = """set -eu
+mkdir -p "$0/dev" "$0/proc"
+mount --rbind /dev "$0/dev"
+mount -t proc proc "$0/proc"
+exec chroot "$0" /usr/bin/env -i "$@"
+"""
+"""In a mount namespace of its own, so that nothing stays mounted; `env -i` because the host's variables don't count."""
+
+
+def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
+    """Run the self-check in the file itself; return what is left to do by hand afterwards, mostly nothing.
+
+    Raises:
+        PrerequisiteError: nothing here can start it.
+        ImageError: with everything that is wrong.
+    """
+    report(ProgressEvent(f"checking {file.name} from inside"))
+    done, left = _run_inside(file.resolve(), report)
+    if done.returncode != 0 or PASSED not in done.stdout:
+        said = (done.stdout + done.stderr + left).strip() or f"it ended with {done.returncode} and said nothing"
+        lines = "\n".join(f"    {line}" for line in said.splitlines()[-20:])
+        if done.returncode != 1 or not done.stdout.strip():  # the self-check ends so, and says what it finds
+            raise ImageError(
+                f"the self-check of {manifest.reference} did not start:\n{lines}",
+                meaning="the file is as it was imported, but can't be run on this machine, or has no python3",
+                fix=_ON_A_NODE,
+            )
+        raise ImageError(
+            f"{manifest.reference} fails its self-check:\n{lines}",
+            meaning="the image is as it was imported, but not as its definition says",
+            fix=f"build it again: ftkit build {manifest.reference}",
+        )
+    return left
+
+
+def _run_inside(file: Path, report: Report) -> tuple[process.ProgramOutput, str]:
+    """Return what the check said, and what is left to do by hand."""
+    for program in ("apptainer", "singularity"):
+        if shutil.which(program):
+            command = [program, "exec", "--contain", "--cleanenv", "--no-home", str(file), *SELF_CHECK]
+            return process.run(command, timeout_seconds=_TIMEOUT_SECONDS), ""
+    if file.suffix == ".sqsh" and shutil.which("enroot"):
+        return _with_enroot(file, report)
+    if file.suffix == ".sqsh" and shutil.which("unsquashfs") and shutil.which("unshare") and os.geteuid() == 0:
+        return _with_chroot(file), ""
+    raise PrerequisiteError(
+        f"nothing on this machine can start {file.name}",
+        meaning="looked for apptainer, singularity, enroot, and (as root) unsquashfs with unshare",
+        fix=_ON_A_NODE,
+    )
+
+
+def _with_enroot(file: Path, report: Report) -> tuple[process.ProgramOutput, str]:
+    """Run the check in a container of its own."""
+    name = f"ftkit-verify-{file.stem[-12:]}-{os.getpid()}"
+    try:
+        done = process.run_stoppable(
+            ["enroot", "create", "--force", "--name", name, "--", str(file)], timeout_seconds=_TIMEOUT_SECONDS
+        )
+        if done.returncode == 0:
+            done = process.run(
+                ["enroot", "start", "--", name, *SELF_CHECK], timeout_seconds=_TIMEOUT_SECONDS,
+                environment=_for_enroot(),
+            )  # fmt: skip
+    finally:
+        report(ProgressEvent(f"removing the container of {file.name}"))
+        left = _remove_container(name)
+    return done, left
+
+
+def _for_enroot() -> dict[str, str]:
+    """Return enroot's own variables: it hands all others on, and a PYTHONPATH of the host would be checked instead."""
+    own = {key: value for key, value in os.environ.items() if key in _KEPT or key.startswith(("ENROOT_", "XDG_"))}
+    return own | {"ENROOT_LOGIN_SHELL": "no"}  # /etc/profile would reset the image's PATH
+
+
+def _remove_container(name: str) -> str:
+    """Remove a container, which takes minutes on a slow disk; what it can't do says nothing of the image."""
+    command = ["enroot", "remove", "--force", "--", name]
+    try:
+        done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS)
+    except process.ProgramTimeoutError as error:
+        said = error.what
+    else:
+        said = done.stderr.strip()
+        if done.returncode == 0 or "No such file or directory" in said:
+            return ""
+    return f"the check's container is still there ({said}): {shlex.join(command)}"
+
+
+def _with_chroot(file: Path) -> process.ProgramOutput:
+    """Unpack the file into a temporary folder and start the check there: for root, where nothing better is."""
+    with tempfile.TemporaryDirectory(prefix="ftkit-verify-") as folder:
+        root = Path(folder, "root")
+        unpacked = process.run(["unsquashfs", "-q", "-n", "-d", str(root), str(file)], timeout_seconds=_TIMEOUT_SECONDS)
+        if unpacked.returncode != 0:
+            return unpacked
+        variables = (root / "etc/environment").read_text(encoding="utf-8").splitlines()
+        return process.run(
+            ["unshare", "--mount", "sh", "-c", _IN_CHROOT, str(root), *variables, *SELF_CHECK],
+            timeout_seconds=_TIMEOUT_SECONDS,
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ftkit
 from ftkit import process
-from ftkit.errors import FtkitError, TrainingError, command_without_secrets
+from ftkit.errors import FtkitError, TrainingError, redact_command
 from ftkit.files import write_json
 from ftkit.planning.plan import plan_to_json
 
@@ -33,7 +33,7 @@ def build_manifest(plan: RunPlan, command: Sequence[str], project: Path) -> dict
     return {
         "run": plan.id,
         "created": plan.created.isoformat(),
-        "command": command_without_secrets(command, os.environ),
+        "command": redact_command(command, os.environ),
         "ftkit": {"version": plan.ftkit_version, "git": _own_commit()},
         "project": {"folder": str(project), "git": git_commit(project)},
         "python": platform.python_version(),

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
 
-from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError, without_secrets
+from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError, redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -271,8 +271,8 @@ class RankError:
             rank=rank,
             host=socket.gethostname(),
             type=type(error).__name__,
-            message=without_secrets(str(error), os.environ),
-            traceback=without_secrets("".join(traceback.format_exception(error)), os.environ),
+            message=redact(str(error), os.environ),
+            traceback=redact("".join(traceback.format_exception(error)), os.environ),
             exit_code=error.exit_code if isinstance(error, FtkitError) else 1,
             can_resume=not isinstance(error, FtkitError) or error.can_resume,
         )

@@ -9,7 +9,7 @@ import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
-from ftkit.errors import FtkitError, explained, without_secrets
+from ftkit.errors import FtkitError, as_disk_full, redact
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
@@ -48,7 +48,7 @@ def main(plan_path: Path) -> int:
 
 def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
     """Log and leave what ended this rank; return its exit code. In another job's run it is only logged."""
-    reason = explained(error)
+    reason = as_disk_full(error)
     if isinstance(reason, FtkitError):
         log.error("%s", reason)
     else:
@@ -74,7 +74,7 @@ class _WithoutSecrets(logging.Formatter):
     """Keeps tokens that an address or a traceback brings along out of the logs."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return without_secrets(super().format(record), os.environ)
+        return redact(super().format(record), os.environ)
 
 
 def _start_logs(layout: RunLayout, rank: int) -> None:

@@ -13,12 +13,12 @@ import torch
 
 from ftkit.planning.plan import RunPlan
 from ftkit.train.components.batches import BatchSchedule, StepBatch
-from ftkit.train.components.checkpoint import Progress
-from ftkit.train.components.checkpoint_saver import CheckpointSaver
+from ftkit.train.components.checkpoint import TrainState
+from ftkit.train.components.checkpointer import Checkpointer
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.lr_schedule import learning_rate_at
 from ftkit.train.components.metrics import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
-from ftkit.train.components.mfu import Utilisation
+from ftkit.train.components.mfu import MfuMeter
 from ftkit.train.components.prefetch import prefetched
 from ftkit.train.components.profiler import profiled
 from ftkit.train.engine import Engine
@@ -42,15 +42,15 @@ class TrainingLoop:
     evaluator: Evaluator
     recorder: Recorder
     trace: MemoryTrace
-    utilisation: Utilisation
-    saver: CheckpointSaver
+    mfu_meter: MfuMeter
+    saver: Checkpointer
     num_steps: int
-    progress: Progress
+    progress: TrainState
 
     def train(self) -> Literal["completed", "stopped"]:
         """Train to the last step, or until someone asks to stop. Either way the last thing is a checkpoint."""
         tokens_per_step = self.plan.batch.tokens_per_step
-        reporter = StepReporter(self.recorder, self.trace, self.utilisation, self.num_steps, tokens_per_step)
+        reporter = StepReporter(self.recorder, self.trace, self.mfu_meter, self.num_steps, tokens_per_step)
         stopwatch, reducer = Stopwatch(), StepReducer()
         stopped = False
         steps = range(self.progress.step, self.num_steps)
@@ -67,7 +67,7 @@ class TrainingLoop:
                     before = reducer.pop()  # waits for the step before, on a device that runs behind
                 self._advance()
                 stop = self._is_asked_to_stop()
-                reducer.push(self.progress.step, batch.num_targets, outcome, stopwatch.lap(), stop=stop)
+                reducer.push(self.progress.step, batch.num_targets, outcome, stopwatch.take(), stop=stop)
                 stopped = self._report(reporter, before)
                 with stopwatch.paused():
                     if stopped or self._waits_for_step():

@@ -23,15 +23,15 @@ from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import RunPlan, count_steps, plan_for_counts
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
 from ftkit.train.components.batches import BatchSchedule
-from ftkit.train.components.checkpoint import Progress, load_newest
-from ftkit.train.components.checkpoint_saver import CheckpointSaver
+from ftkit.train.components.checkpoint import TrainState, load_newest
+from ftkit.train.components.checkpointer import Checkpointer
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.components.metrics import Recorder
-from ftkit.train.components.mfu import measure_utilisation
+from ftkit.train.components.mfu import make_mfu_meter
 from ftkit.train.components.profiler import check_profile
-from ftkit.train.components.trackers.feed import tracked
+from ftkit.train.components.trackers.worker import open_trackers
 from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding, verify_targets
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.loop import TrainingLoop
@@ -96,13 +96,13 @@ class Trainer:
         self._prove(engine, built.expected, store)
         self.trace.begin("loading the newest checkpoint")
         progress = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
-        progress = progress or Progress(step=0, fingerprint=self.plan.fingerprint)
+        progress = progress or TrainState(step=0, fingerprint=self.plan.fingerprint)
         self._record_start(num_steps, progress, built.num_parameters)
         evaluator = Evaluator(self.plan, self.data, self.tokenizer, built.generation, self.world)
         if progress.step == 0:
             self._evaluate(evaluator, engine, 0, "before")
         training_began = time.time()
-        with CheckpointSaver(self.plan, self.world, self.recorder) as saver:
+        with Checkpointer(self.plan, self.world, self.recorder) as saver:
             training = explainer.training = TrainingLoop(
                 self.plan,
                 self.world,
@@ -111,7 +111,7 @@ class Trainer:
                 evaluator,
                 self.recorder,
                 self.trace,
-                measure_utilisation(self.plan.recipe, store, self.world),
+                make_mfu_meter(self.plan.recipe, store, self.world),
                 saver,
                 num_steps,
                 progress,
@@ -207,7 +207,7 @@ class Trainer:
         self.recorder.write(VerificationRecord(time.time(), checks))
         log.info("proven: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
 
-    def _record_start(self, num_steps: int, progress: Progress, num_parameters: int) -> None:
+    def _record_start(self, num_steps: int, progress: TrainState, num_parameters: int) -> None:
         record = StartRecord(
             time=time.time(),
             num_steps=num_steps,
@@ -250,7 +250,7 @@ def run_training(plan: RunPlan, world: World) -> None:
     data = PreparedData(plan.data_directory)
     data.read_manifest()
     tokenizer = load_saved_tokenizer(data.tokenizer)
-    with tracked(plan, world) as pass_on:
+    with open_trackers(plan, world) as pass_on:
         recorder = Recorder(plan.layout.metrics, world, pass_on)
         Trainer(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder)).run()
 

@@ -22,16 +22,16 @@ from ftkit.config.digest import Digest
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import sources, squashfs
-from ftkit.images.importing import import_image
+from ftkit.images.import_image import import_image
 from ftkit.images.oci.credentials import Credentials
 from ftkit.images.oci.flatten import Layer, flatten
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.rootfs import ImageConfig, write_root
-from ftkit.images.packing import Made
-from ftkit.images.progress import say_nothing
+from ftkit.images.progress import ignore_progress
 from ftkit.images.sources import RegistrySource
+from ftkit.images.squashfs import MadeFile
 from ftkit.images.store import ImageStore, manifest_file, read_manifest
-from ftkit.images.verify import looks_whole
+from ftkit.images.verify import manifest_if_intact
 from fuzzing.area import Area, Case
 from fuzzing.internet import Internet, Pushed, connected_to, digest_of
 from fuzzing.mutate import damaged_bytes, damaged_json, damaged_value
@@ -52,14 +52,14 @@ _CODES = (200, 200, 200, 206, 301, 307, 401, 403, 404, 416, 429, 500, 204, 304, 
 def _no_packer() -> Iterator[None]:
     """Write what is packed as it is, behind a head of squashfs, on a machine of the usual kind."""
 
-    def pack(entries: Any, config: ImageConfig, partial: Path, **_: Any) -> Made:
+    def pack(entries: Any, config: ImageConfig, partial: Path, **_: Any) -> MadeFile:
         sink = io.BytesIO()
         contents = write_root(entries, config, sink)
         partial.write_bytes(SQUASHFS + sink.getvalue())
-        return Made(contents, "a test")
+        return MadeFile(contents, "a test")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "pack_entries", pack)
+        patch.setattr(sources, "build_squashfs", pack)
         patch.setattr("platform.machine", lambda: "x86_64")
         yield
 
@@ -76,7 +76,7 @@ def _imported(folder: Path, digest: str = "") -> Path | None:
     reference = parse_reference("registry.example.com/team/x:1" + digest)
     store = ImageStore(folder / "workspace" / "images")
     try:
-        with _no_packer(), Registry(reference, Credentials("alice", SECRET), say_nothing) as registry:
+        with _no_packer(), Registry(reference, Credentials("alice", SECRET), ignore_progress) as registry:
             found = import_image("x:1", RegistrySource(reference, registry), store).file
     except (ImageError, NotFoundError) as error:
         _check_message(error)
@@ -265,9 +265,9 @@ def _run_file(case: Case, folder: Path) -> bool:
     manifest_file(file).write_bytes(case["manifest.json"])
     manifest = read_manifest(file)
     assert manifest is None or (isinstance(manifest.image_id, Digest) and manifest.block_size > 0)
-    looks_whole(file)
+    manifest_if_intact(file)
     try:
-        squashfs.check_whole(file)
+        squashfs.check_squashfs(file)
     except ImageError as error:
         _check_message(error)
         return False

@@ -17,7 +17,7 @@ import requests
 from urllib3 import HTTPHeaderDict, HTTPResponse
 
 from ftkit.config.digest import Digest
-from ftkit.images.oci import retries
+from ftkit.images.oci import transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,6 +133,6 @@ def connected_to(internet: Internet) -> Iterator[None]:
     adapter = Adapter(internet)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests.Session, "get_adapter", lambda *_, **__: adapter)
-        patch.setattr(retries, "WAITS_SECONDS", (0.0, 0.0, 0.0))
+        patch.setattr(transfer, "RETRY_SECONDS", (0.0, 0.0, 0.0))
         yield
     adapter.close()

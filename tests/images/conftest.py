@@ -49,7 +49,7 @@ case "$*" in
     if [ -e /slow ]; then sleep 60; fi
     if [ -e /broken ]; then echo "collecting"; echo "ERROR: no such package: left-pad"; exit 1; fi ;;
 *"pip install"*) true ;;
-*inventory*) echo '{"bomFormat": "CycloneDX", "components": []}' >"$3" ;;
+*ftkit.images.packages*) echo '{"bomFormat": "CycloneDX", "components": []}' >"$3" ;;
 *self_check*)
     if [ -e /replaced ]; then echo "torch of the base was replaced"; exit 1; fi
     if [ ! -e /silent ]; then echo "ftkit: the image is as its definition says"; fi ;;
@@ -248,7 +248,7 @@ def bases(client: APIClient) -> APIClient:
 
 IMAGE = """name: {name}
 tag: "{tag}"
-description: Made for a test
+description: MadeFile for a test
 base:
   reference: {base}
 provided: {{torch: ""}}

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.images import engine
-from ftkit.images.importing import import_image
-from ftkit.images.sources import EngineSource
+from ftkit.images import docker_engine
+from ftkit.images.import_image import import_image
+from ftkit.images.sources import DockerSource
 from ftkit.images.store import ImageStore
 
 if TYPE_CHECKING:
@@ -289,12 +289,12 @@ def test_the_other_packer_gives_the_same_files(
     project.ok("import", "tiny:1")
     monkeypatch.setenv("DOCKER_HOST", docker_host)
     monkeypatch.setattr("shutil.which", lambda name: None if name == "tar2sqfs" else name)
-    with engine.connected() as client:
-        image = engine.inspect_required(client, "ftkit/tiny:1", "")
+    with docker_engine.connect() as client:
+        image = docker_engine.inspect_required(client, "ftkit/tiny:1", "")
     store = ImageStore(tmp_path / "other")
-    first = import_image("tiny:1", EngineSource("ftkit/tiny:1", image), store)
+    first = import_image("tiny:1", DockerSource("ftkit/tiny:1", image), store)
     time.sleep(1.1)  # times are in seconds
-    again = import_image("tiny:1", EngineSource("ftkit/tiny:1", image), store, force=True)
+    again = import_image("tiny:1", DockerSource("ftkit/tiny:1", image), store, force=True)
     assert first.manifest.made_by.startswith("mksquashfs")
     assert first.manifest.sha256 == again.manifest.sha256
     assert listing(first.link) == listing(project.images / "tiny+1.sqsh")

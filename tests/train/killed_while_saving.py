@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.train.__main__ import main
-from ftkit.train.components import checkpoint_saver
+from ftkit.train.components import checkpointer
 from ftkit.train.components.checkpoint import describe
 
 if TYPE_CHECKING:
@@ -24,5 +24,5 @@ def describe_or_die(path: Path) -> SavedFile:
     return describe(path)
 
 
-checkpoint_saver.describe = describe_or_die
+checkpointer.describe = describe_or_die
 main(Path(sys.argv[1]))

@@ -19,7 +19,7 @@ from ftkit.train.components import checkpoint
 from ftkit.train.components.checkpoint import (
     MARKER,
     Marker,
-    Progress,
+    TrainState,
     delete_oldest,
     describe,
     load_newest,
@@ -64,7 +64,7 @@ def write(layout: RunLayout, step: int, world: World) -> None:
 def seal(folder: Path, step: int, world: World) -> None:
     """Write a marker that fits the files as they are."""
     files = {path.name: describe(path) for path in folder.iterdir() if path.name != MARKER}
-    (folder / MARKER).write_text(json.dumps(asdict(Marker(Progress(step, DATA), world.size, files))))
+    (folder / MARKER).write_text(json.dumps(asdict(Marker(TrainState(step, DATA), world.size, files))))
 
 
 def newest_loaded(layout: RunLayout, world: World) -> float:

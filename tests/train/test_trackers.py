@@ -16,8 +16,8 @@ from ftkit.config.tracking import TrackingSpec
 from ftkit.errors import PrerequisiteError
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, StepRecord
 from ftkit.train.components.metrics import Recorder
-from ftkit.train.components.trackers import feed
-from ftkit.train.components.trackers.feed import check_sinks, tracked
+from ftkit.train.components.trackers import worker
+from ftkit.train.components.trackers.worker import check_trackers, open_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ def plan_with(make_run: Callable[..., Any], tmp_path: Path) -> Callable[..., Run
 
 
 def send(plan: RunPlan, world: World, records: list[Record]) -> None:
-    with tracked(plan, world) as pass_on:
+    with open_trackers(plan, world) as pass_on:
         recorder = Recorder(plan.layout.metrics, world, pass_on)
         for record in records:
             recorder.write(record)
@@ -168,10 +168,10 @@ def test_a_tracker_that_is_gone_is_a_warning_once_and_no_secret_is_in_it(
         def close(self, outcome: str) -> None:
             taken.append(outcome)
 
-    monkeypatch.setitem(feed.SINKS, "tensorboard", lambda _: Unreliable())
+    monkeypatch.setitem(worker.TRACKERS, "tensorboard", lambda _: Unreliable())
     with caplog.at_level(logging.WARNING):
         send(plan_with("tensorboard"), world, [start(), step(1, 4.0), step(2, 3.0), *REST])
-    (warning,) = [record for record in caplog.records if record.name == feed.__name__]
+    (warning,) = [record for record in caplog.records if record.name == worker.__name__]
     assert "the training goes on: ConnectionError" in warning.message
     assert "hunter2" not in warning.message
     train, held_out, outcome = taken
@@ -193,8 +193,8 @@ def test_a_tracker_that_hangs_does_not_hold_the_run_up(
         def close(self, outcome: str) -> None:
             """Nothing to close."""
 
-    monkeypatch.setitem(feed.SINKS, "tensorboard", lambda _: Hanging())
-    monkeypatch.setattr(feed, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setitem(worker.TRACKERS, "tensorboard", lambda _: Hanging())
+    monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.05)
     send(plan_with("tensorboard"), world, BEGINNING + REST)
     assert "did not take everything in time" in caplog.text
     answer.set()
@@ -210,7 +210,7 @@ def test_other_ranks_than_the_first_open_no_tracker(plan_with: Callable[..., Run
 def test_a_package_that_is_missing_is_named_with_its_extra(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftkit.config.tracking.find_spec", lambda package: None if package == name else object())
     with pytest.raises(PrerequisiteError) as caught:
-        check_sinks(TrackingSpec(sinks=(name,)))
+        check_trackers(TrackingSpec(sinks=(name,)))
     assert f"ftkit[{name}]" in caught.value.fix
 
 
@@ -229,16 +229,16 @@ def test_what_a_tracker_needs_of_the_environment_is_asked_for_before_the_model_i
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(PrerequisiteError) as caught:
-        check_sinks(TrackingSpec(sinks=(name,)))
+        check_trackers(TrackingSpec(sinks=(name,)))
     assert wanted in caught.value.fix
     for variable, value in enough.items():
         monkeypatch.setenv(variable, value)
-    check_sinks(TrackingSpec(sinks=(name,)))
+    check_trackers(TrackingSpec(sinks=(name,)))
 
 
 def test_a_run_without_trackers_imports_none() -> None:
     code = (
-        "import sys, ftkit.train.components.trackers.feed; "
+        "import sys, ftkit.train.components.trackers.worker; "
         "sys.exit(bool({'wandb', 'mlflow', 'tensorboard'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ from errno import EACCES, EDQUOT, ENOSPC
 
 import pytest
 
-from ftkit.errors import DiskFullError, FtkitError, PrerequisiteError, TrainingError, explained
+from ftkit.errors import DiskFullError, FtkitError, PrerequisiteError, TrainingError, as_disk_full
 
 
 def caused_by(cause: Exception) -> Exception:
@@ -34,24 +34,24 @@ def test_a_full_disk_is_found_wherever_it_is_said(number: int) -> None:
     full = OSError(number, os.strerror(number), "/w/file")
     texts = RuntimeError(f"RANK 0: OSError: {full}\nRANK 1: the same")
     for error in (full, caused_by(full), followed_by(full), texts, ExceptionGroup("two", [ValueError("x"), full])):
-        found = explained(error)
+        found = as_disk_full(error)
         assert isinstance(found, DiskFullError), error
         assert found.can_resume
         assert "make room" in found.fix
-    assert "can't write /w/file" in str(explained(caused_by(full)))
-    assert "the checkpoint can't be written" in str(explained(caused_by(full)))
-    assert explained(found) is found
+    assert "can't write /w/file" in str(as_disk_full(caused_by(full)))
+    assert "the checkpoint can't be written" in str(as_disk_full(caused_by(full)))
+    assert as_disk_full(found) is found
 
 
 def test_a_write_that_was_cut_short_is_a_full_disk() -> None:
     texts = ("373248 requested and 73696 written", "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
     for text in texts:
-        assert isinstance(explained(OSError(text)), DiskFullError)
+        assert isinstance(as_disk_full(OSError(text)), DiskFullError)
 
 
 def test_any_other_error_stays_what_it_is() -> None:
     for error in (ValueError("no"), caused_by(OSError(EACCES, "no right")), FtkitError("no")):
-        assert explained(error) is error
+        assert as_disk_full(error) is error
 
 
 def test_only_what_lies_outside_of_the_plan_can_be_resumed() -> None:

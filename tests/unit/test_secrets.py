@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftkit.errors import command_without_secrets, without_secrets
+from ftkit.errors import redact, redact_command
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N"
 
@@ -28,11 +28,11 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N"
     ],
 )
 def test_a_command_keeps_no_secret_and_everything_else(typed: str, kept: str) -> None:
-    assert command_without_secrets([typed], {}) == [kept]
+    assert redact_command([typed], {}) == [kept]
 
 
 def test_the_word_after_a_secret_option_is_kept_out() -> None:
-    assert command_without_secrets(["--password", "abc", "demo"], {}) == ["--password", "***", "demo"]
+    assert redact_command(["--password", "abc", "demo"], {}) == ["--password", "***", "demo"]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_word_after_a_secret_option_is_kept_out() -> None:
      "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----"],
 )  # fmt: skip
 def test_what_its_issuer_marks_as_a_secret_is_hidden_anywhere(secret: str) -> None:
-    assert without_secrets(f"ValueError: can't use ({secret}) here", {}) == "ValueError: can't use (***) here"
+    assert redact(f"ValueError: can't use ({secret}) here", {}) == "ValueError: can't use (***) here"
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_what_its_issuer_marks_as_a_secret_is_hidden_anywhere(secret: str) -> No
     ],
 )
 def test_a_text_keeps_no_secret_and_everything_else(text: str, shown: str) -> None:
-    assert without_secrets(text, {}) == shown
+    assert redact(text, {}) == shown
 
 
 def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up() -> None:
     environment = {"WANDB_API_KEY": "0123456789abcdef", "MY_TOKEN": "no", "HOME": "/home/somebody"}
     text = "ValueError: no such thing as 0123456789abcdef in /home/somebody"
-    assert without_secrets(text, environment) == "ValueError: no such thing as *** in /home/somebody"
+    assert redact(text, environment) == "ValueError: no such thing as *** in /home/somebody"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ftkit.cli.terminal.format import printable
 from ftkit.cli.terminal.table import Cell, Column, Styled, table_segments
-from ftkit.errors import without_secrets
+from ftkit.errors import redact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ class Terminal:
 
     def warn(self, text: str) -> None:
         """Write a warning to stderr, without secrets: many quote the environment."""
-        self.say(Styled(f"warning: {without_secrets(text, os.environ)}", "yellow"))
+        self.say(Styled(f"warning: {redact(text, os.environ)}", "yellow"))
 
 
 def _console(stream: IO[str]) -> Console:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.images.progress import Progress as Reported
+    from ftkit.images.progress import ProgressEvent
 
 
 class _OfBytes(ProgressColumn):
@@ -65,7 +65,7 @@ class ProgressView:
     ) -> None:
         self._bars.stop()
 
-    def report(self, progress: Reported) -> None:
+    def report(self, progress: ProgressEvent) -> None:
         """Show a report."""
         if progress.stage != self._stage:
             self._stage = progress.stage
@@ -81,7 +81,7 @@ class ProgressView:
         elif self._terminal.is_live:
             self._draw(progress)
 
-    def _draw(self, progress: Reported) -> None:
+    def _draw(self, progress: ProgressEvent) -> None:
         key = progress.item
         if progress.is_over:
             if key in self._tasks:

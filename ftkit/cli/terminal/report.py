@@ -10,7 +10,7 @@ from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.follow_views import format_state
 from ftkit.cli.terminal.format import count, duration, plural, short_path
 from ftkit.cli.terminal.record_lines import measured
-from ftkit.errors import EXIT_CODES, RunFailedError, without_secrets
+from ftkit.errors import EXIT_CODES, RunFailedError, redact
 from ftkit.runs.failure import explain_failure, original_command
 from ftkit.runs.states import FAILURES, Observation, RunState
 from ftkit.runs.summary import TrainingSummary, log_tail, summarize
@@ -74,7 +74,7 @@ def show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is_
     else:
         title, text = EXIT_CODES[failure.exit_code], f"see {short_path(layout.job_log)}"
     terminal.text(Styled(title, "bold"), is_data=is_data)
-    terminal.text(without_secrets(text, os.environ), is_data=is_data)
+    terminal.text(redact(text, os.environ), is_data=is_data)
     terminal.text(is_data=is_data)
 
 

@@ -19,9 +19,8 @@ from ftkit.config.digest import shortened
 from ftkit.config.image_reference import is_loopback
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
 from ftkit.images.oci import credentials as who
-from ftkit.images.oci.deadline import DeadlineError, within
 from ftkit.images.oci.documents import read_answer
-from ftkit.images.oci.retries import TransientError
+from ftkit.images.oci.transfer import DeadlineError, TransientError, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,7 +104,7 @@ class Connection:
         try:
             yield from answer.iter_content(_CHUNK)
         except self._library.exceptions.RequestException as error:
-            raise self.lost(_last_reason(error)) from error
+            raise self.connection_lost(_last_reason(error)) from error
 
     def document(self, path: str, headers: dict[str, str], limit: int, *, has_digest: bool) -> bytes:
         """Return a small thing of the repository, of at most `limit` bytes. Raises as `open` does."""
@@ -141,10 +140,10 @@ class Connection:
         for chunk in self.chunks(answer):
             data += chunk
             if len(data) > limit:
-                raise self.nonsense(f"sends more than the {limit} bytes that it may")
+                raise self.protocol_error(f"sends more than the {limit} bytes that it may")
         return data
 
-    def lost(self, reason: str) -> TransientError:
+    def connection_lost(self, reason: str) -> TransientError:
         """Return the error for a connection that broke off."""
         return TransientError(
             f"lost the connection to {self._reference.host}: {reason}",
@@ -152,7 +151,7 @@ class Connection:
             fix=f"try again; see whether 'curl -I {self._root.geturl()}/v2/' answers",
         )
 
-    def nonsense(self, what: str) -> ImageError:
+    def protocol_error(self, what: str) -> ImageError:
         """Return the error for a registry that does what none should."""
         return ImageError(
             f"{self._reference.host} {what}",
@@ -168,7 +167,7 @@ class Connection:
                 return answer
             answer.close()
             url = self._next(url, answer.headers.get("Location", ""), has_digest=has_digest)
-        raise self.nonsense(f"redirects more than {_MAX_REDIRECTS} times")
+        raise self.protocol_error(f"redirects more than {_MAX_REDIRECTS} times")
 
     def _is_ours(self, url: str) -> bool:
         """Tell whether an address is the registry's own: scheme, host and port."""
@@ -182,11 +181,11 @@ class Connection:
         except ValueError:
             host = None
         if not location or not host or target.scheme not in ("http", "https") or target.username is not None:
-            raise self.nonsense(f"redirects to {shortened(location)}, which is no address")
+            raise self.protocol_error(f"redirects to {shortened(location)}, which is no address")
         if is_loopback(host) and not self._reference.is_loopback:
-            raise self.nonsense(f"redirects to {shortened(host)}, which is this machine")
+            raise self.protocol_error(f"redirects to {shortened(host)}, which is this machine")
         if target.scheme == "http" and self._root.scheme == "https" and not has_digest:
-            raise self.nonsense(f"redirects to {shortened(host)} without TLS, where anyone can change the answer")
+            raise self.protocol_error(f"redirects to {shortened(host)} without TLS, where anyone can change the answer")
         return target.geturl()
 
     def _get(self, url: str, headers: dict[str, str], authorization: str, **options: Any) -> requests.Response:
@@ -203,15 +202,15 @@ class Connection:
                 fix="REQUESTS_CA_BUNDLE names the file of certificates to trust",
             ) from error
         except (self._library.exceptions.ConnectionError, self._library.exceptions.Timeout) as error:
-            raise self.lost(_last_reason(error)) from error
+            raise self.connection_lost(_last_reason(error)) from error
         except (self._library.exceptions.RequestException, ValueError) as error:
-            raise self.nonsense(f"can't be asked: {_last_reason(error)}") from error
+            raise self.protocol_error(f"can't be asked: {_last_reason(error)}") from error
 
     def _explain(self, answer: requests.Response) -> None:
         code, host = answer.status_code, self._reference.host
         said = f"{code} {responses.get(code, '')}".rstrip()
         if code in (_UNAUTHORIZED, _FORBIDDEN):
-            raise who.refused(self._reference, self._credentials)
+            raise who.access_denied(self._reference, self._credentials)
         if code == _NOT_FOUND:
             raise NotFoundError(
                 f"{host} has no {self._reference.path}:{self._reference.wanted}",
@@ -221,19 +220,19 @@ class Connection:
         if code in _TRANSIENT:
             raise TransientError(f"{host} answers {said}", fix="try again later")
         if code not in (200, 206):
-            raise self.nonsense(f"answers {said}")
+            raise self.protocol_error(f"answers {said}")
 
     def _log_in(self, challenge: str) -> None:
         """Do what the registry asks for: Basic, or a token from where it says."""
         kind, _, rest = challenge.partition(" ")
         if kind.lower() == "basic":
             if self._credentials is None:
-                raise who.refused(self._reference, None)
+                raise who.access_denied(self._reference, None)
             self._authorization = _basic(self._credentials)
         elif kind.lower() == "bearer":
             self._authorization = f"Bearer {self._fetch_token(dict(_PARAMETER.findall(rest)))}"
         else:
-            raise self.nonsense(f"asks for a login that ftkit does not know: {shortened(kind)}")
+            raise self.protocol_error(f"asks for a login that ftkit does not know: {shortened(kind)}")
 
     def _fetch_token(self, asked: dict[str, str]) -> str:
         realm = self._token_service(asked.get("realm", ""))
@@ -245,7 +244,7 @@ class Connection:
         given = read_answer(TokenAnswer, body, f"{self._reference.host} names a token service whose answer")
         token = given.token or given.access_token or ""
         if not _TOKEN.fullmatch(token):
-            raise self.nonsense("names a token service that gives no token")
+            raise self.protocol_error("names a token service that gives no token")
         return token
 
     def _ask_token_service(self, realm: str, authorization: str, parameters: dict[str, str]) -> bytes:
@@ -256,9 +255,9 @@ class Connection:
                     f"the token service {urlsplit(realm).netloc} answers {code}", fix="try again later"
                 )
             if code in (400, _UNAUTHORIZED, _FORBIDDEN):
-                raise who.refused(self._reference, self._credentials)
+                raise who.access_denied(self._reference, self._credentials)
             if code != 200:  # noqa: PLR2004
-                raise self.nonsense(f"names a token service that answers {code}: {shortened(realm)}")
+                raise self.protocol_error(f"names a token service that answers {code}: {shortened(realm)}")
             return self._whole(answer, _MAX_TOKEN_ANSWER)
 
     def _token_service(self, realm: str) -> str:
@@ -269,10 +268,12 @@ class Connection:
         except ValueError:
             host = None
         if not host or target.scheme not in ("http", "https") or target.username is not None:
-            raise self.nonsense(f"names a token service that is no address: {shortened(realm)}")
+            raise self.protocol_error(f"names a token service that is no address: {shortened(realm)}")
         is_local = is_loopback(host) and self._reference.is_loopback
         if target.scheme == "http" and not is_local:
-            raise self.nonsense(f"wants the login sent to {shortened(host)} without TLS, where anyone could read it")
+            raise self.protocol_error(
+                f"wants the login sent to {shortened(host)} without TLS, where anyone could read it"
+            )
         return realm
 
 

@@ -28,7 +28,7 @@ class Credentials:
         return {"username": self.username, "password": self.password}
 
 
-def given(host: str, username: str | None, password: str) -> Credentials:
+def from_user(host: str, username: str | None, password: str) -> Credentials:
     """Return credentials that the user gave; NGC's user is the same for all.
 
     Raises:
@@ -68,7 +68,7 @@ def find(host: str) -> Credentials | None:
     )
 
 
-def refused(reference: RegistryImage, credentials: Credentials | None, said: str = "") -> ImageError:
+def access_denied(reference: RegistryImage, credentials: Credentials | None, said: str = "") -> ImageError:
     """Return the error for a registry that does not let us in."""
     host = "docker.io" if reference.host == DOCKER_HUB else reference.host
     if credentials is None:

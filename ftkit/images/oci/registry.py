@@ -15,7 +15,7 @@ from ftkit.config.digest import Digest
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images.oci.connection import Connection
 from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, read_answer, read_document
-from ftkit.images.oci.retries import with_retries
+from ftkit.images.oci.transfer import retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,15 +129,17 @@ class Registry:
                 for chunk in self._connection.chunks(answer):
                     start += len(chunk)
                     if start > layer.size:
-                        raise self._connection.nonsense(f"sends more than the {layer.size} bytes of {layer.digest}")
+                        raise self._connection.protocol_error(
+                            f"sends more than the {layer.size} bytes of {layer.digest}"
+                        )
                     file.write(chunk)
                     file.flush()
                     running.update(chunk)
                     advance(len(chunk))
             if start < layer.size:
-                raise self._connection.lost(f"{start} of {layer.size} bytes came")
+                raise self._connection.connection_lost(f"{start} of {layer.size} bytes came")
 
-        with_retries(attempt, self._report, self.stage, self._waits)
+        retry(attempt, self._report, self.stage, self._waits)
         self._compare(layer.digest, running.hexdigest())
 
     @property
@@ -164,7 +166,7 @@ class Registry:
             headers = {"Accept": ", ".join(_MEDIA_TYPES)} if path.startswith("manifests/") else {}
             return self._connection.document(path, headers, limit, has_digest=digest is not None)
 
-        data = with_retries(fetch, self._report, self.stage, self._waits)
+        data = retry(fetch, self._report, self.stage, self._waits)
         if digest is not None:
             self._compare(digest, hashlib.sha256(data).hexdigest())
         return data

@@ -34,7 +34,7 @@ MARKER = "COMPLETE.json"
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainState:
     """How far a run is: all that goes on from a checkpoint besides weights and optimizer."""
 
     step: int
@@ -53,7 +53,7 @@ class SavedFile:
 class Marker:
     """What a checkpoint holds."""
 
-    progress: Progress
+    progress: TrainState
     world_size: int
     files: dict[str, SavedFile]
 
@@ -61,7 +61,7 @@ class Marker:
 _MARKER = TypeAdapter(Marker)
 
 
-def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: str) -> Progress | None:
+def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: str) -> TrainState | None:
     """Load the newest checkpoint that is whole; None if none was ever written. Every rank must call it.
 
     Raises:

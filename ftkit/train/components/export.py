@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ftkit.config.recipe import RecipePlan
 from ftkit.process import mode_of_new_files
-from ftkit.train.components.generation import Generation, as_configured
+from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, config_for_export
 from ftkit.train.model.lora import peft_config, to_peft_names
@@ -86,7 +86,7 @@ def _write_model(weights: Mapping[str, torch.Tensor], parts: ExportedParts, fold
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     save_torch_state_dict({name: tensor for name, tensor in weights.items() if name not in tied}, folder)
     dtype = next(iter(weights.values())).dtype
-    end_tokens = as_configured(parts.generation.end_tokens)
+    end_tokens = end_token_setting(parts.generation.end_tokens)
     config_for_export(config, parts.class_name, dtype, end_tokens).save_pretrained(folder)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def as_configured(end_tokens: Sequence[int]) -> int | list[int] | None:
+def end_token_setting(end_tokens: Sequence[int]) -> int | list[int] | None:
     """Return end tokens as configurations have them: some who read these know no list where there is one token."""
     return list(end_tokens) if len(end_tokens) > 1 else next(iter(end_tokens), None)
 
@@ -51,7 +51,7 @@ class Generation:
             settings |= read_generation_config(weights)
         end_tokens = tuple(dict.fromkeys(token for token in known if token is not None))
         settings.pop("_from_model_config", None)
-        return cls(end_tokens, settings | {"eos_token_id": as_configured(end_tokens)})
+        return cls(end_tokens, settings | {"eos_token_id": end_token_setting(end_tokens)})
 
     def greedy(self, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> GenerationConfig:
         """Return how evaluation generates: the likeliest token each time, whatever the makers recommend."""

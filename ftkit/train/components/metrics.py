@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from ftkit.runs.records import Record, StepRecord, append_record
-from ftkit.train.memory.host_staging import pinned_like
+from ftkit.train.memory.host_staging import empty_pinned_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ftkit.train.components.mfu import Utilisation
+    from ftkit.train.components.mfu import MfuMeter
     from ftkit.train.memory.trace import MemoryTrace
     from ftkit.train.world import World
 
@@ -48,7 +48,7 @@ class Recorder:
 
 
 @dataclass(frozen=True)
-class Lap:
+class StepTiming:
     """Seconds of one step on the host's clock: in all, of forward, backward and optimizer, and without a batch.
 
     The host runs ahead of a GPU by a step at most, so over several steps these are the GPU's seconds too.
@@ -89,12 +89,12 @@ class Stopwatch:
         yield
         self._paused += time.perf_counter() - begin
 
-    def lap(self) -> Lap:
-        """Return the time since the last lap, and begin a new one."""
+    def take(self) -> StepTiming:
+        """Return the times since the last call, and start again."""
         now = time.perf_counter()
-        lap = Lap(now - self._begin - self._paused, self._work, self._wait)
+        timing = StepTiming(now - self._begin - self._paused, self._work, self._wait)
         self._begin, self._work, self._wait, self._paused = now, 0.0, 0.0, 0.0
-        return lap
+        return timing
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class StepResult:
     loss: float
     grad_norm: float
     stop_requested: bool
-    lap: Lap
+    timing: StepTiming
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _Pending:
     numbers: torch.Tensor
     """Loss, requests to stop and the gradient's norm, in main memory once `copied` has come."""
     copied: torch.cuda.Event | None
-    lap: Lap
+    timing: StepTiming
 
 
 class StepReducer:
@@ -130,7 +130,7 @@ class StepReducer:
         self._pending: _Pending | None = None
         self._buffer: torch.Tensor | None = None
 
-    def push(self, step: int, num_targets: int, outcome: StepOutcome, lap: Lap, *, stop: bool) -> None:
+    def push(self, step: int, num_targets: int, outcome: StepOutcome, timing: StepTiming, *, stop: bool) -> None:
         """Start the sums of a step. The one before must have been returned."""
         sums = torch.stack([outcome.loss, torch.full_like(outcome.loss, float(stop))])
         dist.all_reduce(sums)
@@ -138,11 +138,11 @@ class StepReducer:
         copied = None
         if numbers.is_cuda:
             if self._buffer is None:
-                self._buffer = pinned_like(numbers)
+                self._buffer = empty_pinned_like(numbers)
             numbers = self._buffer.copy_(numbers, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._pending = _Pending(step, num_targets, numbers, copied, lap)
+        self._pending = _Pending(step, num_targets, numbers, copied, timing)
 
     @property
     def is_done(self) -> bool:
@@ -159,35 +159,35 @@ class StepReducer:
         if pending.copied is not None:
             pending.copied.synchronize()  # host sync: on a step that ends while the next one is queued
         loss, stop, grad_norm = pending.numbers.tolist()
-        return StepResult(pending.step, loss / pending.num_targets, grad_norm, stop > 0, pending.lap)
+        return StepResult(pending.step, loss / pending.num_targets, grad_norm, stop > 0, pending.timing)
 
 
 class StepReporter:
     """Writes a record every so many steps, with speeds over the steps since the last one."""
 
     def __init__(
-        self, recorder: Recorder, trace: MemoryTrace, utilisation: Utilisation, num_steps: int, tokens_per_step: int
+        self, recorder: Recorder, trace: MemoryTrace, mfu_meter: MfuMeter, num_steps: int, tokens_per_step: int
     ) -> None:
         self._recorder = recorder
         self._trace = trace
-        self._utilisation = utilisation
+        self._mfu_meter = mfu_meter
         self._num_steps = num_steps
         self._tokens_per_step = tokens_per_step
-        self._laps: list[Lap] = []
+        self._timings: list[StepTiming] = []
         self._num_packs = 0
 
     def count(self, result: StepResult, num_packs: int) -> None:
         """Take a step's time, and the packs that it worked on over all ranks, into the next record."""
-        self._laps.append(result.lap)
+        self._timings.append(result.timing)
         self._num_packs += num_packs
 
     def report(self, result: StepResult, epoch: float, learning_rate: float) -> None:
         """Write the record of the step that was counted last."""
-        seconds = sum(lap.seconds for lap in self._laps)
-        work = sum(lap.work_seconds for lap in self._laps)
-        wait = sum(lap.wait_seconds for lap in self._laps)
-        steps, num_packs = len(self._laps), self._num_packs
-        self._laps, self._num_packs = [], 0
+        seconds = sum(timing.seconds for timing in self._timings)
+        work = sum(timing.work_seconds for timing in self._timings)
+        wait = sum(timing.wait_seconds for timing in self._timings)
+        steps, num_packs = len(self._timings), self._num_packs
+        self._timings, self._num_packs = [], 0
         speed = steps * self._tokens_per_step / seconds
         record = StepRecord(
             time=time.time(),
@@ -202,7 +202,7 @@ class StepReporter:
             step_seconds=seconds / steps,
             overhead_ratio=1 - work / seconds,
             data_wait_ratio=wait / seconds,
-            mfu=self._utilisation.mfu(num_packs / seconds),
+            mfu=self._mfu_meter.mfu(num_packs / seconds),
             memory_gib=self._trace.peak_gib(),
         )
         self._recorder.write(record)

@@ -21,7 +21,7 @@ NUM_SAMPLED_PACKS = 64
 
 
 @dataclass(frozen=True)
-class Utilisation:
+class MfuMeter:
     """What a pack costs on average, and what all GPUs could do.
 
     Attributes:
@@ -38,7 +38,7 @@ class Utilisation:
         return None if self.peak_flops is None else packs_per_second * self.flops_per_pack / self.peak_flops
 
 
-def measure_utilisation(recipe: RecipePlan, store: PackStore, world: World) -> Utilisation:
+def make_mfu_meter(recipe: RecipePlan, store: PackStore, world: World) -> MfuMeter:
     """Count what a pack costs on average, from packs spread evenly over the data.
 
     Tokens see their own document alone, and the output projection is computed for targets alone.
@@ -53,7 +53,7 @@ def measure_utilisation(recipe: RecipePlan, store: PackStore, world: World) -> U
     flops = token_flops(shape, recipe.training, float(keys.mean()), float(in_window.mean()), targets)
     is_known = world.device.type == "cuda" and not shape.is_estimated
     gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if is_known else None
-    return Utilisation(
+    return MfuMeter(
         flops.total * len(keys) / len(packs),
         None if gpu is None else world.size * gpu.peak_flops(recipe.training.precision),
     )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from ftkit.errors import TrainingError, in_short
+from ftkit.errors import TrainingError, one_line
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.private_apis import COPY_ENGINE_COLLECTIVES
 
@@ -217,7 +217,7 @@ def _tried(training: TrainingPlan, world: World) -> tuple[CopyEngineCollectives 
         made = make_collectives(gathered, reduced, precision)
         problem = find_error(made, world)
     except RuntimeError as error:
-        problem = in_short(error)
+        problem = one_line(error)
     problems = [problem for problem in world.gather_objects(problem) if problem]
     return (None, problems[0]) if problems else (made, "")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftkit.train.memory.host_staging import pinned_like
+from ftkit.train.memory.host_staging import empty_pinned_like
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -56,7 +56,7 @@ class ActivationOffload:
         computing = self._library.current_stream()
         computing.wait_stream(self._stream)  # the one before has left: its memory may be used again
         free = self._free[tensor.shape]
-        host = free.pop() if free else pinned_like(tensor)
+        host = free.pop() if free else empty_pinned_like(tensor)
         self._stream.wait_stream(computing)
         with self._library.stream(self._stream):
             host.copy_(tensor, non_blocking=True)

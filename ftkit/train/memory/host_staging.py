@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+def empty_pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return uninitialised main memory for a copy of a tensor, pinned if the tensor is on a GPU.
 
     It takes as many bytes as the tensor has: torch's own allocator of pinned memory rounds up to a power of two, of a
@@ -58,7 +58,7 @@ class HostSnapshot:
 
     def _buffer(self, like: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
         if path not in self._buffers:
-            self._buffers[path] = pinned_like(like)
+            self._buffers[path] = empty_pinned_like(like)
         return self._buffers[path]
 
 

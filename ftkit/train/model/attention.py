@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import AttentionInterface
 
-from ftkit.errors import PrerequisiteError, TrainingError, in_short
+from ftkit.errors import PrerequisiteError, TrainingError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,7 +126,7 @@ def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str 
         output.sum().backward()
         torch.cuda.synchronize(device)  # host sync: a kernel's error shows here, before step 1
     except Exception as error:  # noqa: BLE001 - many packages, each with errors of its own, may be missing or too old
-        return f"{type(error).__name__}: {in_short(error)}"
+        return f"{type(error).__name__}: {one_line(error)}"
     return None
 
 

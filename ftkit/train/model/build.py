@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from ftkit.config.model import NEVER_WINDOWED, ArchitectureSpec
 from ftkit.config.model_config import CONFIG_KEYS, find_contradictions
-from ftkit.errors import TrainingError, in_short
+from ftkit.errors import TrainingError, one_line
 from ftkit.model_folder import CONFIG_FILE, read_model_type
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
         )
     except ValueError as error:
         raise TrainingError(
-            f"transformers {transformers.__version__} can't configure a '{shape.family}': {in_short(error)}",
+            f"transformers {transformers.__version__} can't configure a '{shape.family}': {one_line(error)}",
             meaning="the name is not a model_type, or only a newer version knows it",
             fix="correct model.architecture.family, or take an image with a newer transformers",
         ) from error
@@ -106,7 +106,7 @@ def _read_stored(folder: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each architecture and version raises errors of its own on odd values
         raise TrainingError(
-            f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {in_short(error)}",
+            f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {one_line(error)}",
             meaning="the file was edited by hand, or is of another version of the architecture",
             fix="correct it, or copy or download it again",
         ) from error
@@ -124,7 +124,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
     except ValueError as error:
         raise TrainingError(
             f"transformers {transformers.__version__} can't build a '{config.model_type}' with attention "
-            f"'{attention}': {in_short(error)}",
+            f"'{attention}': {one_line(error)}",
             meaning="it is not a causal language model, or its class does not have this attention kernel",
             fix="set training.attention=auto, or choose another model",
         ) from error

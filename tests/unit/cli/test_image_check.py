@@ -11,7 +11,7 @@ import pytest
 from ftkit.cli.image_check import _require_sinks
 from ftkit.config.tracking import TrackingSpec
 from ftkit.errors import ConfigError
-from ftkit.images.inventory import bill_of_materials
+from ftkit.images.packages import make_sbom
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def test_a_tracker_whose_package_the_file_lacks_is_refused(plan: RunPlan, tmp_pa
     image = tmp_path / "image.sqsh"
     tracked = with_sinks(plan, "tensorboard", "mlflow")
     _require_sinks(tracked, image)  # without a list nobody knows
-    document = bill_of_materials()
+    document = make_sbom()
     names = ("tensorboard", "mlflow-skinny")
     document["components"] = [one for one in document["components"] if one["name"].lower() not in names]
     sbom = image.with_name("image.sqsh.sbom.json")

@@ -12,10 +12,10 @@ from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.digest import Digest
 from ftkit.config.image import BaseImageSpec, ImageSpec
-from ftkit.images.engine import EngineImage
+from ftkit.images.docker_engine import DockerImage
 from ftkit.images.oci.rootfs import ImageConfig
-from ftkit.images.overview import ImageState
-from ftkit.images.progress import Progress
+from ftkit.images.progress import ProgressEvent
+from ftkit.images.status import ImageStatus
 
 SPEC = ImageSpec(
     name="olmo3",
@@ -37,10 +37,10 @@ def screen(width: int) -> tuple[Terminal, StringIO]:
 def test_where_an_image_was_imported_can_be_read_on_80_columns() -> None:
     digest = Digest("sha256:" + "1" * 64)
     pushed = (("registry.example.com/team/olmo3", digest), ("127.0.0.1:5000/olmo3", digest))
-    built = EngineImage(digest, 20 << 30, int(time.time()) - 300, {}, pushed, ImageConfig())
+    built = DockerImage(digest, 20 << 30, int(time.time()) - 300, {}, pushed, ImageConfig())
     for width, has_description in ((80, False), (120, True)):
         terminal, output = screen(width)
-        show([(SPEC, ImageState("olmo3:25.02", built, ()))], terminal)
+        show([(SPEC, ImageStatus("olmo3:25.02", built, ()))], terminal)
         head, row = output.getvalue().splitlines()
         assert "IMPORTED" in head
         assert "20.0 GiB, 5 min ago" in row
@@ -50,7 +50,7 @@ def test_where_an_image_was_imported_can_be_read_on_80_columns() -> None:
 def test_long_messages_keep_their_indentation() -> None:
     terminal, output = screen(40)
     with ProgressView(terminal) as view:
-        view.report(Progress("pushing x", text="lost the connection to registry.example.com; trying again in 3 s"))
+        view.report(ProgressEvent("pushing x", text="lost the connection to registry.example.com; trying again in 3 s"))
     said = [line for line in output.getvalue().splitlines() if "again" in line or "lost" in line]
     assert len(said) == 2
     assert all("  " in line[: line.index(word)] for line, word in zip(said, ("lost", "again"), strict=True))
@@ -59,8 +59,8 @@ def test_long_messages_keep_their_indentation() -> None:
 def test_a_part_that_is_over_is_drawn_no_more() -> None:
     terminal, _ = screen(80)
     with ProgressView(terminal) as view:
-        view.report(Progress("pushing x", item="a1", text="a1 Pushing", done=1, total=2))
-        view.report(Progress("pushing x", item="b2", text="b2 Mounted from y", is_over=True))
+        view.report(ProgressEvent("pushing x", item="a1", text="a1 Pushing", done=1, total=2))
+        view.report(ProgressEvent("pushing x", item="b2", text="b2 Mounted from y", is_over=True))
         assert list(view._tasks) == ["a1"]
-        view.report(Progress("pushing x", item="a1", text="a1 Pushed", is_over=True))
+        view.report(ProgressEvent("pushing x", item="a1", text="a1 Pushed", is_over=True))
         assert list(view._tasks) == []

@@ -11,8 +11,8 @@ from ftkit.config.digest import Digest
 from ftkit.config.image_reference import parse_reference
 from ftkit.config.load import Context, ImageDefinition, find_image
 from ftkit.errors import ConfigError, ImageError, NotFoundError
-from ftkit.images.base import BaseWish, ChosenBase, choose_base, current_digest_if_moved, record
-from ftkit.images.progress import say_nothing
+from ftkit.images.base import BaseRequest, SelectedBase, current_digest_if_moved, record, select_base
+from ftkit.images.progress import ignore_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ BASE = "registry.example.com/team/x:1"
 OLD = Digest("sha256:" + "1" * 64)
 IMAGE = """name: mine
 tag: "1"
-description: Made for a test
+description: MadeFile for a test
 base: {{reference: {base}}}
 families: [qwen3]
 default_recipe: demo
@@ -44,22 +44,22 @@ def mine(ctx: Context) -> ImageDefinition:
 
 def test_an_unpinned_base_is_what_its_tag_is_now_and_stays_that(internet: Internet, ctx: Context) -> None:
     pushed = internet.image()
-    chosen = choose_base(mine(ctx), BaseWish(), say_nothing)
-    assert chosen == ChosenBase(parse_reference(f"{BASE}@{pushed.digest}"), is_to_be_recorded=True)
+    chosen = select_base(mine(ctx), BaseRequest(), ignore_progress)
+    assert chosen == SelectedBase(parse_reference(f"{BASE}@{pushed.digest}"), is_to_be_recorded=True)
     lock = record(mine(ctx), chosen.image)
     assert lock == ctx.project / "containers" / "mine" / "1" / "bases.lock"
 
     internet.image(files={"moved": b""})
     assert mine(ctx).spec.base.digest == pushed.digest
-    held = choose_base(mine(ctx), BaseWish(), say_nothing)
-    assert held == ChosenBase(chosen.image, is_recorded=True)
+    held = select_base(mine(ctx), BaseRequest(), ignore_progress)
+    assert held == SelectedBase(chosen.image, is_recorded=True)
 
 
 def test_a_tag_that_moved_is_noticed_and_taken_when_asked_for(internet: Internet, ctx: Context) -> None:
     record(mine(ctx), parse_reference(f"{BASE}@{OLD}"))
     pushed = internet.image()
-    assert current_digest_if_moved(choose_base(mine(ctx), BaseWish(), say_nothing)) == pushed.digest
-    anew = choose_base(mine(ctx), BaseWish(repin=True), say_nothing)
+    assert current_digest_if_moved(select_base(mine(ctx), BaseRequest(), ignore_progress)) == pushed.digest
+    anew = select_base(mine(ctx), BaseRequest(repin=True), ignore_progress)
     assert (anew.image.digest, anew.is_to_be_recorded) == (pushed.digest, True)
     record(mine(ctx), anew.image)
     assert mine(ctx).spec.base.digest == pushed.digest
@@ -70,7 +70,7 @@ def test_a_registry_that_does_not_answer_is_no_reason_not_to_build_on_what_is_re
     internet: Internet, ctx: Context
 ) -> None:
     record(mine(ctx), parse_reference(f"{BASE}@{OLD}"))
-    chosen = choose_base(mine(ctx), BaseWish(), say_nothing)
+    chosen = select_base(mine(ctx), BaseRequest(), ignore_progress)
     assert internet.asked == []
     assert current_digest_if_moved(chosen) is None
     assert len(internet.asked) == 1
@@ -78,29 +78,29 @@ def test_a_registry_that_does_not_answer_is_no_reason_not_to_build_on_what_is_re
 
 def test_without_a_registry_that_knows_it_an_unpinned_base_is_refused(internet: Internet, ctx: Context) -> None:
     with pytest.raises(NotFoundError, match="does not tell which image") as caught:
-        choose_base(mine(ctx), BaseWish(), say_nothing)
+        select_base(mine(ctx), BaseRequest(), ignore_progress)
     assert "--allow-unpinned" in caught.value.fix
     internet.asked.clear()
-    assert choose_base(mine(ctx), BaseWish(from_engine=True), say_nothing).image.digest is None
+    assert select_base(mine(ctx), BaseRequest(from_docker=True), ignore_progress).image.digest is None
     assert internet.asked == []
 
 
 def test_another_base_is_recorded_by_its_own_name(internet: Internet, ctx: Context) -> None:
     internet.image()
     other = internet.image("2", files={"other": b""})
-    wish = BaseWish("registry.example.com/team/x:2")
-    record(mine(ctx), choose_base(mine(ctx), wish, say_nothing).image)
+    wanted_base = BaseRequest("registry.example.com/team/x:2")
+    record(mine(ctx), select_base(mine(ctx), wanted_base, ignore_progress).image)
     internet.image("2", files={"moved": b""})
-    assert choose_base(mine(ctx), wish, say_nothing).image.digest == other.digest
+    assert select_base(mine(ctx), wanted_base, ignore_progress).image.digest == other.digest
     assert mine(ctx).spec.base.digest is None
 
 
-@pytest.mark.parametrize("wish", [BaseWish(repin=True), BaseWish(f"{BASE}@{OLD}", repin=True)])
-def test_a_digest_that_is_written_down_is_not_taken_anew(ctx: Context, wish: BaseWish) -> None:
+@pytest.mark.parametrize("wanted_base", [BaseRequest(repin=True), BaseRequest(f"{BASE}@{OLD}", repin=True)])
+def test_a_digest_that_is_written_down_is_not_taken_anew(ctx: Context, wanted_base: BaseRequest) -> None:
     file = mine(ctx).base_file
     file.write_text(file.read_text().replace(BASE, f"{BASE}, digest: {OLD}"))
     with pytest.raises(ConfigError, match="written down"):
-        choose_base(mine(ctx), wish, say_nothing)
+        select_base(mine(ctx), wanted_base, ignore_progress)
 
 
 @pytest.mark.parametrize("base", [f"{BASE}@{OLD}", f"{BASE}, digest: '{OLD}'"])
@@ -108,7 +108,7 @@ def test_a_digest_of_the_definition_goes_before_a_recorded_one(ctx: Context, bas
     record(mine(ctx), parse_reference(f"{BASE}@sha256:{'2' * 64}"))
     file = mine(ctx).base_file
     file.write_text(IMAGE.format(base=f"'{base}'" if "digest" not in base else base))
-    assert choose_base(mine(ctx), BaseWish(), say_nothing) == ChosenBase(parse_reference(f"{BASE}@{OLD}"))
+    assert select_base(mine(ctx), BaseRequest(), ignore_progress) == SelectedBase(parse_reference(f"{BASE}@{OLD}"))
 
 
 def test_what_ftkit_ships_is_recorded_in_the_user_s_configuration(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from ftkit.train.components.trackers.sink import DEFAULT_PROJECT, flat
+from ftkit.train.components.trackers.tracker import DEFAULT_PROJECT, flat
 
 if TYPE_CHECKING:
-    from ftkit.train.components.trackers.sink import Outcome, TrackedRun
+    from ftkit.train.components.trackers.tracker import Outcome, TrackerRun
 
 _RUN_TAG = "ftkit.run"
 _STATUSES = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -18,10 +18,10 @@ _LONGEST_PARAMETER = 500
 """Servers take so many characters, older ones too."""
 
 
-class MlflowSink:
+class MlflowTracker:
     """A run in an experiment of MLflow, which makes up ids itself: a tag says which of its runs this one is."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         from mlflow import MlflowClient  # noqa: PLC0415 - an extra
 
         tracking = run.plan.recipe.tracking
@@ -33,7 +33,7 @@ class MlflowSink:
         self._run_id: str = known[0].info.run_id if known else self._begin(run, experiment_id)
         self._client.update_run(self._run_id, status="RUNNING")
 
-    def _begin(self, run: TrackedRun, experiment_id: str) -> str:
+    def _begin(self, run: TrackerRun, experiment_id: str) -> str:
         from mlflow.entities import Param  # noqa: PLC0415
 
         begun: Any = self._client.create_run(experiment_id, tags={_RUN_TAG: run.plan.id}, run_name=run.plan.id)

@@ -6,13 +6,13 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ftkit.train.components.trackers.sink import Outcome, TrackedRun
+    from ftkit.train.components.trackers.tracker import Outcome, TrackerRun
 
 
-class TensorBoardSink:
+class TensorBoardTracker:
     """Writes event files, a further one each time that the run goes on."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
         resumed_from = run.start.resumed_from

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ftkit.train.components.trackers.sink import DEFAULT_PROJECT
+from ftkit.train.components.trackers.tracker import DEFAULT_PROJECT
 
 if TYPE_CHECKING:
-    from ftkit.train.components.trackers.sink import Outcome, TrackedRun
+    from ftkit.train.components.trackers.tracker import Outcome, TrackerRun
 
 
-class WandbSink:
+class WandbTracker:
     """A run at W&B; what it keeps on disk lies in the run's folder."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         import wandb  # noqa: PLC0415 - an extra
 
         plan = run.plan

@@ -15,15 +15,15 @@ from ftkit.config.digest import Digest
 from ftkit.config.image_reference import is_loopback, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import sources
-from ftkit.images.importing import Imported, import_image
+from ftkit.images.import_image import ImportResult, import_image
 from ftkit.images.oci.credentials import Credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.rootfs import Contents
-from ftkit.images.packing import Made
-from ftkit.images.progress import Progress, say_nothing
+from ftkit.images.progress import ProgressEvent, ignore_progress
 from ftkit.images.sources import RegistrySource
+from ftkit.images.squashfs import MadeFile
 from ftkit.images.store import ImageStore, manifest_file, read_manifest
-from ftkit.images.verify import looks_whole, verify
+from ftkit.images.verify import manifest_if_intact, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,21 +44,21 @@ def digest_of(data: bytes) -> str:
 def no_packer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that looks like squashfs and holds the members, without the program that makes one."""
 
-    def pack(entries: Any, config: Any, partial: Path, **_: Any) -> Made:
+    def pack(entries: Any, config: Any, partial: Path, **_: Any) -> MadeFile:
         del config
         shown = "".join(f"{member.path}: {b''.join(content)!r}\n" for member, content in entries)
         partial.write_bytes(SQUASHFS + shown.encode())
-        return Made(Contents(), "a test")
+        return MadeFile(Contents(), "a test")
 
-    monkeypatch.setattr(sources, "pack_entries", pack)
+    monkeypatch.setattr(sources, "build_squashfs", pack)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
 
 def fetch(
     store: ImageStore, reference: str = "registry.example.com/team/x:1", known: Credentials | None = None
-) -> Imported:
+) -> ImportResult:
     parsed = parse_reference(reference)
-    with Registry(parsed, known, say_nothing) as registry:
+    with Registry(parsed, known, ignore_progress) as registry:
         return import_image("x:1", RegistrySource(parsed, registry), store)
 
 
@@ -169,7 +169,7 @@ def test_of_an_index_the_image_for_this_machine_is_taken(internet: Internet, sto
     arm, amd = internet.image(files={"a": b"arm"}), internet.image(files={"a": b"amd"})
     index = put_index(internet, arm, amd, architectures=("arm64", "amd64"))
     assert fetch(store, f"registry.example.com/team/x:1@{index}").manifest.registry_digest == amd.digest
-    with Registry(parse_reference("registry.example.com/team/x:1"), None, say_nothing) as registry:
+    with Registry(parse_reference("registry.example.com/team/x:1"), None, ignore_progress) as registry:
         assert registry.resolve() == index
 
 
@@ -256,11 +256,11 @@ def test_a_file_of_version_1_can_still_be_used_and_is_imported_anew(internet: In
     manifest_file(new.file).unlink()
     manifest_file(old).write_text(json.dumps(values))
     store.point("x:1", old, "sqsh")
-    assert looks_whole(old) is not None
+    assert manifest_if_intact(old) is not None
     assert verify(store.link("x:1", "sqsh")).differences == ()
-    said: list[Progress] = []
+    said: list[ProgressEvent] = []
     parsed = parse_reference("registry.example.com/team/x:1")
-    with Registry(parsed, None, say_nothing) as registry:
+    with Registry(parsed, None, ignore_progress) as registry:
         again = import_image("x:1", RegistrySource(parsed, registry), store, report=said.append)
     assert again.is_new
     assert old.exists()

@@ -10,10 +10,10 @@ import pytest
 
 from ftkit import process
 from ftkit.errors import ImageError
-from ftkit.images.deep_check import check_deep
-from ftkit.images.progress import say_nothing
+from ftkit.images.progress import ignore_progress
 from ftkit.images.self_check import PASSED
 from ftkit.images.store import ImportManifest
+from ftkit.images.verify import verify_inside
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ def enroot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check(folder: Path) -> str:
-    return check_deep(folder / "a.sqsh", MANIFEST, say_nothing)
+    return verify_inside(folder / "a.sqsh", MANIFEST, ignore_progress)
 
 
 def test_only_the_self_check_s_own_sentence_is_believed(enroot: Path) -> None:

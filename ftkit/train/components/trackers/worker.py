@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.tracking import check_access, check_packages
 from ftkit.runs.records import EndRecord, EvaluationRecord, StartRecord, StepRecord
-from ftkit.train.components.trackers.mlflow import MlflowSink
-from ftkit.train.components.trackers.sink import TrackedRun, scalars_of
-from ftkit.train.components.trackers.tensorboard import TensorBoardSink
-from ftkit.train.components.trackers.wandb import WandbSink
+from ftkit.train.components.trackers.mlflow import MlflowTracker
+from ftkit.train.components.trackers.tensorboard import TensorBoardTracker
+from ftkit.train.components.trackers.tracker import TrackerRun, scalars_of
+from ftkit.train.components.trackers.wandb import WandbTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ftkit.config.tracking import SinkName, TrackingSpec
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.records import Record
-    from ftkit.train.components.trackers.sink import Outcome, Sink
+    from ftkit.train.components.trackers.tracker import Outcome, Tracker
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -34,39 +34,39 @@ CLOSE_SECONDS = 60.0
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
-SINKS: dict[SinkName, Callable[[TrackedRun], Sink]] = {
-    "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
-    "mlflow": MlflowSink,
+TRACKERS: dict[SinkName, Callable[[TrackerRun], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
 }
 
 
 @contextmanager
-def tracked(plan: RunPlan, world: World) -> Iterator[Callable[[Record], None]]:
+def open_trackers(plan: RunPlan, world: World) -> Iterator[Callable[[Record], None]]:
     """Give what passes a record on to the trackers; on other ranks than 0 it does nothing.
 
     Raises:
         PrerequisiteError: a tracker's package, key or address is missing.
     """
-    check_sinks(plan.recipe.tracking)
+    check_trackers(plan.recipe.tracking)
     names = plan.recipe.tracking.sinks if world.is_first else ()
-    feeds = [Feed(name, plan, SINKS[name]) for name in names]
+    workers = [TrackerWorker(name, plan, TRACKERS[name]) for name in names]
 
     def pass_on(record: Record) -> None:
-        for feed in feeds:
-            feed.put(record)
+        for worker in workers:
+            worker.put(record)
 
     try:
         yield pass_on
     finally:
-        for feed in feeds:
-            feed.end()
+        for worker in workers:
+            worker.end()
         deadline = time.monotonic() + CLOSE_SECONDS
-        for feed in feeds:
-            feed.join(max(0.0, deadline - time.monotonic()))
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
 
 
-def check_sinks(tracking: TrackingSpec) -> None:
+def check_trackers(tracking: TrackingSpec) -> None:
     """Check everything about the trackers that can be known before the model is built, on each rank alike.
 
     Raises:
@@ -76,20 +76,20 @@ def check_sinks(tracking: TrackingSpec) -> None:
     check_access(tracking, os.environ, sees_home=True)
 
 
-class Feed:
+class TrackerWorker:
     """A tracker and the thread that alone talks to it.
 
     What goes wrong in it is said once. A later record tries again, opening the tracker anew if need be; what was
     lost in between is in metrics.jsonl.
     """
 
-    def __init__(self, name: str, plan: RunPlan, open_sink: Callable[[TrackedRun], Sink]) -> None:
+    def __init__(self, name: str, plan: RunPlan, open_tracker: Callable[[TrackerRun], Tracker]) -> None:
         self._name = name
         self._plan = plan
-        self._open = open_sink
+        self._open = open_tracker
         self._has_warned = False
-        self._sink: Sink | None = None
-        self._run: TrackedRun | None = None
+        self._tracker: Tracker | None = None
+        self._run: TrackerRun | None = None
         self._outcome: Outcome = "failed"
         self._records: SimpleQueue[Record | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -114,18 +114,18 @@ class Feed:
             with self._warning_once():
                 self._take(record)
         with self._warning_once():
-            if self._sink is not None:
-                self._sink.close(self._outcome)
+            if self._tracker is not None:
+                self._tracker.close(self._outcome)
 
     def _take(self, record: Record) -> None:
         if isinstance(record, StartRecord):
-            self._run = TrackedRun(self._plan, record)
+            self._run = TrackerRun(self._plan, record)
         elif isinstance(record, EndRecord):
             self._outcome = record.outcome
-        if self._sink is None and self._run is not None:
-            self._sink = self._open(self._run)
-        if self._sink is not None and isinstance(record, StepRecord | EvaluationRecord):
-            self._sink.log(scalars_of(record), record.step)
+        if self._tracker is None and self._run is not None:
+            self._tracker = self._open(self._run)
+        if self._tracker is not None and isinstance(record, StepRecord | EvaluationRecord):
+            self._tracker.log(scalars_of(record), record.step)
 
     @contextmanager
     def _warning_once(self) -> Iterator[None]:

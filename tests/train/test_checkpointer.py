@@ -13,10 +13,10 @@ from waiting import PATIENCE_SECONDS
 
 from ftkit.errors import TrainingError
 from ftkit.runs.records import CheckpointRecord, StartRecord, read_records
-from ftkit.train.components import checkpoint_saver
-from ftkit.train.components.checkpoint import Progress, load_newest
+from ftkit.train.components import checkpointer
+from ftkit.train.components.checkpoint import TrainState, load_newest
 from ftkit.train.components.checkpoint_reader import read_state
-from ftkit.train.components.checkpoint_saver import CheckpointSaver
+from ftkit.train.components.checkpointer import Checkpointer
 from ftkit.train.components.metrics import Recorder
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Gate:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._opened = threading.Event()
         self.error: Exception | None = None
-        patch.setattr(checkpoint_saver, "state_dict_saver", self)
+        patch.setattr(checkpointer, "state_dict_saver", self)
 
     def open(self) -> None:
         self._opened.set()
@@ -77,8 +77,8 @@ def engine(world: World) -> Any:
 
 
 @pytest.fixture
-def saver(plan: RunPlan, world: World) -> CheckpointSaver:
-    return CheckpointSaver(plan, world, Recorder(plan.layout.metrics, world, lambda _: None))
+def saver(plan: RunPlan, world: World) -> Checkpointer:
+    return Checkpointer(plan, world, Recorder(plan.layout.metrics, world, lambda _: None))
 
 
 def steps_on_disk(plan: RunPlan) -> list[str]:
@@ -86,17 +86,17 @@ def steps_on_disk(plan: RunPlan) -> list[str]:
 
 
 def test_training_goes_on_while_a_checkpoint_of_the_moment_is_written(
-    plan: RunPlan, engine: Any, saver: CheckpointSaver, world: World, gate: Gate
+    plan: RunPlan, engine: Any, saver: Checkpointer, world: World, gate: Gate
 ) -> None:
     with saver:
         engine.weight.to_local().fill_(3)
-        saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+        saver.save(engine, TrainState(1, plan.fingerprint), in_background=True)
         saver.report_ended()
         assert steps_on_disk(plan) == []
         assert not [*read_records(plan.layout.metrics)]
         engine.weight.to_local().fill_(4)  # what the next step does
         gate.open()
-    assert load_newest(engine, plan.layout, world, plan.fingerprint) == Progress(1, plan.fingerprint)
+    assert load_newest(engine, plan.layout, world, plan.fingerprint) == TrainState(1, plan.fingerprint)
     assert engine.weight.to_local().tolist() == [3.0] * 6
     (record,) = read_records(plan.layout.metrics)
     assert isinstance(record, CheckpointRecord)
@@ -104,7 +104,7 @@ def test_training_goes_on_while_a_checkpoint_of_the_moment_is_written(
     assert 0 < record.stalled_seconds < record.seconds
 
 
-def test_whoever_writes_checkpoints_first_removes_what_a_killed_job_left(plan: RunPlan, saver: CheckpointSaver) -> None:
+def test_whoever_writes_checkpoints_first_removes_what_a_killed_job_left(plan: RunPlan, saver: Checkpointer) -> None:
     for name in (".step-000010.17.deleted", ".step-000300.partial"):
         (plan.layout.checkpoints / name).mkdir(parents=True)
     with saver:
@@ -112,13 +112,13 @@ def test_whoever_writes_checkpoints_first_removes_what_a_killed_job_left(plan: R
 
 
 def test_the_next_checkpoint_waits_for_the_one_before_and_uses_its_buffers(
-    plan: RunPlan, engine: Any, saver: CheckpointSaver, world: World, gate: Gate
+    plan: RunPlan, engine: Any, saver: Checkpointer, world: World, gate: Gate
 ) -> None:
     with saver:
-        saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+        saver.save(engine, TrainState(1, plan.fingerprint), in_background=True)
         engine.weight.to_local().fill_(4)
         threading.Timer(0.2, gate.open).start()
-        saver.save(engine, Progress(2, plan.fingerprint), in_background=True)
+        saver.save(engine, TrainState(2, plan.fingerprint), in_background=True)
         assert "step-000001" in steps_on_disk(plan)
     assert steps_on_disk(plan) == ["step-000001", "step-000002"]
     load_newest(engine, plan.layout, world, plan.fingerprint)
@@ -126,12 +126,12 @@ def test_the_next_checkpoint_waits_for_the_one_before_and_uses_its_buffers(
 
 
 def test_without_room_for_a_copy_training_waits(
-    plan: RunPlan, engine: Any, saver: CheckpointSaver, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_saver, "available_bytes", lambda: 30)  # 6 weights and a count are 28 bytes
+    monkeypatch.setattr(checkpointer, "available_bytes", lambda: 30)  # 6 weights and a count are 28 bytes
     gate.open()
     with saver:
-        saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+        saver.save(engine, TrainState(1, plan.fingerprint), in_background=True)
         assert steps_on_disk(plan) == ["step-000001"]
     (record,) = read_records(plan.layout.metrics)
     assert isinstance(record, CheckpointRecord)
@@ -140,13 +140,13 @@ def test_without_room_for_a_copy_training_waits(
 
 @pytest.mark.parametrize("notice", ["report_ended", "wait", "__exit__"])
 def test_an_error_in_the_background_is_the_runs_error(
-    notice: str, plan: RunPlan, engine: Any, saver: CheckpointSaver, gate: Gate
+    notice: str, plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate
 ) -> None:
     gate.open()
-    saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+    saver.save(engine, TrainState(1, plan.fingerprint), in_background=True)
     saver.wait()
     gate.error = OSError(28, "No space left on device")
-    saver.save(engine, Progress(2, plan.fingerprint), in_background=True)
+    saver.save(engine, TrainState(2, plan.fingerprint), in_background=True)
     assert saver._save is not None
     saver._save.ended.exception()
     with pytest.raises(TrainingError, match=r"step 2 can't be written.*No space left[^\0]*ftkit resume saving-test_an"):
@@ -155,11 +155,11 @@ def test_an_error_in_the_background_is_the_runs_error(
 
 
 def test_a_run_that_fails_still_completes_the_checkpoint_on_its_way(
-    plan: RunPlan, engine: Any, saver: CheckpointSaver, gate: Gate
+    plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate
 ) -> None:
     def fail() -> None:
         with saver:
-            saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+            saver.save(engine, TrainState(1, plan.fingerprint), in_background=True)
             gate.open()
             raise ZeroDivisionError
 
@@ -170,11 +170,11 @@ def test_a_run_that_fails_still_completes_the_checkpoint_on_its_way(
 
 
 def test_of_two_errors_the_first_is_the_runs(
-    plan: RunPlan, engine: Any, saver: CheckpointSaver, gate: Gate, caplog: pytest.LogCaptureFixture
+    plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
         with saver:
-            saver.save(engine, Progress(1, plan.fingerprint), in_background=True)
+            saver.save(engine, TrainState(1, plan.fingerprint), in_background=True)
             gate.error = OSError(28, "No space left on device")
             gate.open()
             raise ZeroDivisionError

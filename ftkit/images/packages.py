@@ -1,6 +1,6 @@
 """What is in an image: its Python and Debian packages, as CycloneDX JSON.
 
-Run in the image, by the Dockerfile: `python3 -m ftkit.images.inventory FILE`. Standard library only.
+Run in the image, by the Dockerfile: `python3 -m ftkit.images.packages FILE`. Standard library only.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 import ftkit
-from ftkit.images.pins import normal_name
 
 _DPKG = Path("/var/lib/dpkg/status")
 _OS_RELEASE = Path("/etc/os-release")
 _PYPI = "pkg:pypi/"
 
 
-def bill_of_materials(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dict[str, Any]:
+def make_sbom(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dict[str, Any]:
     """Return the document. It holds no time, so that the same packages give the same bytes."""
     components = [*_python_packages(), *_debian_packages(dpkg, os_release)]
     return {
@@ -50,7 +49,7 @@ def _python_packages() -> list[dict[str, Any]]:
     for package in metadata.distributions():
         name = package.metadata["Name"]
         if name:
-            found[f"{_PYPI}{normal_name(name)}@{quote(package.version, safe='')}"] = (name, package)
+            found[f"{_PYPI}{normalize_name(name)}@{quote(package.version, safe='')}"] = (name, package)
     return [
         _component(url, name, package.version, package.metadata.json.get("license_expression"))
         for url, (name, package) in found.items()
@@ -89,4 +88,17 @@ def _read(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(bill_of_materials(), indent=1) + "\n", encoding="utf-8")
+    Path(sys.argv[1]).write_text(json.dumps(make_sbom(), indent=1) + "\n", encoding="utf-8")
+
+
+_PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
+
+
+def parse_pins(text: str) -> dict[str, str]:
+    """Return the packages that a lock or `pip list` names, with their versions."""
+    return {normalize_name(name): version for name, version in _PIN.findall(text)}
+
+
+def normalize_name(name: str) -> str:
+    """Write the name of a package as the index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -8,16 +8,17 @@ import pytest
 
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
-from ftkit.images.oci.streams import BuildFollower, follow_transfer
+from ftkit.images.build import BuildFollower
+from ftkit.images.docker_engine import follow_transfer
 
 if TYPE_CHECKING:
-    from ftkit.images.progress import Progress
+    from ftkit.images.progress import ProgressEvent
 
 DIGEST = "sha256:" + "d" * 64
 
 
 def test_a_long_step_is_shortened_to_a_narrow_screen() -> None:
-    seen: list[Progress] = []
+    seen: list[ProgressEvent] = []
     steps = [{"stream": "Step 8/13 : RUN python3 -m pip install " + "--option " * 20}, {"aux": {"ID": DIGEST}}]
     assert BuildFollower(seen.append).follow(steps) == DIGEST
     assert len(seen[0].text) == 76
@@ -40,7 +41,7 @@ def test_a_failed_step_is_shown_without_docker_s_colours_and_blank_lines() -> No
 
 
 def test_of_a_transfer_only_its_layers_are_shown() -> None:
-    seen: list[Progress] = []
+    seen: list[ProgressEvent] = []
     events = [
         {"status": "The push refers to repository [r.io/x]"},
         {"status": "Pushing", "id": "a1", "progressDetail": {"current": 1, "total": 2}},

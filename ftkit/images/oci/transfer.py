@@ -1,15 +1,38 @@
-"""A bound on the whole time of a request. HTTP libraries bound only each read, so a trickle of bytes never ends."""
+"""Retries and deadlines of transfers: HTTP libraries bound each read alone, so a trickle of bytes would never end."""
 
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
+from ftkit.errors import ImageError
+from ftkit.images.progress import ProgressEvent
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from ftkit.images.progress import Report
 
 ResultT = TypeVar("ResultT")
+
+RETRY_SECONDS = (1.0, 3.0, 9.0)
+
+
+class TransientError(ImageError):
+    """A failure that may be gone in a moment: a lost connection, a registry that restarts."""
+
+
+def retry(attempt: Callable[[], ResultT], report: Report, stage: str, waits: Sequence[float] | None = None) -> ResultT:
+    """Return what `attempt` returns; repeat it while it raises TransientError, at most so often."""
+    for wait in RETRY_SECONDS if waits is None else waits:
+        try:
+            return attempt()
+        except TransientError as error:
+            report(ProgressEvent(stage, text=f"{error.what}; trying again in {wait:g} s"))
+            time.sleep(wait)
+    return attempt()
 
 
 class DeadlineError(Exception):

@@ -17,12 +17,10 @@ from ftkit.config.image import BaseImageSpec
 from ftkit.config.load import Context, ImageDefinition, find_image, list_images
 from ftkit.errors import ImageError
 from ftkit.images import self_check
-from ftkit.images.context import assemble
-from ftkit.images.definition_file import definition_file
-from ftkit.images.inventory import bill_of_materials
+from ftkit.images.build_context import assemble, make_wheel
 from ftkit.images.lock import inputs_digest, read_lock
-from ftkit.images.pins import pins
-from ftkit.images.wheel import make_wheel
+from ftkit.images.packages import make_sbom, parse_pins
+from ftkit.images.sif import definition_file
 
 SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
 IMAGES = list_images(SHIPPED_ONLY)
@@ -46,7 +44,7 @@ def definition(tmp_path: Path) -> ImageDefinition:
 @pytest.mark.parametrize("reference", IMAGES)
 def test_every_shipped_lock_fits_its_definition_and_replaces_nothing_of_the_base(reference: str) -> None:
     found = find_image(reference, SHIPPED_ONLY)
-    locked = pins(read_lock(found))
+    locked = parse_pins(read_lock(found))
     assert {"transformers", "accelerate", "click"} <= set(locked)
     assert not {"torch", "triton", "pytorch-triton", "numpy"} & set(locked)
     assert not [name for name in locked if name.startswith(("nvidia-cu", "nvidia-nccl")) and "cutlass" not in name]
@@ -166,20 +164,20 @@ def test_the_bill_of_materials_lists_python_and_debian_packages(tmp_path: Path) 
         "Package: gone\nStatus: deinstall ok config-files\nArchitecture: amd64\nVersion: 1\n"
     )
     release.write_text('NAME="Debian"\nID=debian\n')
-    document = bill_of_materials(status, release)
+    document = make_sbom(status, release)
     urls = [component["purl"] for component in document["components"]]
     assert "pkg:deb/debian/libc6@2.36-9%2Bdeb12u1?arch=amd64" in urls
     assert not [url for url in urls if "gone" in url]
     assert any(url.startswith("pkg:pypi/pydantic@") for url in urls)
     assert document["bomFormat"] == "CycloneDX"
-    assert bill_of_materials(status, release) == document
+    assert make_sbom(status, release) == document
 
 
 def check(folder: Path, *, lock: str = "", base: str = "", **image: object) -> list[str]:
     (folder / "requirements.lock").write_text(lock)
     (folder / "base-packages.txt").write_text(base)
     (folder / "image.json").write_text(json.dumps({"provided": {}, "imports": [], **image}))
-    return self_check.find_faults(folder)
+    return self_check.find_issues(folder)
 
 
 def test_an_image_that_is_as_defined_has_no_faults(tmp_path: Path) -> None:
@@ -189,12 +187,12 @@ def test_an_image_that_is_as_defined_has_no_faults(tmp_path: Path) -> None:
 
 
 def test_each_fault_of_an_image_is_named(tmp_path: Path) -> None:
-    faults = check(
+    issues = check(
         tmp_path,
         lock="pydantic==0.1\nno-such-package==1\n",
         base="click==0.0.1\n",
         provided={"click": "", "rich": "0.0"},
         imports=["no_such_module"],
     )
-    assert [fault.partition(" ")[0] for fault in faults] == ["pydantic", "no-such-package", "click", "rich", "import"]
-    assert "was replaced: it was 0.0.1" in faults[2]
+    assert [fault.partition(" ")[0] for fault in issues] == ["pydantic", "no-such-package", "click", "rich", "import"]
+    assert "was replaced: it was 0.0.1" in issues[2]

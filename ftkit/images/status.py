@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.image_reference import local_name
 from ftkit.errors import PrerequisiteError
-from ftkit.images import engine, labels
-from ftkit.images.engine import EngineImage
+from ftkit.images import docker_engine, labels
+from ftkit.images.docker_engine import DockerImage
 from ftkit.images.store import ImportManifest
-from ftkit.images.verify import looks_whole
+from ftkit.images.verify import manifest_if_intact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,11 +29,11 @@ class ImportedFile:
 
 
 @dataclass(frozen=True)
-class ImageState:
+class ImageStatus:
     """Where an image is."""
 
     reference: str
-    built: EngineImage | None
+    built: DockerImage | None
     imported: tuple[ImportedFile, ...]
 
     @property
@@ -48,16 +48,16 @@ class ImageState:
         return not ids or self.built is None or ids == {self.built.id}
 
 
-def look(references: Sequence[str], store: ImageStore) -> tuple[list[ImageState], bool]:
+def image_statuses(references: Sequence[str], store: ImageStore) -> tuple[list[ImageStatus], bool]:
     """Return the state of each image, and whether a docker engine answered."""
     try:
-        with engine.connected() as client:
-            built = [engine.inspect(client, local_name(reference)) for reference in references]
-        has_engine = True
+        with docker_engine.connect() as client:
+            built = [docker_engine.inspect(client, local_name(reference)) for reference in references]
+        has_docker = True
     except PrerequisiteError:
-        built, has_engine = [None] * len(references), False
+        built, has_docker = [None] * len(references), False
     both = zip(references, built, strict=True)
-    return [ImageState(reference, image, _imported(reference, store)) for reference, image in both], has_engine
+    return [ImageStatus(reference, image, _imported(reference, store)) for reference, image in both], has_docker
 
 
 def _imported(reference: str, store: ImageStore) -> tuple[ImportedFile, ...]:
@@ -65,10 +65,10 @@ def _imported(reference: str, store: ImageStore) -> tuple[ImportedFile, ...]:
     for image_format in ("sqsh", "sif"):
         link = store.link(reference, image_format)
         if link.is_file():
-            found.append(ImportedFile(link, link.stat().st_size, looks_whole(link.resolve())))
+            found.append(ImportedFile(link, link.stat().st_size, manifest_if_intact(link.resolve())))
     return tuple(found)
 
 
-def is_unpinned(image: EngineImage) -> bool:
+def is_unpinned(image: DockerImage) -> bool:
     """Tell whether an image was built on a base without a digest."""
     return image.labels.get(labels.UNPINNED) == "true"

@@ -278,7 +278,7 @@ def test_no_engine_is_said(project: Project) -> None:
     assert "no docker engine answers" in done.stderr
 
 
-# --- Imported files ------------------------------------------------------------------------------
+# --- ImportResult files ------------------------------------------------------------------------------
 
 
 def test_a_changed_byte_is_found_and_named(project: Project) -> None:

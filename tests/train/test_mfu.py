@@ -12,7 +12,7 @@ from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.data.store import PackStore
 from ftkit.planning.estimates.flops import mean_visible_keys, token_flops
-from ftkit.train.components.mfu import Utilisation, measure_utilisation
+from ftkit.train.components.mfu import MfuMeter, make_mfu_meter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ def test_tokens_see_their_own_document_alone_and_targets_alone_are_projected(tmp
     packs[:, 1, ::2] = IGNORED
     packs[:, 2] = np.arange(32) % 16
     PackStore.write(tmp_path / "train.npy", packs)
-    measured = measure_utilisation(recipe, PackStore(tmp_path / "train.npy"), world)
+    measured = make_mfu_meter(recipe, PackStore(tmp_path / "train.npy"), world)
     keys, in_window = mean_visible_keys(16, None), mean_visible_keys(16, 8)
     expected = token_flops(recipe.model.architecture, recipe.training, keys, in_window, target_ratio=0.5)
     assert measured.flops_per_pack == pytest.approx(32 * expected.total)
@@ -45,11 +45,11 @@ def test_padding_is_no_work(tmp_path: Path, world: World) -> None:
     for length in (16, 64):
         pack = build_pack(documents, length, pad=0)
         PackStore.write(tmp_path / "train.npy", np.stack([pack, pack]))
-        flops[length] = measure_utilisation(recipe, PackStore(tmp_path / "train.npy"), world).flops_per_pack
+        flops[length] = make_mfu_meter(recipe, PackStore(tmp_path / "train.npy"), world).flops_per_pack
     assert flops[64] == pytest.approx(flops[16])
 
 
 def test_mfu_is_the_part_of_all_gpus_peak() -> None:
-    assert Utilisation(flops_per_pack=6e9 * 4096, peak_flops=8 * 989e12).mfu(80_000 / 4096) == pytest.approx(
+    assert MfuMeter(flops_per_pack=6e9 * 4096, peak_flops=8 * 989e12).mfu(80_000 / 4096) == pytest.approx(
         0.0607, rel=1e-2
     )

@@ -19,7 +19,7 @@ _NOT_MEASURED = {"time", "step", "num_steps"}
 
 
 @dataclass(frozen=True)
-class TrackedRun:
+class TrackerRun:
     """A run as trackers show it. Its id is theirs too, so a run that goes on does so under the same one."""
 
     plan: RunPlan
@@ -41,7 +41,7 @@ class TrackedRun:
         }
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     """A tracker that a run is open in. Its methods may raise whatever the tracker raises, and may take their time."""
 
     def log(self, scalars: dict[str, float], step: int) -> None:

@@ -20,20 +20,19 @@ from ftkit.config.digest import Digest
 from ftkit.config.image_reference import parse_reference
 from ftkit.config.load import Context, load_cluster
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
-from ftkit.images import choosing, enroot, sif, squashfs
-from ftkit.images.choosing import ImportRequest, choose_source, name_of
-from ftkit.images.engine import EngineImage
-from ftkit.images.importing import import_image
+from ftkit.images import enroot, sif, sources, squashfs
+from ftkit.images.docker_engine import DockerImage
+from ftkit.images.import_image import import_image
 from ftkit.images.oci.rootfs import ImageConfig
-from ftkit.images.progress import say_nothing
+from ftkit.images.progress import ignore_progress
 from ftkit.images.sif import SifSource
-from ftkit.images.sources import EngineSource, EnrootSource
+from ftkit.images.sources import DockerSource, EnrootSource, ImportRequest, import_name, select_source
 from ftkit.images.store import ImageStore, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.images.packing import Made
+    from ftkit.images.squashfs import MadeFile
 
 SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
 SLURM = load_cluster("slurm", SHIPPED_ONLY)
@@ -83,7 +82,7 @@ class Known:
     def describe(self) -> str:
         return "a registry"
 
-    def make_file(self, *_: object) -> Made:
+    def make_file(self, *_: object) -> MadeFile:
         raise AssertionError
 
 
@@ -97,7 +96,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OURS", "a" * 64)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "77")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.defpath}")
-    monkeypatch.setattr(choosing, "_registry_source", lambda *_: Known())
+    monkeypatch.setattr(sources, "_registry_source", lambda *_: Known())
     return folder
 
 
@@ -130,8 +129,8 @@ def test_enroot_is_asked_by_digest_if_it_can_and_given_the_right_options(
 ) -> None:
     stand_in("enroot", ENROOT)
     monkeypatch.setenv("RELEASE", release)
-    wish = ImportRequest("docker://nvcr.io/team/olmo3:25.02", None, SLURM, method="enroot")
-    imported = import_image("olmo3:25.02", choose_source(wish, say_nothing), ImageStore(tmp_path / "images"))
+    request = ImportRequest("docker://nvcr.io/team/olmo3:25.02", None, SLURM, method="enroot")
+    imported = import_image("olmo3:25.02", select_source(request, ignore_progress), ImageStore(tmp_path / "images"))
     words = (record / "enroot").read_text().split()
     assert (words[0], words[-1]) == ("import", asked)
     variables = (record / "enroot.env").read_text()
@@ -167,21 +166,21 @@ def test_a_registry_on_this_machine_is_asked_without_tls(
 
 
 def test_an_image_of_the_engine_is_asked_for_by_its_id() -> None:
-    address = enroot.address_in_engine(Known.image_id)
+    address = enroot.address_in_docker(Known.image_id)
     assert address.uri == address.by_tag == f"dockerd://{Known.image_id}"
 
 
-@pytest.mark.parametrize(("has_packer", "kind"), [(True, Known), (False, EnrootSource)])
+@pytest.mark.parametrize(("has_tool", "kind"), [(True, Known), (False, EnrootSource)])
 def test_enroot_is_left_to_what_ftkit_can_not_pack_itself(
     record: Path,
     stand_in: Callable[[str, str], None],
     monkeypatch: pytest.MonkeyPatch,
-    has_packer: bool,
+    has_tool: bool,
     kind: type,
 ) -> None:
     stand_in("enroot", ENROOT)
-    monkeypatch.setattr(squashfs, "has_packer", lambda: has_packer)
-    assert type(choose_source(ImportRequest("docker://r.io/a:1", None, SLURM), say_nothing)) is kind
+    monkeypatch.setattr(squashfs, "has_tool", lambda: has_tool)
+    assert type(select_source(ImportRequest("docker://r.io/a:1", None, SLURM), ignore_progress)) is kind
     assert record.is_dir()
 
 
@@ -191,7 +190,7 @@ def test_a_mksquashfs_that_reads_no_tar_stream_is_no_packer(
 ) -> None:
     stand_in("mksquashfs", f'echo "mksquashfs version {release} (2022/03/17)"')
     monkeypatch.setattr("shutil.which", lambda name: name if name == "mksquashfs" else None)
-    assert squashfs.has_packer() == can_pack
+    assert squashfs.has_tool() == can_pack
     assert record.is_dir()
 
 
@@ -222,8 +221,8 @@ def test_on_a_node_enroot_works_on_the_node_s_own_disk(
 
 def import_on(local: Path, tmp_path: Path) -> None:
     cluster = SLURM.model_copy(update={"node_local_dir": str(local), "partition": "gpu", "account": "me"})
-    wish = ImportRequest("olmo3:25.02", "r.io/team", cluster, on_node=True)
-    import_image("olmo3:25.02", choose_source(wish, say_nothing), ImageStore(tmp_path / "images"))
+    request = ImportRequest("olmo3:25.02", "r.io/team", cluster, on_node=True)
+    import_image("olmo3:25.02", select_source(request, ignore_progress), ImageStore(tmp_path / "images"))
 
 
 def test_what_enroot_says_on_a_node_is_explained_too(
@@ -342,8 +341,8 @@ def test_a_sif_file_is_made_by_whichever_program_there_is(
     stand_in(program, APPTAINER)
     said: list[str] = []
     store = ImageStore(tmp_path / "images")
-    wish = ImportRequest("docker://r.io/team/olmo3:25.02", None, SLURM)
-    source = SifSource(wish, say_nothing)
+    request = ImportRequest("docker://r.io/team/olmo3:25.02", None, SLURM)
+    source = SifSource(request, ignore_progress)
     imported = import_image("olmo3:25.02", source, store, report=lambda progress: said.append(progress.text))
     assert "INFO: Starting build..." in said
     assert capfd.readouterr() == ("", "")
@@ -360,10 +359,10 @@ def test_a_sif_file_of_the_engine_is_asked_for_by_id(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in("apptainer", APPTAINER)
-    image = EngineImage(Known.image_id, size=1, created=0, labels={}, repo_digests=(), config=Known.config)
-    monkeypatch.setattr(sif, "choose_source", lambda *_: EngineSource("ftkit/a:1", image))
+    image = DockerImage(Known.image_id, size=1, created=0, labels={}, repo_digests=(), config=Known.config)
+    monkeypatch.setattr(sif, "select_source", lambda *_: DockerSource("ftkit/a:1", image))
     store = ImageStore(tmp_path / "images")
-    import_image("a:1", SifSource(ImportRequest("a:1", None, SLURM), say_nothing), store)
+    import_image("a:1", SifSource(ImportRequest("a:1", None, SLURM), ignore_progress), store)
     assert (record / "apptainer").read_text().split()[-1] == f"docker-daemon:{Known.image_id}"
 
 
@@ -372,7 +371,7 @@ def test_a_sif_file_of_another_manifest_is_another_one(
 ) -> None:
     stand_in("apptainer", APPTAINER)
     store = ImageStore(tmp_path / "images")
-    source = SifSource(ImportRequest("docker://r.io/a:1", None, SLURM), say_nothing)
+    source = SifSource(ImportRequest("docker://r.io/a:1", None, SLURM), ignore_progress)
     import_image("a:1", source, store)
     source.registry_digest = Digest("sha256:" + "d" * 64)
     again = import_image("a:1", source, store)
@@ -385,26 +384,26 @@ def test_a_sif_build_that_fails_shows_what_was_said(
 ) -> None:
     stand_in("apptainer", APPTAINER)
     monkeypatch.setenv("SAYS", "FATAL: manifest unknown")
-    wish = ImportRequest("docker://r.io/a:1", None, SLURM)
+    request = ImportRequest("docker://r.io/a:1", None, SLURM)
     with pytest.raises(ImageError, match="manifest unknown"):
-        import_image("a:1", SifSource(wish, say_nothing), ImageStore(tmp_path / "images"))
+        import_image("a:1", SifSource(request, ignore_progress), ImageStore(tmp_path / "images"))
     assert json.dumps(sorted(path.name for path in (tmp_path / "images").iterdir())).count("sif") == 1  # its lock
     assert record.is_dir()
 
 
 def test_a_sif_file_is_never_left_to_enroot(record: Path, stand_in: Callable[[str, str], None]) -> None:
     stand_in("enroot", ENROOT)
-    wish = ImportRequest("docker://r.io/a:1", None, SLURM)
-    assert SifSource(wish, say_nothing).describe() == "a registry"
+    request = ImportRequest("docker://r.io/a:1", None, SLURM)
+    assert SifSource(request, ignore_progress).describe() == "a registry"
     with pytest.raises(ConfigError, match="--on-node"):
-        SifSource(replace(wish, on_node=True), say_nothing)
+        SifSource(replace(request, on_node=True), ignore_progress)
     assert list(record.glob("enroot*")) == []
 
 
 def test_without_apptainer_sif_says_so(record: Path, tmp_path: Path) -> None:
     with pytest.raises(PrerequisiteError, match="neither 'apptainer' nor 'singularity'"):
         import_image(
-            "a:1", SifSource(ImportRequest("docker://r.io/a:1", None, SLURM), say_nothing), ImageStore(tmp_path)
+            "a:1", SifSource(ImportRequest("docker://r.io/a:1", None, SLURM), ignore_progress), ImageStore(tmp_path)
         )
     assert record.is_dir()
 
@@ -425,5 +424,5 @@ def test_an_enroot_that_makes_half_a_file_is_found_out(
     [("olmo3:25.02", "olmo3:25.02"), ("docker://r.io#a/b/c:1", "c:1"), ("dockerd://x:2", "x:2")],
 )
 def test_an_import_is_called_by_the_last_part_of_its_address(wanted: str, name: str) -> None:
-    assert name_of(wanted) == name
+    assert import_name(wanted) == name
     assert shlex.quote(name) == name

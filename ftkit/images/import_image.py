@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit import __version__
-from ftkit.images.oci.digests import BLOCK_SIZE, digest_file
-from ftkit.images.packing import ByteCounter, Made
-from ftkit.images.progress import Progress, Report, say_nothing
-from ftkit.images.squashfs import disk_full
+from ftkit.images.progress import ByteCounter, ProgressEvent, Report, ignore_progress
+from ftkit.images.squashfs import MadeFile, disk_full
 from ftkit.images.store import ImportManifest, sbom_file
-from ftkit.images.verify import looks_whole
+from ftkit.images.verify import BLOCK_SIZE, digest_file, manifest_if_intact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """What an import came to."""
 
     file: Path
@@ -40,8 +38,8 @@ def import_image(
     store: ImageStore,
     *,
     force: bool = False,
-    report: Report = say_nothing,
-) -> Imported:
+    report: Report = ignore_progress,
+) -> ImportResult:
     """Import `source` as `NAME:TAG`, unless the same image is there already.
 
     Raises:
@@ -53,12 +51,12 @@ def import_image(
     if found:
         return found
     store.prepare()
-    with store.locked(final.name, lambda: report(Progress("another import of this image is at work: waiting for it"))):
+    with store.locked(final.name, lambda: report(ProgressEvent("waiting for another import of this image"))):
         found = None if force else _existing(reference, source, store)
         if found:
             return found
         if store.older_file(source.image_id, source.format).exists():
-            report(Progress(f"{reference} was imported by an older ftkit, which compared less: importing it anew"))
+            report(ProgressEvent(f"{reference} was imported by an older ftkit, which compared less: importing it anew"))
         with store.partial(final) as partial, _full_disk_is_said(store.root):
             made = source.make_file(partial, report)
             # Whether Apptainer compares layers with the configuration depends on its release: its file is taken anew.
@@ -67,7 +65,7 @@ def import_image(
                 return found
             manifest = _describe(reference, source, partial, final.name, made, report)
             store.publish(partial, manifest, made.contents.sbom)
-    return Imported(final, store.link(reference, source.format), manifest, is_new=True)
+    return ImportResult(final, store.link(reference, source.format), manifest, is_new=True)
 
 
 @contextmanager
@@ -81,24 +79,24 @@ def _full_disk_is_said(folder: Path) -> Iterator[None]:
         raise
 
 
-def _existing(reference: str, source: ImageSource, store: ImageStore) -> Imported | None:
+def _existing(reference: str, source: ImageSource, store: ImageStore) -> ImportResult | None:
     """Return the import that is there, with a link of this name.
 
     Of a registry's image, only reading its layers shows that they are those of its configuration: without that, what
     is there is the same image only if it came from the same manifest.
     """
-    manifest = looks_whole(store.file(source.image_id, source.format))
+    manifest = manifest_if_intact(store.file(source.image_id, source.format))
     if manifest is None or not (source.is_vouched_for or manifest.registry_digest == source.registry_digest):
         return None
     return _found(reference, source, store, manifest)
 
 
-def _under_another_manifest(reference: str, source: ImageSource, store: ImageStore) -> Imported | None:
+def _under_another_manifest(reference: str, source: ImageSource, store: ImageStore) -> ImportResult | None:
     """Return the import that is there, now that the source turned out to be the same image under another manifest.
 
     The file stays as it is: jobs may have it open.
     """
-    manifest = looks_whole(store.file(source.image_id, source.format))
+    manifest = manifest_if_intact(store.file(source.image_id, source.format))
     if manifest is None:
         return None
     manifest = replace(manifest, registry_digest=source.registry_digest)
@@ -106,18 +104,18 @@ def _under_another_manifest(reference: str, source: ImageSource, store: ImageSto
     return _found(reference, source, store, manifest)
 
 
-def _found(reference: str, source: ImageSource, store: ImageStore, manifest: ImportManifest) -> Imported:
+def _found(reference: str, source: ImageSource, store: ImageStore, manifest: ImportManifest) -> ImportResult:
     """Point the link of this name at the file that is there."""
     final = store.file(source.image_id, source.format)
     link = store.link(reference, source.format)
     if not link.is_symlink() or link.readlink().name != final.name:
         store.prepare()
         store.point(reference, final, source.format)
-    return Imported(final, link, manifest, is_new=False)
+    return ImportResult(final, link, manifest, is_new=False)
 
 
 def _describe(
-    reference: str, source: ImageSource, partial: Path, file: str, made: Made, report: Report
+    reference: str, source: ImageSource, partial: Path, file: str, made: MadeFile, report: Report
 ) -> ImportManifest:
     digests = digest_file(partial, advance=ByteCounter(report, "computing digests", partial.stat().st_size).advance)
     return ImportManifest(

@@ -19,7 +19,7 @@ from ftkit.planning.estimates.memory import GIB
 from ftkit.runs.records import CheckpointRecord
 from ftkit.train.components.checkpoint import (
     Marker,
-    Progress,
+    TrainState,
     begin,
     complete,
     delete_oldest,
@@ -54,7 +54,7 @@ class _Save:
     ended: Future[float]
 
 
-class CheckpointSaver:
+class Checkpointer:
     """Writes one checkpoint at a time, in a thread that talks to the other ranks through a group of its own.
 
     Training waits for the copy to main memory alone, unless there is no room for a copy. On the way out, whatever
@@ -89,7 +89,7 @@ class CheckpointSaver:
         finally:
             self._thread.shutdown()
 
-    def save(self, engine: Engine, progress: Progress, *, in_background: bool) -> None:
+    def save(self, engine: Engine, progress: TrainState, *, in_background: bool) -> None:
         """Write a checkpoint once the one before it is complete. Every rank must call it.
 
         Raises:
@@ -150,7 +150,7 @@ class CheckpointSaver:
                 )  # fmt: skip
         return self._has_room
 
-    def _write(self, state: dict[str, Any], progress: Progress) -> float:
+    def _write(self, state: dict[str, Any], progress: TrainState) -> float:
         """Write a checkpoint, in the thread; return when it was complete."""
         final = self._plan.layout.checkpoint(progress.step)
         if self._world.is_first:

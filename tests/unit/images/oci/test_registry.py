@@ -14,11 +14,11 @@ import pytest
 from ftkit.config.digest import Digest
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
-from ftkit.images.oci import connection, retries
+from ftkit.images.oci import connection, transfer
 from ftkit.images.oci.credentials import Credentials
 from ftkit.images.oci.documents import Configuration, Descriptor, Manifest, RootFilesystem
 from ftkit.images.oci.registry import Registry
-from ftkit.images.progress import say_nothing
+from ftkit.images.progress import ignore_progress
 from ftkit.images.sources import RegistrySource
 
 if TYPE_CHECKING:
@@ -54,30 +54,30 @@ class Faults:
 
 
 class StandIn(BaseHTTPRequestHandler):
-    faults: Faults
+    issues: Faults
 
     def do_GET(self) -> None:
-        if self.faults.busy:
-            self.faults.busy -= 1
+        if self.issues.busy:
+            self.issues.busy -= 1
             self.send_error(503)
             return
-        if self.faults.stalls:
+        if self.issues.stalls:
             self._stall()
             return
         wanted = self.headers.get("Range", "")
-        self.faults.ranges.append(wanted)
+        self.issues.ranges.append(wanted)
         found = re.fullmatch(r"bytes=(\d+)-", wanted)
-        start = int(found[1]) if found and not self.faults.ignores_ranges else 0
-        data = self.faults.blob[start:]
+        start = int(found[1]) if found and not self.issues.ignores_ranges else 0
+        data = self.issues.blob[start:]
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(data) + self.faults.says_more))
+        self.send_header("Content-Length", str(len(data) + self.issues.says_more))
         self.end_headers()
-        self.wfile.write(data[: self.faults.cut_after.pop(0)] if self.faults.cut_after else data)
+        self.wfile.write(data[: self.issues.cut_after.pop(0)] if self.issues.cut_after else data)
         self.close_connection = True
 
     def _stall(self) -> None:
         """Send a byte at a time, each soon enough for a bound on single reads, until the test is over."""
-        if self.faults.stalls == "token" and self.path.startswith("/v2/"):
+        if self.issues.stalls == "token" and self.path.startswith("/v2/"):
             self.send_response(401)
             realm = f"http://127.0.0.1:{self.server.server_address[1]}/token"
             self.send_header("WWW-Authenticate", f'Bearer realm="{realm}"')
@@ -85,9 +85,9 @@ class StandIn(BaseHTTPRequestHandler):
             self.end_headers()
             return
         self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\nX-Long: ")
-        if self.faults.stalls != "headers":
+        if self.issues.stalls != "headers":
             self.wfile.write(b"\r\n\r\n")
-        while not self.faults.is_over.wait(PAUSE_SECONDS):
+        while not self.issues.is_over.wait(PAUSE_SECONDS):
             self.wfile.write(b" ")
 
     def log_message(self, *words: Any) -> None:
@@ -95,64 +95,64 @@ class StandIn(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    monkeypatch.setattr(retries, "WAITS_SECONDS", (0.01, 0.01, 0.01))
+def issues(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    monkeypatch.setattr(transfer, "RETRY_SECONDS", (0.01, 0.01, 0.01))
     return Faults()
 
 
 @pytest.fixture
-def registry(faults: Faults) -> Iterator[Registry]:
-    handler = type("Handler", (StandIn,), {"faults": faults})
+def registry(issues: Faults) -> Iterator[Registry]:
+    handler = type("Handler", (StandIn,), {"issues": issues})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        with Registry(parse_reference(f"127.0.0.1:{server.server_port}/team/x:1"), None, say_nothing) as made:
+        with Registry(parse_reference(f"127.0.0.1:{server.server_port}/team/x:1"), None, ignore_progress) as made:
             yield made
-        faults.is_over.set()
+        issues.is_over.set()
         server.shutdown()
         thread.join()
 
 
-def test_a_download_goes_on_where_it_broke_off(registry: Registry, faults: Faults, tmp_path: Path) -> None:
-    faults.cut_after = [1_500_000, 2_200_000]
+def test_a_download_goes_on_where_it_broke_off(registry: Registry, issues: Faults, tmp_path: Path) -> None:
+    issues.cut_after = [1_500_000, 2_200_000]
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
-    assert faults.ranges == ["", "bytes=1048576-", "bytes=3145728-"]
+    assert issues.ranges == ["", "bytes=1048576-", "bytes=3145728-"]
 
 
-def test_a_download_begins_anew_where_ranges_are_not_known(registry: Registry, faults: Faults, tmp_path: Path) -> None:
-    faults.cut_after, faults.ignores_ranges = [100_000], True
+def test_a_download_begins_anew_where_ranges_are_not_known(registry: Registry, issues: Faults, tmp_path: Path) -> None:
+    issues.cut_after, issues.ignores_ranges = [100_000], True
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
 
 
-def test_a_registry_that_is_gone_for_good_is_said(registry: Registry, faults: Faults, tmp_path: Path) -> None:
-    faults.cut_after = [1000] * 9
+def test_a_registry_that_is_gone_for_good_is_said(registry: Registry, issues: Faults, tmp_path: Path) -> None:
+    issues.cut_after = [1000] * 9
     with pytest.raises(ImageError, match=r"lost the connection to 127\.0\.0\.1"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
-    assert len(faults.ranges) == 4
+    assert len(issues.ranges) == 4
 
 
-def test_other_bytes_than_asked_for_are_refused(registry: Registry, faults: Faults, tmp_path: Path) -> None:
-    faults.blob = BLOB[:-1] + b"!"
+def test_other_bytes_than_asked_for_are_refused(registry: Registry, issues: Faults, tmp_path: Path) -> None:
+    issues.blob = BLOB[:-1] + b"!"
     with pytest.raises(ImageError, match="sent something else"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
 
 
-def test_more_bytes_than_the_manifest_says_are_not_written(registry: Registry, faults: Faults, tmp_path: Path) -> None:
-    faults.blob = BLOB * 3
+def test_more_bytes_than_the_manifest_says_are_not_written(registry: Registry, issues: Faults, tmp_path: Path) -> None:
+    issues.blob = BLOB * 3
     with pytest.raises(ImageError, match="sends more than"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").stat().st_size <= len(BLOB)
 
 
 def test_a_download_that_broke_off_after_its_last_byte_is_whole(
-    registry: Registry, faults: Faults, tmp_path: Path
+    registry: Registry, issues: Faults, tmp_path: Path
 ) -> None:
-    faults.says_more, faults.cut_after = True, [len(BLOB)]
+    issues.says_more, issues.cut_after = True, [len(BLOB)]
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
-    assert faults.ranges == [""]
+    assert issues.ranges == [""]
 
 
 def test_when_one_layer_fails_the_others_stop(tmp_path: Path) -> None:
@@ -183,30 +183,33 @@ def test_when_one_layer_fails_the_others_stop(tmp_path: Path) -> None:
     registry = OneFails()
     source = RegistrySource(parse_reference("r.io/x:1"), cast("Registry", registry))
     with pytest.raises(ImageError, match="went away"):
-        source.make_file(tmp_path / "partial", say_nothing)
+        source.make_file(tmp_path / "partial", ignore_progress)
     assert registry.has_stopped
 
 
 def test_a_lost_connection_is_said_in_the_system_s_words() -> None:
-    with Registry(parse_reference("127.0.0.1:9/x:1"), None, say_nothing) as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retries, "WAITS_SECONDS", ())
+    with (
+        Registry(parse_reference("127.0.0.1:9/x:1"), None, ignore_progress) as made,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(transfer, "RETRY_SECONDS", ())
         with pytest.raises(ImageError) as caught:
             made.manifest()
     assert caught.value.what == "lost the connection to 127.0.0.1:9: Connection refused"
 
 
-def test_a_busy_registry_is_asked_again(registry: Registry, faults: Faults, tmp_path: Path) -> None:
-    faults.busy = 2
+def test_a_busy_registry_is_asked_again(registry: Registry, issues: Faults, tmp_path: Path) -> None:
+    issues.busy = 2
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
 
 
 @pytest.mark.parametrize("part", ["headers", "body", "token"])
 def test_a_document_that_comes_byte_by_byte_is_given_up(
-    registry: Registry, faults: Faults, part: Literal["headers", "body", "token"], monkeypatch: pytest.MonkeyPatch
+    registry: Registry, issues: Faults, part: Literal["headers", "body", "token"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "DOCUMENT_SECONDS", 0.1)
-    faults.stalls = part
+    issues.stalls = part
     with pytest.raises(ImageError, match=r"did not send a small document within 0\.1 s"):
         registry.manifest()
 

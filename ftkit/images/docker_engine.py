@@ -10,17 +10,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.digest import Digest
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
+from ftkit.images.oci import credentials as who
 from ftkit.images.oci.documents import RunConfig, read_run_config
 from ftkit.images.oci.rootfs import ImageConfig
+from ftkit.images.oci.transfer import TransientError
+from ftkit.images.progress import ProgressEvent, Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from docker import APIClient
+
+    from ftkit.config.image_reference import RegistryImage
+    from ftkit.images.oci.credentials import Credentials
 
 _TIMEOUT_SECONDS = 600
 _CHUNK = 1 << 20
@@ -33,7 +39,7 @@ _OWNER = "ftkit.process"
 
 
 @dataclass(frozen=True)
-class EngineImage:
+class DockerImage:
     """An image as the engine has it; `repo_digests`: which manifest it is in which repository."""
 
     id: Digest
@@ -45,7 +51,7 @@ class EngineImage:
 
 
 @contextmanager
-def connected() -> Iterator[APIClient]:
+def connect() -> Iterator[APIClient]:
     """Connect to the engine that docker's own variables and files name.
 
     Raises:
@@ -88,7 +94,7 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or _first_line(error)
 
 
-def inspect(client: APIClient, name: str) -> EngineImage | None:
+def inspect(client: APIClient, name: str) -> DockerImage | None:
     """Look an image up; None if the engine has none of that name."""
     import docker  # noqa: PLC0415
 
@@ -99,8 +105,8 @@ def inspect(client: APIClient, name: str) -> EngineImage | None:
     except docker.errors.APIError as error:
         raise as_image_error(error, f"docker can't look up the image {name}") from error
     config = read_run_config(found.get("Config") or {}, f"docker's configuration of {name}")
-    return EngineImage(
-        id=_digest(found["Id"], name),
+    return DockerImage(
+        id=_image_id(found["Id"], name),
         size=int(found.get("Size") or 0),
         created=_epoch(found.get("Created")),
         labels=config.labels,
@@ -109,7 +115,7 @@ def inspect(client: APIClient, name: str) -> EngineImage | None:
     )
 
 
-def inspect_required(client: APIClient, name: str, fix: str) -> EngineImage:
+def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:
     """Look an image up that has to be there.
 
     Raises:
@@ -141,7 +147,7 @@ def _repo_digests(texts: Iterable[str]) -> Iterator[tuple[str, Digest]]:
             yield repository, Digest(digest)
 
 
-def _digest(text: object, name: str) -> Digest:
+def _image_id(text: object, name: str) -> Digest:
     """Return an image's id, which all engines but very old ones write as a digest."""
     try:
         return Digest(str(text))
@@ -246,3 +252,101 @@ def _epoch(value: object) -> int:
         return min(max(0, int(moment.timestamp())), _LATEST)
     except (ValueError, OverflowError):
         return 0
+
+
+_SETTLED: Final = (
+    "Pull complete",
+    "Download complete",
+    "Pushed",
+    "Layer already exists",
+    "Already exists",
+    "Mounted from",
+)
+_REFUSED: Final = (
+    "unauthorized",
+    "authentication required",
+    "no basic auth",
+    "denied",
+    "forbidden",
+    "401",
+    "incorrect username or password",
+)
+_UNKNOWN: Final = ("not found", "manifest unknown", "name unknown", "does not exist", "repository name not known")
+_TRANSIENT: Final = (
+    "connection refused",
+    "connection reset",
+    "timeout",
+    "timed out",
+    "eof",
+    "no such host",
+    "temporary failure",
+    "too many requests",
+    "bad gateway",
+    "service unavailable",
+    "internal server error",
+    "broken pipe",
+    "i/o",
+)
+
+
+def follow_transfer(
+    events: Iterable[dict[str, Any]], stage: str, report: Report, reference: RegistryImage, known: Credentials | None
+) -> Digest | None:
+    """Follow a pull or push to its end; return the digest that it told.
+
+    Raises:
+        ImageError: the registry does not let us in.
+        NotFoundError: it has no such image.
+        TransientError: the connection was lost.
+    """
+    told = ""
+    for event in events:
+        if "error" in event:
+            raise explain_transfer(str(event["error"]), reference, known)
+        status = str(event.get("status", ""))
+        if layer := str(event.get("id", "")):
+            detail = event.get("progressDetail") or {}
+            report(
+                ProgressEvent(
+                    stage,
+                    item=layer,
+                    text=f"{layer} {status}",
+                    done=detail.get("current"),
+                    total=detail.get("total"),
+                    is_over=status.startswith(_SETTLED),
+                )
+            )
+        told = (event.get("aux") or {}).get("Digest", told)
+        if status.startswith("Digest: "):
+            told = status.removeprefix("Digest: ")
+    return as_digest(told)
+
+
+def as_digest(told: object) -> Digest | None:
+    """Return a digest as the engine tells it; None for anything else."""
+    try:
+        return Digest(str(told))
+    except ValueError:
+        return None
+
+
+def explain_transfer(said: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:
+    """Turn what the engine says of a registry into an error."""
+    lower = said.lower()
+    if "no space left" in lower:
+        return ImageError(f"the docker engine's disk is full: {said}", fix="make room: docker system df")
+    if any(word in lower for word in _REFUSED):
+        return who.access_denied(reference, known, said)
+    if any(word in lower for word in _UNKNOWN):
+        return NotFoundError(
+            f"there is no image {reference}: {said}",
+            meaning="the name, tag or digest is wrong, or the repository is private",
+            fix=f"see which tags it has; if it is private: docker login {reference.host}",
+        )
+    if any(word in lower for word in _TRANSIENT):
+        return TransientError(
+            f"lost the connection to {reference.host}: {said}",
+            meaning="the registry or the network between is down, or the host's name is wrong",
+            fix="try again: what was transferred is not transferred again",
+        )
+    return ImageError(f"{reference.host}: {said}", fix="see the registry's log")
