@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ftkit.config.load import Context, load_cluster, load_recipe
+from ftkit.config.context import Context
+from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import DataManifest, PackStore, new_prepared_data

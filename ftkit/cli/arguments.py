@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ftkit.cli.shell_completion import complete_cluster, complete_image, complete_recipe, complete_run
-from ftkit.config.load import Context
+from ftkit.config.context import Context
 from ftkit.errors import FtkitError, NotFoundError
 from ftkit.launch.resolve import RunArgs, read_settings, resolve_workspace
 from ftkit.runs.find import RunFolder, find_run

@@ -12,7 +12,8 @@ from ftkit.cli.push import push_and_report
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
-from ftkit.config.load import Context, find_image
+from ftkit.config.context import Context
+from ftkit.config.load import find_image
 from ftkit.images.base import BaseRequest
 from ftkit.images.build import BuildResult, build
 from ftkit.images.status import is_unpinned

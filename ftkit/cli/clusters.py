@@ -7,7 +7,9 @@ import click
 from ftkit.cli.arguments import json_option, load_all
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Styled, Terminal
-from ftkit.config.load import Context, list_names, load_cluster, load_settings
+from ftkit.config.context import Context, list_names
+from ftkit.config.load import load_cluster
+from ftkit.config.settings import load_settings
 
 
 @click.command(

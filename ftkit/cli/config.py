@@ -9,7 +9,8 @@ from ftkit.cli.arguments import json_option
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.config.load import Context, LoadedSettings, load_settings
+from ftkit.config.context import Context
+from ftkit.config.settings import LoadedSettings, load_settings
 from ftkit.launch.resolve import resolve_workspace
 
 _DEFAULT = "default"

@@ -8,7 +8,8 @@ import click
 
 from ftkit.cli.arguments import current_workspace
 from ftkit.cli.shell_completion import complete_image
-from ftkit.config.load import Context, load_settings
+from ftkit.config.context import Context
+from ftkit.config.settings import load_settings
 from ftkit.errors import ConfigError, Problem
 from ftkit.images.store import ImageStore
 

@@ -12,7 +12,8 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_store
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib
-from ftkit.config.load import Context, list_images, load_image
+from ftkit.config.context import Context, list_images
+from ftkit.config.load import load_image
 from ftkit.images.status import ImageStatus, image_statuses, is_unpinned
 
 if TYPE_CHECKING:

@@ -13,7 +13,9 @@ from ftkit.cli.shell_completion import complete_cluster, complete_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
-from ftkit.config.load import Context, load_cluster, load_settings
+from ftkit.config.context import Context
+from ftkit.config.load import load_cluster
+from ftkit.config.settings import load_settings
 from ftkit.images.import_image import ImportResult, import_image
 from ftkit.images.sif import SifSource
 from ftkit.images.sources import ImportRequest, Method, import_name, select_source

@@ -8,7 +8,8 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import plural, short_path
-from ftkit.config.load import Context, find_image
+from ftkit.config.context import Context
+from ftkit.config.load import find_image
 from ftkit.images.lock import write_lock
 
 

@@ -11,7 +11,7 @@ from ftkit.cli.arguments import json_option, run_args, run_options
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
-from ftkit.config.load import Context
+from ftkit.config.context import Context
 from ftkit.errors import NotFoundError
 from ftkit.launch.preflight import check_image, run_checks
 from ftkit.launch.resolve import resolve

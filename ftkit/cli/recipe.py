@@ -10,7 +10,8 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.config.load import Context, find_image
+from ftkit.config.context import Context
+from ftkit.config.load import find_image
 from ftkit.images.sif import definition_file, write_files
 
 

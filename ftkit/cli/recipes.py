@@ -8,7 +8,8 @@ from ftkit.cli.arguments import json_option, load_all
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.format import count
-from ftkit.config.load import Context, list_names, load_recipe
+from ftkit.config.context import Context, list_names
+from ftkit.config.load import load_recipe
 from ftkit.planning.estimates.parameters import count_parameters
 
 

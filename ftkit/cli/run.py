@@ -13,7 +13,7 @@ from ftkit.cli.follow import follow
 from ftkit.cli.image_check import ensure_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
-from ftkit.config.load import Context
+from ftkit.config.context import Context
 from ftkit.launch.jobs import submit
 from ftkit.launch.preflight import check_image, run_checks
 from ftkit.launch.render import render_job

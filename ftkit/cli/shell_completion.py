@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ftkit.config.load import Context, list_images, list_names
+from ftkit.config.context import Context, list_images, list_names
 from ftkit.launch.resolve import RunArgs, read_settings, resolve_workspace
 from ftkit.runs.find import list_runs
 

@@ -1,13 +1,8 @@
-"""Find and read recipes, cluster profiles, images and settings.
-
-Names are looked for in the project, then in the user's configuration, then among those that ftkit ships.
-"""
+"""Find and read recipes, cluster profiles and images."""
 
 from __future__ import annotations
 
 import difflib
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
@@ -17,6 +12,7 @@ from pydantic import BaseModel
 from ftkit import assets
 from ftkit.config import base_lock
 from ftkit.config.cluster import ClusterProfile
+from ftkit.config.context import list_images, list_names, search_folders
 from ftkit.config.data import FilesSource, HubSource
 from ftkit.config.image import ImageSpec
 from ftkit.config.image_reference import parse_image, parse_reference
@@ -25,62 +21,18 @@ from ftkit.config.model import ArchitectureSpec
 from ftkit.config.paths import absolute_path, is_file, is_path, path_problem
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
-from ftkit.config.settings import Settings
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-SpecT = TypeVar("SpecT", bound=BaseModel)
+    from ftkit.config.context import Context
 
-PROJECT_FILE = "ftkit.yaml"
+SpecT = TypeVar("SpecT", bound=BaseModel)
 
 _LENGTHS: Final = (("training", "max_steps"), ("training", "num_epochs"))
 """Two ways to say one thing, as in Hugging Face's TrainingArguments: the one that is said last counts."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """Where this call of ftkit happens: the project's folder, the user's configuration, the environment."""
-
-    project: Path
-    user: Path
-    environment: Mapping[str, str]
-
-    @classmethod
-    def here(cls) -> Context:
-        """Look at the current folder and the process's environment."""
-        current = Path.cwd()
-        inside = [folder for folder in (current, *current.parents) if (folder / PROJECT_FILE).is_file()]
-        xdg = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-        user = Path(xdg).expanduser() / "ftkit"
-        return cls(inside[0] if inside else current, user, os.environ)
-
-
-@dataclass(frozen=True)
-class LoadedSettings:
-    """Settings, with the place of each and the files that were looked for."""
-
-    settings: Settings
-    layers: Layers
-    files: dict[Path, bool]
-
-
-def load_settings(ctx: Context, options: Layers | None = None) -> LoadedSettings:
-    """Read the user's file, the project's file, `FTKIT_*` variables and options; later wins."""
-    files = [ctx.user / "config.yaml", ctx.project / PROJECT_FILE]
-    layers = Layers()
-    for path in files:
-        if path.is_file():
-            layers = read_yaml(path).over(layers)
-    known = Settings.model_fields
-    variables = {key: ctx.environment.get(f"FTKIT_{key.upper()}") for key in known}
-    given = {key: value for key, value in variables.items() if value}
-    layers = Layers(given, {(key,): f"FTKIT_{key.upper()}" for key in given}).over(layers)
-    if options:
-        layers = options.over(layers)
-    return LoadedSettings(validate(Settings, layers), layers, {path: path.is_file() for path in files})
 
 
 @dataclass(frozen=True)
@@ -150,7 +102,7 @@ def find_image(reference: str, ctx: Context) -> ImageDefinition:
     """Read the definition of `NAME:TAG`, with its files. Raises as `load_recipe` does."""
     name, _, tag = reference.partition(":")
     _check_can_be_a_file("image", reference)
-    for folder in _folders("image", ctx):
+    for folder in search_folders("image", ctx):
         path = folder / name / tag / "image.yaml"
         if tag and is_file(path):
             layers = _read_extended("image", path, ctx)
@@ -180,24 +132,6 @@ def _with_recorded_base(spec: ImageSpec, base_file: Path, lock_file: Path, ctx: 
     return ImageDefinition(spec, base_file, base_locks, recorded is not None, lock_file)
 
 
-def list_names(kind: str, ctx: Context) -> list[str]:
-    """Return the names of all recipes or clusters (`kind`), those of the project first."""
-    names = [path.stem for folder in _folders(kind, ctx) for path in sorted(folder.glob("*.yaml"))]
-    return list(dict.fromkeys(names))
-
-
-def list_images(ctx: Context) -> list[str]:
-    """Return `NAME:TAG` of every image that is defined."""
-    paths = [path for folder in _folders("image", ctx) for path in sorted(folder.glob("*/*/image.yaml"))]
-    return list(dict.fromkeys(f"{path.parts[-3]}:{path.parts[-2]}" for path in paths))
-
-
-def _folders(kind: str, ctx: Context) -> list[Path]:
-    shipped = {"recipe": assets.RECIPES, "cluster": assets.CLUSTERS, "image": assets.CONTAINERS}[kind]
-    folder = {"recipe": "recipes", "cluster": "clusters", "image": "containers"}[kind]
-    return list(dict.fromkeys([ctx.project / folder, ctx.user / folder, shipped]))
-
-
 def _find(kind: str, name: str, ctx: Context) -> Path:
     _check_can_be_a_file(kind, name)
     if name.endswith((".yaml", ".yml")) or "/" in name:
@@ -205,7 +139,7 @@ def _find(kind: str, name: str, ctx: Context) -> Path:
         if is_file(path):
             return path
         raise NotFoundError(f"there is no file {path}", fix=f"give the path of a {kind} file, or a {kind}'s name")
-    for folder in _folders(kind, ctx):
+    for folder in search_folders(kind, ctx):
         if is_file(folder / f"{name}.yaml"):
             return folder / f"{name}.yaml"
     known = list_names(kind, ctx)

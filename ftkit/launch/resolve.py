@@ -12,17 +12,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from ftkit import __version__
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
-from ftkit.config.load import (
-    Context,
-    Loaded,
-    LoadedSettings,
-    load_image,
-    load_settings,
-    read_cluster,
-    read_recipe,
-)
+from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
 from ftkit.config.paths import absolute_path
 from ftkit.config.request import Origins, RunRequest
+from ftkit.config.settings import LoadedSettings, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.files import read_json
 from ftkit.launch.data_files import data_stamp
@@ -35,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
     from ftkit.config.recipe import RecipeSpec
     from ftkit.planning.plan import RunPlan

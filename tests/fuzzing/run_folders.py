@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.load import Context, load_cluster, load_recipe
+from ftkit.config.context import Context
+from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.planning.plan import plan_run, plan_to_json
 from ftkit.runs.records import (

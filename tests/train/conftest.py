@@ -16,7 +16,8 @@ import pytest
 from lone_world import lone_world
 from waiting import PATIENCE_SECONDS
 
-from ftkit.config.load import Context, load_cluster, load_recipe
+from ftkit.config.context import Context
+from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.prepare import prepare
 from ftkit.planning.plan import RunPlan, plan_run, plan_to_json

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ftkit.config.load import Context, load_recipe
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan, RecipeSpec
 from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from waiting import PATIENCE_SECONDS
 
-from ftkit.config.load import Context, load_cluster, load_image, load_recipe
+from ftkit.config.context import Context
+from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.__main__ import main
 from ftkit.data.encoding import IGNORED

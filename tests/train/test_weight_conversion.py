@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.load import Context, load_recipe
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
 from ftkit.config.model import ArchitectureSpec
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError

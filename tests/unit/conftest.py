@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit import assets
-from ftkit.config.load import Context, load_cluster, load_recipe
+from ftkit.config.context import Context
+from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.request import RunRequest
 from ftkit.config.training import TrainingPlan

@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from ftkit.config.load import (
-    Context,
-    list_names,
-    load_cluster,
-    load_image,
-    load_recipe,
-    load_settings,
-)
+from ftkit.config.context import Context, list_names
+from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.paths import is_path
+from ftkit.config.settings import load_settings
 from ftkit.config.strict import Spec
 from ftkit.errors import ConfigError, NotFoundError
 

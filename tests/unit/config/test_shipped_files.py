@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ftkit import assets
+from ftkit.config.context import Context, list_images, list_names
 from ftkit.config.image_reference import NamedImage
-from ftkit.config.load import Context, list_images, list_names, load_cluster, load_image, load_recipe
+from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.problems import validate
 from ftkit.config.request import RunRequest

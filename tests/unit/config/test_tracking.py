@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.config.load import Context, load_recipe
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
 from ftkit.errors import ConfigError
 
 HERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})

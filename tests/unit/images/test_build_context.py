@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from ftkit.config.context import Context, list_images
 from ftkit.config.image import BaseImageSpec
-from ftkit.config.load import Context, ImageDefinition, find_image, list_images
+from ftkit.config.load import ImageDefinition, find_image
 from ftkit.errors import ImageError
 from ftkit.images import self_check
 from ftkit.images.build_context import assemble, make_wheel

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
+from ftkit.config.context import Context
 from ftkit.config.digest import Digest
 from ftkit.config.image_reference import parse_reference
-from ftkit.config.load import Context, load_cluster
+from ftkit.config.load import load_cluster
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
 from ftkit.images import enroot, sif, sources, squashfs
 from ftkit.images.docker_engine import DockerImage

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.config.load import Context
+from ftkit.config.context import Context
 from ftkit.errors import ConfigError, NotFoundError
 from ftkit.launch.resolve import RunArgs, read_settings, resolve, resolve_workspace
 

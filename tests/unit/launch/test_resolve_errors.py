@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.config.load import Context, load_cluster, load_recipe
+from ftkit.config.context import Context
+from ftkit.config.load import load_cluster, load_recipe
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_stamp
 from ftkit.launch.hardware import detect_hardware

@@ -10,17 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftkit.config.context import Context, list_images
 from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
-from ftkit.config.load import (
-    Context,
-    list_images,
-    load_cluster,
-    load_image,
-    load_recipe,
-    read_cluster,
-    read_recipe,
-)
+from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluster, read_recipe
 from ftkit.config.request import Origins, RunRequest
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.planning.estimates.parameters import count_model

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftkit.config.context import Context, list_names
 from ftkit.config.image_reference import NamedImage
-from ftkit.config.load import Context, list_names, load_cluster, load_recipe
+from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import RunRequest
 from ftkit.errors import ConfigError

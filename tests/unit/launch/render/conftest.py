@@ -14,8 +14,9 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit import process
+from ftkit.config.context import Context
 from ftkit.config.image_reference import NamedImage
-from ftkit.config.load import Context, load_cluster, load_image, load_recipe
+from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.launch.render import render_job
 from ftkit.planning.plan import plan_run

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit import assets
-from ftkit.config.load import Context, load_recipe
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.config.yaml_files import read_yaml
