@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, Union
 from pydantic import BaseModel, ValidationError
 
 from ftkit.config.layers import COMMAND_LINE
+from ftkit.config.strict import attribute_docstrings
 from ftkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ def _problem(  # noqa: PLR0911 - one for each way to say it
     if kind == "value_error":
         return Problem(where, key, f"{_own_words(detail)}, got {_shown(given)}.")
     if kind == "string_pattern_mismatch":
-        field = owner.model_fields.get(path[-1]) if owner else None
-        description = " ".join((field.description or "").split()) if field else ""
+        description = " ".join(attribute_docstrings(owner).get(path[-1], "").split()) if owner else ""
         return Problem(where, key, f"{_shown(given)} is not of the form that is asked for here.", description)
     message, fix = _SENTENCES.get(kind, ("can't be this", ""))
     return Problem(where, key, f"{message.format_map(context)}, got {_shown(given)}.", _advice(where, key, given, fix))

@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
-from typing import Annotated, Literal
+import textwrap
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
 
 from ftkit.config.paths import is_path
 
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
+
 
 class Spec(BaseModel):
-    """A frozen model whose attribute docstrings are the descriptions in its JSON schema."""
+    """A frozen model whose attribute docstrings are the descriptions in its JSON schema.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    Validators are built when a spec is first used, and docstrings are read when a message or a schema shows them:
+    both at import would take longer than planning a run.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Add the attribute docstrings to the JSON schema."""
+        reference = handler(core_schema)
+        properties = handler.resolve_ref_schema(reference).get("properties", {})
+        for name, text in attribute_docstrings(cls).items():
+            if name in properties:
+                properties[name].setdefault("description", text)
+        return reference
+
+
+@cache
+def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the docstring below each attribute of a spec and of the specs that it extends, by the attribute's name."""
+    texts: dict[str, str] = {}
+    for owner in reversed(model.__mro__):
+        if not issubclass(owner, Spec) or owner is Spec:
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        statements = definition.body if isinstance(definition, ast.ClassDef) else []
+        for attribute, below in pairwise(statements):
+            if isinstance(attribute, ast.AnnAssign) and isinstance(attribute.target, ast.Name):
+                match below:
+                    case ast.Expr(ast.Constant(str(text))):
+                        texts[attribute.target.id] = inspect.cleandoc(text)
+    return texts
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
