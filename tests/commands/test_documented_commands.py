@@ -27,20 +27,37 @@ PAGES = [
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
+    """A fenced block of a page.
+
+    Its file is what its first line (`# recipes/mine.yaml`) or the sentence above it ("`chats.jsonl` has …:") says.
+    """
 
     kind: str
     text: str
+    file: str | None
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [Block(kind, re.sub(rf"^{indent}", "", text, flags=re.MULTILINE)) for indent, kind, text in found]
+    found = []
+    text = page.read_text()
+    for fence in re.finditer(r"^( *)```([^\n]*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
+        indent, kind, body = fence.groups()
+        body = re.sub(rf"^{indent}", "", body, flags=re.MULTILINE)
+        above = re.search(r"^ *`([\w./-]+\.\w+)`[^\n]*:\n\n\Z", text[: fence.start()], re.MULTILINE)
+        name = re.match(r"# (\S+\.yaml)\n", body) or above
+        found.append(Block(kind, body, name[1] if name else None))
+    return found
 
 
 def commands(block: Block) -> list[str]:
     return [line.removeprefix("$ ") for line in block.text.splitlines() if line.startswith("$ ")]
 
+
+DEMO = "ftkit run demo"
+STOPPED = ("echo stopped >$MACHINE/outcome", "! ftkit run demo", "echo completed >$MACHINE/outcome")
+
+BEFORE_PAGE = {"when-something-fails": STOPPED}
+"""What was done before somebody reads a page."""
 
 WITH_COMMANDS = [page for page in PAGES if any(commands(block) for block in blocks(page))]
 
@@ -58,14 +75,15 @@ def test_a_pages_commands_work_as_typed_after_its_files_were_written(page: Path,
     machine.environment["PATH"] += f":{machine.project}/.venv/bin"
     done = machine.type("python3 -m venv .venv")
     assert done.returncode == 0, done.stderr
-    if page.name not in ("README.md", "CONTRIBUTING.md"):  # they begin with a clone
-        machine.write("ftkit.yaml", "workspace: /shared/me/ftkit\nregistry: registry.example.com/team\n")
-    elif page.name == "README.md":
+    if "git clone" in page.read_text():
         machine.environment["FTKIT_WORKSPACE"] = str(machine.root / "shared")  # one for the demo and for what follows
+    else:
+        machine.write("ftkit.yaml", "workspace: /shared/me/ftkit\nregistry: registry.example.com/team\n")
+    before = machine.type(*BEFORE_PAGE.get(page.stem, ()))
+    assert before.returncode == 0, before.stderr
     for block in blocks(page):
-        name = re.match(r"# (\S+\.yaml)\n", block.text)
-        if block.kind == "yaml" and name:
-            machine.write(name[1], block.text)
+        if block.file:
+            machine.write(block.file, block.text)
         if block.kind == "console":
             done = machine.type(*commands(block))
             assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
@@ -74,10 +92,8 @@ def test_a_pages_commands_work_as_typed_after_its_files_were_written(page: Path,
 
 # --- The examples of --help ------------------------------------------------------------------------
 
-DEMO = "ftkit run demo"
 IMPORTED = ("ftkit build olmo3:25.02", "ftkit import olmo3:25.02")
 ON_SLURM = (*IMPORTED, "ftkit run --image olmo3:25.02 --nodes 2 --no-follow")
-STOPPED = ("echo stopped >$MACHINE/outcome", "! ftkit run demo", "echo completed >$MACHINE/outcome")
 BUSY = ("rm -rf /shared/runs", *IMPORTED, "touch $MACHINE/is-busy", ON_SLURM[-1], "ftkit run demo --no-follow")
 
 BEFORE: dict[str, tuple[str, ...]] = {

@@ -1,0 +1,74 @@
+"""Pages are whole: their links lead somewhere, their code is code, and the site is made of them without a warning."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from ruamel.yaml import YAML
+from waiting import PATIENCE_SECONDS
+
+CHECKOUT = Path(__file__).parents[2]
+PAGES = [*CHECKOUT.glob("*.md"), *sorted((CHECKOUT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_links_inside_the_project_lead_to_a_file_and_a_heading(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        path, _, anchor = link.partition("#")
+        if "://" in path or path.startswith("mailto:"):
+            continue
+        target = page.parent / unquote(path) if path else page
+        assert target.exists(), f"{link}: there is no {target}"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: {target.name} has {sorted(anchors(target))}"
+
+
+@every_page
+def test_code_blocks_can_be_read(page: Path) -> None:
+    for indent, kind, text in FENCE.findall(page.read_text()):
+        body = re.sub(rf"^{indent}", "", text, flags=re.MULTILINE)
+        if kind == "python":
+            compile(body, str(page), "exec")
+        elif kind == "json":
+            json.loads(body)
+        elif kind == "yaml":
+            YAML(typ="safe").load(body)
+        else:
+            assert kind.startswith("{") or kind in {"console", "text"}, f"a block of no kind that is known: {body}"
+
+
+@every_page
+def test_a_page_begins_with_its_title(page: Path) -> None:
+    assert page.read_text().startswith(("# ", "```{include}"))
+
+
+@pytest.mark.docs
+def test_the_site_is_built_without_a_warning_and_finds_words_of_every_page(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [sys.executable, CHECKOUT / "scripts" / "docs", "--build", site],
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    index = (site / "searchindex.js").read_text()
+    for page in (CHECKOUT / "docs").rglob("*.md"):
+        name = page.relative_to(CHECKOUT / "docs").with_suffix("")
+        assert (site / f"{name}.html").is_file()
+        assert f'"{name}"' in index
+    for picture in (CHECKOUT / "docs" / "pictures").iterdir():
+        assert any(picture.name in html.read_text() for html in site.rglob("*.html")), f"no page shows {picture.name}"
