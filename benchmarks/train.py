@@ -289,7 +289,7 @@ def main() -> None:
             plan.layout.plan.write_text(plan_to_json(plan))
             shape, training = plan.recipe.model.architecture, plan.recipe.training
             document = training.sequence_length // CASES[name].num_documents
-            peak = GPUS[options.gpu].peak_flops(training.precision)
+            peak = GPUS[options.gpu].peak_flops(training.compute_precision)
             mfu_of_one_token = document_flops(shape, training, document).total / peak
             ours = measure_ftkit(plan, options)
             print(row(plan, "ftkit", ours, ours, mfu_of_one_token), flush=True)

@@ -59,7 +59,7 @@ def build_model(plan: RunPlan, attention: str, *, sharded: bool) -> Any:
     recipe, state = plan.recipe, PartialState()
     tokenizer = load_saved_tokenizer(PreparedData(plan.data_directory).tokenizer)
     model: Any = build_empty(make_config(recipe.model.architecture, tokenizer), attention)
-    in_bf16 = recipe.training.adapters is not None and recipe.training.precision == "bf16"
+    in_bf16 = recipe.training.adapters is not None and recipe.training.compute_precision == "bf16"
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16 if in_bf16 else torch.float32)
     device = state.device if state.is_main_process or not sharded else torch.device("cpu")
@@ -119,7 +119,7 @@ def make_settings(plan: RunPlan, layer: str, folder: Path, options: argparse.Nam
         adam_beta2=training.betas[1],
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,
-        bf16=training.precision == "bf16",
+        bf16=training.compute_precision == "bf16",
         use_cpu=not on_gpus,
         use_liger_kernel=on_gpus,
         torch_compile=options.compile,

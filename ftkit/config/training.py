@@ -27,6 +27,8 @@ EngineChoice = Literal["auto", "fsdp2", "zero3"]
 Method = Literal["full", "lora", "qlora"]
 Offload = Literal["none", "optimizer", "all"]
 Precision = Literal["bf16", "fp32"]
+TrainingPrecision = Literal["bf16", "fp32", "fp8"]
+Quantization = Literal["none", "nf4", "fp8"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 ProjectionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -78,9 +80,13 @@ class TrainingSpec(Spec):
     """How the model is spread over processes; `auto` chooses, and the plan says why."""
     offload: Offload = "none"
     """What waits in main memory: nothing, the optimizer's states, or parameters and gradients too."""
-    precision: Precision = "bf16"
-    """Precision of forward and backward, and of weights that are not trained; master weights of those that
-    are and optimizer states are fp32."""
+    precision: TrainingPrecision = "bf16"
+    """Precision of forward and backward, and of frozen weights; master weights and optimizer states are fp32.
+    `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (torchao, tensorwise
+    scaling; Ada, Hopper and newer GPUs), all else computes in bf16."""
+    base_precision: Literal["auto", "fp8"] = "auto"
+    """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers keep 8 bits a weight and
+    multiply in FP8 (Ada, Hopper and newer GPUs), half the memory of bf16; `auto`: that of `precision`."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER]
     """Tokens in a pack."""
     micro_batch_size: Annotated[PositiveInt | Auto, BeforeValidator(_check_micro_batch_size)] = "auto"
@@ -145,10 +151,29 @@ class TrainingSpec(Spec):
         return None if self.method == "full" else self.lora or LoraSpec()
 
     @property
+    def compute_precision(self) -> Precision:
+        """The precision of everything but FP8 matrix products."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def quantization(self) -> Quantization:
+        """How frozen linear layers of decoder layers are stored, if not in the compute precision."""
+        if self.method == "qlora":
+            return "nf4"
+        return "fp8" if self.base_precision == "fp8" else "none"
+
+    @property
+    def multiplies_in_fp8(self) -> bool:
+        """Whether linear layers of decoder layers multiply in FP8."""
+        return "fp8" in (self.precision, self.base_precision)
+
+    @property
     def only_with_fsdp2(self) -> tuple[str, ...]:
         """The settings that engine zero3 can't serve."""
         needed = {
             "activation_checkpointing": self.activation_checkpointing == "selective",
+            "precision": self.precision == "fp8",
+            "base_precision": self.base_precision == "fp8",
             "optimizer": self.optimizer == "adamw8bit",
             "reshard_after_forward": self.reshard_after_forward == "never",
             "collectives": self.collectives == "copy_engine",
@@ -166,6 +191,21 @@ class TrainingSpec(Spec):
     def _adapters_belong_to_a_method(self) -> Self:
         if self.method == "full" and self.lora is not None:
             raise ValueError("lora has no effect with method 'full': take method 'lora' or 'qlora', or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _fp8_belongs_to_a_method(self) -> Self:
+        if self.precision == "fp8" and self.method != "full":
+            raise ValueError(
+                f"precision 'fp8' trains all weights; with method '{self.method}' "
+                + ("set base_precision to 'fp8' instead" if self.method == "lora" else "weights are in 4 bits already")
+            )
+        if self.base_precision == "fp8" and self.method != "lora":
+            raise ValueError(f"base_precision is for method 'lora'; with method '{self.method}' leave it out")
+        if self.base_precision == "fp8" and self.precision == "fp32":
+            raise ValueError(
+                "base_precision 'fp8' returns bf16 from its products: it does not go with precision 'fp32'"
+            )
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from ftkit.config.mounts import mounted_folders
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import Problem
+from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.parameters import count_model
 
 if TYPE_CHECKING:
@@ -112,10 +113,16 @@ def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
     training, where = recipe.training, f"recipe {recipe.name} on cluster {cluster.name}"
     if training.attention in {"flash4", "flex"} and cluster.device == "cpu":
         yield Problem(where, "training.attention", f"'{training.attention}' is a kernel for GPUs.", "Take 'auto'.")
-    if training.attention == "flash4" and training.precision == "fp32":
+    if training.attention == "flash4" and training.compute_precision == "fp32":
         yield Problem(
             where, "training.attention", "'flash4' computes in bf16 alone.", "Take 'auto', or precision bf16."
         )
+    if training.multiplies_in_fp8 and cluster.gpu is not None and not GPUS[cluster.gpu].has_fp8:
+        key = "precision" if training.precision == "fp8" else "base_precision"
+        yield Problem(
+            where, f"training.{key}", f"{GPUS[cluster.gpu].device_name} does not multiply in FP8; Ada, Hopper and "
+            "newer GPUs do.", f"Leave training.{key} out.",
+        )  # fmt: skip
     if training.compile == "layers" and training.engine == "zero3":
         yield Problem(where, "training.compile", "'layers' has no effect with engine 'zero3'.", "Take 'auto'.")
 

@@ -91,6 +91,7 @@ def _start_logs(layout: RunLayout, rank: int) -> None:
     for handler in handlers:
         handler.setFormatter(_WithoutSecrets(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=handlers)
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # warns of kernels for other GPUs when peft imports it
     logging.captureWarnings(True)  # noqa: FBT003
     warnings.simplefilter("once")
 

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ftkit.config.model import ArchitectureSpec, Linear, ModelCounts
+from ftkit.config.quantization import is_quantized
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.adapters import ParameterCounts, adapter_size
 from ftkit.planning.estimates.parameters import Experts, read_experts
@@ -91,7 +92,7 @@ def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
         return ParameterCounts(total=base, trained=base)
     targeted = find_targets(model, lora.targets)
     adapters = sum(adapter_size(lora, linear.in_features, linear.out_features) for linear in targeted)
-    return ParameterCounts(base + adapters, adapters, _count_matrices(model) if training.method == "qlora" else 0)
+    return ParameterCounts(base + adapters, adapters, _count_quantized(model, training))
 
 
 def find_targets(model: nn.Module, targets: Iterable[str]) -> list[nn.Linear]:
@@ -122,8 +123,12 @@ def _linears_in_layers(model: nn.Module) -> Iterable[tuple[str, nn.Linear]]:
                 yield name, module
 
 
-def _count_matrices(model: nn.Module) -> int:
-    return sum(linear.weight.numel() for _, linear in _linears_in_layers(model))
+def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
+    return sum(
+        linear.weight.numel()
+        for _, linear in _linears_in_layers(model)
+        if is_quantized(training.quantization, linear.in_features, linear.out_features)
+    )
 
 
 def main() -> None:

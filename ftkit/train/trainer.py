@@ -177,7 +177,7 @@ class Trainer:
         if not recipe.model.architecture.is_estimated:
             expected = method_counts(recipe.model.architecture, recipe.training)
         built = BuiltModel(config, type(model).__name__, generation, counts.total, expected)
-        prepare_method(model, recipe.training)
+        prepare_method(model, recipe.training, self.world.device)
 
         def fill(sharded: nn.Module) -> None:
             if folder is None:

@@ -34,7 +34,7 @@ from ftkit.train.distributed.engines import make_engine
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
-from ftkit.train.model.nf4 import Nf4Linear
+from ftkit.train.model.quantized_linear import QuantizedLinear
 from ftkit.train.model.weights import init_weights
 from ftkit.train.world import World, init_world
 
@@ -145,7 +145,7 @@ def differing_weights(case: Case, engine: Any, batch: Any) -> int:
     handles = [
         module.register_forward_pre_hook(lambda module, _, name=name: compare(name, module))
         for name, module in engine.model.named_modules()
-        if isinstance(module, Nf4Linear)
+        if isinstance(module, QuantizedLinear)
     ]
     with engine.inference() as model, torch.compiler.set_stance("force_eager"):
         summed_loss(model, batch)

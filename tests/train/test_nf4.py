@@ -12,7 +12,8 @@ from bitsandbytes import functional as bitsandbytes
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftkit.train.model.nf4 import Nf4Layout, Nf4Linear, quantize_linears
+from ftkit.train.model.nf4 import Nf4Layout
+from ftkit.train.model.quantized_linear import QuantizedLinear, quantize_linears
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,10 +39,14 @@ def nothing_is_compiled_yet() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def in_nf4(linear: nn.Linear) -> Nf4Layout:
+    return Nf4Layout(linear.out_features, linear.in_features, torch.float32)
+
+
 def two_layers() -> nn.Module:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.SiLU(), nn.Linear(512, 256, bias=False))
-    quantize_linears([model], torch.float32)
+    quantize_linears([model], in_nf4)
     return model
 
 
@@ -69,9 +74,9 @@ def test_blocks_that_hold_several_rows_are_dequantized_with_their_own_scales() -
 
 def test_the_gradient_through_a_4_bit_layer_is_that_of_its_matrix() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 64, bias=False))
-    quantize_linears([model], torch.float32)
+    quantize_linears([model], in_nf4)
     (layer,) = model
-    assert isinstance(layer, Nf4Linear)
+    assert isinstance(layer, QuantizedLinear)
     inputs = torch.randn(3, 32, requires_grad=True)
     model(inputs).square().sum().backward()
     through_layer, inputs.grad = inputs.grad, None

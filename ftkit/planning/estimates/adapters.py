@@ -9,11 +9,6 @@ if TYPE_CHECKING:
     from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training import LoraSpec
 
-NF4_BLOCK = 64
-"""Weights that share a scale."""
-NF4_NESTED_BLOCK = 256
-"""Scales that share a scale of their own: the double quantisation."""
-
 
 @dataclass(frozen=True)
 class ParameterCounts:
@@ -43,13 +38,3 @@ def projections(shape: ArchitectureSpec) -> dict[str, tuple[int, int]]:
 def adapter_size(lora: LoraSpec, num_inputs: int, num_outputs: int) -> int:
     """Count the parameters of the adapter of one projection."""
     return lora.rank * (num_inputs + num_outputs) + (num_outputs if lora.use_dora else 0)
-
-
-def nf4_parts(num_weights: int) -> tuple[int, int, int, int]:
-    """Return the bytes that a matrix takes in NF4: 4-bit weights, their scales, the scales of these, their mean.
-
-    Weights and scales fill their blocks, and each part begins where a GPU can load 16 bytes at once.
-    """
-    blocks = -(-num_weights // NF4_BLOCK)
-    nested = -(-blocks // NF4_NESTED_BLOCK)
-    return blocks * NF4_BLOCK // 2, nested * NF4_NESTED_BLOCK, -(-4 * nested // 16) * 16, 16

@@ -27,6 +27,7 @@ class Gpu:
         memory_bandwidth: bytes a second.
         link_bandwidth: bytes a second to the other GPUs of its node, one way.
         has_fast_attention: whether flash-attn-4 runs on it (Hopper and newer).
+        has_fp8: whether it multiplies in FP8 (Ada, Hopper and newer).
     """
 
     device_name: str
@@ -36,6 +37,7 @@ class Gpu:
     memory_bandwidth: float
     link_bandwidth: float
     has_fast_attention: bool
+    has_fp8: bool = True
 
     def peak_flops(self, precision: Precision) -> float:
         """Return the operations a second of matrix products in the precision of forward and backward."""
@@ -49,8 +51,12 @@ class Gpu:
 
 # bf16 and fp32 from NVIDIA's data sheets: A100 (2021), H100 SXM, H200 SXM, L4; of HGX B200, an eighth of eight GPUs.
 GPUS: dict[GpuModel, Gpu] = {
-    "a100-40gb": Gpu("NVIDIA A100-SXM4-40GB", 40.0, 312e12, 19.5e12, 1.555e12, 300e9, has_fast_attention=False),
-    "a100-80gb": Gpu("NVIDIA A100-SXM4-80GB", 80.0, 312e12, 19.5e12, 2.039e12, 300e9, has_fast_attention=False),
+    "a100-40gb": Gpu(
+        "NVIDIA A100-SXM4-40GB", 40.0, 312e12, 19.5e12, 1.555e12, 300e9, has_fast_attention=False, has_fp8=False
+    ),
+    "a100-80gb": Gpu(
+        "NVIDIA A100-SXM4-80GB", 80.0, 312e12, 19.5e12, 2.039e12, 300e9, has_fast_attention=False, has_fp8=False
+    ),
     "b200": Gpu("NVIDIA B200", 178.0, 2250e12, 75e12, 8.0e12, 900e9, has_fast_attention=True),
     "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", 79.6, 989e12, 67e12, 3.35e12, 450e9, has_fast_attention=True),
     "h200": Gpu("NVIDIA H200", 140.4, 989e12, 67e12, 4.8e12, 450e9, has_fast_attention=True),

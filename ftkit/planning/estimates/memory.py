@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from ftkit.config.quantization import is_quantized, quantized_bytes
 from ftkit.planning.estimates.activations import layer_bytes, selective_numbers
-from ftkit.planning.estimates.adapters import nf4_parts
 from ftkit.planning.estimates.parameters import count_model, method_counts
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class MemoryPlan:
 
 def compute_width(training: TrainingPlan) -> int:
     """Return the bytes of a number in the precision of forward and backward."""
-    return 2 if training.precision == "bf16" else FP32
+    return 2 if training.compute_precision == "bf16" else FP32
 
 
 def reduce_width(training: TrainingPlan) -> int:
@@ -153,7 +153,7 @@ class _Sizes:
 
     def layer(self) -> float:
         adapters = (self.total - self.counts.total) / self.shape.num_hidden_layers
-        saved = self._saved_by_nf4() / self.shape.num_hidden_layers
+        saved = self._saved_by_quantization() / self.shape.num_hidden_layers
         adapter_width = self.width if self.engine == "zero3" else FP32  # FSDP2 gathers adapters in fp32
         return self.width * self.counts.largest_layer + adapter_width * adapters - saved
 
@@ -167,20 +167,22 @@ class _Sizes:
         return self.counts.around if self.trains_table else 0
 
     def matrix(self) -> float:
-        """Return the bytes of the largest 4-bit matrix in the compute precision, while it is multiplied by."""
-        if self.training.method != "qlora":
-            return 0
-        return self.width * max((linear.size for linear in self.counts.linears), default=0)
+        """Return the bytes of the largest quantized matrix, in the precision of its product."""
+        width = {"none": 0, "nf4": self.width, "fp8": 1}[self.training.quantization]
+        return width * max((linear.size for linear in self.counts.linears), default=0)
 
-    def _saved_by_nf4(self) -> float:
-        """Return how many bytes fewer the 4-bit matrices take than in the compute precision."""
-        if self.training.method != "qlora":
-            return 0
-        return sum(each.count * (self.width * each.size - sum(nf4_parts(each.size))) for each in self.counts.linears)
+    def _saved_by_quantization(self) -> float:
+        """Return how many bytes fewer the quantized matrices take than in the compute precision."""
+        kind = self.training.quantization
+        return sum(
+            each.count * (self.width * each.size - quantized_bytes(kind, each.inputs, each.outputs))
+            for each in self.counts.linears
+            if is_quantized(kind, each.inputs, each.outputs)
+        )
 
     def _frozen_bytes(self) -> float:
-        """Return the bytes of all frozen weights, 4-bit ones as they are stored."""
-        return self.width * self.counts.total - self._saved_by_nf4()
+        """Return the bytes of all frozen weights, quantized ones as they are stored."""
+        return self.width * self.counts.total - self._saved_by_quantization()
 
     def gathered(self, layers: int) -> float:
         """Return the bytes of whole weights while so many layers wait for their backward pass."""

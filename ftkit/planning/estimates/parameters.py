@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.config.model import ArchitecturePlan, Linear, ModelCounts
 from ftkit.config.model_config import text_part
+from ftkit.config.quantization import is_quantized
 from ftkit.planning.estimates.adapters import ParameterCounts, adapter_size, projections
 
 if TYPE_CHECKING:
@@ -58,10 +59,12 @@ def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
 
 
 def count_quantized_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
-    """Count the weights that are kept in 4 bits: those of every linear layer with qlora, otherwise none."""
-    if training.method != "qlora":
-        return 0
-    return sum(linear.count * linear.size for linear in count_model(shape).linears)
+    """Count the frozen weights that are stored in 4 or 8 bits: those of linear layers of decoder layers, or none."""
+    return sum(
+        linear.count * linear.size
+        for linear in count_model(shape).linears
+        if is_quantized(training.quantization, linear.inputs, linear.outputs)
+    )
 
 
 def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterCounts:

@@ -49,7 +49,7 @@ def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> 
         temporary = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        dtype = DTYPES[parts.recipe.training.precision]
+        dtype = DTYPES[parts.recipe.training.compute_precision]
         converted = {name: _as_stored(tensor, dtype) for name, tensor in weights.items()}
         if parts.recipe.training.adapters is None:
             _write_model(split_as_stored(engine.model, converted), parts, temporary)

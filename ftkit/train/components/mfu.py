@@ -55,5 +55,5 @@ def make_mfu_meter(recipe: RecipePlan, store: PackStore, world: World) -> MfuMet
     gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if is_known else None
     return MfuMeter(
         flops.total * len(keys) / len(packs),
-        None if gpu is None else world.size * gpu.peak_flops(recipe.training.precision),
+        None if gpu is None else world.size * gpu.peak_flops(recipe.training.compute_precision),
     )

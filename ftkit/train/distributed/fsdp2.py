@@ -215,10 +215,10 @@ def shard(model: nn.Module, training: TrainingPlan, world: World, *, keeps_weigh
         compiled=compiles(training, world.device),
         offload=ActivationOffload(world.device) if training.activation_offload else None,
     )
-    compute = DTYPES[training.precision]
+    compute = DTYPES[training.compute_precision]
     if is_unsharded(training, world):
         add_objective(model, in_chunks=True)
-        if training.precision == "bf16":
+        if training.compute_precision == "bf16":
             cast_where_used(model, compute, world.device)
         return model
     collectives = choose_collectives(training, world)
@@ -232,7 +232,7 @@ def shard(model: nn.Module, training: TrainingPlan, world: World, *, keeps_weigh
         for module in (*layers, model):
             collectives.serve(cast("FSDPModule", module))
     add_objective(model, in_chunks=True)
-    if training.adapters is not None and training.precision == "bf16":
+    if training.adapters is not None and training.compute_precision == "bf16":
         cast_where_used(model, compute, world.device)
     return model
 
@@ -245,7 +245,7 @@ def _mixed_precision(training: TrainingPlan, *, is_reduced_by_ftkit: bool) -> Mi
     numbers, and `torch._foreach_copy_` makes one NaN of all NaNs on GPUs: 4-bit weights, which are no numbers, would
     come out changed.
     """
-    compute, reduced = DTYPES[training.precision], DTYPES[training.reduce_precision]
+    compute, reduced = DTYPES[training.compute_precision], DTYPES[training.reduce_precision]
     if training.adapters is not None:
         return MixedPrecisionPolicy(reduce_dtype=None if is_reduced_by_ftkit else reduced)
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute if is_reduced_by_ftkit else reduced)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ftkit.train.distributed.checks import ShardingStats
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.nf4 import Nf4Linear
+from ftkit.train.model.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,10 +37,10 @@ def collect_sharding_stats(
     """Count; a quantised matrix counts as the weights that it stands for."""
     layers = find_decoder_layers(model)
     parameters = {parameter: held(parameter) for parameter in model.parameters()}
-    matrices = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    matrices = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     stored = sum(each.whole for each in parameters.values())
     packed = sum(module.layout.num_stored for module in matrices)
-    quantised = sum(module.layout.num_weights for module in matrices)
+    quantised = sum(module.num_weights for module in matrices)
     return ShardingStats(
         num_layers=len(layers),
         num_units=num_units,

@@ -52,7 +52,7 @@ class Zero3Engine:
         self.model = model
         self._deepspeed = _import_deepspeed(world.device)
         config = deepspeed_config(training, world)
-        precision = DTYPES[training.precision]
+        precision = DTYPES[training.compute_precision]
         cast("PreTrainedModel", model).tie_weights()  # while a parameter is still one object wherever it is used
         for unit in [*find_decoder_layers(model), model]:
             _give_memory(unit, world.device, precision)
@@ -231,7 +231,7 @@ def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": 1,  # the loop accumulates, and says which micro-batch is a step's last
         "gradient_clipping": training.max_grad_norm,
-        "bf16": {"enabled": training.precision == "bf16"},
+        "bf16": {"enabled": training.compute_precision == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": training.reduce_precision,
         "zero_optimization": zero,

@@ -39,6 +39,7 @@ _INNER_FACTOR = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.bmm.default: 0,
+    torch.ops.aten._scaled_mm.default: 0,  # noqa: SLF001 - products in FP8
 }
 """Matrix products, each with the place of the factor whose last dimension is the inner one."""
 

@@ -60,8 +60,8 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
         return training.attention, "the recipe asks for it"
     if world.device.type != "cuda":
         return ("eager", f"CPU; the model {special}") if special else ("sdpa", "the fastest one on CPUs")
-    if special or training.precision != "bf16":
-        failure = f"the model {special}" if special else f"it does not compute in {training.precision}"
+    if special or training.compute_precision != "bf16":
+        failure = f"the model {special}" if special else f"it does not compute in {training.compute_precision}"
     elif (tried := _flash4_failure(config, world)) is None:
         return "flash4", f"{torch.cuda.get_device_name()} and flash-attn-4 is installed"
     else:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ftkit.config.quantization import is_quantized
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
 from ftkit.train.model.local_shard import local_shard
-from ftkit.train.model.nf4 import quantize_linears
+from ftkit.train.model.nf4 import Nf4Layout
+from ftkit.train.model.quantized_linear import quantize_linears
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ftkit.config.training import LoraSpec, TrainingPlan
+    from ftkit.config.training import LoraSpec, Quantization, TrainingPlan
+    from ftkit.train.model.quantized_linear import WeightLayout
 
 ADAPTER = "default"
 """peft's default name for an adapter; part of its parameters' names."""
@@ -28,21 +33,40 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def prepare_method(model: nn.Module, training: TrainingPlan) -> None:
-    """Prepare a whole model for its training method: freeze, quantize and add adapters. Method 'full' changes nothing.
+def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.device) -> None:
+    """Prepare a whole model for its training method: freeze, quantize and add adapters; or train linears in FP8.
 
     Parameters may still be on the meta device; `init_adapters` initializes adapters later.
+
+    Args:
+        model: whole, without adapters.
+        training: its method and precisions.
+        device: where it will be trained.
+
+    Raises:
+        PrerequisiteError: the GPU does not multiply in FP8, or a package is missing.
     """
+    if training.multiplies_in_fp8:
+        check_fp8(device)
     lora = training.adapters
     if lora is None:
+        if training.precision == "fp8":
+            convert_linears(find_decoder_layers(model), device)
         return
-    precision = DTYPES[training.precision]
+    precision = DTYPES[training.compute_precision]
     for parameter in model.parameters():
         parameter.requires_grad_(False)  # noqa: FBT003
         parameter.data = parameter.data.to(precision)
-    if training.method == "qlora":
-        quantize_linears(find_decoder_layers(model), precision)
+    if training.quantization != "none":
+        quantize_linears(find_decoder_layers(model), partial(_layout_of, training.quantization, precision))
     _inject(model, lora)
+
+
+def _layout_of(quantization: Quantization, storage: torch.dtype, linear: nn.Linear) -> WeightLayout | None:
+    if not is_quantized(quantization, linear.in_features, linear.out_features):
+        return None
+    layout = Fp8Layout if quantization == "fp8" else Nf4Layout
+    return layout(linear.out_features, linear.in_features, storage)
 
 
 def _inject(model: nn.Module, lora: LoraSpec) -> None:

@@ -1,8 +1,7 @@
-"""Linear layers whose frozen weights are kept in 4 bits: bitsandbytes' NF4 with double quantization.
+"""Frozen weights in 4 bits: bitsandbytes' NF4 with double quantization.
 
-All that belongs to a matrix (weights, absmax, absmax2) is in one flat parameter, so that any engine shards it as it
-shards every other parameter, and a rank holds only its share of the matrix. bitsandbytes' own layer keeps the absmax
-beside the weights, whole on every rank.
+All that belongs to a matrix (weights, absmax, absmax2) is in one flat form, which engines shard. bitsandbytes' own
+layer keeps the absmax beside the weights, whole on every rank.
 
 bitsandbytes' operators dequantize in eager mode. Compiled layers use plain operations instead (`_dequantize_compiled`),
 which the compiler fuses: around bitsandbytes' operators, the host spends more time than a GPU within them.
@@ -12,17 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
+from ftkit.config.quantization import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
 from ftkit.errors import PrerequisiteError
-from ftkit.planning.estimates.adapters import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from ftkit.train.model.quantized_linear import opaque_zero
 
 _ALIGNMENT = 8
 """Elements from which on a GPU can load 16 bytes at once, whatever the precision."""
@@ -36,15 +32,16 @@ _WORD = 8
 
 @dataclass(frozen=True)
 class Nf4Layout:
-    """How a matrix is laid out in its flat form: 4-bit weights, absmax of each block, absmax2 of those, and an offset.
-
-    The flat form has the compute precision as its dtype, though its bits are not numbers of it: an engine that gathers
-    parameters in that precision then copies them unchanged.
-    """
+    """How a matrix is laid out in its flat form: 4-bit weights, absmax of blocks, absmax2 of those, an offset."""
 
     num_outputs: int
     num_inputs: int
     storage: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """What torch prints for the layer."""
+        return "NF4"
 
     @property
     def num_weights(self) -> int:
@@ -82,6 +79,12 @@ class Nf4Layout:
         else:
             weights = self._dequantize_eager(flat)
         return weights.view(self.num_outputs, self.num_inputs)
+
+    def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Multiply by the matrix, which exists only during the product."""
+        product: Any = _CompiledProduct.apply if torch.compiler.is_compiling() else _product
+        output: torch.Tensor = product(inputs, flat, self.num_outputs)
+        return output
 
     def _dequantize_eager(self, flat: torch.Tensor) -> torch.Tensor:
         _bitsandbytes()  # defines the operators; its own function around them takes the host longer than they do
@@ -128,7 +131,7 @@ def _dequantize_compiled(
     """
     quantized, absmax, absmax2, offset = parts
     if after is not None:
-        zero = _opaque_zero(after)
+        zero = opaque_zero(after)
         quantized, absmax = quantized | zero, absmax | zero
     levels, code = tables
     per_block_of_blocks = absmax2.view(torch.float32)[: len(absmax) // NF4_NESTED_BLOCK].unsqueeze(1)
@@ -141,39 +144,6 @@ def _dequantize_compiled(
         bits = (levels[numbers] * per_block).to(storage).view(_INTEGERS[width]).long() & ((1 << 8 * width) - 1)
         words = words | bits << (8 * width * place)
     return words.flatten().view(storage)
-
-
-def _opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a zero that no compiler can fold."""
-    first = tensor.flatten()[0]
-    return ((first > 0) & (first < 0)).to(torch.uint8)
-
-
-class Nf4Linear(nn.Linear):
-    """A frozen linear layer with its matrix in 4 bits. It is a `nn.Linear`, so that peft adapts it as one."""
-
-    def __init__(self, layout: Nf4Layout, bias: nn.Parameter | None, device: torch.device) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = layout.num_inputs, layout.num_outputs
-        self.layout = layout
-        self.register_parameter("bias", bias)
-        empty = torch.empty(layout.num_stored, dtype=layout.storage, device=device)
-        self.quantized = nn.Parameter(empty, requires_grad=False)
-
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override] # computed, where a Linear holds a parameter
-        """The matrix, dequantized: DoRA takes its magnitude."""
-        return self.layout.dequantize(self.quantized)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        """Multiply by the matrix, which exists only during the product."""
-        product: Any = _CompiledProduct.apply if torch.compiler.is_compiling() else _product
-        output: torch.Tensor = product(input, self.quantized, self.out_features)
-        return output if self.bias is None else output + self.bias
-
-    def extra_repr(self) -> str:
-        """Describe the layer as torch prints modules."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, NF4"
 
 
 # An operator, so that activation checkpointing knows it by name. Autograd keeps the parameter, not views of it: an
@@ -222,22 +192,6 @@ class _CompiledProduct(torch.autograd.Function):
         (quantized,) = ctx.saved_tensors
         layout = Nf4Layout(gradient.shape[-1], ctx.num_inputs, quantized.dtype)
         return gradient @ layout.dequantize(quantized, after=gradient), None, None
-
-
-def quantize_linears(layers: Iterable[nn.Module], storage: torch.dtype) -> None:
-    """Replace every linear layer within decoder layers by one in 4 bits; those on the meta device stay there."""
-    for layer in layers:
-        for name, linear in list(layer.named_modules()):
-            if type(linear) is nn.Linear:
-                layer.set_submodule(name, _quantized(linear, storage))
-
-
-def _quantized(linear: nn.Linear, storage: torch.dtype) -> Nf4Linear:
-    layout = Nf4Layout(linear.out_features, linear.in_features, storage)
-    quantized = Nf4Linear(layout, linear.bias, linear.weight.device)
-    if not linear.weight.is_meta:
-        quantized.quantized.data.copy_(layout.quantize(linear.weight.data))
-    return quantized
 
 
 @cache

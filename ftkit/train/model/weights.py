@@ -23,7 +23,7 @@ from ftkit.errors import NotFoundError, TrainingError
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
-from ftkit.train.model.nf4 import Nf4Layout, Nf4Linear
+from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
 from ftkit.train.model.weight_conversion import JoinedPieces, Pieces, map_tensors
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class _LoadTarget:
     """
 
     shard: LocalShard
-    layout: Nf4Layout | None
+    layout: WeightLayout | None
     magnitude: LocalShard | None
 
     @property
@@ -215,7 +215,7 @@ def _load_targets(model: nn.Module) -> dict[str, _LoadTarget]:
             continue
         owner, _, own_name = name.rpartition(".")
         module = model.get_submodule(owner)
-        layout = module.layout if isinstance(module, Nf4Linear) and own_name == "quantized" else None
+        layout = module.layout if isinstance(module, QuantizedLinear) and own_name == "quantized" else None
         is_matrix = own_name in ("quantized", "weight")
         magnitude = parameters.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
         stored = name.replace(".base_layer.", ".").replace(".quantized", ".weight")

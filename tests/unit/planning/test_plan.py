@@ -265,6 +265,19 @@ def test_kernels_that_can_have_no_effect_are_refused() -> None:
     assert "no effect with engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
 
 
+def test_fp8_is_refused_where_it_can_have_no_effect() -> None:
+    a100 = A4.model_copy(update={"gpu": "a100-80gb"})
+    on_a100 = problems(load_recipe("olmo3-7b-full", HERE, ["training.precision=fp8"]), a100)
+    assert "training.precision: NVIDIA A100-SXM4-80GB does not multiply in FP8" in on_a100
+    for settings, message in (
+        (("training.precision=fp8", "training.method=lora"), "set base_precision to 'fp8' instead"),
+        (("training.base_precision=fp8",), "base_precision is for method 'lora'"),
+        (("training.precision=fp32", "training.method=lora", "training.base_precision=fp8"), "precision 'fp32'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            demo(*settings)
+
+
 def test_activations_are_not_offloaded_where_there_is_nowhere_else_or_nothing_kept() -> None:
     full = "training.activation_checkpointing=full"
     assert "no effect without GPUs" in problems(demo(full, "training.activation_offload=true"))

@@ -8,11 +8,11 @@ from ftkit import assets
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.model import ArchitectureSpec
+from ftkit.config.quantization import nf4_parts
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.config.yaml_files import read_yaml
 from ftkit.errors import ConfigError
 from ftkit.planning.engine_choice import choose_engine, keeps_weights, least_memory, with_kept_weights
-from ftkit.planning.estimates.adapters import nf4_parts
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.memory import GIB, predict_memory
 from ftkit.planning.estimates.parameters import count_adapter_parameters, count_parameters, method_counts

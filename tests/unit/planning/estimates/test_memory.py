@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftkit.planning.estimates.adapters import projections
 from ftkit.planning.estimates.memory import GIB, predict_memory
 from ftkit.planning.estimates.parameters import count_parameters
 
@@ -158,3 +159,10 @@ def test_gradients_that_are_summed_in_bf16_take_less_on_their_way(architecture: 
     )
     assert rounded.communication < exact.communication
     assert rounded.total < exact.total
+
+
+def test_frozen_weights_in_fp8_take_half_of_those_in_bf16(architecture: Shapes, training: Specs) -> None:
+    shape = architecture("llama3.3-70b")
+    bf16, fp8 = (predict_memory(shape, training(method="lora", base_precision=each), 1) for each in ("auto", "fp8"))
+    linears = shape.num_hidden_layers * sum(inputs * outputs for inputs, outputs in projections(shape).values())
+    assert bf16.parameters - fp8.parameters == pytest.approx(linears / GIB, rel=0.01)

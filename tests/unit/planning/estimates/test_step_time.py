@@ -96,3 +96,13 @@ def test_kept_weights_and_gradients_in_bf16_halve_what_a_slow_network_carries(
     assert seconds(reshard_after_forward="never") < 0.8 * seconds(reshard_after_forward="always")
     lightest = seconds(reshard_after_forward="never", reduce_precision="bf16")
     assert lightest == pytest.approx(0.5 * seconds(reshard_after_forward="always"), rel=0.05)
+
+
+def test_fp8_makes_the_linear_layers_faster_and_the_rest_no_slower(architecture: Shapes, training: Specs) -> None:
+    shape, network = architecture("llama3-8b"), Network(1, 4, None)
+
+    def seconds(**settings: str) -> float:
+        return predict_step_time(shape, training(**settings), "fsdp2", H200, network).step_seconds
+
+    assert 1.1 < seconds() / seconds(precision="fp8") < 1.36
+    assert 1.1 < seconds(method="lora") / seconds(method="lora", base_precision="fp8") < 1.73

@@ -1,0 +1,155 @@
+"""Matrix products in FP8: of trained weights by torchao, of frozen weights that are stored in 8 bits by ftkit.
+
+Both multiply e4m3 numbers (Micikevicius et al. 2022) by `torch._scaled_mm` and return the compute precision. On CPUs,
+which have no such products, the factors are rounded to FP8 and multiplied in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from ftkit.config.quantization import is_quantized, quantized_bytes
+from ftkit.errors import PrerequisiteError
+from ftkit.train.model.quantized_linear import opaque_zero
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_FIRST_CAPABILITY = (8, 9)
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Names of the linear layers that choose experts, in transformers' families: small, and sensitive to rounding."""
+_SMALLEST_MAXIMUM = 1e-12
+"""Of a row of zeros, whose scale would be infinite otherwise."""
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise unless a device multiplies in FP8; CPUs emulate it.
+
+    Raises:
+        PrerequisiteError: the GPU is older than Ada and Hopper.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+        raise PrerequisiteError(
+            f"{torch.cuda.get_device_name(device)} does not multiply in FP8",
+            meaning="Ada, Hopper and newer GPUs do",
+            fix="set training.precision=bf16 and leave out training.base_precision; or use method 'qlora' for memory",
+        )
+
+
+def convert_linears(layers: Iterable[nn.Module], device: torch.device) -> None:
+    """Compute forward and backward of the linear layers within decoder layers in FP8, by torchao's tensorwise scaling.
+
+    Weights, their names and their gradients stay as they are. Routers of experts, and matrices of sizes that GPUs don't
+    multiply in FP8, keep the compute precision.
+
+    Args:
+        layers: decoder layers.
+        device: where the model will be trained; FP8 products are emulated on CPUs.
+
+    Raises:
+        PrerequisiteError: torchao is not installed.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise PrerequisiteError(
+            "precision 'fp8' needs torchao, which is not installed", fix="pip install 'ftkit[fp8]'"
+        ) from error
+    config = Float8LinearConfig(emulate=device.type == "cpu")
+    for layer in layers:
+        convert_to_float8_training(layer, module_filter_fn=_is_converted, config=config)
+
+
+def _is_converted(module: nn.Module, name: str) -> bool:
+    linear = cast("nn.Linear", module)
+    return name.rpartition(".")[2] not in _ROUTERS and is_quantized("fp8", linear.in_features, linear.out_features)
+
+
+@dataclass(frozen=True)
+class Fp8Layout:
+    """How a frozen matrix is laid out in its flat form: e4m3 weights, then an fp32 scale of each row."""
+
+    num_outputs: int
+    num_inputs: int
+    storage: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """What torch prints for the layer."""
+        return "FP8"
+
+    @property
+    def num_stored(self) -> int:
+        """Elements of the flat form."""
+        return quantized_bytes("fp8", self.num_inputs, self.num_outputs) // self.storage.itemsize
+
+    def quantize(self, weight: torch.Tensor) -> torch.Tensor:
+        """Quantize a whole matrix, [num_outputs, num_inputs], to its flat form, [num_stored]."""
+        rounded, scales = _round_rows(weight.to(self.storage))
+        return torch.cat([rounded.view(torch.uint8).flatten(), scales.view(torch.uint8).flatten()]).view(self.storage)
+
+    def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the matrix, as close as 8 bits come."""
+        weights, scales = self.parts(flat)
+        return (weights.float() * scales[:, None]).to(self.storage)
+
+    def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Multiply by the matrix; each token's inputs are rounded with a scale of their own."""
+        rows = inputs.flatten(0, -2)
+        product: torch.Tensor = cast("Any", _Product).apply(rows, flat, self)
+        return product.view(*inputs.shape[:-1], self.num_outputs)
+
+    def parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights of a flat form, [num_outputs, num_inputs], and the scales of its rows, [num_outputs]."""
+        sizes = [self.num_outputs * self.num_inputs, 4 * self.num_outputs]
+        weights, scales = torch.split(flat.detach().view(torch.uint8), sizes)
+        return weights.view(torch.float8_e4m3fn).view(self.num_outputs, -1), scales.view(torch.float32)
+
+
+class _Product(torch.autograd.Function):
+    """A product with a frozen matrix. Autograd keeps the parameter, not views of it: an engine may free it."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, flat: torch.Tensor, layout: Fp8Layout) -> torch.Tensor:
+        ctx.save_for_backward(flat)
+        ctx.layout = layout
+        weights, scales = layout.parts(flat)
+        return _scaled_product(*_round_rows(inputs), weights, scales, inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        weights, scales = ctx.layout.parts(*ctx.saved_tensors)
+        # The sum runs over the matrix's rows, so their scales belong to the gradient.
+        rounded, gradient_scales = _round_rows(gradient * scales)
+        ones = torch.ones(weights.shape[1], device=weights.device)
+        # Otherwise a compiler, which sees forward and backward at once, would transpose in the forward pass.
+        transposed = (weights.view(torch.uint8) | opaque_zero(gradient)).t().contiguous().view(weights.dtype)
+        return _scaled_product(rounded, gradient_scales, transposed, ones, gradient.dtype), None, None
+
+
+def _round_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a matrix, [M, K], to e4m3, each row by its own scale: the numbers, and the scales, fp32 [M]."""
+    largest = matrix.abs().amax(dim=1, keepdim=True).float().clamp_min(_SMALLEST_MAXIMUM)
+    rounded = (matrix.float() * (LARGEST / largest)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return rounded, (largest / LARGEST).squeeze(1)
+
+
+def _scaled_product(
+    rows: torch.Tensor, row_scales: torch.Tensor, columns: torch.Tensor, column_scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply [M, K] by the transpose of [N, K], both e4m3; the scales are those of the M rows and N columns."""
+    if rows.device.type == "cpu":
+        return ((rows.float() @ columns.float().t()) * row_scales[:, None] * column_scales).to(dtype)
+    return torch._scaled_mm(  # noqa: SLF001
+        rows,
+        columns.t(),
+        scale_a=row_scales[:, None],
+        scale_b=column_scales[None],
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )

@@ -1,0 +1,109 @@
+"""A linear layer whose frozen weights are stored quantized, in one flat parameter.
+
+Any engine shards the flat parameter as it shards every other parameter, and a rank holds only its share of the matrix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+class WeightLayout(Protocol):
+    """How a matrix, [num_outputs, num_inputs], is quantized and laid out in its flat form, [num_stored].
+
+    The flat form has the compute precision as its dtype, `storage`, though its bits are not numbers of it: an engine
+    that gathers parameters in that precision then copies them unchanged.
+    """
+
+    @property
+    def name(self) -> str:
+        """What torch prints for the layer."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of the matrix."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Columns of the matrix."""
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype of the flat form."""
+
+    @property
+    def num_stored(self) -> int:
+        """Elements of the flat form."""
+
+    def quantize(self, weight: torch.Tensor) -> torch.Tensor:
+        """Quantize a whole matrix to its flat form."""
+
+    def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the matrix, as close as its bits come, in the compute precision."""
+
+    def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Multiply inputs, [..., num_inputs], by the matrix: [..., num_outputs]. Only the inputs get a gradient."""
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer with a quantized matrix. It is a `nn.Linear`, so that peft adapts it as one."""
+
+    def __init__(self, layout: WeightLayout, bias: nn.Parameter | None, device: torch.device) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layout.num_inputs, layout.num_outputs
+        self.layout = layout
+        self.register_parameter("bias", bias)
+        empty = torch.empty(layout.num_stored, dtype=layout.storage, device=device)
+        self.quantized = nn.Parameter(empty, requires_grad=False)
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the matrix."""
+        return self.in_features * self.out_features
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override] # computed, where a Linear holds a parameter
+        """The matrix, dequantized: DoRA takes its magnitude."""
+        return self.layout.dequantize(self.quantized)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """Multiply by the matrix."""
+        output = self.layout.multiply(input, self.quantized)
+        return output if self.bias is None else output + self.bias
+
+    def extra_repr(self) -> str:
+        """Describe the layer as torch prints modules."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.layout.name}"
+
+
+def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[nn.Linear], WeightLayout | None]) -> None:
+    """Replace linear layers within decoder layers by quantized ones; those on the meta device stay there.
+
+    Args:
+        layers: decoder layers.
+        layout_of: gives the layout of a linear layer's matrix, or None to leave the layer as it is.
+    """
+    for layer in layers:
+        for name, linear in list(layer.named_modules()):
+            layout = layout_of(linear) if type(linear) is nn.Linear else None
+            if layout is not None:
+                layer.set_submodule(name, _quantized(linear, layout))
+
+
+def _quantized(linear: nn.Linear, layout: WeightLayout) -> QuantizedLinear:
+    quantized = QuantizedLinear(layout, linear.bias, linear.weight.device)
+    if not linear.weight.is_meta:
+        quantized.quantized.data.copy_(layout.quantize(linear.weight.data))
+    return quantized
+
+
+def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a zero, uint8, that no compiler can fold: what it is combined with is computed after `tensor`."""
+    first = tensor.flatten()[0]
+    return ((first > 0) & (first < 0)).to(torch.uint8)
