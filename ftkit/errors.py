@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 
+_MAX_ONE_LINE = 200
+
+
 class FtkitError(Exception):
     """A failure that a user can understand and act on.
 
@@ -44,9 +47,10 @@ class FtkitError(Exception):
         return "\n".join(part for part in (self.what, self.meaning, self.fix) if part)
 
 
-def one_line(error: Exception) -> str:
-    """Return what a library's exception says, on one line."""
-    return " ".join(str(error).split())[:200]
+def one_line(error: BaseException) -> str:
+    """Return what an exception says on one line of at most 200 characters: the system's words, or its type's name."""
+    text = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MAX_ONE_LINE else text[: _MAX_ONE_LINE - 1] + "…"
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def as_disk_full(error: Exception) -> Exception:
             path = cause.filename if isinstance(cause, OSError) else None
             return DiskFullError(
                 "the disk is full, or its quota is used up" + (f": can't write {path}" if path else ""),
-                meaning=str(error).partition("\n")[0],
+                meaning=one_line(error),
                 fix="make room ('df -h' and 'quota -s' tell where), and try again",
             )
     return error

@@ -1,65 +1,212 @@
-"""Small JSON files that are there as a whole or not at all."""
+"""Files and folders that are complete or absent, and JSON from dataclasses and back."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import secrets
+import shutil
 import stat
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json
 
-from ftkit.errors import FtkitError, NotFoundError
+from ftkit.errors import FtkitError, NotFoundError, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 ValueT = TypeVar("ValueT")
-_LARGEST = 2**24
-"""Bytes."""
+_MAX_BYTES = 2**24
+_MAX_DETAILS = 3
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write `values` under a temporary name, then give the file its own."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+# --- Atomic writes -------------------------------------------------------------------------------
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file atomically: whoever opens it sees the former content or all of the new one, after a crash too.
+
+    Raises:
+        OSError: it can't be written; a former file is as it was.
+    """
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; what is written there takes the name `path` at the end of the block.
+
+    If the block raises, the temporary file is removed.
+    """
+    temporary = path.with_name(f".{secrets.token_hex(4)}-{path.name}")  # libraries go by the suffix
     try:
-        unfinished.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        yield temporary
+        publish(temporary, path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Read an object back; None if there is no such file, or nothing sensible in it."""
+@contextmanager
+def atomic_folder(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """Yield an empty temporary folder beside `path`, which takes the name `path` at the end of the block.
+
+    If the block raises, the temporary folder is removed. A folder `path` from before is replaced.
+
+    Args:
+        path: the final name. Its parents are made.
+        temporary: the temporary name, where several processes need to know it; what is there is removed first.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    remove(temporary)
+    temporary.mkdir(parents=True)
     try:
-        values = from_json(read_small(path))
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
+        yield temporary
+        publish(temporary, path)
+    finally:
+        remove(temporary)
 
 
-def read_typed(path: Path, kind: TypeAdapter[ValueT]) -> ValueT | None:
-    """Read a value back; None if there is no such file.
+def publish(temporary: Path, path: Path) -> None:
+    """Bring a finished file, or a folder with all that is in it, to the disk, and give it its name.
+
+    A former file or folder of that name is replaced.
+    """
+    for inner in temporary.rglob("*"):
+        if not inner.is_symlink():
+            sync(inner)
+    sync(temporary)
+    former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.deleted") if temporary.is_dir() else None
+    if former:
+        with suppress(FileNotFoundError):
+            path.rename(former)  # rename(2) replaces no folder that has files
+    temporary.rename(path)
+    sync(path.parent)
+    if former:
+        remove(former)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the entries of a folder, to the disk: `fsync` (POSIX)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all that is in it, if it is there; what can't be removed of a folder stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def mode_of_new_files(folder: Path) -> int:
+    """Return the permissions that this process's umask, or an ACL, gives to a new file of a folder.
+
+    Some libraries and programs give their files others.
+    """
+    probe = folder / f".mode-{secrets.token_hex(4)}"
+    probe.touch()
+    try:
+        return stat.S_IMODE(probe.stat().st_mode)
+    finally:
+        probe.unlink()
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def to_json(value: object) -> str:
+    """Return a dataclass, or a dictionary of plain values, as indented JSON with a line break at its end."""
+    # Not pydantic's own `dump_json`, which refuses names of files and arguments that are not UTF-8.
+    return json.dumps(_adapter(type(value)).dump_python(value, mode="json"), indent=2) + "\n"
+
+
+def parse_json(data: str | bytes, kind: type[ValueT]) -> ValueT:
+    """Parse the JSON of a dataclass or another type that pydantic knows.
+
+    Raises:
+        InvalidJsonError: it is no JSON, or that of something else.
+    """
+    try:
+        value: ValueT = _adapter(kind).validate_json(data)
+    except ValidationError as error:
+        raise InvalidJsonError(error) from error
+    return value
+
+
+class InvalidJsonError(ValueError):
+    """JSON is damaged, or of another shape than expected; the message names the first few keys that are wrong."""
+
+    def __init__(self, error: ValidationError) -> None:
+        details = error.errors(include_input=False, include_url=False)[:_MAX_DETAILS]
+        shown = [_describe_detail(".".join(map(str, each["loc"])), each["msg"]) for each in details]
+        more = error.error_count() - len(details)
+        super().__init__("; ".join(shown) + (f"; and {more} more" if more else ""))
+
+
+def _describe_detail(key: str, message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's adapter of a type; making one takes milliseconds."""
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a dataclass, or a dictionary of plain values, atomically as a JSON file.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    write_file(path, to_json(value).encode())
+
+
+def read_json(path: Path, kind: type[ValueT]) -> ValueT | None:
+    """Read a small JSON file; None if there is no such file.
 
     Raises:
         DamagedFileError: the file can't be read, or holds something else.
     """
     try:
-        return kind.validate_json(read_small(path))
+        return parse_json(read_small(path), kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise DamagedFileError(path, error.strerror or str(error)) from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise DamagedFileError(path, f"{key}: {first['msg']}" if key else first["msg"]) from error
+        raise DamagedFileError(path, one_line(error)) from error
+    except InvalidJsonError as error:
+        raise DamagedFileError(path, str(error)) from error
+
+
+def read_json_if_valid(path: Path, kind: type[ValueT]) -> ValueT | None:
+    """Read a small JSON file; None if there is no such file, or nothing of that type in it."""
+    try:
+        return read_json(path, kind)
+    except DamagedFileError:
+        return None
 
 
 class DamagedFileError(FtkitError):
-    """A file of a run's folder can't be read."""
+    """A file can't be read, or holds something else than it should.
+
+    Args:
+        path: the file.
+        reason: why, on one line.
+    """
 
     exit_code = NotFoundError.exit_code
 
@@ -67,19 +214,20 @@ class DamagedFileError(FtkitError):
         super().__init__(
             f"{path.name} can't be read: {reason}",
             meaning=f"{path} was changed by hand, was copied in part, or another version of ftkit wrote it",
-            fix="use the ftkit that submitted the run, or submit the run anew",
+            fix="use the ftkit that submitted the run, or submit the run again",
         )
+        self.reason = reason
 
 
 def read_small(path: Path) -> bytes:
-    """Read a small file.
+    """Read a file of at most 16 MiB.
 
     Raises:
-        OSError: also for what would never end (a pipe, a device), and for what is not small.
+        OSError: it can't be read, is larger, or is a pipe or a device, which might never end.
     """
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no file")
-    if about.st_size > _LARGEST:
-        raise OSError(errno.EFBIG, f"it has {about.st_size:,} bytes")
+    if status.st_size > _MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes")
     return path.read_bytes()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
-import stat
 import subprocess
 import tempfile
 import time
@@ -212,19 +210,6 @@ def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Ma
     pid = started.pid
     started.returncode = 0  # nobody will wait for it; without this its destructor would warn of that
     return pid
-
-
-def mode_of_new_files(folder: Path) -> int:
-    """Return the permissions that this process's umask, or an ACL, gives to a new file of a folder.
-
-    Some libraries and programs give their files others.
-    """
-    probe = folder / f".mode-{secrets.token_hex(4)}"
-    probe.touch()
-    try:
-        return stat.S_IMODE(probe.stat().st_mode)
-    finally:
-        probe.unlink()
 
 
 def start_time(pid: int) -> str | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftkit import __version__
 from ftkit.cli.image_arguments import registry_of
 from ftkit.config.image_reference import NamedImage, local_name, parse_image
 from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
-from ftkit.files import read_json
+from ftkit.files import read_json_if_valid
 from ftkit.images import docker_engine
 from ftkit.images import labels as image_labels
 from ftkit.images.packages import python_packages
@@ -62,7 +62,7 @@ def require_same_image(plan: RunPlan, terminal: Terminal) -> None:
     """
     facts = ensure_image(plan, terminal, does_import=False)
     check_image(plan)
-    recorded = read_json(plan.layout.manifest) or {}
+    recorded = read_json_if_valid(plan.layout.manifest, dict[str, Any]) or {}
     differing = [name for name, value in facts.items() if recorded.get(name, value) != value]
     if differing:
         name = differing[0]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
 import shutil
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ import numpy as np
 from ftkit.data.encoding import IGNORED
 from ftkit.data.rows import read_json_lines
 from ftkit.errors import DataError
+from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
 from ftkit.planning.layout import DATA_MANIFEST
 
 if TYPE_CHECKING:
@@ -110,17 +109,23 @@ class PreparedData:
             DataError: the data is not prepared.
         """
         try:
-            return DataManifest(**json.loads(self.manifest_path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise DataError(
-                f"the prepared data in {self.root} can't be read: {error}",
-                meaning="preparation did not run or was interrupted",
-                fix=f"delete {self.root} and run again",
-            ) from error
+            manifest = read_json(self.manifest_path, DataManifest)
+        except DamagedFileError as error:
+            raise self._not_prepared(error.what) from error
+        if manifest is None:
+            raise self._not_prepared(f"{self.manifest_path.name} is not there")
+        return manifest
+
+    def _not_prepared(self, reason: str) -> DataError:
+        return DataError(
+            f"the prepared data in {self.root} can't be read: {reason}",
+            meaning="preparation did not run or was interrupted",
+            fix=f"delete {self.root} and run again",
+        )
 
     def write_manifest(self, manifest: DataManifest) -> None:
         """Write the manifest."""
-        self.manifest_path.write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
+        write_json(self.manifest_path, manifest)
 
     def read_validation_rows(self) -> list[dict[str, Any]]:
         """Read the columns of the validation rows."""
@@ -140,9 +145,9 @@ def new_prepared_data(final: Path) -> Iterator[PreparedData]:
     try:
         yield PreparedData(temporary)
         if not PreparedData(final).is_complete:
-            os.replace(temporary, final)  # noqa: PTH105 - atomic, and fails on a non-empty folder
+            publish(temporary, final)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
 
 
 def _remove_leftovers(parent: Path) -> None:

@@ -12,11 +12,11 @@ from ftkit.config.image_reference import RegistryImage, parse_reference
 from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
 from ftkit.images import docker_engine
 from ftkit.images.docker_engine import explain_transfer, follow_transfer
+from ftkit.images.lock import write_lock_file
 from ftkit.images.oci import credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.transfer import retry
 from ftkit.images.progress import ProgressEvent, ignore_progress
-from ftkit.images.store import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,11 +147,7 @@ def record(definition: ImageDefinition, base: RegistryImage) -> Path:
                 f"{before} records another digest of {base.tagged}, and is not yours to change",
                 fix="ask its owner to pin the base anew, or define an image of your own with 'extends:'",
             )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ImageError(f"can't make {path.parent}: {error.strerror}", fix="check the rights of its folder") from error
-    write_whole(path, base_lock_text({**read_base_lock(path), base.tagged: base.digest}).encode())
+    write_lock_file(path, base_lock_text({**read_base_lock(path), base.tagged: base.digest}))
     return path
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.errors import PrerequisiteError
+from ftkit.files import remove
 from ftkit.images import docker_engine
-from ftkit.images.store import manifest_file, read_manifest, remove, sbom_file
+from ftkit.images.store import manifest_file, read_manifest, sbom_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
-from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.errors import ImageError, PrerequisiteError, one_line
+from ftkit.files import write_file
 from ftkit.images.packages import normalize_name, parse_pins
-from ftkit.images.store import write_whole
 
 if TYPE_CHECKING:
     from ftkit.config.image import ImageSpec
@@ -63,8 +63,21 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
         f"# What {spec.base.reference} is given by ftkit; written by 'ftkit lock {spec.reference}'.\n"
         f"{_INPUTS}{inputs_digest(spec)}\n"
     )
-    write_whole(definition.lock_file, (head + done.stdout).encode())
+    write_lock_file(definition.lock_file, head + done.stdout)
     return parse_pins(done.stdout)
+
+
+def write_lock_file(path: Path, text: str) -> None:
+    """Write a lock, of packages or of bases.
+
+    Raises:
+        ImageError: the file can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text.encode())
+    except OSError as error:
+        raise ImageError(f"can't write {path}: {one_line(error)}", fix="make room, or check the rights") from error
 
 
 def read_lock(definition: ImageDefinition) -> str:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import secrets
-import shutil
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, Field
 
 from ftkit.config.digest import Digest
-from ftkit.errors import ImageError, PrerequisiteError
-from ftkit.process import mode_of_new_files
+from ftkit.errors import PrerequisiteError
+from ftkit.files import mode_of_new_files, publish, read_json_if_valid, remove, sync, write_file, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,19 +154,17 @@ class ImageStore:
     def publish(self, partial: Path, manifest: ImportManifest, sbom: bytes) -> Path:
         """Give a finished file its name: the file, then what belongs to it, then the link."""
         final = self.root / manifest.file
-        sync(partial)
         if manifest.sbom:
-            write_whole(sbom_file(final), sbom)
+            write_file(sbom_file(final), sbom)
         partial.chmod(mode_of_new_files(self.root))
-        os.replace(partial, final)  # noqa: PTH105 - the one call that the whole module is about
+        publish(partial, final)
         self.record(manifest)
         self.point(manifest.reference, final, manifest.format)
         return final
 
     def record(self, manifest: ImportManifest) -> None:
         """Write the manifest of a file that is there."""
-        path = manifest_file(self.root / manifest.file)
-        write_whole(path, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
+        write_json(manifest_file(self.root / manifest.file), manifest)
 
     def point(self, reference: str, final: Path, image_format: Format) -> None:
         """Point the readable link at a file."""
@@ -197,14 +192,6 @@ class ImageStore:
         return found
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def manifest_file(image: Path) -> Path:
     """Return the manifest's place beside an image file."""
     return image.with_name(f"{image.name}.json")
@@ -217,32 +204,5 @@ def sbom_file(image: Path) -> Path:
 
 def read_manifest(image: Path) -> ImportManifest | None:
     """Read the manifest beside an image file; None if there is none or it can't be read."""
-    try:
-        read = TypeAdapter(ImportManifest).validate_json(manifest_file(image).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return read if 1 <= read.version <= MANIFEST_VERSION else None
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there as a whole or not at all."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        fresh.write_bytes(data)
-        sync(fresh)
-        fresh.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise ImageError(
-            f"can't write {path}: {error.strerror or error}", fix="make room, or check the rights"
-        ) from error
-
-
-def sync(path: Path) -> None:
-    """Bring a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    manifest = read_json_if_valid(manifest_file(image), ImportManifest)
+    return manifest if manifest and 1 <= manifest.version <= MANIFEST_VERSION else None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError
-from ftkit.files import write_json
+from ftkit.files import atomic_folder, write_json
 from ftkit.launch.observe import observe
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.launch.slurm import UncertainSubmitError
@@ -48,15 +48,14 @@ def _create_folder(plan: RunPlan, script: str, manifest: dict[str, Any]) -> None
         PrerequisiteError: the workspace can't be written to.
     """
     final = plan.layout.root
-    unfinished = RunLayout(final.with_name(f".unfinished-{plan.id}"))
     try:
-        unfinished.logs.mkdir(parents=True)
-        unfinished.plan.write_text(plan_to_json(plan), encoding="utf-8")
-        unfinished.script.write_text(script, encoding="utf-8")
-        write_json(unfinished.manifest, manifest)
-        unfinished.root.rename(final)
+        with atomic_folder(final, final.with_name(f".unfinished-{plan.id}")) as root:
+            unfinished = RunLayout(root)
+            unfinished.logs.mkdir()
+            unfinished.plan.write_text(plan_to_json(plan), encoding="utf-8")
+            unfinished.script.write_text(script, encoding="utf-8")
+            write_json(unfinished.manifest, manifest)
     except OSError as error:
-        shutil.rmtree(unfinished.root, ignore_errors=True)
         raise PrerequisiteError(
             f"can't make the run's folder: {error}",
             meaning="the workspace is not writable, is full, or is not mounted on this machine",

@@ -8,12 +8,10 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from ftkit import process
 from ftkit.config.model import ModelCounts
 from ftkit.errors import FtkitError
-from ftkit.files import read_json
+from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid
 from ftkit.hub import find_folder
 from ftkit.model_folder import CONFIG_FILE
 from ftkit.planning.estimates.parameters import count_by_config
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 PROGRAM = "ftkit.train.param_count"
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
-_COUNTS = TypeAdapter(ModelCounts)
 
 
 def count_on_this_machine(model: ModelSpec, environment: Mapping[str, str], workspace: Workspace) -> ModelCounts | None:
@@ -47,7 +44,7 @@ def count_on_this_machine(model: ModelSpec, environment: Mapping[str, str], work
     folder = find_folder(model, environment, workspace.hub_home)
     if folder is None:
         return _count_model(model, None, environment) if model.weights == "random" else None
-    config = read_json(folder / CONFIG_FILE)
+    config = read_json_if_valid(folder / CONFIG_FILE, dict[str, Any])
     by_config = None if config is None else count_by_config(model.architecture, config)
     if by_config is not None and by_config.is_exact:
         return by_config
@@ -68,6 +65,6 @@ def _count_model(model: ModelSpec, folder: Path | None, environment: Mapping[str
             timeout_seconds=TIMEOUT_SECONDS,
             environment={**os.environ, **environment, **quiet},
         )
-        return _COUNTS.validate_json(done.stdout.strip().rpartition("\n")[2]) if done.returncode == 0 else None
-    except (FtkitError, ValidationError):
+        return parse_json(done.stdout.strip().rpartition("\n")[2], ModelCounts) if done.returncode == 0 else None
+    except (FtkitError, InvalidJsonError):
         return None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
-from ftkit.files import read_json, read_small, write_json
+from ftkit.files import read_json_if_valid, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.lease import current_holder, last_touch
 from ftkit.runs.records import EndRecord, read_last_record
@@ -159,7 +159,7 @@ def _exit_code(layout: RunLayout) -> int | None:
 
 def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Observation | None:
     """Read the final state back, unless the run was submitted again since, or Slurm was told to requeue it."""
-    values = read_json(run.layout.state) or {}
+    values = read_json_if_valid(run.layout.state, dict[str, Any]) or {}
     observed = values.get("observed")
     if values.get("job_id") != run.submission.job_id or not isinstance(observed, float):
         return None

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ftkit import __version__
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
@@ -17,7 +17,7 @@ from ftkit.config.paths import absolute_path
 from ftkit.config.request import Origins, RunRequest
 from ftkit.config.settings import LoadedSettings, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
-from ftkit.files import read_json
+from ftkit.files import read_json_if_valid
 from ftkit.launch.data_files import data_stamp
 from ftkit.launch.hardware import detect_hardware
 from ftkit.launch.model_size import count_on_this_machine
@@ -178,7 +178,7 @@ def _request(
     words: RunArgs, recipe: RecipeSpec, image: AnyImage | None, workspace: Workspace, origins: Origins
 ) -> RunRequest:
     stamp = data_stamp(recipe)
-    prepared = read_json(workspace.data / fingerprint(recipe, stamp) / "manifest.json") or {}
+    prepared = read_json_if_valid(workspace.data / fingerprint(recipe, stamp) / "manifest.json", dict[str, Any]) or {}
     num_packs = prepared.get("num_train_packs")
     return RunRequest(
         name=words.name,

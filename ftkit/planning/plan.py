@@ -11,13 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import RegistryImage
 from ftkit.config.model import ArchitecturePlan, ModelPlan
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, FtkitError
+from ftkit.files import InvalidJsonError, parse_json, to_json
 from ftkit.planning.checks import find_notes, find_problems
 from ftkit.planning.engine_choice import EnginePlan, choose_engine, keeps_weights, with_kept_weights
 from ftkit.planning.estimates.gpus import GPUS
@@ -269,13 +268,9 @@ def _notes(
     return (note, *(f"would fit, by prediction: {suggestion}" for suggestion in suggestions))
 
 
-_PLAN = TypeAdapter(RunPlan)
-_NUM_REASONS = 3
-
-
 def plan_to_json(plan: RunPlan) -> str:
     """Return what plan.json holds."""
-    return _PLAN.dump_json(plan, indent=2).decode() + "\n"
+    return to_json(plan)
 
 
 class PlanError(FtkitError):
@@ -291,15 +286,10 @@ def plan_from_json(text: str | bytes, where: str) -> RunPlan:
         PlanError: it is no plan, or one of another version of ftkit, which allowed what this one refuses.
     """
     try:
-        return _PLAN.validate_json(text)
-    except ValidationError as error:
-        found = [
-            f"{'.'.join(map(str, detail['loc']))}: {detail['msg'].removeprefix('Value error, ')}"
-            for detail in error.errors(include_input=False, include_url=False)[:_NUM_REASONS]
-        ]
-        more = error.error_count() - len(found)
+        return parse_json(text, RunPlan)
+    except InvalidJsonError as error:
         raise PlanError(
-            f"can't read the plan in {where}: {'; '.join(found)}" + (f"; and {more} more" if more else ""),
+            f"can't read the plan in {where}: {error}",
             meaning=f"{_writer(text)} wrote it, by other rules than this one's, or it was changed by hand",
             fix="to go on with the run, use the ftkit that submitted it; or mend what is named here in the recipe and "
             "start a new run. 'ftkit runs', 'status' and 'logs' still show this one",
@@ -313,13 +303,10 @@ class _Writer:
     ftkit_version: str
 
 
-_WRITER = TypeAdapter(_Writer)
-
-
 def _writer(text: str | bytes) -> str:
     try:
-        return f"ftkit {_WRITER.validate_json(text).ftkit_version}"
-    except ValidationError:
+        return f"ftkit {parse_json(text, _Writer).ftkit_version}"
+    except InvalidJsonError:
         return "another version of ftkit"
 
 

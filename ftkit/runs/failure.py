@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import DiskFullError, MemoryExhaustedError, RunFailedError
-from ftkit.files import read_json
+from ftkit.files import read_json_if_valid
 from ftkit.runs.records import RankError
 from ftkit.runs.states import FAILURES, RunState
 from ftkit.runs.summary import first_error
@@ -49,6 +49,6 @@ def explain_failure(run: SubmittedRun, seen: Observation) -> Failure | None:
 
 def original_command(layout: RunLayout) -> str:
     """Return the command that made a run, to be typed again."""
-    words = (read_json(layout.manifest) or {}).get("command")
+    words = (read_json_if_valid(layout.manifest, dict[str, Any]) or {}).get("command")
     is_known = isinstance(words, list) and all(isinstance(word, str) and "***" not in word for word in words)
     return shlex.join(words) if is_known and words else "ftkit run …"

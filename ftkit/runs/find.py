@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from pydantic import TypeAdapter
-
 from ftkit.config.strict import Name
-from ftkit.errors import NotFoundError, PrerequisiteError
-from ftkit.files import DamagedFileError, read_typed
+from ftkit.errors import NotFoundError, PrerequisiteError, one_line
+from ftkit.files import DamagedFileError, read_json
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.records import Count
 from ftkit.runs.submission import SchedulerName, SubmittedRun, read_submission
@@ -79,14 +77,11 @@ class RunEntry:
     damage: str
 
 
-_PLAN_ENTRY = TypeAdapter(PlanEntry)
-
-
 def read_entry(folder: RunFolder) -> RunEntry:
     """Read what a listing needs of a run. Damage is no error: it is listed."""
     plan, run, damages = None, None, []
     try:
-        plan = read_typed(folder.layout.plan, _PLAN_ENTRY)
+        plan = read_json(folder.layout.plan, PlanEntry)
         damages += [] if plan else ["plan.json is not there"]
     except DamagedFileError as error:
         damages.append(error.what)
@@ -109,7 +104,7 @@ def list_runs(workspace: Workspace) -> list[RunFolder]:
         _check_it_can_be_made(workspace)
         return []
     except OSError as error:
-        raise _unusable(workspace, error.strerror or str(error)) from error
+        raise _unusable(workspace, one_line(error)) from error
     runs = [run for name in names if (run := _from_name(workspace, name))]
     return sorted(runs, key=lambda run: (run.created, run.id), reverse=True)
 
@@ -120,7 +115,7 @@ def _check_it_can_be_made(workspace: Workspace) -> None:
         there = next(folder for folder in (workspace.runs, *workspace.runs.parents) if folder.exists())
         is_usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     except OSError as error:
-        raise _unusable(workspace, error.strerror or str(error)) from error
+        raise _unusable(workspace, one_line(error)) from error
     if not is_usable:
         raise _unusable(workspace, f"{there} is not a folder that you can write to")
 

@@ -12,20 +12,20 @@ holder's own machine none of this takes time, because there the process can be s
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import socket
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from ftkit import process
 from ftkit.errors import TrainingError
+from ftkit.files import InvalidJsonError, parse_json, to_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +36,6 @@ BEAT_SECONDS = 10.0
 NUM_MISSED_BEATS = 12
 """As many without a touch, and the holder is dead: file systems and Python's lock can stall for a minute."""
 
-_RELEASED = {"is_released": True}
 _SURELY_DEAD_SECONDS = 600.0
 """Of age by this machine's clock. Slurm's nodes can't even talk to each other if their clocks differ by 5 minutes."""
 
@@ -75,6 +74,13 @@ class Holder:
         job = f"job {self.job_id}, " if self.job_id else ""
         since = datetime.fromtimestamp(self.since, UTC)
         return f"{job}process {self.pid} on {self.host}, since {since:%Y-%m-%d %H:%M:%S} UTC"
+
+
+@dataclass(frozen=True)
+class Released:
+    """What a lease's file holds once its holder has ended."""
+
+    is_released: Literal[True]
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ def revoke(layout: RunLayout) -> None:
     lease = _newest(layout.leases)
     if lease and not lease.is_released:
         with contextlib.suppress(FileExistsError):
-            _write(_path(layout.leases, lease.number + 1), _RELEASED)
+            _create(_path(layout.leases, lease.number + 1), Released(is_released=True))
 
 
 @contextmanager
@@ -185,10 +191,8 @@ class HeldLease:
         """Say in the file that nobody trains any more, so that the next holder need not watch it."""
         self._ended.set()
         path = _path(self._folder, self._number)
-        fresh = path.with_suffix(".released")
         with contextlib.suppress(OSError):  # one that can't be released dies with this process
-            _write(fresh, _RELEASED)
-            fresh.replace(path)
+            write_json(path, Released(is_released=True))
 
     def beat(self) -> None:
         """Touch the file, unless it is somebody else's turn by now."""
@@ -217,7 +221,7 @@ def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], Non
     number = newest.number + 1 if newest else 1
     path = _path(folder, number)
     try:
-        _write(path, asdict(Holder.here()))
+        _create(path, Holder.here())
     except FileExistsError:
         raise _refusal(_newest(folder)) from None
     newest = _newest(folder)
@@ -270,19 +274,18 @@ def _read(folder: Path, number: int) -> Lease:
         touched = os.fstat(file.fileno()).st_mtime
         text = file.read()
     try:
-        values = json.loads(text)
-        if values.get("is_released"):
-            return Lease(number, None, is_released=True, touched=touched)
-        holder = Holder(**{field.name: values[field.name] for field in fields(Holder)})
-    except (ValueError, KeyError, AttributeError):
-        holder = None
-    return Lease(number, holder, is_released=False, touched=touched)
+        content = parse_json(text, Holder | Released)  # type: ignore[arg-type] # mypy takes no union for a type
+    except InvalidJsonError:
+        content = None
+    if isinstance(content, Released):
+        return Lease(number, None, is_released=True, touched=touched)
+    return Lease(number, content, is_released=False, touched=touched)
 
 
-def _write(path: Path, values: dict[str, Any]) -> None:
+def _create(path: Path, content: Holder | Released) -> None:
     """Create a file, which only one of several processes can."""
     with path.open("x", encoding="utf-8") as file:
-        json.dump(values, file)
+        file.write(to_json(content))
 
 
 def _path(folder: Path, number: int) -> Path:

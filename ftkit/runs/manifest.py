@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import socket
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ftkit
 from ftkit import process
 from ftkit.errors import FtkitError, TrainingError, redact_command
-from ftkit.files import write_json
+from ftkit.files import read_json_if_valid, write_json
 from ftkit.planning.plan import plan_to_json
 
 if TYPE_CHECKING:
@@ -82,12 +81,12 @@ def record_start(manifest: Path, image: Path = _IMAGE) -> None:
     Raises:
         TrainingError: the container holds another image than the manifest says.
     """
-    try:
-        values = json.loads(manifest.read_bytes())
-        starts = [*values.get("starts", []), start := _describe_start(image)]
-    except (OSError, ValueError, AttributeError, TypeError):
+    values = read_json_if_valid(manifest, dict[str, Any])
+    earlier = None if values is None else values.get("starts", [])
+    if values is None or not isinstance(earlier, list):
         return
-    write_json(manifest, {**values, "starts": starts})
+    start = _describe_start(image)
+    write_json(manifest, {**values, "starts": [*earlier, start]})
     expected, found = values.get("image_lock_sha256"), start["image"].get("lock_sha256")
     if expected and found != expected:
         raise TrainingError(
@@ -110,11 +109,10 @@ def _describe_start(image: Path) -> dict[str, Any]:
 
 def _describe_image(image: Path) -> dict[str, str]:
     """Return what the image says of itself; nothing if it is none of ftkit's, or there is none."""
-    try:
-        definition = json.loads((image / "image.json").read_bytes())
-        reference = f"{definition['name']}:{definition['tag']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    definition = read_json_if_valid(image / "image.json", dict[str, Any])
+    if definition is None or not {"name", "tag"} <= definition.keys():
         return {}
+    reference = f"{definition['name']}:{definition['tag']}"
     digests = {"lock_sha256": image / "requirements.lock", "sbom_sha256": image / "sbom.cdx.json"}
     return {"reference": reference} | {
         name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in digests.items() if path.is_file()

@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
 
 from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError, redact
+from ftkit.files import read_json_if_valid, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -278,13 +279,10 @@ class RankError:
         )
 
 
-_RANK_ERROR = TypeAdapter(RankError)
-
-
 def write_rank_error(path: Path, error: RankError) -> None:
     """Write a rank's error beside its log."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(error), indent=2) + "\n", encoding="utf-8")
+    write_json(path, error)
 
 
 def record_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int) -> int:
@@ -299,12 +297,8 @@ def record_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: in
 
 def read_rank_error(path: Path) -> RankError | None:
     """Read an error back; None for a file that is no such thing. An exit code of another version of ftkit becomes 1."""
-    try:
-        with _open(path) as file:
-            error = _RANK_ERROR.validate_json(file.read(LONGEST_LINE))
-    except (OSError, ValueError):
-        return None
-    return error if error.exit_code in EXIT_CODES else replace(error, exit_code=1)
+    error = read_json_if_valid(path, RankError)
+    return error if error is None or error.exit_code in EXIT_CODES else replace(error, exit_code=1)
 
 
 def read_last_step(path: Path, *, tail_bytes: int = 16_384) -> StepRecord | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
-from ftkit.files import read_typed, write_json
+from ftkit.files import read_json, write_json
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.records import Seconds
 
@@ -39,9 +39,6 @@ class Submission:
     earlier_job_ids: tuple[JobId, ...] = ()
 
 
-_SUBMISSION = TypeAdapter(Submission)
-
-
 @dataclass(frozen=True)
 class SubmittedRun:
     """A run's folder and its newest submission."""
@@ -57,7 +54,7 @@ class SubmittedRun:
 
 def write_submission(layout: RunLayout, submission: Submission) -> None:
     """Note that a run was submitted."""
-    write_json(layout.submission, asdict(submission))
+    write_json(layout.submission, submission)
 
 
 def read_submission(layout: RunLayout) -> Submission | None:
@@ -66,4 +63,4 @@ def read_submission(layout: RunLayout) -> Submission | None:
     Raises:
         DamagedFileError: nobody can tell.
     """
-    return read_typed(layout.submission, _SUBMISSION)
+    return read_json(layout.submission, Submission)

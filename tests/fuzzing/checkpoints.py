@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
-from ftkit.train.components.checkpoint import MARKER, Marker, TrainState, describe, load_newest
-from ftkit.train.components.checkpoint_reader import INDEX, read_state
+from ftkit.train.components.checkpoint import INDEX, MARKER, Marker, SavedFile, TrainState, read_state
+from ftkit.train.components.checkpointer import load_newest
 from fuzzing.area import Area, Case, read_case, write_case
 from fuzzing.mutate import damaged_bytes, damaged_json
 
@@ -86,7 +86,7 @@ def _whole() -> Case:
 
 def _seal(folder: Path) -> bytes:
     """Return a marker that fits the files as they are."""
-    files = {path.name: describe(path) for path in sorted(folder.iterdir())}
+    files = {path.name: SavedFile.of(path) for path in sorted(folder.iterdir())}
     return json.dumps(asdict(Marker(TrainState(_STEP, _DATA), 1, files))).encode()
 
 

@@ -7,22 +7,18 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ftkit.train.__main__ import main
-from ftkit.train.components import checkpointer
-from ftkit.train.components.checkpoint import describe
-
-if TYPE_CHECKING:
-    from ftkit.train.components.checkpoint import SavedFile
+from ftkit.train.components.checkpoint import SavedFile
 
 
-def describe_or_die(path: Path) -> SavedFile:
+def read_or_die(path: Path) -> SavedFile:
     if path.parent.name == ".step-000010.partial":
         assert threading.current_thread() is not threading.main_thread()
         os.kill(os.getpid(), signal.SIGKILL)
-    return describe(path)
+    return read(path)
 
 
-checkpointer.describe = describe_or_die
+read = SavedFile.of
+SavedFile.of = read_or_die  # type: ignore[method-assign]
 main(Path(sys.argv[1]))

@@ -14,9 +14,8 @@ from waiting import PATIENCE_SECONDS
 from ftkit.errors import TrainingError
 from ftkit.runs.records import CheckpointRecord, StartRecord, read_records
 from ftkit.train.components import checkpointer
-from ftkit.train.components.checkpoint import TrainState, load_newest
-from ftkit.train.components.checkpoint_reader import read_state
-from ftkit.train.components.checkpointer import Checkpointer
+from ftkit.train.components.checkpoint import TrainState, read_state
+from ftkit.train.components.checkpointer import Checkpointer, load_newest
 from ftkit.train.components.metrics import Recorder
 
 if TYPE_CHECKING:

@@ -17,15 +17,16 @@ from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
 from ftkit.train.components import checkpoint
 from ftkit.train.components.checkpoint import (
+    INDEX,
     MARKER,
     Marker,
+    SavedFile,
     TrainState,
     delete_oldest,
-    describe,
-    load_newest,
+    read_state,
     remove_leftovers,
 )
-from ftkit.train.components.checkpoint_reader import INDEX, read_state
+from ftkit.train.components.checkpointer import load_newest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,7 @@ def write(layout: RunLayout, step: int, world: World) -> None:
 
 def seal(folder: Path, step: int, world: World) -> None:
     """Write a marker that fits the files as they are."""
-    files = {path.name: describe(path) for path in folder.iterdir() if path.name != MARKER}
+    files = {path.name: SavedFile.of(path) for path in folder.iterdir() if path.name != MARKER}
     (folder / MARKER).write_text(json.dumps(asdict(Marker(TrainState(step, DATA), world.size, files))))
 
 
@@ -133,7 +134,7 @@ def test_a_damaged_checkpoint_of_any_kind_is_left_for_the_one_before_it(
 def test_a_run_whose_checkpoints_are_all_damaged_stops_and_says_so(layout: RunLayout, world: World) -> None:
     for _, folder in layout.list_checkpoints():
         remove(folder)
-    with pytest.raises(TrainingError, match=r"every checkpoint .* step-1000000 \(COMPLETE.json: No such .*step-000009"):
+    with pytest.raises(TrainingError, match=r"every checkpoint .* step-1000000 \(COMPLETE.json is not .*step-000009"):
         newest_loaded(layout, world)
 
 

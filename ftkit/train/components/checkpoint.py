@@ -1,41 +1,53 @@
-"""Checkpoints on disk: complete or not there.
+"""The checkpoint format: files of one folder, complete once the folder has its final name, read without unpickling.
 
-Every rank writes its part under a temporary name; a marker with the files, sizes and digests comes last; then
-the folder takes its final name. A loader looks at final names alone, and checks files against the marker.
+Every rank writes its shards under a temporary name. Rank 0 adds a marker with the size and digest of each file, and
+gives the folder its final name, which is what makes it a complete checkpoint (`RunLayout.list_checkpoints`). A reader
+compares the files with the marker.
+
+torch's own reader unpickles the index of a checkpoint (`.metadata`), and everything in it that is no tensor. A pickle
+can call any function: whoever can write to a run's folder could run code as the user who resumes it. Here the index may
+hold torch's own dataclasses alone, and a checkpoint tensors alone (docs/adr/0025).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
-import shutil
+import pathlib
+import pickle
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-from torch.distributed.checkpoint.api import CheckpointException
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
-from ftkit.errors import TrainingError
-from ftkit.train.components.checkpoint_reader import INDEX, DamagedCheckpointError, named_files, read_index
+from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
 
 if TYPE_CHECKING:
+    import io
+    from collections.abc import Iterable
     from pathlib import Path
 
-    from ftkit.planning.layout import RunLayout
-    from ftkit.train.engine import Engine
-    from ftkit.train.world import World
+    from torch.distributed.checkpoint.planner import ReadItem
 
-log = logging.getLogger(__name__)
+    from ftkit.planning.layout import RunLayout
 
 MARKER = "COMPLETE.json"
+INDEX = ".metadata"
+"""torch's name for the file that says which tensor is in which file."""
+
+
+class DamagedCheckpointError(Exception):
+    """A file of a checkpoint is not what it was, or can't be read; the message names it."""
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run is: all that goes on from a checkpoint besides weights and optimizer."""
+    """What a run continues from besides weights and optimizer states: steps done, and the fingerprint of its data."""
 
     step: int
     fingerprint: str
@@ -43,89 +55,73 @@ class TrainState:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of a checkpoint as it was written."""
+    """Size in bytes and SHA-256 of a file of a checkpoint."""
 
     size: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> SavedFile:
+        """Read a file, and return what it is.
+
+        Raises:
+            OSError: it can't be read.
+        """
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return cls(path.stat().st_size, digest)
+
 
 @dataclass(frozen=True)
 class Marker:
-    """What a checkpoint holds."""
+    """What a checkpoint holds: COMPLETE.json."""
 
     progress: TrainState
     world_size: int
     files: dict[str, SavedFile]
 
 
-_MARKER = TypeAdapter(Marker)
+# --- Writing -------------------------------------------------------------------------------------
 
 
-def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: str) -> TrainState | None:
-    """Load the newest checkpoint that is whole; None if none was ever written. Every rank must call it.
+def temporary_of(final: Path) -> Path:
+    """Return where a checkpoint is while it is being written: the same name for all ranks."""
+    return final.with_name(f".{final.name}.partial")
 
-    Raises:
-        TrainingError: all checkpoints are damaged, or the newest whole one belongs to other data.
+
+def begin(final: Path) -> Path:
+    """Make an empty folder under the temporary name of a checkpoint, and return it."""
+    temporary = temporary_of(final)
+    remove(temporary)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def complete(final: Path, marker: Marker) -> None:
+    """Write the marker, and give the checkpoint its name; a damaged one of the same step is replaced."""
+    temporary = temporary_of(final)
+    write_json(temporary / MARKER, marker)
+    publish(temporary, final)
+
+
+def delete_oldest(layout: RunLayout, step: int, keep: int) -> None:
+    """Delete all but the newest checkpoints up to a step.
+
+    Later ones were found damaged: they are written again, and don't count.
     """
-    damaged = []
-    for step, folder in reversed(_list_on_first_rank(layout, world)):
-        marker, damage = _check(step, folder, world)
-        if marker is None:
-            log.warning("checkpoint %s is damaged (%s): trying the one before it", folder.name, damage)
-            damaged.append(f"{folder.name} ({damage})")
-            continue
-        if marker.progress.fingerprint != fingerprint:
-            raise TrainingError(
-                f"{folder} was trained on data {marker.progress.fingerprint}, the plan is for {fingerprint}",
-                fix="start a new run for new data",
-            )
-        _load(engine, folder)
-        return marker.progress
-    if damaged:
-        raise TrainingError(
-            f"every checkpoint in {layout.checkpoints} is damaged: {', '.join(damaged)}",
-            meaning="the file system lost data, files were changed or moved, or this user may not read them",
-            fix=f"restore one of them, then: ftkit resume {layout.root.name}; or start a new run. Nothing was deleted",
-        )
-    return None
+    for _, folder in [found for found in layout.list_checkpoints() if found[0] <= step][:-keep]:
+        doomed = folder.with_name(f".{folder.name}.{time.time_ns()}.deleted")
+        folder.rename(doomed)  # no reader sees it from now on
+        remove(doomed)
 
 
-def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path]]:
-    """Return the checkpoints as rank 0 sees them: a shared file system may show other ranks an older state."""
-    found: list[tuple[int, Path]] = []
-    if world.is_first:
-        try:
-            found = layout.list_checkpoints()
-        except OSError as error:
-            raise TrainingError(
-                f"the checkpoints of this run can't be listed: {error}",
-                meaning="this user may not read them, or the file system is out of reach",
-                fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
-            ) from error
-    listed: list[tuple[int, Path]] = world.gather_objects(found)[0]
-    return listed
+def remove_leftovers(layout: RunLayout) -> None:
+    """Remove what a killed job left of checkpoints that it was writing or deleting."""
+    for folder in layout.checkpoints.glob(".step-*"):
+        remove(folder)
 
 
-def _check(step: int, folder: Path, world: World) -> tuple[Marker | None, str]:
-    """Return what a checkpoint holds, and what is damaged of it; only one of the two. Same on all ranks."""
-    try:
-        marker = read_marker(folder, step)
-        own = _find_damage(folder, marker, world)
-    except DamagedCheckpointError as error:
-        own = [str(error)]
-    damage = sorted(set().union(*world.gather_objects(own)))
-    return (None, ", ".join(damage)) if damage else (marker, "")
-
-
-def _load(engine: Engine, folder: Path) -> None:
-    try:
-        engine.load(folder)
-    except CheckpointException as error:  # no Exception: nobody above would notice it
-        raise TrainingError(
-            f"{folder} can't be loaded: {str(error).strip()}",
-            meaning="its files are whole, but are not those of this model, method and engine",
-            fix="resume with the ftkit that began the run, or begin a new one",
-        ) from error
+# --- Reading -------------------------------------------------------------------------------------
 
 
 def read_marker(folder: Path, step: int) -> Marker:
@@ -135,11 +131,11 @@ def read_marker(folder: Path, step: int) -> Marker:
         DamagedCheckpointError: the marker is missing, can't be read, or is not that of such a checkpoint.
     """
     try:
-        marker = _MARKER.validate_json((folder / MARKER).read_bytes())
-    except OSError as error:
-        raise DamagedCheckpointError(f"{MARKER}: {error.strerror}") from error
-    except ValidationError as error:
-        raise DamagedCheckpointError(f"{MARKER}: {error.errors()[0]['msg']}") from error
+        marker = read_json(folder / MARKER, Marker)
+    except DamagedFileError as error:
+        raise DamagedCheckpointError(f"{MARKER}: {error.reason}") from error
+    if marker is None:
+        raise DamagedCheckpointError(f"{MARKER} is not there")
     if any(os.path.basename(name) != name for name in marker.files):  # noqa: PTH119 - Path drops a trailing slash
         raise DamagedCheckpointError(f"{MARKER}: it lists files of other folders")
     if marker.progress.step != step:
@@ -147,71 +143,113 @@ def read_marker(folder: Path, step: int) -> Marker:
     return marker
 
 
-def describe(path: Path) -> SavedFile:
-    """Return the size and digest of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return SavedFile(path.stat().st_size, digest)
-
-
-def _find_damage(folder: Path, marker: Marker, world: World) -> list[str]:
-    """Return what differs from the marker among this rank's share of the files.
-
-    Raises:
-        DamagedCheckpointError: on rank 0, the index is not one, or needs a file that the marker does not list.
-    """
-    share = sorted(marker.files)[world.rank :: world.size]
-    differing = [name for name in share if not _is_as_written(folder / name, marker.files[name])]
-    if not differing and world.is_first and (unlisted := named_files(read_index(folder)) - marker.files.keys()):
-        raise DamagedCheckpointError(f"{INDEX}: {MARKER} does not list its '{min(unlisted)}'")
-    return differing
+def find_damage(folder: Path, marker: Marker, names: Iterable[str]) -> list[str]:
+    """Return which of some files of a checkpoint differ from what the marker says."""
+    return [name for name in names if not _is_as_written(folder / name, marker.files[name])]
 
 
 def _is_as_written(path: Path, file: SavedFile) -> bool:
     try:
-        return describe(path) == file
+        return SavedFile.of(path) == file
     except OSError:  # missing or unreadable
         return False
 
 
-def begin(final: Path) -> Path:
-    """Return an empty folder under the temporary name of a checkpoint."""
-    temporary = temporary_of(final)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    return temporary
+def check_index(folder: Path, marker: Marker) -> None:
+    """Check that the marker lists all files that the index needs.
 
-
-def temporary_of(final: Path) -> Path:
-    """Return where a checkpoint is while it is being written."""
-    return final.with_name(f".{final.name}.partial")
-
-
-def complete(final: Path, marker: Marker) -> None:
-    """Write the marker, and let the checkpoint take its name."""
-    temporary = temporary_of(final)
-    path = temporary / MARKER
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(asdict(marker), file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    if final.exists():  # the same step, written again after a resume from an older one
-        shutil.rmtree(final)
-    temporary.rename(final)
-
-
-def delete_oldest(layout: RunLayout, step: int, keep: int) -> None:
-    """Delete all but the newest checkpoints up to a step.
-
-    Later ones are there if they were found damaged: they must not push whole ones out, and are written again.
+    Raises:
+        DamagedCheckpointError: it does not, or the index is damaged.
     """
-    for _, folder in [found for found in layout.list_checkpoints() if found[0] <= step][:-keep]:
-        doomed = folder.with_name(f".{folder.name}.{time.time_ns()}.deleted")
-        folder.rename(doomed)  # at once out of every loader's sight
-        shutil.rmtree(doomed, ignore_errors=True)
+    try:
+        needed = {place.relative_path for place in read_index(folder).storage_data.values()}
+    except AttributeError as error:
+        raise DamagedCheckpointError(f"{INDEX}: {error}") from error
+    if unlisted := needed - marker.files.keys():
+        raise DamagedCheckpointError(f"{INDEX}: {MARKER} does not list its '{min(unlisted)}'")
 
 
-def remove_leftovers(layout: RunLayout) -> None:
-    """Remove what a killed job left of checkpoints that it was writing or deleting."""
-    for folder in layout.checkpoints.glob(".step-*"):
-        shutil.rmtree(folder, ignore_errors=True)
+def read_state(state: dict[str, Any], folder: Path) -> None:
+    """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size.
+
+    Every rank must call it.
+
+    Args:
+        state: holds nothing but tensors.
+        folder: the checkpoint.
+    """
+    state_dict_loader.load(state, storage_reader=_Reader(folder), planner=_TensorsAlone())
+
+
+def read_index(folder: Path) -> Metadata:
+    """Return what a checkpoint says of its tensors: shapes, types and places.
+
+    Raises:
+        DamagedCheckpointError: it is no such index, or holds anything else.
+    """
+    try:
+        with (folder / INDEX).open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except Exception as error:  # damaged pickles raise anything
+        raise DamagedCheckpointError(f"{INDEX}: {error}") from error
+    if not isinstance(index, Metadata):
+        raise DamagedCheckpointError(f"{INDEX}: it is a {type(index).__name__}")
+    return index
+
+
+def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
+    """Return the sizes of a checkpoint's whole tensors, of those under a prefix, without it."""
+    stored = read_index(folder).state_dict_metadata
+    return {
+        name.removeprefix(prefix): each.size
+        for name, each in stored.items()
+        if name.startswith(prefix) and isinstance(each, metadata.TensorStorageMetadata)
+    }
+
+
+class _Reader(FileSystemReader):
+    """torch's reader with our reading of the index. It takes no `kwargs`: torch then tries no other index."""
+
+    def read_metadata(self) -> Metadata:
+        index = read_index(pathlib.Path(self.path))
+        index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return index
+
+
+class _TensorsAlone(DefaultLoadPlanner):
+    """torch's planner, which would unpickle whatever the index calls no tensor."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        del value
+        raise DamagedCheckpointError(f"{INDEX}: '{read_item.storage_index.fqn}' is not a tensor in it")
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes the dataclasses of an index, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        # Python 3.13 has pathlib's classes in a module below it.
+        if (found := _ALLOWED.get((module.removesuffix("._local"), name))) is None:
+            raise pickle.UnpicklingError(f"it holds a '{module}.{name}', which no checkpoint does")
+        return found
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (each.__module__.removesuffix("._local"), each.__qualname__): each
+    for each in (
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,  # noqa: SLF001
+        filesystem._StorageInfo,  # noqa: SLF001
+        torch.serialization._get_layout,  # noqa: SLF001 - looks a layout up by its name
+        pathlib.PurePosixPath,
+        pathlib.PosixPath,
+    )
+} | {("torch", "Size"): torch.Size}

@@ -1,4 +1,4 @@
-"""Saving checkpoints while training goes on."""
+"""Save checkpoints while training continues, and load the newest complete one."""
 
 from __future__ import annotations
 
@@ -13,28 +13,38 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
 
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.memory import GIB
 from ftkit.runs.records import CheckpointRecord
 from ftkit.train.components.checkpoint import (
+    INDEX,
+    DamagedCheckpointError,
     Marker,
+    SavedFile,
     TrainState,
     begin,
+    check_index,
     complete,
     delete_oldest,
-    describe,
+    find_damage,
+    read_marker,
     remove_leftovers,
     temporary_of,
 )
-from ftkit.train.components.checkpoint_reader import INDEX
 from ftkit.train.memory.host_memory import available_bytes
-from ftkit.train.memory.host_staging import HostSnapshot, state_bytes
+from ftkit.train.memory.host_staging import empty_pinned_like
 from ftkit.train.world import COLLECTIVE_TIMEOUT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
     from types import TracebackType
 
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan
     from ftkit.train.components.metrics import Recorder
     from ftkit.train.engine import Engine
@@ -45,20 +55,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Save:
-    """A checkpoint on its way; the future gives the time at which it was complete."""
+    """A checkpoint that is being written.
+
+    Attributes:
+        step: the step that it is of.
+        began: when training stopped for it (`time.perf_counter`).
+        resumed: when training continued; None if it waits.
+        ended: gives the time at which the checkpoint was complete.
+    """
 
     step: int
     began: float
     resumed: float | None
-    """When training went on; None if it waits."""
     ended: Future[float]
 
 
 class Checkpointer:
-    """Writes one checkpoint at a time, in a thread that talks to the other ranks through a group of its own.
+    """Write one checkpoint at a time, in a thread with a process group of its own.
 
-    Training waits for the copy to main memory alone, unless there is no room for a copy. On the way out, whatever
-    the reason, a checkpoint that is being written is completed first.
+    Training waits for the copy to main memory alone; without room for a copy, for the whole checkpoint. The end of the
+    context, by an error too, waits until the checkpoint that is being written is complete.
     """
 
     def __init__(self, plan: RunPlan, world: World, recorder: Recorder) -> None:
@@ -68,7 +84,7 @@ class Checkpointer:
         # Collectives of two threads in one group could meet in another order on another rank.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_take_device, initargs=(world.device,))
-        self._copy = HostSnapshot(world.host_mesh)
+        self._snapshot = HostSnapshot(world.host_mesh)
         self._has_room: bool | None = None
         self._save: _Save | None = None
 
@@ -90,7 +106,7 @@ class Checkpointer:
             self._thread.shutdown()
 
     def save(self, engine: Engine, progress: TrainState, *, in_background: bool) -> None:
-        """Write a checkpoint once the one before it is complete. Every rank must call it.
+        """Begin to write a checkpoint once the one before it is complete. Collective: every rank must call it.
 
         Raises:
             TrainingError: this one, or the one before it, can't be written.
@@ -100,7 +116,7 @@ class Checkpointer:
         state = engine.state()
         copies = in_background and self._room_for(state)
         if copies:
-            state = self._copy.take(state)
+            state = self._snapshot.take(state)
         elif self._world.device.type == "cuda":
             torch.cuda.synchronize()  # host sync: another thread reads what this one's kernels write
         ended = self._thread.submit(self._write, state, progress)
@@ -109,12 +125,16 @@ class Checkpointer:
             self.wait()
 
     def report_ended(self) -> None:
-        """Report a checkpoint that is complete by now, or raise what kept it from being so."""
+        """Report the checkpoint that was being written if it is complete by now.
+
+        Raises:
+            TrainingError: it can't be written.
+        """
         if self._save is not None and self._save.ended.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint on its way, if there is one, is complete, and report it.
+        """Wait for the checkpoint that is being written, if there is one, and report it.
 
         Raises:
             TrainingError: it can't be written.
@@ -128,7 +148,7 @@ class Checkpointer:
         except (OSError, CheckpointException) as error:
             raise TrainingError(
                 f"the checkpoint of step {save.step} can't be written: {str(error).strip()}",
-                meaning="the file system is full, over quota or out of reach; older checkpoints are as they were",
+                meaning="the file system is full, over quota or out of reach; older checkpoints are unchanged",
                 fix=f"make room in {folder.parent}, then: ftkit resume {self._plan.id}",
             ) from error
         stalled = (save.resumed or ended) - save.began
@@ -137,7 +157,7 @@ class Checkpointer:
                  save.step, ended - save.began, stalled)  # fmt: skip
 
     def _room_for(self, state: dict[str, Any]) -> bool:
-        """Tell whether main memory has room for the copies of all processes of this node; asked once."""
+        """Tell whether main memory has room for the copies of all processes of this node; measured once."""
         if self._has_room is None:
             needed = state_bytes(state) * self._plan.placement.processes_per_node
             available = available_bytes()
@@ -151,7 +171,7 @@ class Checkpointer:
         return self._has_room
 
     def _write(self, state: dict[str, Any], progress: TrainState) -> float:
-        """Write a checkpoint, in the thread; return when it was complete."""
+        """Write a checkpoint, in the thread; return the time at which it was complete."""
         final = self._plan.layout.checkpoint(progress.step)
         if self._world.is_first:
             begin(final)
@@ -160,11 +180,11 @@ class Checkpointer:
         # Looking ahead, the writer would wait for the stream that training queues its steps on, every few megabytes.
         writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
         state_dict_saver.save(state, storage_writer=writer, process_group=self._group)
-        own = {path.name: describe(path) for path in sorted(folder.glob(f"__{self._world.rank}_*"))}
+        own = {path.name: SavedFile.of(path) for path in sorted(folder.glob(f"__{self._world.rank}_*"))}
         parts: list[Any] = [None] * self._world.size
         dist.all_gather_object(parts, own, group=self._group)
         if self._world.is_first:
-            parts.append({INDEX: describe(folder / INDEX)})
+            parts.append({INDEX: SavedFile.of(folder / INDEX)})
             files = {name: file for part in parts for name, file in part.items()}
             complete(final, Marker(progress, self._world.size, files))
             delete_oldest(self._plan.layout, progress.step, self._plan.recipe.training.keep_checkpoints)
@@ -176,3 +196,133 @@ def _take_device(device: torch.device) -> None:
     """Keep the thread off the first GPU, which is every new thread's own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+class HostSnapshot:
+    """Host snapshots of sharded state that training cannot modify while they are being written.
+
+    One at a time: the next one reuses the buffers.
+    """
+
+    def __init__(self, host_mesh: DeviceMesh) -> None:
+        self._mesh = host_mesh
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, state: Any) -> Any:
+        """Copy `state`, nested dictionaries and lists, with each tensor in main memory."""
+        copied = self._copy(state, ())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # host sync: the next step would change what is still being copied
+        return copied
+
+    def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, dict):
+            return {key: self._copy(inner, (*path, key)) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self._copy(inner, (*path, index)) for index, inner in enumerate(value)]
+        if isinstance(value, DTensor):
+            local = self._copy(value.to_local(), path)
+            return DTensor.from_local(
+                local, self._mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            )
+        if isinstance(value, torch.Tensor):
+            return self._buffer(value, path).copy_(value, non_blocking=True)
+        return value
+
+    def _buffer(self, like: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
+        if path not in self._buffers:
+            self._buffers[path] = empty_pinned_like(like)
+        return self._buffers[path]
+
+
+def state_bytes(state: Any) -> int:
+    """Count the bytes of this rank's tensors in a state."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _tensors(inner)
+    elif isinstance(value, DTensor):
+        yield value.to_local()
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+# --- Loading -------------------------------------------------------------------------------------
+
+
+def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: str) -> TrainState | None:
+    """Load the newest undamaged checkpoint; None if none was ever written. Collective: every rank must call it.
+
+    Raises:
+        TrainingError: all checkpoints are damaged, or the newest undamaged one belongs to other data.
+    """
+    damaged = []
+    for step, folder in reversed(_list_on_first_rank(layout, world)):
+        marker, damage = _check(step, folder, world)
+        if marker is None:
+            log.warning("checkpoint %s is damaged (%s): trying the one before it", folder.name, damage)
+            damaged.append(f"{folder.name} ({damage})")
+            continue
+        if marker.progress.fingerprint != fingerprint:
+            raise TrainingError(
+                f"{folder} was trained on data {marker.progress.fingerprint}, the plan is for {fingerprint}",
+                fix="start a new run for new data",
+            )
+        _load(engine, folder)
+        return marker.progress
+    if damaged:
+        raise TrainingError(
+            f"every checkpoint in {layout.checkpoints} is damaged: {', '.join(damaged)}",
+            meaning="the file system lost data, files were changed or moved, or this user may not read them",
+            fix=f"restore one of them, then: ftkit resume {layout.root.name}; or start a new run. Nothing was deleted",
+        )
+    return None
+
+
+def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path]]:
+    """Return the checkpoints as rank 0 sees them: a shared file system may show other ranks an older state."""
+    found: list[tuple[int, Path]] = []
+    if world.is_first:
+        try:
+            found = layout.list_checkpoints()
+        except OSError as error:
+            raise TrainingError(
+                f"the checkpoints of this run can't be listed: {error}",
+                meaning="this user may not read them, or the file system is out of reach",
+                fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
+            ) from error
+    listed: list[tuple[int, Path]] = world.gather_objects(found)[0]
+    return listed
+
+
+def _check(step: int, folder: Path, world: World) -> tuple[Marker | None, str]:
+    """Return the marker of an undamaged checkpoint, or what is damaged; the same on all ranks.
+
+    Each rank reads its share of the files.
+    """
+    try:
+        marker = read_marker(folder, step)
+        own = find_damage(folder, marker, sorted(marker.files)[world.rank :: world.size])
+        if not own and world.is_first:
+            check_index(folder, marker)
+    except DamagedCheckpointError as error:
+        own = [str(error)]
+    damage = sorted(set().union(*world.gather_objects(own)))
+    return (None, ", ".join(damage)) if damage else (marker, "")
+
+
+def _load(engine: Engine, folder: Path) -> None:
+    try:
+        engine.load(folder)
+    except CheckpointException as error:  # it is no Exception, and nothing above would catch it
+        raise TrainingError(
+            f"{folder} can't be loaded: {str(error).strip()}",
+            meaning="its files are undamaged, but belong to another model, method or engine",
+            fix="resume with the ftkit that started the run, or start a new run",
+        ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.config.recipe import RecipePlan
-from ftkit.process import mode_of_new_files
+from ftkit.files import atomic_folder, mode_of_new_files
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, config_for_export
@@ -46,20 +45,16 @@ def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> 
     """
     weights = engine.trained_weights()
     if world.is_first:
-        temporary = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
         dtype = DTYPES[parts.recipe.training.compute_precision]
         converted = {name: _as_stored(tensor, dtype) for name, tensor in weights.items()}
-        if parts.recipe.training.adapters is None:
-            _write_model(split_as_stored(engine.model, converted), parts, temporary)
-        else:
-            _write_adapters(converted, parts, temporary)
-        parts.tokenizer.save_pretrained(temporary)
-        parts.generation.save(temporary)
-        _let_others_read(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        with atomic_folder(folder, folder.with_name(f".{folder.name}.partial")) as temporary:
+            if parts.recipe.training.adapters is None:
+                _write_model(split_as_stored(engine.model, converted), parts, temporary)
+            else:
+                _write_adapters(converted, parts, temporary)
+            parts.tokenizer.save_pretrained(temporary)
+            parts.generation.save(temporary)
+            _let_others_read(temporary)
     world.barrier()
 
 

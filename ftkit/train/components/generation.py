@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ftkit.data.encoding import find_answer_end
+from ftkit.files import write_json
 from ftkit.model_folder import GENERATION_FILE, read_end_tokens, read_generation_config
 
 if TYPE_CHECKING:
@@ -69,4 +69,4 @@ class Generation:
 
     def save(self, folder: Path) -> None:
         """Write `generation_config.json`. transformers would refuse to write some that are on the hub."""
-        (folder / GENERATION_FILE).write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / GENERATION_FILE, self.settings)

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ftkit.errors import TrainingError
+from ftkit.files import atomic_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,9 +52,8 @@ def profiled(spec: ProfileSpec, layout: RunLayout, world: World) -> Iterator[Cal
     def write_trace(profiler: profile) -> None:
         cycle = next(cycles)
         path = layout.profile_trace(world.rank, cycle)
-        unfinished = path.with_name(f".{path.name}")
-        profiler.export_chrome_trace(str(unfinished))
-        unfinished.replace(path)
+        with atomic_file(path) as temporary:
+            profiler.export_chrome_trace(str(temporary))
         log.info("profile written to %s", path)
         if cycle + 1 == spec.cycles:
             memory.close()

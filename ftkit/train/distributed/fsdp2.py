@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import MicroBatch, add_objective, summed_loss
 from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
-from ftkit.train.components.checkpoint_reader import read_state, saved_sizes
+from ftkit.train.components.checkpoint import read_state, saved_sizes
 from ftkit.train.components.optimizer import HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ftkit.errors import PrerequisiteError
 from ftkit.planning.estimates.memory import ZERO3_BUCKET
 from ftkit.train.causal_lm import MicroBatch, add_objective, summed_loss
-from ftkit.train.components.checkpoint_reader import read_state
+from ftkit.train.components.checkpoint import read_state
 from ftkit.train.components.optimizer import parameter_groups
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.dtypes import DTYPES

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -201,7 +201,7 @@ def test_others_are_counted_by_the_program_and_estimated_where_it_fails(
     assert estimated is not None
     assert (program.calls, estimated.source) == (1, "config")
     real = replace(estimated, source="model")
-    program.output = ProgramOutput(0, "a warning\n" + model_size._COUNTS.dump_json(real).decode() + "\n", "")
+    program.output = ProgramOutput(0, "a warning\n" + json.dumps(asdict(real)) + "\n", "")
     assert count_on_this_machine(model, {}, workspace) == real
     program.output = ProgramOutput(0, "nonsense", "")
     assert count_on_this_machine(model, {}, workspace) == estimated
