@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftkit.runs.records import EvaluationRecord, ProofRecord
+from ftkit.runs.records import EvaluationRecord, VerificationRecord
 from ftkit.train.model.float8 import Fp8Layout, convert_linears
 from ftkit.train.model.quantized_linear import QuantizedLinear, quantize_linears
 
@@ -120,4 +120,4 @@ def test_a_run_in_fp8_learns_and_passes_its_checks(
     run.train()
     before, after = run.records(EvaluationRecord)
     assert after.loss < before.loss - 0.05
-    assert run.records(ProofRecord)
+    assert run.records(VerificationRecord)
