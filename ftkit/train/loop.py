@@ -106,7 +106,7 @@ class TrainingLoop:
         ]
         learning_rate = learning_rate_at(self.progress.step, self.num_steps, training)
         grad_norm = self.engine.step(learning_rate, training.max_grad_norm)
-        return StepOutcome(torch.stack(losses).sum(), grad_norm)
+        return StepOutcome(torch.stack(losses).sum(), grad_norm, learning_rate)
 
     def _seed_of_step(self) -> int:
         """Return what dropout is drawn from: the same when a step is taken again after a resume."""
@@ -127,8 +127,7 @@ class TrainingLoop:
         reporter.count(result, self.batches.num_packs_of_step(result.step - 1))
         every = self.plan.recipe.training.log_every_steps
         if result.step % every == 0 or result.step in {1, self.num_steps} or result.stop_requested:
-            learning_rate = learning_rate_at(result.step - 1, self.num_steps, self.plan.recipe.training)
-            reporter.report(result, self.batches.epoch_of_step(result.step), learning_rate)
+            reporter.report(result, self.batches.epoch_of_step(result.step))
         return result.stop_requested
 
     def _is_evaluation_due(self) -> bool:

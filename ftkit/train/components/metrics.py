@@ -27,10 +27,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step leaves on this rank: its summed loss, and the norm of the whole gradient. Both on the device."""
+    """A step as this rank did it.
+
+    Attributes:
+        loss: summed over the targets of this rank, on the device.
+        grad_norm: L2 norm of the whole gradient, over all ranks, on the device.
+        learning_rate: what the optimizer used.
+    """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
+    learning_rate: float
 
 
 class Recorder:
@@ -99,11 +106,12 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step, reduced over all ranks."""
+    """A step, reduced over all ranks; `loss` is the mean over its targets."""
 
     step: int
     loss: float
     grad_norm: float
+    learning_rate: float
     stop_requested: bool
     timing: StepTiming
 
@@ -112,6 +120,7 @@ class StepResult:
 class _Pending:
     step: int
     num_targets: int
+    learning_rate: float
     numbers: torch.Tensor
     """Loss, requests to stop and the gradient's norm, in main memory once `copied` has come."""
     copied: torch.cuda.Event | None
@@ -142,7 +151,7 @@ class StepReducer:
             numbers = self._buffer.copy_(numbers, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._pending = _Pending(step, num_targets, numbers, copied, timing)
+        self._pending = _Pending(step, num_targets, outcome.learning_rate, numbers, copied, timing)
 
     @property
     def is_done(self) -> bool:
@@ -159,7 +168,9 @@ class StepReducer:
         if pending.copied is not None:
             pending.copied.synchronize()  # host sync: on a step that ends while the next one is queued
         loss, stop, grad_norm = pending.numbers.tolist()
-        return StepResult(pending.step, loss / pending.num_targets, grad_norm, stop > 0, pending.timing)
+        return StepResult(
+            pending.step, loss / pending.num_targets, grad_norm, pending.learning_rate, stop > 0, pending.timing
+        )
 
 
 class StepReporter:
@@ -181,7 +192,7 @@ class StepReporter:
         self._timings.append(result.timing)
         self._num_packs += num_packs
 
-    def report(self, result: StepResult, epoch: float, learning_rate: float) -> None:
+    def report(self, result: StepResult, epoch: float) -> None:
         """Write the record of the step that was counted last."""
         seconds = sum(timing.seconds for timing in self._timings)
         work = sum(timing.work_seconds for timing in self._timings)
@@ -195,7 +206,7 @@ class StepReporter:
             num_steps=self._num_steps,
             epoch=round(epoch, 4),
             loss=result.loss,
-            learning_rate=learning_rate,
+            learning_rate=result.learning_rate,
             grad_norm=result.grad_norm,
             tokens=result.step * self._tokens_per_step,
             tokens_per_second=speed,
@@ -208,6 +219,6 @@ class StepReporter:
         self._recorder.write(record)
         log.info(
             "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s%s",
-            record.step, record.num_steps, record.loss, learning_rate, record.grad_norm, record.tokens_per_second,
+            record.step, record.num_steps, record.loss, record.learning_rate, record.grad_norm, record.tokens_per_second,
             "" if record.mfu is None else f" ({record.mfu:.1%} MFU)",
         )  # fmt: skip
