@@ -14,8 +14,12 @@ from ruamel.yaml import YAML
 from waiting import PATIENCE_SECONDS
 
 CHECKOUT = Path(__file__).parents[2]
+REFERENCE = CHECKOUT / "docs" / "reference"
 PAGES = [*CHECKOUT.glob("*.md"), *sorted((CHECKOUT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+NOT_IN_A_CHECKOUT = {"ftkit.yaml", "ftkit.run", "containers/NAME/TAG", "docs/_build"}
+"""A project's files, a tag of MLflow's, and what is built."""
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
 
@@ -50,6 +54,44 @@ def test_code_blocks_can_be_read(page: Path) -> None:
             YAML(typ="safe").load(body)
         else:
             assert kind.startswith("{") or kind in {"console", "text"}, f"a block of no kind that is known: {body}"
+
+
+def spans(page: Path) -> list[str]:
+    """Return what stands as code in a page's sentences and tables."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text()))
+
+
+def alternatives(path: str) -> list[str]:
+    """Expand `a/{b,c}.py` as bash does."""
+    found = re.search(r"\{([^}]*)\}", path)
+    return [path.replace(found[0], part) for part in found[1].split(",")] if found else [path]
+
+
+@every_page
+def test_files_and_modules_that_a_page_mentions_exist(page: Path) -> None:
+    for span in spans(page):
+        word = span.split()[0].removeprefix("./").rstrip("/")
+        if word in NOT_IN_A_CHECKOUT:
+            continue
+        if re.fullmatch(r"ftkit(\.[a-z]\w*)+", word):
+            path = CHECKOUT / word.replace(".", "/")
+            assert path.is_dir() or path.with_suffix(".py").is_file(), f"`{span}`: there is no such module"
+        elif re.fullmatch(r"(ftkit|tests|benchmarks|scripts|sbatch|docs|containers)/[\w./{},-]*\w", word):
+            for path in alternatives(word):
+                assert (CHECKOUT / path).exists(), f"`{span}`: there is no {path}"
+
+
+KEY = re.compile(r"((model|data|training|evaluation|tracking|profile|resources)(\.[a-z]\w*)+)(?=$|[=: ])")
+
+
+@every_page
+def test_commands_and_recipe_keys_that_a_page_mentions_exist(page: Path) -> None:
+    commands = set(re.findall(r"^## ftkit (.+)$", (REFERENCE / "cli.md").read_text(), re.MULTILINE))
+    keys = set(re.findall(r"^\| `([\w.]+)` \|", (REFERENCE / "recipe.md").read_text(), re.MULTILINE))
+    for span in spans(page):
+        command, key = re.match(r"ftkit ([a-z][\w-]*)\b", span), KEY.match(span)
+        assert not command or command[1] in commands, f"`{span}`: there is no such command"
+        assert not key or key[1] in keys, f"`{span}`: a recipe has no such key"
 
 
 @every_page
