@@ -65,19 +65,13 @@ def test_of_experts_in_pieces_only_the_wanted_rows_are_read() -> None:
     tensors = {f"{expert}.{part}": torch.randn(2, 3) for expert in range(4) for part in ("gate", "up")}
     asked: list[str] = []
 
-    class Slice:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def read(name: str) -> Tensor:
+        asked.append(name)
+        return Tensor(tensors[name])
 
-        def get_shape(self) -> list[int]:
-            return list(tensors[self.name].shape)
-
-        def __getitem__(self, rows: slice) -> torch.Tensor:
-            asked.append(self.name)
-            return tensors[self.name][rows]
-
-    joined = JoinedPieces([(f"{expert}.gate", f"{expert}.up") for expert in range(4)], Slice)
+    joined = JoinedPieces([(f"{expert}.gate", f"{expert}.up") for expert in range(4)], read)
     assert joined.get_shape() == [4, 4, 3]
+    asked.clear()
     assert torch.equal(joined[2:3], torch.cat([tensors["2.gate"], tensors["2.up"]])[None])
     assert asked == ["2.gate", "2.up"]
 
@@ -96,20 +90,50 @@ def test_an_expert_that_is_missing_is_an_error(tmp_path: Path) -> None:
 
 
 @needs_conversions
-def test_tensors_that_are_stored_in_a_way_ftkit_can_not_undo_are_refused(
+def test_conversions_that_are_no_concatenation_of_rows_are_left_to_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build("qwen3_moe")
-    name = "model.layers.0.mlp.experts.down_proj"
     (converter,) = (one for one in _Conversions.of(model).converters if "down_proj" in one.target_patterns[0])
     from transformers.core_model_loading import Transpose
 
-    converter.operations.append(Transpose())
+    converter.operations.append(Transpose(1, 2))
     monkeypatch.setattr(_Conversions, "of", lambda _: _Conversions([], [converter]))
-    with pytest.raises(
-        TrainingError, match=f"'{name}' is stored in another form than the model's: MergeModulelist, Transpose"
-    ):
-        map_tensors(model, ["model.layers.0.mlp.experts.0.down_proj.weight"], [name])
+    files = {f"model.layers.0.mlp.experts.{number}.down_proj.weight": torch.randn(2, 3) for number in range(12)}
+    name = "model.layers.0.mlp.experts.down_proj"
+    source = map_tensors(model, files, [name], lambda stored: Tensor(files[stored]))[name].source
+    assert source.get_shape() == [12, 3, 2]
+    assert torch.equal(source[4:6], torch.stack([*files.values()])[4:6].transpose(1, 2))
+
+
+@needs_conversions
+def test_experts_in_mxfp4_are_dequantized_as_transformers_does() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (4, 6, 2, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 140, (4, 6, 2), dtype=torch.uint8, generator=generator)
+    files = {
+        "model.layers.0.mlp.experts.down_proj_blocks": blocks,
+        "model.layers.0.mlp.experts.down_proj_scales": scales,
+    }
+    name = "model.layers.0.mlp.experts.down_proj"
+    source = map_tensors(build("gpt_oss"), files, [name], lambda stored: Tensor(files[stored]))[name].source
+    assert source.get_shape() == [4, 64, 6]
+    assert torch.equal(source[1:3], convert_moe_packed_tensors(blocks, scales)[1:3])
+
+
+class Tensor:
+    """A tensor of a file."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def get_shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self.values[rows]
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])

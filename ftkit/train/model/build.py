@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ftkit.config.model import ModelSpec
 
 
+DEQUANTIZED_METHODS = ("mxfp4",)
+"""Quantized weights that `ftkit.train.model.weight_conversion` reads."""
 _NDIM_OF_STACKED_EXPERTS = 3
 _BF16_IN_16_BYTES = 8
 _PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every"}
@@ -83,6 +85,7 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
     """
     stored = _read_stored(folder)
     config = stored.get_text_config(decoder=True)
+    _check_quantization(stored, folder)
     found = find_contradictions(shape, {key: getattr(config, key, None) for key in CONFIG_KEYS})
     wrong = [f"{key}: {values}" for key, values in found.items()]
     if wrong:
@@ -92,6 +95,18 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
             fix="correct model.architecture in the recipe",
         )
     return TextConfig(config, is_wrapped=config is not stored)
+
+
+def _check_quantization(stored: PretrainedConfig, folder: Path) -> None:
+    """Refuse quantized weights, except those that are dequantized while they are loaded."""
+    quantization = getattr(stored, "quantization_config", None) or {}
+    method = quantization.get("quant_method")
+    if quantization and method not in DEQUANTIZED_METHODS:
+        raise TrainingError(
+            f"the weights in {folder} are quantized ({method}), which ftkit can't train",
+            meaning="fine-tuning needs weights in bf16 or fp32; training.method=qlora quantizes them itself",
+            fix="set model.weights to the unquantized version of the model",
+        )
 
 
 def _read_stored(folder: Path) -> PretrainedConfig:
@@ -211,6 +226,7 @@ def config_for_export(
     """Return the configuration to export: with the model's class name, its end tokens, and a cache for inference."""
     exported = copy.deepcopy(config)
     exported.architectures = [class_name]
+    vars(exported).pop("quantization_config", None)  # weights were dequantized while they were loaded
     exported.use_cache = True
     exported.dtype = dtype
     exported.eos_token_id = end_tokens

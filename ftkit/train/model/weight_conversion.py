@@ -7,25 +7,53 @@ its own rows. A text model that is part of a multimodal one, as Gemma 3's is fro
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import transformers
+from transformers import PreTrainedModel
 
 from ftkit.errors import TrainingError
 from ftkit.train.private_apis import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
 
-    from transformers import PreTrainedModel
 
-Pieces = list[tuple[str, ...]]
-"""Names of tensors in the files: for each row of the model's tensor those that are concatenated to it."""
+_MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
+"""Suffixes of a tensor that is stored in MXFP4, as gpt-oss's experts are."""
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of four bits: E2M1 of the OCP Microscaling Formats specification 1.0, section 5.3.3."""
+_MXFP4_BIAS = 127
+"""Bias of the scales, which are exponents of two: E8M0, section 5.4.1."""
+
+
+class TensorSource(Protocol):
+    """A tensor to read from, as a slice of a safetensors file is: by ranges of rows."""
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+
+    def __getitem__(self, rows: Any) -> torch.Tensor:
+        """Read some rows."""
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """Where a tensor of the model is read from.
+
+    Attributes:
+        first: a tensor of the files that it is read from; says in which file.
+    """
+
+    first: str
+    source: TensorSource
+
 
 _WRAPPED = "model.language_model."
 """Prefix of the text model in a multimodal model's class."""
@@ -55,30 +83,41 @@ def wrapped_targets(projections: Iterable[str]) -> str:
     return rf"{re.escape(_WRAPPED)}.*\.({'|'.join(map(re.escape, projections))})"
 
 
-def map_tensors(model: PreTrainedModel, stored: Iterable[str], known: Collection[str]) -> dict[str, str | Pieces]:
-    """Return under which name, or in which pieces, the files hold each of the model's tensors that they hold.
+def map_tensors(
+    model: PreTrainedModel, stored: Iterable[str], known: Collection[str], read: Callable[[str], TensorSource]
+) -> dict[str, MappedTensor]:
+    """Return where each of the model's tensors is read from, of those that the files hold.
 
     Args:
         model: the model; only its class and configuration matter.
         stored: names of the files' tensors.
         known: names of the model's tensors.
+        read: returns a tensor of the files by its name, without reading it yet.
 
     Raises:
-        TrainingError: pieces of a tensor are missing, or ftkit doesn't know this conversion.
+        TrainingError: pieces of a tensor are missing.
     """
-    found: dict[str, str | Pieces] = {}
+    names = set(stored)
+    found: dict[str, MappedTensor] = {}
     pieces: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     conversions = _Conversions.of(model)
-    for one in sorted(stored, key=_natural):
+    for one in sorted(names, key=_natural):
         name, pattern = text_name(one), None
+        if name not in known and name.removesuffix(_MXFP4_BLOCKS) in known:
+            scales = one.removesuffix(_MXFP4_BLOCKS) + _MXFP4_SCALES
+            found[name.removesuffix(_MXFP4_BLOCKS)] = MappedTensor(one, Mxfp4Tensor(read(one), read(scales)))
+            continue
         if name not in known:
             name, pattern = conversions.rename(name)
         if name in known and pattern is None:
-            found[name] = one
-        elif name in known:
-            pieces[name][cast("str", pattern)].append(one)
+            found[name] = MappedTensor(one, read(one))
+        elif pattern is not None:
+            pieces[name][pattern].append(one)
     for name, by_pattern in pieces.items():
-        found[name] = conversions.join(name, by_pattern)
+        first = next(iter(by_pattern.values()))[0]
+        for target, source in conversions.join(name, by_pattern, model, read).items():
+            if target in known:
+                found[target] = MappedTensor(first, source)
     return found
 
 
@@ -94,10 +133,14 @@ def split_as_stored(model: PreTrainedModel, weights: Mapping[str, torch.Tensor])
 
 @dataclass(frozen=True)
 class JoinedPieces:
-    """A tensor in pieces, with the interface of a slice of a file: a range of rows reads only their pieces."""
+    """A tensor in pieces: experts, of which each is one row. A range of rows reads only their pieces.
 
-    pieces: Pieces
-    read: Callable[[str], Any]
+    Attributes:
+        pieces: names of the files' tensors that are concatenated to each row.
+    """
+
+    pieces: list[tuple[str, ...]]
+    read: Callable[[str], TensorSource]
 
     def get_shape(self) -> list[int]:
         """Return the shape of the joined tensor."""
@@ -107,6 +150,69 @@ class JoinedPieces:
     def __getitem__(self, rows: slice) -> torch.Tensor:
         """Return some rows: one expert each."""
         return torch.stack([torch.cat([self.read(name)[:] for name in names]) for names in self.pieces[rows]])
+
+
+@dataclass(frozen=True)
+class Mxfp4Tensor:
+    """Experts in MXFP4, dequantized to bf16 as they are read. A range of rows reads only these experts.
+
+    Attributes:
+        blocks: uint8 [E, N, G, 16]: 32 numbers of four bits for each of the groups.
+        scales: uint8 [E, N, G]: exponents.
+    """
+
+    blocks: TensorSource
+    scales: TensorSource
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the dequantized tensor, [E, G * 32, N]."""
+        experts, outputs, groups, width = self.blocks.get_shape()
+        return [experts, groups * width * 2, outputs]
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """Return some experts, bf16."""
+        blocks, scales = self.blocks[rows], self.scales[rows]
+        values = torch.tensor(_MXFP4_VALUES, dtype=torch.bfloat16)
+        numbers = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1).flatten(-2)
+        exponents = scales.int() - _MXFP4_BIAS
+        return torch.ldexp(numbers, exponents[..., None]).flatten(-2).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """What transformers makes of some of the files' tensors. They are read whole, once for all that becomes of them."""
+
+    converter: Any
+    name: str
+    by_pattern: Mapping[str, list[str]]
+    model: PreTrainedModel
+    read: Callable[[str], TensorSource]
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The model's tensors by name."""
+        converter = copy.deepcopy(self.converter)
+        for pattern, names in self.by_pattern.items():
+            for name in names:
+                converter.add_tensor(self.name, name, pattern, self.read(name)[:])
+        converted = converter.convert(self.name, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+@dataclass(frozen=True)
+class ConvertedTensor:
+    """A tensor that transformers converts while loading."""
+
+    conversion: _Conversion
+    name: str
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the converted tensor."""
+        return list(self.conversion.tensors[self.name].shape)
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """Return some rows."""
+        return self.conversion.tensors[self.name][rows]
 
 
 @dataclass(frozen=True)
@@ -135,16 +241,15 @@ class _Conversions:
         renamed: tuple[str, str | None] = rename_source_key(stored, self.renamings, self.converters)
         return renamed
 
-    def join(self, name: str, by_pattern: dict[str, list[str]]) -> Pieces:
-        """Return the pieces of a tensor, row by row."""
+    def join(
+        self,
+        name: str,
+        by_pattern: dict[str, list[str]],
+        model: PreTrainedModel,
+        read: Callable[[str], TensorSource],
+    ) -> dict[str, TensorSource]:
+        """Return the model's tensors that some of the files' become, by name; `name` is the first of them."""
         (converter,) = (one for one in self.converters if not by_pattern.keys().isdisjoint(one.source_patterns))
-        operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
-        if operations not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
-            raise TrainingError(
-                f"'{name}' is stored in another form than the model's: {', '.join(each for each, _ in operations)}",
-                meaning=f"transformers {transformers.__version__} converts it while loading; ftkit can't",
-                fix="load and save the model with transformers, or choose another one",
-            )
         parts = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
         if len({len(part) for part in parts}) > 1:
             raise TrainingError(
@@ -152,7 +257,18 @@ class _Conversions:
                 meaning="the files are incomplete",
                 fix="download them again",
             )
-        return list(zip(*parts, strict=True))
+        operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
+        if operations in _JOINED_BY_ROWS:
+            return {name: JoinedPieces(list(zip(*parts, strict=True)), read)}
+        conversion = _Conversion(converter, name, by_pattern, model, read)
+        first, *others = converter.target_patterns
+        prefix, _, suffix = name.partition(first)
+        targets = [name, *(prefix + other + suffix for other in others)]
+        return {target: ConvertedTensor(conversion, target) for target in targets}
+
+
+_JOINED_BY_ROWS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+"""Conversions of which each rank reads only its own rows; others are left to transformers."""
 
 
 def _natural(name: str) -> list[str | int]:

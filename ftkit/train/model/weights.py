@@ -24,7 +24,7 @@ from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
 from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
-from ftkit.train.model.weight_conversion import JoinedPieces, Pieces, map_tensors
+from ftkit.train.model.weight_conversion import TensorSource, map_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,24 +82,20 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """
     wanted, buffers = _load_targets(model), dict(model.named_buffers())
     places = {stored: path for path, names in _files(folder).items() for stored in names}
-    sources = map_tensors(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys())
-    if missing := sorted(wanted.keys() - sources.keys()):
-        raise TrainingError(
-            f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
-            meaning="the files are incomplete, or of another model",
-            fix="download them again; check model.weights and model.architecture",
-        )
     with _OpenFiles(places) as files:
-        for name, stored in sorted(sources.items(), key=lambda item: places[_first(item[1])]):
+        mapped = map_tensors(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys(), files.read)
+        if missing := sorted(wanted.keys() - mapped.keys()):
+            raise TrainingError(
+                f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
+                meaning="the files are incomplete, or of another model",
+                fix="download them again; check model.weights and model.architecture",
+            )
+        for name in sorted(mapped, key=lambda name: (places[mapped[name].first], mapped[name].first)):
+            one = mapped.pop(name)  # what was read to be converted is freed with the last that became of it
             if name in wanted:
-                source = files.read(stored) if isinstance(stored, str) else JoinedPieces(stored, files.read)
-                wanted[name].load(source, _first(stored))
+                wanted[name].load(one.source, one.first)
             else:
-                buffers[name].copy_(files.read(_first(stored))[...])
-
-
-def _first(stored: str | Pieces) -> str:
-    return stored if isinstance(stored, str) else stored[0][0]
+                buffers[name].copy_(one.source[...])
 
 
 class _OpenFiles(ExitStack):
@@ -184,7 +180,7 @@ class _LoadTarget:
         """The shape that a tensor must have to go here."""
         return [*self.shard.shape] if self.layout is None else [self.layout.num_outputs, self.layout.num_inputs]
 
-    def load(self, source: Any, name: str) -> None:
+    def load(self, source: TensorSource, name: str) -> None:
         """Read this rank's rows of a tensor; all of them, where every shard depends on the whole."""
         shape = list(source.get_shape())
         if shape != self.wanted:
