@@ -22,7 +22,7 @@ WITH_DROPOUT = ("training.method=lora", "training.lora={rank: 4, dropout: 0.2}",
 
 
 def validation_loss(model: Any, run: Any) -> float:
-    store = PackStore(PreparedData(run.plan.data_directory).heldout)
+    store = PackStore(PreparedData(run.plan.data_directory).validation)
     total = 0.0
     for tokens, labels, positions in torch.from_numpy(np.asarray(store.packs, dtype=np.int64)):
         with torch.no_grad():

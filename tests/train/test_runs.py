@@ -55,7 +55,7 @@ def test_held_out_questions_are_answered_and_judged(finished_run: Any) -> None:
 def test_the_export_is_the_trained_model(finished_run: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished_run.layout.export)
     assert model.config.architectures == ["Qwen3ForCausalLM"]
-    store = PackStore(PreparedData(finished_run.plan.data_directory).heldout)
+    store = PackStore(PreparedData(finished_run.plan.data_directory).validation)
     total = 0.0
     for tokens, labels, positions in np.asarray(store.packs, dtype=np.int64):
         with torch.no_grad():

@@ -69,7 +69,7 @@ def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held_out_loss(model: Any, run: Any) -> float:
-    store = PackStore(PreparedData(run.plan.data_directory).heldout)
+    store = PackStore(PreparedData(run.plan.data_directory).validation)
     total = 0.0
     for tokens, labels, positions in torch.from_numpy(np.asarray(store.packs, dtype=np.int64)):
         for document in torch.tensor_split(torch.arange(len(tokens)), torch.nonzero(positions == 0)[1:, 0]):
