@@ -1,8 +1,9 @@
-"""`ftkit build`: from an image's definition to an image in the docker engine."""
+"""`ftkit build`: build an image's definition with the docker engine."""
 
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,12 +12,10 @@ from ftkit.cli.image_arguments import image_argument, registry_option, required_
 from ftkit.cli.push import push_and_report
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
-from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.context import Context
-from ftkit.config.load import find_image
-from ftkit.images.base import BaseRequest
-from ftkit.images.build import BuildResult, build
-from ftkit.images.status import is_unpinned
+
+if TYPE_CHECKING:
+    from ftkit.images.build import BuildResult
 
 
 @click.command(
@@ -30,11 +29,11 @@ from ftkit.images.status import is_unpinned
     ),
 )
 @image_argument
-@click.option("--base", metavar="REF", help="Build on another base than the definition's.")
-@click.option("--repin", is_flag=True, help="Take what the base's tag is by now, and record its digest anew.")
-@click.option("--no-cache", is_flag=True, help="Run every step anew.")
-@click.option("--allow-unpinned", is_flag=True, help="Take what the docker engine has as the base; ask no registry.")
-@click.option("--push", "does_push", is_flag=True, help="Push the image afterwards.")
+@click.option("--base", metavar="REF", help="Base image to use instead of the definition's.")
+@click.option("--repin", is_flag=True, help="Resolve the base's tag again and record its digest.")
+@click.option("--no-cache", is_flag=True, help="Run every step again.")
+@click.option("--allow-unpinned", is_flag=True, help="Use the docker engine's base without asking a registry.")
+@click.option("--push", "does_push", is_flag=True, help="Push the image after the build.")
 @registry_option
 def command(  # noqa: PLR0913 - its options
     reference: str,
@@ -46,11 +45,16 @@ def command(  # noqa: PLR0913 - its options
     does_push: bool,
     registry: str | None,
 ) -> None:
-    """Build NAME:TAG as its folder in containers/ defines it, and check it from inside.
+    """Build NAME:TAG from its folder in containers/, and run its self-check.
 
-    Builds nothing if nothing changed: Dockerfile, lock, ftkit, base. A base without a digest gets the one that its tag
-    has at the registry, which bases.lock records: later builds take the same base.
+    Skips the build if Dockerfile, lock, ftkit and base have not changed. For a base without a digest, ftkit resolves
+    its tag at the registry and records the digest in bases.lock, so that later builds use the same base.
     """
+    from ftkit.cli.terminal.progress_view import ProgressView
+    from ftkit.config.load import find_image
+    from ftkit.images.base import BaseRequest
+    from ftkit.images.build import build
+
     terminal = Terminal()
     target = required_registry(registry, reference) if does_push else None
     definition = find_image(reference, Context.here())
@@ -66,20 +70,22 @@ def command(  # noqa: PLR0913 - its options
 
 
 def _say(built: BuildResult, reference: str, seconds: float, terminal: Terminal) -> None:
+    from ftkit.images.status import is_unpinned
+
     size = gib(built.image.size / 2**30) + (", on an unpinned base" if is_unpinned(built.image) else "")
     if built.is_new:
         terminal.say(Styled(f"built {built.name} ({size}) in {duration(seconds)}", "bold"))
     else:
-        terminal.say(f"{built.name} ({size}) is up to date: nothing changed since it was built")
+        terminal.say(f"{built.name} ({size}) is up to date: nothing changed since the last build")
     if built.recorded:
-        terminal.say(f"built on {built.base}: recorded in {short_path(built.recorded)}, which later builds go by")
+        terminal.say(f"base {built.base}: recorded in {short_path(built.recorded)}, later builds use it")
     elif built.base.digest is None:
         terminal.warn(
-            f"nothing says which image {built.base} is: the docker engine has it, and knows no digest of it; push it "
-            "to a registry, and name that as the base"
+            f"the base {built.base} is not pinned: the docker engine has it, but no digest for it; push it to a "
+            "registry, and set that as the base"
         )
     if built.moved_to:
         terminal.warn(
-            f"{built.base.tagged} is another image by now ({built.moved_to}), and this build took the recorded one "
-            f"({built.base.digest}); for the new one: ftkit build {reference} --repin"
+            f"{built.base.tagged} is a new image now ({built.moved_to}); this build used the recorded one "
+            f"({built.base.digest}); to use the new one: ftkit build {reference} --repin"
         )

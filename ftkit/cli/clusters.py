@@ -1,4 +1,4 @@
-"""`ftkit clusters`: where it can be trained."""
+"""`ftkit clusters`: list cluster profiles."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from ftkit.cli.arguments import json_option, load_all
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Styled, Terminal
 from ftkit.config.context import Context, list_names
-from ftkit.config.load import load_cluster
-from ftkit.config.settings import load_settings
 
 
 @click.command(
     "clusters",
     cls=ExamplesCommand,
-    short_help="List where it can be trained.",
+    short_help="List cluster profiles: where to train.",
     examples=("ftkit clusters", "ftkit clusters --json"),
 )
 @json_option
 def command(*, as_json: bool) -> None:
-    """List the cluster profiles of the project, of the user's configuration, and those that ftkit ships."""
+    """List the cluster profiles of the project, of your configuration, and of ftkit."""
+    from ftkit.config.load import load_cluster
+    from ftkit.config.settings import load_settings
+
     terminal, ctx = Terminal(), Context.here()
     chosen = load_settings(ctx).settings.cluster
     profiles = load_all(list_names("cluster", ctx), lambda name: load_cluster(name, ctx), terminal)
@@ -37,7 +38,7 @@ def command(*, as_json: bool) -> None:
             Column("NAME"),
             Column("SCHEDULER"),
             Column("GPUS/NODE", is_number=True),
-            Column("DESCRIPTION", takes_cut=True),
+            Column("DESCRIPTION", can_shrink=True),
         ),
         [
             (

@@ -1,4 +1,4 @@
-"""A group whose commands are imported when they are called, so that `ftkit --help` stays quick."""
+"""Click groups and commands: imported when they are called, listed in sections, with examples in their help."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command that was not imported yet: `module` has it as `command`."""
+    """A command that is not imported yet; it is the attribute `command` of `module`."""
 
     name: str
     module: str
@@ -64,7 +64,7 @@ class LazyGroup(click.Group):
 
 
 class ExamplesCommand(click.Command):
-    """A command whose help ends with examples, printed as they stand."""
+    """A command whose help ends with examples, printed verbatim."""
 
     def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""`ftkit completion`: the shell's completion script."""
+"""`ftkit completion`: print the shell completion script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ftkit.errors import PrerequisiteError
 @click.command(
     "completion",
     cls=ExamplesCommand,
-    short_help="Print the shell's completion script.",
+    short_help="Print the shell completion script.",
     examples=(
         'eval "$(ftkit completion bash)"    # in ~/.bashrc',
         'eval "$(ftkit completion zsh)"     # in ~/.zshrc',
@@ -26,5 +26,5 @@ def command(shell: str) -> None:
     """Print the script that completes commands, recipes, clusters, images and runs after TAB."""
     completion = get_completion_class(shell)
     if completion is None:
-        raise PrerequisiteError(f"click has no completion for {shell}", fix="take another release of click")
+        raise PrerequisiteError(f"click has no completion for {shell}", fix="install another release of click")
     Terminal().data(completion(cli, {}, PROGRAM, COMPLETE_VARIABLE).source() + "\n")

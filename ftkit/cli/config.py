@@ -1,6 +1,8 @@
-"""`ftkit config`: the settings and where each comes from."""
+"""`ftkit config`: show settings and where each one is set."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,8 +12,9 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import Context
-from ftkit.config.settings import LoadedSettings, load_settings
-from ftkit.launch.resolve import resolve_workspace
+
+if TYPE_CHECKING:
+    from ftkit.config.settings import LoadedSettings
 
 _DEFAULT = "default"
 
@@ -19,7 +22,7 @@ _DEFAULT = "default"
 @click.command(
     "config",
     cls=ExamplesCommand,
-    short_help="Show the settings and where each comes from.",
+    short_help="Show settings and where each one is set.",
     examples=(
         "ftkit config",
         "FTKIT_CLUSTER=mycluster ftkit config",
@@ -28,13 +31,15 @@ _DEFAULT = "default"
 )
 @json_option
 def command(*, as_json: bool) -> None:
-    """Show the settings, where each comes from, and which files were read.
+    """Show the settings, where each one is set, and which files were read.
 
-    Later wins: the user's config.yaml, the project's ftkit.yaml, FTKIT_* variables, options.
+    Later ones win: your config.yaml, the project's ftkit.yaml, FTKIT_* variables, options.
     """
+    from ftkit.config.settings import load_settings
+
     terminal, ctx = Terminal(), Context.here()
     loaded = load_settings(ctx)
-    values = loaded.settings.model_dump() | {"workspace": str(resolve_workspace(loaded, ctx).root)}
+    values = loaded.settings.model_dump() | {"workspace": str(loaded.workspace_folder(ctx))}
     if as_json:
         settings = {key: {"value": value, "from": _origin(loaded, key)} for key, value in values.items()}
         files = [{"path": str(path), "is_there": is_there} for path, is_there in loaded.files.items()]

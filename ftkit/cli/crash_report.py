@@ -1,4 +1,4 @@
-"""Keep the traceback of a defect where the user can find it."""
+"""Keep the traceback of a bug in a file for the bug report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ftkit.errors import redact, redact_command
 
 
 def write_crash_report(traceback: str, words: list[str]) -> Path | None:
-    """Write a report below the XDG state folder; None where that is not possible."""
+    """Write a report to the XDG state folder and return its path; None if it can't be written."""
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     path = state / "ftkit" / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.txt"
     head = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from ftkit.cli.terminal.follow_views import view_for
 from ftkit.cli.terminal.report import show_end
 from ftkit.errors import RunFailedError
 from ftkit.launch.observe import observe_all
@@ -25,24 +24,26 @@ _LOST_SECONDS = 60
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
-    """Show a run until it ends, then what came of it.
+    """Follow a run until it ends, then show its results.
 
     Args:
         run: the run.
         terminal: where to show it.
-        tail: where to begin with its records; none: at the first.
+        tail: where to start reading its records; at the first one if null.
 
     Raises:
-        RunFailedError: it failed, or was cancelled.
-        KeyboardInterrupt: the user has seen enough; the run goes on.
+        RunFailedError: it failed or was cancelled.
+        KeyboardInterrupt: the user stops following; the run continues.
     """
+    from ftkit.cli.terminal.follow_views import view_for
+
     tail = tail or RecordTail(run.layout.metrics)
     view = view_for(terminal)
     try:
         seen = _show_until_the_end(run, tail, view)
     except KeyboardInterrupt:
         view.close()
-        terminal.say(f"\n{run.id} goes on without you. To come back or end it:")
+        terminal.say(f"\n{run.id} continues. To follow or cancel it:")
         terminal.say(f"  ftkit status {run.id} --follow\n  ftkit cancel {run.id}")
         raise
     finally:
@@ -62,10 +63,12 @@ def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -
 
 
 def poll_states(run: SubmittedRun) -> Iterator[Observation | None]:
-    """Yield at each look: the state when the scheduler was asked, else None. Ends after a final state.
+    """Yield the state after each poll of the scheduler, and None in between, when it is time to read the records.
+
+    Ends after a final state.
 
     Raises:
-        RunFailedError: the scheduler has answered for a minute that it knows no such job.
+        RunFailedError: the scheduler has not known the job for a minute.
     """
     pause = scheduler_for(run.submission.scheduler).poll_seconds
     last_known = time.monotonic()
@@ -79,7 +82,7 @@ def poll_states(run: SubmittedRun) -> Iterator[Observation | None]:
         if seen.state is not RunState.UNKNOWN or overview.warnings:
             last_known = asked
         elif asked - last_known > _LOST_SECONDS:
-            raise RunFailedError(f"lost sight of {run.id}: {seen.reason}", fix=f"look at its log: ftkit logs {run.id}")
+            raise RunFailedError(f"lost track of {run.id}: {seen.reason}", fix=f"read its log: ftkit logs {run.id}")
         while time.monotonic() < asked + pause:
             time.sleep(_LOOK_SECONDS)
             yield None

@@ -1,4 +1,4 @@
-"""`ftkit gc`: remove images that nothing uses any more."""
+"""`ftkit gc`: remove images that nothing uses anymore."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_store
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.format import gib
-from ftkit.images.gc import find_removable, remove_all
-from ftkit.launch.observe import observe_all
-from ftkit.runs.find import list_runs, read_entry
 
 if TYPE_CHECKING:
     from ftkit.launch.observe import Overview
@@ -25,37 +22,42 @@ if TYPE_CHECKING:
 @click.command(
     "gc",
     cls=ExamplesCommand,
-    short_help="Remove images that nothing uses any more.",
+    short_help="Remove images that nothing uses anymore.",
     examples=("ftkit gc", "ftkit gc --dry-run", "ftkit gc --yes"),
 )
-@click.option("--dry-run", is_flag=True, help="Only list what may go.")
-@click.option("--yes", is_flag=True, help="Don't ask.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
+@click.option("--yes", is_flag=True, help="Remove without asking.")
 def command(*, dry_run: bool, yes: bool) -> None:
-    """List what nothing uses any more, and remove it after asking.
+    """List images that nothing uses anymore, and remove them after asking.
 
-    That is: imported files that no name and no unfinished run points at, what killed imports left, and older
+    These are imported files that no name and no unfinished run refers to, leftovers of killed imports, and older
     builds in the docker engine.
     """
+    from ftkit.images.gc import find_removable, remove_all
+
     terminal, workspace = Terminal(), current_workspace()
     removables = find_removable(image_store(workspace), _in_use(workspace))
     if not removables:
         terminal.say("nothing to remove")
         return
     terminal.table(
-        (Column("IMAGE"), Column("SIZE", is_number=True), Column("WHY", takes_cut=True)),
+        (Column("IMAGE"), Column("SIZE", is_number=True), Column("WHY", can_shrink=True)),
         [(item.name, gib(item.size / 2**30), item.reason) for item in removables],
     )
     if dry_run:
         return
     if not yes and not click.confirm("Remove all of them?", err=True):
-        terminal.say("nothing was removed")
+        terminal.say("removed nothing")
         return
-    # Not more exactly: images of the engine share layers.
-    terminal.say(f"removed: up to {gib(remove_all(removables) / 2**30)} are free again")
+    # An upper bound: images of the docker engine share layers.
+    terminal.say(f"removed; this frees up to {gib(remove_all(removables) / 2**30)}")
 
 
 def _in_use(workspace: Workspace) -> list[Path]:
-    """Return the image files of runs that have not ended, as far as can be told: damaged ones may go on."""
+    """Return the image files of runs that may still train. A damaged run may."""
+    from ftkit.launch.observe import observe_all
+    from ftkit.runs.find import list_runs, read_entry
+
     entries = [read_entry(folder) for folder in list_runs(workspace)]
     overview = observe_all([entry.run for entry in entries if entry.run])
     active = [entry.plan for entry in entries if entry.damage or not _has_ended(entry, overview)]

@@ -1,4 +1,4 @@
-"""What the commands on images share."""
+"""Arguments and options that the image commands share."""
 
 from __future__ import annotations
 
@@ -9,42 +9,45 @@ import click
 from ftkit.cli.arguments import current_workspace
 from ftkit.cli.shell_completion import complete_image
 from ftkit.config.context import Context
-from ftkit.config.settings import load_settings
 from ftkit.errors import ConfigError, Problem
-from ftkit.images.store import ImageStore
 
 if TYPE_CHECKING:
+    from ftkit.images.store import ImageStore
     from ftkit.planning.layout import Workspace
 
 image_argument = click.argument("reference", metavar="NAME:TAG", shell_complete=complete_image)
 registry_option = click.option(
-    "--registry", metavar="HOST[/PATH]", help="Registry to push to and import from; 'registry:' in ftkit.yaml."
+    "--registry", metavar="HOST[/PATH]", help="Registry to push to and import from; default: 'registry:' in ftkit.yaml."
 )
 
 
 def image_store(workspace: Workspace | None = None) -> ImageStore:
     """Return the folder of imported images."""
+    from ftkit.images.store import ImageStore
+
     return ImageStore((workspace or current_workspace()).images)
 
 
 def registry_of(option: str | None) -> str | None:
-    """Return the registry that was typed, or that the settings name."""
+    """Return the registry of the command line, else of the settings."""
+    from ftkit.config.settings import load_settings
+
     return option or load_settings(Context.here()).settings.registry
 
 
 def required_registry(option: str | None, reference: str) -> str:
-    """Return the registry that an image is pushed to.
+    """Return the registry to push an image to.
 
     Raises:
-        ConfigError: neither the command line nor a file names one.
+        ConfigError: neither the command line nor a file sets one.
     """
     registry = registry_of(option)
     if not registry:
         user = Context.here().user / "config.yaml"
         raise ConfigError(
-            [Problem("", "registry", f"nothing says which registry {reference} is to be pushed to.",
-                     f"Give --registry HOST/PATH (such as ghcr.io/you), or write 'registry: HOST/PATH' into ftkit.yaml "
-                     f"or {user}. No registry is needed where this machine sees the cluster's workspace: "
+            [Problem("", "registry", f"no registry is set to push {reference} to.",
+                     f"Give --registry HOST/PATH (such as ghcr.io/you), or set 'registry: HOST/PATH' in ftkit.yaml "
+                     f"or {user}. If the cluster's workspace is mounted on this machine, you need no registry: "
                      f"ftkit import {reference}")]
         )  # fmt: skip
     return registry

@@ -1,8 +1,7 @@
-"""Before a run: is its image there, and whole? If not, which command is missing?"""
+"""Check a run's image before its job is submitted: it exists, it is intact, and it is the image of the first job."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit import __version__
@@ -17,140 +16,147 @@ from ftkit.images.packages import python_packages
 from ftkit.images.sources import ImportRequest
 from ftkit.images.store import MANIFEST_VERSION, manifest_file, sbom_file
 from ftkit.images.verify import manifest_if_intact
-from ftkit.launch.preflight import check_image
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.images.store import Format
     from ftkit.planning.plan import RunPlan
 
 
-def ensure_image(plan: RunPlan, terminal: Terminal, *, does_import: bool) -> dict[str, str]:
-    """Return what the run's manifest says of its image; import it first if asked to.
+def missing_image(plan: RunPlan) -> NotFoundError | None:
+    """Return the error of a run whose image file is missing, with the command that gets it; else None."""
+    file = plan.image_file
+    if file is None or file.is_file():
+        return None
+    if plan.image == str(file):
+        return NotFoundError(
+            f"there is no image file {file}",
+            meaning="the path is wrong, or its file system is not mounted on this machine",
+            fix="give the path of a .sqsh or .sif file; a relative path is relative to the file that sets it",
+        )
+    imported = sorted(path.name for path in file.parent.glob(f"*{file.suffix}"))
+    command = f"ftkit import {plan.image} --cluster {plan.cluster.name}"
+    if not registry_of(None) and not _is_built(str(plan.image)):
+        command = f"ftkit build {plan.image} && {command}"
+    return NotFoundError(
+        f"{plan.image} is not imported for cluster {plan.cluster.name}: there is no file {file}",
+        meaning=f"images in {file.parent}: {', '.join(imported)}" if imported else f"no images in {file.parent}",
+        fix=f"{command}; or run with --import, or with --image and a .sqsh file or a docker:// address",
+    )
+
+
+def check_image(plan: RunPlan, terminal: Terminal, *, does_import: bool = False) -> dict[str, str]:
+    """Check a run's image and return what the run's manifest records of it; import it first with `does_import`.
 
     Raises:
-        NotFoundError: it is not there; with the command that is missing.
-        ImageError: it is damaged.
-        ConfigError: it lacks a tracker's package.
+        NotFoundError: the image is missing.
+        ImageError: the image is damaged.
+        ConfigError: the image lacks a tracker's package.
     """
-    wanted, runtime = plan.container_image, plan.cluster.runtime
-    if wanted is None or plan.image is None:
+    if plan.container_image is None or plan.image is None:
         return {}
-    if runtime == "docker":
+    if plan.cluster.runtime == "docker":
         with docker_engine.connect() as client:
-            image = docker_engine.inspect_required(client, wanted, f"build it: ftkit build {plan.image}")
-        _warn_of_other_code(image.labels, plan, terminal)
-        return {"image_id": image.id} | _lock_of(image.labels)
-    if not wanted.startswith("/"):
-        return {}  # an address: the cluster fetches it
-    file = Path(wanted)
-    if not file.exists() and isinstance(parse_image(plan.image, plan.workspace), NamedImage):
-        if not does_import:
-            raise _missing(plan, file)
+            image = docker_engine.inspect_required(client, plan.container_image, f"build it: ftkit build {plan.image}")
+        _warn_about_other_version(image.labels, plan, terminal)
+        return {"image_id": image.id} | _lock_digest(image.labels)
+    if plan.image_file is None:
+        return {}  # an address: the cluster pulls it
+    if does_import and missing_image(plan) and isinstance(parse_image(plan.image, plan.workspace), NamedImage):
         _import(plan, terminal)
-    return _facts(plan, file, terminal) if file.exists() else {}
+    if missing := missing_image(plan):
+        raise missing
+    return _check_file(plan, plan.image_file, terminal)
 
 
 def require_same_image(plan: RunPlan, terminal: Terminal) -> None:
-    """Check that a resumed run gets the image that it began with.
+    """Check that a resumed run gets the image of its first job.
 
     Raises:
-        NotFoundError: it is not there any more.
-        ImageError: it is damaged, or another one.
+        NotFoundError: the image is missing now.
+        ImageError: the image is damaged, or another one.
     """
-    facts = ensure_image(plan, terminal, does_import=False)
-    check_image(plan)
+    facts = check_image(plan, terminal)
     recorded = read_json_if_valid(plan.layout.manifest, dict[str, Any]) or {}
     differing = [name for name, value in facts.items() if recorded.get(name, value) != value]
     if differing:
         name = differing[0]
         raise ImageError(
-            f"{plan.container_image} is another image than the run began with: "
-            f"{name} is {facts[name]}, it was {recorded[name]}",
-            meaning="it was built or imported again, or the file was replaced",
-            fix="put the former one back, or start a new run with the new one",
+            f"{plan.container_image} is not the image that the run started with: "
+            f"{name} is {facts[name]}, was {recorded[name]}",
+            meaning="the image was built or imported again, or its file was replaced",
+            fix="restore the first image, or start a new run with the new one",
         )
 
 
-def _lock_of(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return what the trainer compares with what it finds in its container."""
+def _lock_digest(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the digest that the trainer compares with the lock in its container."""
     return {"image_lock_sha256": labels[image_labels.LOCK]} if image_labels.LOCK in labels else {}
 
 
 def _import(plan: RunPlan, terminal: Terminal) -> None:
-    from ftkit.cli.import_ import run_import  # noqa: PLC0415 - needed in this case only
+    from ftkit.cli.import_ import run_import
 
     image_format: Format = "sif" if plan.cluster.runtime == "apptainer" else "sqsh"
     request = ImportRequest(str(plan.image), registry=registry_of(None), cluster=plan.cluster)
     run_import(request, image_format, terminal)
 
 
-def _facts(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
-    """Check size and head of the file, in a moment: `ftkit verify` reads all of it."""
+def _check_file(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
+    """Check the size and the head of the file, which is fast; `ftkit verify` reads all of it."""
     final = file.resolve()
     manifest = manifest_if_intact(final)
     if manifest:
-        _warn_of_other_code(manifest.labels, plan, terminal)
+        _warn_about_other_version(manifest.labels, plan, terminal)
         if manifest.version < MANIFEST_VERSION:
             terminal.warn(
-                f"{file} was imported by an older ftkit, which did not compare all of it: 'ftkit import {plan.image}' "
-                "imports it anew"
+                f"{file} was imported by an older ftkit, which did not verify all of it; "
+                f"import it again: ftkit import {plan.image}"
             )
         _require_sinks(plan, final)
-        return {"image_id": manifest.image_id, "image_sha256": manifest.sha256} | _lock_of(manifest.labels)
+        return {"image_id": manifest.image_id, "image_sha256": manifest.sha256} | _lock_digest(manifest.labels)
     if manifest_file(final).exists():
         raise ImageError(
-            f"{file} is not what was imported: its size or its head differs from its manifest",
-            meaning="a copy of it was interrupted, the disk was full, or someone changed it",
-            fix=f"see what differs with 'ftkit verify {file}'; import it again: ftkit import {plan.image} --force",
+            f"{file} differs from its manifest in size or in its first bytes",
+            meaning="a copy was interrupted, the disk was full, or somebody changed the file",
+            fix=f"list the differences: ftkit verify {file}; import it again: ftkit import {plan.image} --force",
         )
-    terminal.warn(f"{file} has no manifest: nothing says what is in it")
+    terminal.warn(f"{file} has no manifest: its content is not verified")
     found = final.stat()
     return {"image_size": str(found.st_size), "image_modified": str(found.st_mtime_ns)}
 
 
 def _require_sinks(plan: RunPlan, final: Path) -> None:
-    """Refuse a recipe that names a tracker whose package is not in the image, by the list beside the file."""
+    """Refuse a recipe with a tracker whose package is not in the image, by the package list beside the file."""
     packages = python_packages(sbom_file(final))
     missing = [] if packages is None else sinks_without_package(plan.recipe.tracking.sinks, packages)
     if missing:
         names = ", ".join(SINK_PACKAGES[sink][0] for sink in missing)
         raise ConfigError(
             [Problem(f"recipe {plan.recipe.name}", "tracking.sinks", f"the image file has no package {names}.",
-                     f"Build and import {plan.image} anew if its definition lists them by now, or leave out "
+                     f"If the image's definition lists it by now, build and import {plan.image} again; or leave out "
                      f"{', '.join(missing)}.")]
         )  # fmt: skip
 
 
-def _warn_of_other_code(labels: Mapping[str, str], plan: RunPlan, terminal: Terminal) -> None:
-    """Say so if the image holds another ftkit than the one that made the plan: it may not be able to read it."""
+def _warn_about_other_version(labels: Mapping[str, str], plan: RunPlan, terminal: Terminal) -> None:
+    """Warn if the image has another version of ftkit than the one that made the plan."""
     if image_labels.REFERENCE not in labels:
         return  # not built by ftkit
     here = image_labels.checkout_commit()
     inside = labels.get("ftkit.version", ""), labels.get("org.opencontainers.image.revision", "")
     if inside != (__version__, here.commit):
         terminal.warn(
-            f"{plan.image} holds ftkit {_version_words(*inside)}, this is "
-            f"{_version_words(__version__, here.commit)}: build and import it again if the "
-            "job can't read its plan"
+            f"{plan.image} has ftkit {_version_text(*inside)}, this is {_version_text(__version__, here.commit)}: "
+            "if the job can't read its plan, build and import the image again"
         )
 
 
-def _version_words(version: str, commit: str) -> str:
+def _version_text(version: str, commit: str) -> str:
     return f"{version} at {commit[:12]}" if commit else version
-
-
-def _missing(plan: RunPlan, file: Path) -> NotFoundError:
-    command = f"ftkit import {plan.image} --cluster {plan.cluster.name}"
-    if not registry_of(None) and not _is_built(str(plan.image)):
-        command = f"ftkit build {plan.image} && {command}"
-    return NotFoundError(
-        f"{plan.image} is not imported for cluster {plan.cluster.name}: {file} is not there",
-        meaning="it was never imported into this workspace",
-        fix=f"{command}; or give --import",
-    )
 
 
 def _is_built(reference: str) -> bool:

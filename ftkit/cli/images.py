@@ -1,4 +1,4 @@
-"""`ftkit images`: the training images, and where each is."""
+"""`ftkit images`: list training images and where each one is."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from ftkit.cli.image_arguments import image_store
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib
 from ftkit.config.context import Context, list_images
-from ftkit.config.load import load_image
-from ftkit.images.status import ImageStatus, image_statuses, is_unpinned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.config.image import ImageSpec
-    from ftkit.images.status import ImportedFile
+    from ftkit.images.status import ImageStatus, ImportedFile
     from ftkit.images.store import ImageStore
 
 _NO: Cell = "-"
@@ -29,12 +27,15 @@ _NO: Cell = "-"
 @click.command(
     "images",
     cls=ExamplesCommand,
-    short_help="List the training images and where each is.",
+    short_help="List training images and where each one is.",
     examples=("ftkit images", "ftkit images --json"),
 )
 @json_option
 def command(*, as_json: bool) -> None:
-    """List the images: what each is based on, whether it was built, pushed and imported, how old and how large."""
+    """List images: the base, whether it is built, pushed and imported, its age and its size."""
+    from ftkit.config.load import load_image
+    from ftkit.images.status import image_statuses
+
     terminal, ctx, store = Terminal(), Context.here(), image_store()
     images = load_all(list_images(ctx), lambda reference: load_image(reference, ctx), terminal)
     states, has_docker = image_statuses([reference for reference, _ in images], store)
@@ -44,22 +45,24 @@ def command(*, as_json: bool) -> None:
         return
     show(both, terminal)
     if not has_docker:
-        terminal.say("no docker engine answers here: what was built and pushed is not known")
+        terminal.say("no docker engine answers here: BUILT and PUSHED are unknown")
 
 
 def show(images: Sequence[tuple[ImageSpec, ImageStatus]], terminal: Terminal) -> None:
-    """Write the table; where it is narrow, without descriptions."""
-    columns = [Column("IMAGE"), Column("BASE"), Column("BUILT"), Column("PUSHED", takes_cut=True), Column("IMPORTED")]
+    """Write the table; on a narrow terminal without descriptions."""
+    columns = [Column("IMAGE"), Column("BASE"), Column("BUILT"), Column("PUSHED", can_shrink=True), Column("IMPORTED")]
     rows = [
         [state.reference, _base(spec, state), _built(state), _pushed(state), _imported(state)] for spec, state in images
     ]
     if terminal.is_roomy:
-        columns.append(Column("DESCRIPTION", takes_cut=True))
+        columns.append(Column("DESCRIPTION", can_shrink=True))
         rows = [[*row, spec.description] for row, (spec, _) in zip(rows, images, strict=True)]
     terminal.table(columns, rows)
 
 
 def _base(spec: ImageSpec, state: ImageStatus) -> Cell:
+    from ftkit.images.status import is_unpinned
+
     if spec.base.digest is None:
         return Styled("unpinned", "yellow")
     return Styled("built unpinned", "yellow") if state.built and is_unpinned(state.built) else "pinned"
@@ -85,9 +88,9 @@ def _imported(state: ImageStatus) -> Cell:
 def _file(file: ImportedFile, state: ImageStatus) -> str:
     kind = file.link.suffix.removeprefix(".")
     if file.manifest is None:
-        return f"{kind} damaged, or not by ftkit"
+        return f"{kind} damaged, or not made by ftkit"
     is_current = state.built is None or file.manifest.image_id == state.built.id
-    when = f"{age(time.time() - file.manifest.imported)} ago" if is_current else "not the build"
+    when = f"{age(time.time() - file.manifest.imported)} ago" if is_current else "older build"
     return f"{kind} {gib(file.size / 2**30)}, {when}"
 
 

@@ -1,4 +1,4 @@
-"""`ftkit import`: from the docker engine or a registry to one file on the shared file system."""
+"""`ftkit import`: import an image as one file on the shared file system."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from ftkit.cli.image_arguments import image_store, registry_of, registry_option
 from ftkit.cli.shell_completion import complete_cluster, complete_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
-from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.context import Context
-from ftkit.config.load import load_cluster
-from ftkit.config.settings import load_settings
-from ftkit.images.import_image import ImportResult, import_image
-from ftkit.images.sif import SifSource
-from ftkit.images.sources import ImportRequest, Method, import_name, select_source
 
 if TYPE_CHECKING:
+    from ftkit.images.import_image import ImportResult
+    from ftkit.images.sources import ImportRequest, Method
     from ftkit.images.store import Format
 
 
@@ -40,12 +36,12 @@ if TYPE_CHECKING:
     "--format",
     "image_format",
     type=click.Choice(["sqsh", "sif"]),
-    help="squashfs for enroot and pyxis, SIF for Apptainer; the cluster's if not given.",
+    help="squashfs for enroot and pyxis, SIF for Apptainer; default: what the cluster uses.",
 )
-@click.option("--on-node", is_flag=True, help="Let enroot work on a compute node, with its own disk.")
+@click.option("--on-node", is_flag=True, help="Run enroot on a compute node, on its local disk.")
 @click.option("--with", "method", type=click.Choice(["auto", "enroot", "ftkit"]), default="auto",
-              help="Who makes the squashfs file; auto: enroot only where ftkit can't.")  # fmt: skip
-@click.option("--force", is_flag=True, help="Import again even if it is there.")
+              help="What makes the squashfs file; auto: ftkit, or enroot where ftkit can't.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Import again even if the image is imported.")
 @registry_option
 def command(  # noqa: PLR0913 - its options
     wanted: str,
@@ -59,9 +55,13 @@ def command(  # noqa: PLR0913 - its options
 ) -> None:
     """Import an image into the workspace's images/, named by digest, with a readable link and a manifest.
 
-    NAME:TAG is taken from the docker engine if it was built here, else from the registry. Returns at once if it is
-    there already.
+    NAME:TAG comes from the docker engine if it was built here, else from the registry. An image that is already
+    imported is not imported again.
     """
+    from ftkit.config.load import load_cluster
+    from ftkit.config.settings import load_settings
+    from ftkit.images.sources import ImportRequest
+
     terminal, ctx = Terminal(), Context.here()
     profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
     request = ImportRequest(wanted, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method)
@@ -73,7 +73,12 @@ def command(  # noqa: PLR0913 - its options
 def run_import(
     request: ImportRequest, image_format: Format, terminal: Terminal, *, force: bool = False
 ) -> ImportResult:
-    """Import, and say what came of it."""
+    """Import an image and report the result."""
+    from ftkit.cli.terminal.progress_view import ProgressView
+    from ftkit.images.import_image import import_image
+    from ftkit.images.sif import SifSource
+    from ftkit.images.sources import import_name, select_source
+
     started, store, name = time.monotonic(), image_store(), import_name(request.wanted)
     with ProgressView(terminal) as view:
         source = SifSource(request, view.report) if image_format == "sif" else select_source(request, view.report)
@@ -83,5 +88,5 @@ def run_import(
         took = duration(time.monotonic() - started)
         terminal.say(Styled(f"imported {name} as {where} ({gib(imported.manifest.size / 2**30)}) in {took}", "bold"))
     else:
-        terminal.say(f"{where} is there already: the same image")
+        terminal.say(f"{where} is already imported: the same image")
     return imported

@@ -1,4 +1,4 @@
-"""`ftkit lock`: fix every package that an image adds to its base."""
+"""`ftkit lock`: pin every package that an image adds to its base."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import plural, short_path
 from ftkit.config.context import Context
-from ftkit.config.load import find_image
-from ftkit.images.lock import write_lock
 
 
 @click.command(
     "lock",
     cls=ExamplesCommand,
-    short_help="Fix the packages of an image, with hashes.",
+    short_help="Pin an image's packages, with hashes.",
     examples=("ftkit lock olmo3:25.02",),
 )
 @image_argument
 def command(reference: str) -> None:
     """Resolve the packages of NAME:TAG and write its lock, with hashes.
 
-    What the base provides (torch, triton, numpy) is never in it. Images that extend one file share its lock.
+    Packages of the base (torch, triton, numpy) are never in the lock. Images that extend one file share its lock.
     """
+    from ftkit.config.load import find_image
+    from ftkit.images.lock import write_lock
+
     definition = find_image(reference, Context.here())
     pinned = write_lock(definition)
     where = short_path(definition.lock_file)

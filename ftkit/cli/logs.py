@@ -1,4 +1,4 @@
-"""`ftkit logs`: what a run printed."""
+"""`ftkit logs`: print the log of a run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run, get_submitted_run, run_argument
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.follow import poll_states
 from ftkit.cli.terminal.console import Terminal
-from ftkit.cli.terminal.follow_views import format_state
 from ftkit.cli.terminal.format import short_path
 from ftkit.cli.terminal.report import failed
 from ftkit.errors import NotFoundError
@@ -29,16 +27,16 @@ if TYPE_CHECKING:
 @click.command(
     "logs",
     cls=ExamplesCommand,
-    short_help="Print a run's log.",
+    short_help="Print the log of a run.",
     examples=("ftkit logs last", "ftkit logs demo -f", "ftkit logs demo --rank 3 | less"),
-    help=f"""Print what a run's job printed, or one of its ranks.
+    help=f"""Print the log of a run's job, or of one of its ranks.
 
     {RUN_HELP}
     """,
 )
 @run_argument
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run ends.")
-@click.option("--rank", metavar="N", type=click.IntRange(min=0), help="The log of one rank only.")
+@click.option("--follow", "-f", is_flag=True, help="Print new lines until the run ends.")
+@click.option("--rank", metavar="N", type=click.IntRange(min=0), help="Print the log of this rank.")
 def command(reference: str, *, follow: bool, rank: int | None) -> None:
     """Print a log."""
     if follow:
@@ -54,8 +52,8 @@ def command(reference: str, *, follow: bool, rank: int | None) -> None:
         there = ", ".join(sorted(file.name for file in layout.logs.glob("*.log")))
         raise NotFoundError(
             f"there is no log {short_path(path)}",
-            meaning=f"there are: {there}" if there else "the run has not started yet",
-            fix=f"see how it is: ftkit status {layout.root.name}",
+            meaning=f"logs of this run: {there}" if there else "the run has not started yet",
+            fix=f"see its state: ftkit status {layout.root.name}",
         ) from error
 
 
@@ -64,20 +62,22 @@ def _path(layout: RunLayout, rank: int | None) -> Path:
 
 
 def _follow(run: SubmittedRun, path: Path) -> None:
-    """Copy a log to stdout until the run ends; wait for a log that is not there yet."""
+    """Copy a log to stdout until the run ends; wait for a log that does not exist yet."""
+    from ftkit.cli.follow import poll_states
+
     terminal, output = Terminal(), sys.stdout.buffer
     offset, shown = 0, ""
     for seen in poll_states(run):
         offset = _copy_new(path, offset, output)
-        if seen and not offset and format_state(seen) != shown:
-            shown = format_state(seen)
+        if seen and not offset and str(seen) != shown:
+            shown = str(seen)
             terminal.say(shown)
         if seen and seen.is_final and seen.state is not RunState.COMPLETED:
             raise failed(run, seen, explain_failure(run, seen))
 
 
 def _copy_new(path: Path, offset: int, output: IO[bytes]) -> int:
-    """Copy what was added after `offset`, and return where it ends."""
+    """Copy what was added after `offset`, and return the new offset."""
     try:
         with path.open("rb") as log:
             log.seek(offset)

@@ -1,4 +1,4 @@
-"""The entry point, and the only place that catches errors and prints them."""
+"""The entry point. Only this module catches errors and prints them."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ INTERRUPTED = 130
 
 _SECTIONS = {
     "Train": (
-        LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and watch it learn."),
-        LazyCommand("plan", "ftkit.cli.plan", "Show what a run would be, and check that it fits."),
-        LazyCommand("resume", "ftkit.cli.resume", "Submit a run again, from its newest checkpoint."),
-        LazyCommand("cancel", "ftkit.cli.cancel", "End a run."),
+        LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and follow it."),
+        LazyCommand("plan", "ftkit.cli.plan", "Preview a run and check that it fits."),
+        LazyCommand("resume", "ftkit.cli.resume", "Submit a run again; it continues from its newest checkpoint."),
+        LazyCommand("cancel", "ftkit.cli.cancel", "Cancel a run."),
     ),
-    "Look": (
-        LazyCommand("runs", "ftkit.cli.runs", "List all runs, newest first."),
-        LazyCommand("status", "ftkit.cli.status", "Show everything about one run."),
-        LazyCommand("logs", "ftkit.cli.logs", "Print a run's log."),
-        LazyCommand("recipes", "ftkit.cli.recipes", "List what can be trained."),
-        LazyCommand("clusters", "ftkit.cli.clusters", "List where it can be trained."),
+    "Inspect": (
+        LazyCommand("runs", "ftkit.cli.runs", "List runs, newest first."),
+        LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),
+        LazyCommand("logs", "ftkit.cli.logs", "Print the log of a run."),
+        LazyCommand("recipes", "ftkit.cli.recipes", "List recipes: what to train, and how."),
+        LazyCommand("clusters", "ftkit.cli.clusters", "List cluster profiles: where to train."),
     ),
     "Images": (
-        LazyCommand("images", "ftkit.cli.images", "List the training images and where each is."),
-        LazyCommand("lock", "ftkit.cli.lock", "Fix the packages of an image, with hashes."),
+        LazyCommand("images", "ftkit.cli.images", "List training images and where each one is."),
+        LazyCommand("lock", "ftkit.cli.lock", "Pin an image's packages, with hashes."),
         LazyCommand("build", "ftkit.cli.build", "Build a training image."),
         LazyCommand("push", "ftkit.cli.push", "Push an image to a registry."),
         LazyCommand("import", "ftkit.cli.import_", "Import an image as one file for a cluster."),
-        LazyCommand("verify", "ftkit.cli.verify", "Check an imported image against its manifest."),
-        LazyCommand("gc", "ftkit.cli.gc", "Remove images that nothing uses any more."),
-        LazyCommand("recipe", "ftkit.cli.recipe", "Print an image's Singularity definition."),
+        LazyCommand("verify", "ftkit.cli.verify", "Verify an imported image against its manifest."),
+        LazyCommand("gc", "ftkit.cli.gc", "Remove images that nothing uses anymore."),
+        LazyCommand("recipe", "ftkit.cli.recipe", "Print an image's Singularity definition file."),
     ),
     "Set up": (
-        LazyCommand("config", "ftkit.cli.config", "Show the settings and where each comes from."),
+        LazyCommand("config", "ftkit.cli.config", "Show settings and where each one is set."),
         LazyCommand("schema", "ftkit.cli.schema", "Print a JSON schema, for editors."),
-        LazyCommand("completion", "ftkit.cli.completion", "Print the shell's completion script."),
+        LazyCommand("completion", "ftkit.cli.completion", "Print the shell completion script."),
     ),
 }
 
@@ -63,7 +63,7 @@ def _format_exit_codes(ctx: click.Context, formatter: click.HelpFormatter) -> No
 
 
 class _TopGroup(LazyGroup):
-    """The group with the exit codes below its commands."""
+    """Adds the exit codes below the commands."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         _format_exit_codes(ctx, formatter)
@@ -72,7 +72,7 @@ class _TopGroup(LazyGroup):
 @click.group(cls=_TopGroup, sections=_SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Fine-tune language models on Slurm GPU clusters, from versioned containers.
+    """Fine-tune language models on Slurm GPU clusters, in versioned containers.
 
     Start with: ftkit run demo
     """
@@ -83,14 +83,14 @@ def main(args: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if args is None else args)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an old locale without `×` is no reason to fail
+            stream.reconfigure(errors="replace")  # an old locale that lacks `×` must not fail the command
     if COMPLETE_VARIABLE in os.environ:
         cli.main(words, prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE)
     try:
         with process.exit_on_termination():
             code = _invoke(words)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader (head, less) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except (KeyboardInterrupt, click.Abort):
@@ -114,7 +114,7 @@ def _report(error: Exception, words: list[str]) -> int:
     if isinstance(error, FtkitError):
         _print_error(error)
         return error.exit_code
-    _print_defect(error, words)
+    _print_bug(error, words)
     return 1
 
 
@@ -147,15 +147,15 @@ def _print_error(error: FtkitError) -> None:
             _write(part, indent="  ")
 
 
-def _print_defect(error: Exception, words: list[str]) -> None:
-    """Say that this is ftkit's fault, and keep the traceback for the report."""
-    from ftkit.cli.crash_report import write_crash_report  # noqa: PLC0415 - needed this once only
+def _print_bug(error: Exception, words: list[str]) -> None:
+    """Report a bug in ftkit, and keep the traceback for the bug report."""
+    from ftkit.cli.crash_report import write_crash_report
 
-    _write(f"{_red('error:')} a defect in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    _write(f"{_red('error:')} a bug in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     report = write_crash_report("".join(traceback.format_exception(error)), words)
     if report:
-        _write(f"the traceback is in {report}: please report it", indent="  ")
-    _write("FTKIT_DEBUG=1 shows it here", indent="  ")
+        _write(f"please report it with the traceback in {report}", indent="  ")
+    _write("set FTKIT_DEBUG=1 to print the traceback", indent="  ")
 
 
 def _red(text: str) -> str:

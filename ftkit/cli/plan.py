@@ -1,4 +1,4 @@
-"""`ftkit plan`: what a run would be."""
+"""`ftkit plan`: preview a run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ import click
 from ftkit.cli.arguments import json_option, run_args, run_options
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
-from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.config.context import Context
-from ftkit.errors import NotFoundError
-from ftkit.launch.preflight import check_image, run_checks
-from ftkit.launch.resolve import resolve
-from ftkit.planning.plan import plan_to_json
 
 
 @click.command(
     "plan",
     cls=ExamplesCommand,
-    short_help="Show what a run would be, and check that it fits.",
+    short_help="Preview a run and check that it fits.",
     examples=(
         "ftkit plan demo",
         "ftkit plan --image olmo3:25.02 --cluster mycluster --nodes 2",
@@ -31,19 +26,23 @@ from ftkit.planning.plan import plan_to_json
 @run_options
 @json_option
 def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
-    """Show what a run would be, and check that it fits. Nothing is written or submitted.
+    """Preview a run and check that it fits. Nothing is written or submitted.
 
-    Takes the arguments of 'ftkit run', and ends as that would if files, weights, data, packages or memory
-    are not there. An image that is not imported yet is a warning.
+    Takes the arguments of 'ftkit run', and fails like it if files, weights, data, packages or memory are
+    missing. An image that is not imported yet is only a warning.
     """
+    from ftkit.cli.image_check import missing_image
+    from ftkit.cli.terminal.plan_view import plan_facts, show_findings
+    from ftkit.launch.preflight import run_checks
+    from ftkit.launch.resolve import resolve
+    from ftkit.planning.plan import plan_to_json
+
     terminal = Terminal()
     plan = resolve(run_args(words, **options), Context.here())
     if as_json:
         terminal.data(plan_to_json(plan))
     else:
         terminal.facts(plan_facts(plan), is_data=True)
-    try:
-        check_image(plan)
-    except NotFoundError as error:
-        terminal.warn(f"{error.what}; {error.fix}")
+    if missing := missing_image(plan):
+        terminal.warn(f"{missing.what}; {missing.fix}")
     show_findings(run_checks(plan, os.environ), terminal)

@@ -1,4 +1,4 @@
-"""`ftkit push`: from the docker engine to a registry."""
+"""`ftkit push`: push an image to a registry."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_argument, registry_option, required_registry
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration
-from ftkit.cli.terminal.progress_view import ProgressView
-from ftkit.images.oci import credentials
-from ftkit.images.push import push, remote_reference
 
 if TYPE_CHECKING:
     from ftkit.images.oci.credentials import Credentials
@@ -31,25 +28,31 @@ if TYPE_CHECKING:
 )
 @image_argument
 @registry_option
-@click.option("--username", metavar="NAME", help="User of the registry; '$oauthtoken' if it is NGC's.")
+@click.option("--username", metavar="NAME", help="User at the registry; '$oauthtoken' for NGC.")
 @click.option("--password-stdin", is_flag=True, help="Read the password or token from standard input.")
 def command(reference: str, *, registry: str | None, username: str | None, password_stdin: bool) -> None:
     """Push NAME:TAG, which 'ftkit build' made, to HOST/PATH/NAME:TAG.
 
-    Credentials come from docker's own configuration ('docker login', credential helpers).
+    Uses the credentials of docker's configuration ('docker login', credential helpers).
     """
+    from ftkit.images.oci import credentials
+    from ftkit.images.push import remote_reference
+
     target = required_registry(registry, reference)
     given = None
     if password_stdin:
         host = remote_reference(reference, target).host
         given = credentials.from_user(host, username, sys.stdin.read().strip("\r\n"))
     elif username:
-        raise click.UsageError("--username goes with --password-stdin", click.get_current_context())
+        raise click.UsageError("--username requires --password-stdin", click.get_current_context())
     push_and_report(reference, target, given, Terminal())
 
 
 def push_and_report(reference: str, registry: str, given: Credentials | None, terminal: Terminal) -> None:
-    """Push, and print where the image is now, by digest."""
+    """Push an image, and print its address with its digest."""
+    from ftkit.cli.terminal.progress_view import ProgressView
+    from ftkit.images.push import push
+
     started = time.monotonic()
     with ProgressView(terminal) as view:
         pushed = push(reference, registry, given=given, report=view.report)

@@ -1,4 +1,4 @@
-"""`ftkit recipe`: an image's Singularity definition."""
+"""`ftkit recipe`: print an image's Singularity definition file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import Context
-from ftkit.config.load import find_image
-from ftkit.images.sif import definition_file, write_files
 
 
 @click.command(
     "recipe",
     cls=ExamplesCommand,
-    short_help="Print an image's Singularity definition.",
+    short_help="Print an image's Singularity definition file.",
     examples=("ftkit recipe olmo3:25.02 --files olmo3-files > olmo3.def",),
 )
 @image_argument
@@ -26,10 +24,13 @@ from ftkit.images.sif import definition_file, write_files
     "--files",
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Also write the files that the definition copies, there.",
+    help="Also write the files that the definition copies to this folder.",
 )
 def command(reference: str, *, files: Path | None) -> None:
-    """Print a definition that builds NAME:TAG with Apptainer or Singularity, for sites that build their own."""
+    """Print a definition file that builds NAME:TAG with Apptainer or Singularity, without docker."""
+    from ftkit.config.load import find_image
+    from ftkit.images.sif import definition_file, write_files
+
     terminal, definition = Terminal(), find_image(reference, Context.here())
     text = definition_file(definition, files)
     if files:

@@ -1,4 +1,4 @@
-"""`ftkit recipes`: what can be trained."""
+"""`ftkit recipes`: list recipes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.format import count
 from ftkit.config.context import Context, list_names
-from ftkit.config.load import load_recipe
-from ftkit.planning.estimates.parameters import count_parameters
 
 
 @click.command(
     "recipes",
     cls=ExamplesCommand,
-    short_help="List what can be trained.",
+    short_help="List recipes: what to train, and how.",
     examples=("ftkit recipes", "ftkit recipes --json"),
 )
 @json_option
 def command(*, as_json: bool) -> None:
-    """List the recipes of the project, of the user's configuration, and those that ftkit ships."""
+    """List the recipes of the project, of your configuration, and of ftkit."""
+    from ftkit.config.load import load_recipe
+    from ftkit.planning.estimates.parameters import count_parameters
+
     terminal, ctx = Terminal(), Context.here()
     recipes = load_all(list_names("recipe", ctx), lambda name: load_recipe(name, ctx), terminal)
     if as_json:
         terminal.json([{"name": name, **recipe.model_dump(mode="json")} for name, recipe in recipes])
         return
     terminal.table(
-        (Column("NAME"), Column("PARAMETERS", is_number=True), Column("DESCRIPTION", takes_cut=True)),
+        (Column("NAME"), Column("PARAMETERS", is_number=True), Column("DESCRIPTION", can_shrink=True)),
         [(name, count(count_parameters(recipe.model.architecture)), recipe.description) for name, recipe in recipes],
     )

@@ -1,27 +1,19 @@
-"""`ftkit run`: plan, submit, watch."""
+"""`ftkit run`: plan a run, submit it, follow it."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import follow_option, hf_token_option, run_args, run_options
+from ftkit.cli.arguments import follow_option, hf_token_option, job_environment, run_args, run_options
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.follow import follow
-from ftkit.cli.image_check import ensure_image
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.config.context import Context
-from ftkit.launch.jobs import submit
-from ftkit.launch.preflight import check_image, run_checks
-from ftkit.launch.render import render_job
-from ftkit.launch.resolve import resolve, resolve_image_link
-from ftkit.launch.slurm import sbatch_variables
-from ftkit.runs.manifest import build_manifest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.runs.records import RecordTail
     from ftkit.runs.submission import SubmittedRun
 
@@ -29,7 +21,7 @@ if TYPE_CHECKING:
 @click.command(
     "run",
     cls=ExamplesCommand,
-    short_help="Plan a run, submit it, and watch it learn.",
+    short_help="Plan a run, submit it, and follow it.",
     examples=(
         "ftkit run demo",
         "ftkit run --image olmo3:25.02 --nodes 2",
@@ -40,7 +32,7 @@ if TYPE_CHECKING:
 )
 @run_options
 @click.option("--dry-run", is_flag=True, help="Print the job script to stdout; write and submit nothing.")
-@click.option("--import", "does_import", is_flag=True, help="Import the image first if it is not there.")
+@click.option("--import", "does_import", is_flag=True, help="Import the image first if it is missing.")
 @hf_token_option
 @follow_option
 @click.pass_obj
@@ -51,42 +43,53 @@ def command(
     *,
     dry_run: bool,
     does_import: bool,
+    hf_token_file: Path | None,
     follow: bool,
     **options: Any,
 ) -> None:
-    """Plan a run, submit it, and watch it learn.
+    """Plan a run, submit it, and follow it.
 
     RECIPE is a name that 'ftkit recipes' lists, or the path of a file; without it, the image's default
-    recipe. KEY.PATH=VALUE changes a value of the recipe. A run goes on when you stop watching it.
+    recipe. KEY.PATH=VALUE changes a value of the recipe. The run continues if you stop following it.
     """
+    from ftkit.cli.terminal.plan_view import plan_facts, show_findings
+    from ftkit.launch.render import render_job
+    from ftkit.launch.resolve import resolve
+
     terminal, ctx = Terminal(), Context.here()
     plan = resolve(run_args(words, **options), ctx)
-    script = render_job(plan).script
+    script = render_job(plan)
     terminal.facts(plan_facts(plan), is_data=False)
     if dry_run:
         terminal.data(script)
         return
-    show_findings(run_checks(plan, os.environ), terminal)
-    image_facts = ensure_image(plan, terminal, does_import=does_import)
-    check_image(plan)
-    plan = resolve_image_link(plan)  # there only now, if it was imported
-    script = render_job(plan).script
-    if plan.cluster.scheduler == "slurm":
-        for variable in sbatch_variables(os.environ):
-            terminal.warn(f"{variable} in your environment wins over the job script")
-    run = submit(plan, script, build_manifest(plan, ["ftkit", *typed], ctx.project) | image_facts)
+
+    from ftkit.cli.image_check import check_image
+    from ftkit.launch.jobs import submit
+    from ftkit.launch.preflight import run_checks
+    from ftkit.launch.resolve import resolve_image_link
+    from ftkit.runs.manifest import build_manifest
+
+    environment = job_environment(hf_token_file)
+    show_findings(run_checks(plan, environment), terminal)
+    image_facts = check_image(plan, terminal, does_import=does_import)
+    plan = resolve_image_link(plan)  # an image that was just imported has a link only now
+    manifest = build_manifest(plan, ["ftkit", *typed], ctx.project) | image_facts
+    run = submit(plan, render_job(plan), manifest, environment)
     report_submission(run, terminal, does_follow=follow)
 
 
 def report_submission(
     run: SubmittedRun, terminal: Terminal, *, does_follow: bool, tail: RecordTail | None = None
 ) -> None:
-    """Say what the scheduler has taken; then watch it, or print the run's id for a script to use."""
+    """Report the submitted job; then follow it, or print the run's id for a script to use."""
     job = "process" if run.submission.scheduler == "local" else "job"
     terminal.say(Styled(f"\nsubmitted {run.id} as {job} {run.submission.job_id}", "bold"))
     if run.submission.messages:
         terminal.say(run.submission.messages)
     if does_follow:
+        from ftkit.cli.follow import follow
+
         follow(run, terminal, tail)
     else:
         terminal.data(f"{run.id}\n")

@@ -1,4 +1,4 @@
-"""`ftkit runs`: all runs."""
+"""`ftkit runs`: list runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import Workspace
 
 _COLUMNS = (
-    Column("NAME", takes_cut=True),
+    Column("NAME", can_shrink=True),
     Column("ID"),
     Column("STATE"),
     Column("STEP", is_number=True),
     Column("LOSS", is_number=True),
-    Column("CLUSTER", takes_cut=True),
+    Column("CLUSTER", can_shrink=True),
     Column("JOB", is_number=True),
     Column("AGE", is_number=True),
 )
@@ -54,12 +54,12 @@ class _Row:
 @click.command(
     "runs",
     cls=ExamplesCommand,
-    short_help="List all runs, newest first.",
+    short_help="List runs, newest first.",
     examples=("ftkit runs", "ftkit runs | grep running", "ftkit runs --json | jq -r '.[0].id'"),
 )
 @json_option
 def command(*, as_json: bool) -> None:
-    """List all runs of the workspace, newest first."""
+    """List the runs of the workspace, newest first."""
     terminal, workspace = Terminal(), current_workspace()
     rows = _read(workspace, terminal)
     if as_json:
@@ -71,7 +71,7 @@ def command(*, as_json: bool) -> None:
 
 
 def _read(workspace: Workspace, terminal: Terminal) -> list[_Row]:
-    """Read all runs, with one question to each scheduler; warn of those that are damaged."""
+    """Read all runs, with one query per scheduler; warn about damaged ones."""
     entries = [read_entry(folder) for folder in list_runs(workspace)]
     overview = observe_all([entry.run for entry in entries if entry.run])
     damaged = [f"{entry.folder.id} is damaged: {entry.damage}" for entry in entries if entry.damage]

@@ -1,4 +1,4 @@
-"""`ftkit schema`: JSON schemas, for editors."""
+"""`ftkit schema`: print a JSON schema, for editors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(kind: str) -> None:
     if kind != "image":
         schema["properties"]["extends"] = {
             "type": "string",
-            "description": f"Name of the {kind} that this one changes.",
+            "description": f"Name of the {kind} that this one extends.",
         }
     if kind == "recipe":
         shape = schema["$defs"]["ModelSpec"]["properties"]["architecture"]
@@ -46,7 +46,7 @@ def command(kind: str) -> None:
 
 
 def _without_required(schema: Any) -> Any:
-    """Leave out which keys are required: a file that extends another holds only some. ftkit itself checks the whole."""
+    """Drop `required`: a file that extends another sets only some keys. ftkit validates the merged result."""
     if isinstance(schema, dict):
         return {
             ("anyOf" if key == "oneOf" else key): _without_required(value)

@@ -1,4 +1,4 @@
-"""What the shell offers after TAB. Nothing here may fail: a broken file gives no words, not an error."""
+"""Shell completion of names. It never fails: a damaged file completes to nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ftkit.config.context import Context, list_images, list_names
-from ftkit.launch.resolve import RunArgs, read_settings, resolve_workspace
-from ftkit.runs.find import list_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,32 +16,34 @@ _NUM_RUNS = 50
 
 
 def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Offer the recipes."""
+    """Complete the name of a recipe."""
     del ctx, param
-    return _starting(list_names("recipe", Context.here()), incomplete)
+    return _starting_with(incomplete, list_names("recipe", Context.here()))
 
 
 def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Offer the clusters."""
+    """Complete the name of a cluster profile."""
     del ctx, param
-    return _starting(list_names("cluster", Context.here()), incomplete)
+    return _starting_with(incomplete, list_names("cluster", Context.here()))
 
 
 def complete_image(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Offer the images."""
+    """Complete the name of an image."""
     del ctx, param
-    return _starting(list_images(Context.here()), incomplete)
+    return _starting_with(incomplete, list_images(Context.here()))
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Offer the names and ids of the newest runs."""
+    """Complete the name or id of one of the newest runs."""
     del ctx, param
     with suppress(Exception):
-        here = Context.here()
-        runs = list_runs(resolve_workspace(read_settings(RunArgs(), here), here))[:_NUM_RUNS]
-        return _starting(["last", *(run.name for run in runs), *(run.id for run in runs)], incomplete)
+        from ftkit.cli.arguments import current_workspace
+        from ftkit.runs.find import list_runs
+
+        runs = list_runs(current_workspace())[:_NUM_RUNS]
+        return _starting_with(incomplete, ["last", *(run.name for run in runs), *(run.id for run in runs)])
     return []
 
 
-def _starting(words: Iterable[str], incomplete: str) -> list[str]:
+def _starting_with(incomplete: str, words: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(word for word in words if word.startswith(incomplete)))

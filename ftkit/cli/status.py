@@ -1,17 +1,16 @@
-"""`ftkit status`: everything about one run."""
+"""`ftkit status`: show the state and results of a run."""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run, get_submitted_run, json_option, run_argument
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.follow import follow as follow_run
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, duration, short_path
 from ftkit.cli.terminal.report import (
@@ -25,12 +24,14 @@ from ftkit.cli.terminal.report import (
 )
 from ftkit.errors import EXIT_CODES, RunFailedError
 from ftkit.launch.observe import observe_all
-from ftkit.planning.plan import PlanError, RunPlan, read_plan
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder, read_entry
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.submission import SubmittedRun
 from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarize
+
+if TYPE_CHECKING:
+    from ftkit.planning.plan import RunPlan  # noqa: TC004 - no pydantic reads this dataclass
 
 _NUM_CHECKPOINTS_SHOWN = 5
 
@@ -40,7 +41,7 @@ class _Status:
     folder: RunFolder
     plan: RunPlan | None
     plan_problem: str
-    """Why there is no plan, although the run's files are not damaged: it is one of another version of ftkit."""
+    """Why the plan can't be read although it is not damaged: another version of ftkit wrote it."""
     run: SubmittedRun | None
     seen: Observation
     summary: TrainingSummary
@@ -50,18 +51,20 @@ class _Status:
 @click.command(
     "status",
     cls=ExamplesCommand,
-    short_help="Show everything about one run.",
+    short_help="Show the state and results of a run.",
     examples=("ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json"),
-    help=f"""Show everything about one run: state, progress, results, the error that ended it, what to do next.
+    help=f"""Show a run: its state, progress, results, the error that ended it, and what to do next.
 
     {RUN_HELP}
     """,
 )
 @run_argument
-@click.option("--follow", "-f", is_flag=True, help="Watch the run until it ends.")
+@click.option("--follow", "-f", is_flag=True, help="Follow the run until it ends.")
 @json_option
 def command(reference: str, *, follow: bool, as_json: bool) -> None:
-    """Show one run."""
+    """Show a run."""
+    from ftkit.cli.follow import follow as follow_run
+
     terminal = Terminal()
     if follow:
         follow_run(get_submitted_run(reference), terminal)
@@ -74,6 +77,8 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
 
 
 def _read(folder: RunFolder) -> _Status:
+    from ftkit.planning.plan import PlanError, read_plan
+
     entry, plan, plan_problem = read_entry(folder), None, ""
     if entry.plan:
         try:
@@ -129,12 +134,12 @@ def _job_facts(status: _Status) -> list[tuple[str, Cell]]:
     code = _exit_code(status)
     if code:
         is_explained = status.failure and code == status.failure.exit_code
-        facts.append(("exit code", f"{code}: {EXIT_CODES[code]}" if is_explained else f"{code}, of the job"))
+        facts.append(("exit code", f"{code}: {EXIT_CODES[code]}" if is_explained else f"{code} (of the job)"))
     return facts
 
 
 def _exit_code(status: _Status) -> int | None:
-    """Return the code of the reason why a run failed, which `ftkit run` ends with; of no known one, the job's."""
+    """Return the exit code of the failure, as `ftkit run` does; without a known failure, the job's."""
     failure = status.failure
     return (
         status.seen.exit_code if failure is None or failure.exit_code == RunFailedError.exit_code else failure.exit_code
@@ -192,7 +197,7 @@ def _as_json(status: _Status) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Replace what JSON has no word for: a loss that is not a number."""
+    """Replace numbers that JSON does not have, such as a loss of NaN, by null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

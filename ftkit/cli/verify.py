@@ -1,8 +1,9 @@
-"""`ftkit verify`: whether an imported image is still what was imported."""
+"""`ftkit verify`: verify an imported image against its manifest."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,22 +12,26 @@ from ftkit.cli.image_arguments import image_store
 from ftkit.cli.shell_completion import complete_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import gib
-from ftkit.cli.terminal.progress_view import ProgressView
-from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage, check_name, parse_image
 from ftkit.errors import ConfigError, Problem
-from ftkit.images.verify import require_intact, verify, verify_inside
+
+if TYPE_CHECKING:
+    from ftkit.config.image_reference import AnyImage
 
 
 @click.command(
     "verify",
     cls=ExamplesCommand,
-    short_help="Check an imported image against its manifest.",
+    short_help="Verify an imported image against its manifest.",
     examples=("ftkit verify olmo3:25.02", "ftkit verify /shared/images/olmo3+25.02.sqsh --deep"),
 )
 @click.argument("wanted", metavar="NAME:TAG|FILE", shell_complete=complete_image)
-@click.option("--deep", is_flag=True, help="Run the self-check inside as well.")
+@click.option("--deep", is_flag=True, help="Run the self-check inside the image too.")
 def command(wanted: str, *, deep: bool) -> None:
-    """Recompute the digests of an imported image; name every difference and end with code 10 if there is one."""
+    """Recompute the digests of an imported image; list every difference, and exit with code 10 if there is any."""
+    from ftkit.cli.terminal.progress_view import ProgressView
+    from ftkit.config.image_reference import NamedImage, parse_image
+    from ftkit.images.verify import require_intact, verify, verify_inside
+
     terminal = Terminal()
     image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE")
     file = _file(image)
@@ -45,12 +50,14 @@ def command(wanted: str, *, deep: bool) -> None:
         ),
         is_data=True,
     )
-    terminal.say(Styled("it is what was imported", "green"))
+    terminal.say(Styled("the file matches its manifest", "green"))
     if left:
         terminal.say(left)
 
 
 def _file(image: AnyImage) -> Path:
+    from ftkit.config.image_reference import ImageFile, RegistryImage, check_name
+
     if isinstance(image, ImageFile):
         return image.path
     if isinstance(image, RegistryImage):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.context import PROJECT_FILE
 from ftkit.config.layers import Layers
+from ftkit.config.paths import absolute_path
 from ftkit.config.problems import validate
 from ftkit.config.strict import Name, Spec
 from ftkit.config.yaml_files import read_yaml
@@ -36,6 +37,11 @@ class LoadedSettings:
     settings: Settings
     layers: Layers
     files: dict[Path, bool]
+
+    def workspace_folder(self, ctx: Context) -> Path:
+        """Return the workspace's folder; a relative path is relative to the project."""
+        where = self.layers.origin(("workspace",))
+        return absolute_path(self.settings.workspace, ctx.project, where, "workspace")
 
 
 def load_settings(ctx: Context, options: Layers | None = None) -> LoadedSettings:

@@ -16,7 +16,7 @@ from ftkit.data.encoding import IGNORED
 from ftkit.data.rows import read_json_lines
 from ftkit.errors import DataError
 from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
-from ftkit.planning.layout import DATA_MANIFEST
+from ftkit.planning.layout import DataLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +75,7 @@ class PreparedData:
     @property
     def manifest_path(self) -> Path:
         """Written last."""
-        return self.root / DATA_MANIFEST
+        return DataLayout(self.root).manifest
 
     @property
     def tokenizer(self) -> Path:

@@ -19,13 +19,14 @@ from ftkit.runs.states import RunState
 from ftkit.runs.submission import Submission, SubmittedRun, read_submission, write_submission
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.states import Observation
 
 
-def submit(plan: RunPlan, script: str, manifest: dict[str, Any]) -> SubmittedRun:
+def submit(plan: RunPlan, script: str, manifest: dict[str, Any], environment: Mapping[str, str]) -> SubmittedRun:
     """Make the run's folder and submit its script.
 
     Raises:
@@ -34,7 +35,7 @@ def submit(plan: RunPlan, script: str, manifest: dict[str, Any]) -> SubmittedRun
     """
     _create_folder(plan, script, manifest)
     try:
-        return _submit(plan)
+        return _submit(plan, environment)
     except (SubmitError, PrerequisiteError) as error:
         if not isinstance(error, UncertainSubmitError):
             shutil.rmtree(plan.layout.root, ignore_errors=True)
@@ -86,7 +87,7 @@ def _is_same(first: Path, second: Path) -> bool:
         return False
 
 
-def resume(plan: RunPlan) -> SubmittedRun:
+def resume(plan: RunPlan, environment: Mapping[str, str]) -> SubmittedRun:
     """Submit a run's script again; training goes on from the newest checkpoint.
 
     Raises:
@@ -104,12 +105,12 @@ def resume(plan: RunPlan) -> SubmittedRun:
     revoke(layout)  # nobody trains any more: the next job need not find that out by watching
     for path in (layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state):
         path.unlink(missing_ok=True)
-    return _submit(plan, earlier=submission)
+    return _submit(plan, environment, earlier=submission)
 
 
-def _submit(plan: RunPlan, earlier: Submission | None = None) -> SubmittedRun:
+def _submit(plan: RunPlan, environment: Mapping[str, str], *, earlier: Submission | None = None) -> SubmittedRun:
     try:
-        submission = scheduler_for(plan.cluster.scheduler).submit(plan.layout)
+        submission = scheduler_for(plan.cluster.scheduler).submit(plan.layout, environment)
     except (UncertainSubmitError, ProgramTimeoutError) as error:
         raise UncertainSubmitError(
             error.what,

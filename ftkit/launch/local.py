@@ -14,7 +14,7 @@ from ftkit.runs.states import Observation, RunState
 from ftkit.runs.submission import Submission, SubmittedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ftkit.planning.layout import RunLayout
 
@@ -25,10 +25,10 @@ class LocalScheduler:
     poll_seconds: ClassVar[float] = 1.0
     grace_seconds: ClassVar[float] = 10.0
 
-    def submit(self, layout: RunLayout) -> Submission:
+    def submit(self, layout: RunLayout, environment: Mapping[str, str]) -> Submission:
         """Start the script."""
         pid = process.start_detached(
-            ["bash", str(layout.script)], log=layout.job_log, cwd=layout.root, environment=os.environ
+            ["bash", str(layout.script)], log=layout.job_log, cwd=layout.root, environment=environment
         )
         return Submission(
             scheduler="local",

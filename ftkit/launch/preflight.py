@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from ftkit.config.tracking import check_access, check_packages
 from ftkit.data.chat_templates import check_tokenizer_folder
 from ftkit.errors import FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import check_examples, local_paths
-from ftkit.launch.hardware import host_memory_gib
+from ftkit.launch.slurm import sbatch_variables
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.layout import Workspace
 from ftkit.planning.suggestions import suggest_changes
@@ -68,6 +69,8 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[
     yield from source_checks(plan, environment)
     yield partial(_check_packages, plan)
     yield partial(check_memory, plan, host_memory_gib())
+    if plan.cluster.scheduler == "slurm":
+        yield lambda: [f"{one} in your environment overrides the job script" for one in sbatch_variables(environment)]
 
 
 def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
@@ -192,25 +195,6 @@ def _check_packages(plan: RunPlan) -> list[str]:
     return []
 
 
-def check_image(plan: RunPlan) -> None:
-    """Check that the image's file is there.
-
-    Raises:
-        NotFoundError: it is not.
-    """
-    wanted = plan.container_image
-    if wanted is None or not wanted.startswith("/") or Path(wanted).is_file():
-        return
-    if plan.image == wanted:
-        raise NotFoundError(
-            f"there is no image file {wanted}",
-            meaning="the path is wrong, or its file system is not mounted on this machine",
-            fix="give the path of a .sqsh or .sif file; relative ones belong to the file that names them",
-        )
-    images = Workspace(plan.workspace).images
-    there = sorted(path.name for path in images.glob("*.sqsh"))
-    raise NotFoundError(
-        f"image {plan.image} is not there: looked for {wanted}",
-        meaning=f"images in {images}: {', '.join(there)}" if there else f"there are no images in {images}",
-        fix=f"import it: ftkit import {plan.image}; or give --image with a .sqsh file or a docker:// address",
-    )
+def host_memory_gib() -> float:
+    """Return the main memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -7,17 +7,16 @@ passing through one of the filters below: Jinja refuses any other.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ftkit import assets
 from ftkit.config.mounts import mounted_folders, nccl_for
 from ftkit.errors import ConfigError, Problem
-from ftkit.planning.layout import DATA_MANIFEST, RunLayout
+from ftkit.planning.layout import DataLayout
 
 if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
@@ -37,23 +36,13 @@ _TAKEN_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
 """Variables that the script looks for when it runs, because a site's script or the user may have set them."""
 
 
-@dataclass(frozen=True)
-class RenderedJob:
-    """A script, the scheduler that it is for, and the folder of its run."""
-
-    scheduler: Literal["local", "slurm"]
-    layout: RunLayout
-    script: str
-
-
-def render_job(plan: RunPlan) -> RenderedJob:
+def render_job(plan: RunPlan) -> str:
     """Render the script of a run.
 
     Raises:
-        ConfigError: a value can't be said in the words of Slurm, pyxis or bash.
+        ConfigError: a value can't be expressed for Slurm, pyxis or bash.
     """
-    scheduler = plan.cluster.scheduler
-    script = _environment().get_template(_TEMPLATES[scheduler]).render(
+    return _environment().get_template(_TEMPLATES[plan.cluster.scheduler]).render(
         plan=plan,
         profile=plan.cluster,
         placement=plan.placement,
@@ -64,10 +53,9 @@ def render_job(plan: RunPlan) -> RenderedJob:
         nccl=nccl_for(plan.cluster, plan.placement.num_nodes),
         mounts=_mounts(plan) if plan.cluster.runtime != "none" else (),
         container_environment=_container_environment(plan),
-        data_manifest=plan.data_directory / DATA_MANIFEST,
-        image_is_file=(plan.container_image or "").startswith("/"),
+        data_manifest=DataLayout(plan.data_directory).manifest,
+        image_is_file=plan.image_file is not None,
     )  # fmt: skip
-    return RenderedJob(scheduler, plan.layout, script)
 
 
 def _container_environment(plan: RunPlan) -> list[str]:

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 from ftkit import __version__
+from ftkit.config.cluster import GpuModel
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
-from ftkit.config.paths import absolute_path
 from ftkit.config.request import Origins, RunRequest
 from ftkit.config.settings import LoadedSettings, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.launch.data_files import data_stamp
-from ftkit.launch.hardware import detect_hardware
-from ftkit.launch.model_size import count_on_this_machine
-from ftkit.planning.layout import Workspace
+from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.planning.plan import fingerprint, plan_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
+    from ftkit.config.model import ModelCounts, ModelSpec
     from ftkit.config.recipe import RecipeSpec
     from ftkit.planning.plan import RunPlan
 
 ResultT = TypeVar("ResultT")
 
 _ANY_SLURM: Final = "slurm"
+_ROOT = Path("/")
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,6 @@ def read_settings(words: RunArgs, ctx: Context) -> LoadedSettings:
     return load_settings(ctx, Layers(dict(typed), {(key,): COMMAND_LINE for key in typed}))
 
 
-def resolve_workspace(loaded: LoadedSettings, ctx: Context) -> Workspace:
-    """Return the workspace; a relative path belongs to the project's folder."""
-    where = loaded.layers.origin(("workspace",))
-    return Workspace(absolute_path(loaded.settings.workspace, ctx.project, where, "workspace"))
-
-
 def resolve(words: RunArgs, ctx: Context) -> RunPlan:
     """Make a plan of what was typed.
 
@@ -117,11 +113,11 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
     problems.raise_if_any()
     if read is None or site is None:
         raise AssertionError("what could not be loaded was raised above")
-    workspace = resolve_workspace(loaded, ctx)
+    workspace = Workspace(loaded.workspace_folder(ctx))
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
     request = replace(
         _request(words, read.spec, wanted, workspace, origins),
-        counts=count_on_this_machine(read.spec.model, ctx.environment, workspace),
+        counts=_count_parameters(read.spec.model, ctx, workspace),
     )
     here = detect_hardware(site.spec, ctx.environment)
     plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
@@ -130,9 +126,9 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
 
 def resolve_image_link(plan: RunPlan) -> RunPlan:
     """Let a plan name the file that a link leads to now: by the time the job starts, it may lead elsewhere."""
-    if plan.container_image is None or not plan.container_image.startswith("/"):
+    file = plan.image_file
+    if file is None:
         return plan
-    file = Path(plan.container_image)
     while file.is_symlink() and file.exists():  # the last part alone: folders may be mounted elsewhere on the nodes
         file = file.parent / file.readlink()
     return replace(plan, container_image=str(file))
@@ -178,7 +174,8 @@ def _request(
     words: RunArgs, recipe: RecipeSpec, image: AnyImage | None, workspace: Workspace, origins: Origins
 ) -> RunRequest:
     stamp = data_stamp(recipe)
-    prepared = read_json_if_valid(workspace.data / fingerprint(recipe, stamp) / "manifest.json", dict[str, Any]) or {}
+    data = DataLayout(workspace.data / fingerprint(recipe, stamp))
+    prepared = read_json_if_valid(data.manifest, dict[str, Any]) or {}
     num_packs = prepared.get("num_train_packs")
     return RunRequest(
         name=words.name,
@@ -196,6 +193,15 @@ def _request(
     )
 
 
+def _count_parameters(model: ModelSpec, ctx: Context, workspace: Workspace) -> ModelCounts | None:
+    """Count the parameters of a model whose family has no formula; None: the formula or nothing is known."""
+    if not model.architecture.is_estimated:
+        return None
+    from ftkit.launch.param_count import count_on_this_machine  # noqa: PLC0415 - HTTP, which few models need
+
+    return count_on_this_machine(model, ctx.environment, workspace)
+
+
 def _no_recipe(image: AnyImage | None) -> FtkitError:
     if image:
         return ConfigError(
@@ -206,3 +212,37 @@ def _no_recipe(image: AnyImage | None) -> FtkitError:
         [Problem(COMMAND_LINE, "RECIPE", "nothing says what to train.",
                  "Try 'ftkit run demo'; 'ftkit recipes' lists all, and --image NAME:TAG stands for its default one.")]
     )  # fmt: skip
+
+
+def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], root: Path = _ROOT) -> ClusterProfile:
+    """Replace `device: auto` by what this machine has; `root` is where its /dev and /proc are."""
+    if profile.device != "auto":
+        return profile
+    found: dict[str, object] = {"cpus_per_node": profile.cpus_per_node or len(os.sched_getaffinity(0))}
+    num_gpus = _count_gpus(environment, root)
+    if num_gpus:
+        found |= {"device": "cuda", "gpus_per_node": num_gpus, "gpu": profile.gpu or _gpu_model(root)}
+    else:
+        found |= {"device": "cpu"}
+    return profile.model_copy(update=found)
+
+
+def _count_gpus(environment: Mapping[str, str], root: Path) -> int:
+    """Count the GPUs that CUDA will show to a process started here."""
+    present = len(list(root.glob("dev/nvidia[0-9]*")))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    allowed = [device.strip() for device in visible.split(",")]
+    stop = next((i for i, device in enumerate(allowed) if device in ("", "-1")), len(allowed))  # as CUDA reads it
+    return min(present, stop)
+
+
+def _gpu_model(root: Path) -> str | None:
+    """Recognise the GPUs by the driver's files: the profile's word for "NVIDIA H100 80GB HBM3" is h100-80gb."""
+    for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
+        words = set(re.findall(r"[a-z0-9]+", path.read_text(errors="replace").lower()))
+        for model in get_args(GpuModel):
+            if words.issuperset(model.split("-")):
+                return str(model)
+    return None

@@ -8,7 +8,7 @@ from ftkit.launch.local import LocalScheduler
 from ftkit.launch.slurm import SlurmScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.states import Observation
@@ -21,8 +21,8 @@ class Scheduler(Protocol):
     poll_seconds: ClassVar[float]
     """How often it may be asked for states without being a burden."""
 
-    def submit(self, layout: RunLayout) -> Submission:
-        """Hand in the script of a run.
+    def submit(self, layout: RunLayout, environment: Mapping[str, str]) -> Submission:
+        """Submit the script of a run, with these variables for its job.
 
         Raises:
             SubmitError: it was refused; there is no job.

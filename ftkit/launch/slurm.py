@@ -18,6 +18,7 @@ from ftkit.runs.submission import Submission, SubmittedRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
 
@@ -30,9 +31,9 @@ class SlurmScheduler:
 
     poll_seconds: ClassVar[float] = 4.0
 
-    def submit(self, layout: RunLayout) -> Submission:
-        """Hand the script to sbatch, in the run's folder."""
-        answer = _ask(["sbatch", "--parsable", layout.script.name], layout)
+    def submit(self, layout: RunLayout, environment: Mapping[str, str]) -> Submission:
+        """Submit the script with sbatch, in the run's folder."""
+        answer = _ask(["sbatch", "--parsable", layout.script.name], environment, cwd=layout.root)
         lines = answer.stdout.split()
         job_id = lines[-1].partition(";")[0] if lines else ""
         if answer.returncode != 0 or not job_id.isdigit():
@@ -58,7 +59,7 @@ class SlurmScheduler:
 
     def cancel(self, run: SubmittedRun) -> None:
         """Let scancel end the job."""
-        answer = _ask(["scancel", run.submission.job_id])
+        answer = _ask(["scancel", run.submission.job_id], os.environ)
         if answer.returncode != 0:
             raise SubmitError(
                 f"scancel could not end job {run.submission.job_id}: {clean_stderr(answer.stderr)}",
@@ -72,9 +73,9 @@ def sbatch_variables(environment: Mapping[str, str]) -> list[str]:
     return sorted(f"{key}={value}" for key, value in environment.items() if key.startswith("SBATCH_") and value)
 
 
-def _ask(args: list[str], layout: RunLayout | None = None) -> process.ProgramOutput:
+def _ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = None) -> process.ProgramOutput:
     try:
-        return process.run(args, cwd=layout.root if layout else None, environment=_environment(os.environ))
+        return process.run(args, cwd=cwd, environment=_environment(environment))
     except PrerequisiteError as error:
         raise PrerequisiteError(
             f"'{args[0]}' was not found: this machine can't talk to Slurm",
@@ -95,7 +96,7 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     jobs = ",".join(run.submission.job_id for run in runs)
-    answer = _ask(["squeue", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}", f"--jobs={jobs}"])
+    answer = _ask(["squeue", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}", f"--jobs={jobs}"], os.environ)
     if answer.returncode != 0 and not re.search("invalid job id", answer.stderr, re.IGNORECASE):
         raise SubmitError(
             f"Slurm can't be asked for states: {clean_stderr(answer.stderr)}",
@@ -109,7 +110,7 @@ def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     """Ask the accounting. Clusters without one refuse; then the runs' own files must tell."""
     jobs = ",".join(run.submission.job_id for run in runs)
     try:
-        answer = _ask(["sacct", "-P", "-X", "-n", f"--format={SACCT_FIELDS}", f"--jobs={jobs}"])
+        answer = _ask(["sacct", "-P", "-X", "-n", f"--format={SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
     except (PrerequisiteError, process.ProgramTimeoutError):
         return {}
     return read_sacct(answer.stdout, runs) if answer.returncode == 0 else {}

@@ -6,8 +6,22 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-DATA_MANIFEST = "manifest.json"
-"""In a folder of prepared data; written last, when preparation has come to its end."""
+
+@dataclass(frozen=True)
+class DataLayout:
+    """The folder of prepared data."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        """Written last. Trainer, planner and job script take the data for prepared if this is a file."""
+        return self.root / "manifest.json"
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether preparation has come to its end."""
+        return self.manifest.is_file()
 
 
 @dataclass(frozen=True)

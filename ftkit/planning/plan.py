@@ -23,7 +23,7 @@ from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.memory import MemoryPlan, predict_memory
 from ftkit.planning.estimates.parameters import count_model, method_counts
 from ftkit.planning.estimates.step_time import Network, StepTimePlan, predict_step_time
-from ftkit.planning.layout import DATA_MANIFEST, RunLayout, Workspace
+from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.suggestions import ExecutionPlan, choose_execution, suggest_changes, suggest_faster
 
 if TYPE_CHECKING:
@@ -102,6 +102,12 @@ class RunPlan:
         return RunLayout(Workspace(self.workspace).runs / self.id)
 
     @property
+    def image_file(self) -> Path | None:
+        """The image's file; None without a container, or if the runtime gets an address or a docker engine's name."""
+        image = self.container_image
+        return Path(image) if image and image.startswith("/") else None
+
+    @property
     def data_directory(self) -> Path:
         """Folder of the tokenised and packed data."""
         return Workspace(self.workspace).data / self.fingerprint
@@ -109,7 +115,7 @@ class RunPlan:
     @property
     def is_data_prepared(self) -> bool:
         """Whether an earlier run on the same data left it there: this one asks nobody for it."""
-        return (self.data_directory / DATA_MANIFEST).is_file()
+        return DataLayout(self.data_directory).is_prepared
 
 
 def plan_run(

@@ -58,3 +58,7 @@ class Observation:
     nodes: str = ""
     started: Seconds | None = None
     ended: Seconds | None = None
+
+    def __str__(self) -> str:
+        """Return the state and its reason."""
+        return f"{self.state}: {self.reason}" if self.reason else str(self.state)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit.config.model import FAMILIES, ArchitecturePlan, ArchitectureSpec, ModelSpec
 from ftkit.config.training import LoraSpec, TrainingPlan
-from ftkit.launch.model_size import count_on_this_machine
+from ftkit.launch.param_count import count_on_this_machine
 from ftkit.planning.estimates.adapters import adapter_size
 from ftkit.planning.estimates.parameters import EXPERT_FAMILIES, count_by_config, count_model, method_counts
 from ftkit.planning.layout import Workspace

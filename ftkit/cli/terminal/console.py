@@ -1,40 +1,66 @@
-"""The one class that wraps rich: data to stdout, talk to stderr, colours only on a terminal."""
+"""The one class that wraps rich: data to stdout, talk to stderr, colors only on a terminal.
+
+rich is imported when something is printed: shell completion prints nothing with it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from dataclasses import dataclass
+from functools import cached_property
 from typing import IO, TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.padding import Padding
-from rich.segment import Segments
-from rich.table import Table
-from rich.text import Text
 
 from ftkit.cli.terminal.format import printable
-from ftkit.cli.terminal.table import Cell, Column, Styled, table_segments
 from ftkit.errors import redact
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from rich.console import RenderableType
-
-__all__ = ["Cell", "Column", "Styled", "Terminal"]
+    from rich.console import Console, RenderableType
+    from rich.segment import Segment
+    from rich.text import Text
 
 _UNLIMITED = 10_000
 _ROOMY = 110
+_GAP = 2
+_MIN_WIDTH = 6
+
+
+@dataclass(frozen=True)
+class Styled:
+    """A text with a style of rich."""
+
+    text: str
+    style: str
+
+
+Cell = str | Styled
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table; one that `can_shrink` is cut first on a narrow terminal."""
+
+    title: str
+    is_number: bool = False
+    can_shrink: bool = False
 
 
 class Terminal:
     """Prints for people and for programs."""
 
-    def __init__(self) -> None:
-        self._out = _console(sys.stdout)
-        self.talk = _console(sys.stderr)
+    @cached_property
+    def talk(self) -> Console:
+        """The console of stderr."""
+        return _console(sys.stderr)
+
+    @cached_property
+    def _out(self) -> Console:
+        return _console(sys.stdout)
 
     @property
     def is_live(self) -> bool:
@@ -47,7 +73,7 @@ class Terminal:
         return self._out.width >= _ROOMY
 
     def data(self, text: str) -> None:
-        """Write to stdout exactly this, as UTF-8: click would leave out escape sequences, an old locale more."""
+        """Write exactly this to stdout, as UTF-8: click drops escape sequences, an old locale drops more."""
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
@@ -58,10 +84,14 @@ class Terminal:
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
         """Write a table to stdout."""
-        _print(self._out, Segments(table_segments(columns, rows, self._out.width)))
+        from rich.segment import Segments
+
+        _print(self._out, Segments(_table_segments(columns, rows, self._out.width)))
 
     def facts(self, rows: Sequence[tuple[str, Cell]], *, is_data: bool) -> None:
-        """Write names with their values, to stdout if that is what was asked for, else to stderr."""
+        """Write names with their values: to stdout if they are the command's data, else to stderr."""
+        from rich.table import Table
+
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(overflow="fold")
@@ -70,24 +100,30 @@ class Terminal:
         _print(self._out if is_data else self.talk, grid)
 
     def text(self, cell: Cell = "", *, is_data: bool) -> None:
-        """Write a paragraph, to stdout if that is what was asked for, else to stderr."""
+        """Write a paragraph: to stdout if it is the command's data, else to stderr."""
         _print(self._out if is_data else self.talk, _text(cell))
 
     def say(self, cell: Cell = "", *, indent: int = 0) -> None:
         """Write a paragraph to stderr."""
+        from rich.padding import Padding
+
         _print(self.talk, Padding(_text(cell), (0, 0, 0, indent), expand=False) if indent else _text(cell))
 
     def warn(self, text: str) -> None:
-        """Write a warning to stderr, without secrets: many quote the environment."""
+        """Write a warning to stderr, without secrets: many warnings quote the environment."""
         self.say(Styled(f"warning: {redact(text, os.environ)}", "yellow"))
 
 
 def _console(stream: IO[str]) -> Console:
+    from rich.console import Console
+
     console = Console(file=stream, markup=False, highlight=False, emoji=False)
     return console if console.is_terminal else Console(file=stream, width=_UNLIMITED, highlight=False, markup=False)
 
 
 def _text(cell: Cell) -> Text:
+    from rich.text import Text
+
     return Text(printable(cell)) if isinstance(cell, str) else Text(printable(cell.text), style=cell.style)
 
 
@@ -100,3 +136,46 @@ def _print(console: Console, renderable: RenderableType) -> None:
         console.print(renderable)
     for line in capture.get().splitlines():
         click.echo(line.rstrip(), file=console.file)
+
+
+# --- Tables of many rows: rich's own layout takes most of a second for a thousand rows ------------
+
+
+def _table_segments(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> Iterator[Segment]:
+    """Lay out a table, one line per row, no wider than `width` if the columns that can shrink allow it."""
+    from rich.cells import cell_len, set_cell_size
+    from rich.segment import Segment
+    from rich.style import Style
+
+    lines = [[Styled(column.title, "bold") for column in columns], *rows]
+    widths = _widths(columns, [[cell_len(_one_line(cell)) for cell in line] for line in lines], width)
+    last = len(columns) - 1
+    styles: dict[str, Style] = {}
+    for line in lines:
+        for index, (cell, column, room) in enumerate(zip(line, columns, widths, strict=True)):
+            text = _one_line(cell)
+            if cell_len(text) > room:
+                text = set_cell_size(text, room - 1) + "…"
+            blank = " " * (room - cell_len(text))
+            if column.is_number:
+                yield Segment(blank)
+            style = cell.style if isinstance(cell, Styled) else ""
+            yield Segment(text, styles.setdefault(style, Style.parse(style)) if style else None)
+            if index != last:
+                yield Segment(" " * _GAP if column.is_number else blank + " " * _GAP)
+        yield Segment.line()
+
+
+def _widths(columns: Sequence[Column], lengths: list[list[int]], width: int) -> list[int]:
+    """Give each column the width of its longest cell; take what is too much from the widest that can shrink."""
+    widths = [max(column) for column in zip(*lengths, strict=True)]
+    for _ in range(sum(widths) + _GAP * (len(widths) - 1) - width):
+        room, index = max(((widths[i], i) for i, column in enumerate(columns) if column.can_shrink), default=(0, 0))
+        if room <= _MIN_WIDTH:
+            break
+        widths[index] -= 1
+    return widths
+
+
+def _one_line(cell: Cell) -> str:
+    return " ".join(printable(cell if isinstance(cell, str) else cell.text).split("\n"))

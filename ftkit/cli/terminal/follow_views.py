@@ -38,11 +38,6 @@ def view_for(terminal: Terminal) -> FollowView:
     return LiveView(terminal) if terminal.is_live else PlainView(terminal)
 
 
-def format_state(seen: Observation) -> str:
-    """Say the state and why."""
-    return f"{seen.state}: {seen.reason}" if seen.reason else str(seen.state)
-
-
 class PlainView:
     """A line for what happens, few enough to be read in the log of a pipeline: memory is in the run's own log."""
 
@@ -53,7 +48,7 @@ class PlainView:
 
     def state(self, seen: Observation) -> None:
         """Print the state if it is another than before; that of a completed run stands in its summary."""
-        words = format_state(seen)
+        words = str(seen)
         if words != self._shown and seen.state is not RunState.COMPLETED:
             self._terminal.say(words)
             self._shown = words
@@ -94,7 +89,7 @@ class LiveView:
     def state(self, seen: Observation) -> None:
         """Show the state while the run waits; once it runs, its records tell more."""
         if seen.state is not RunState.RUNNING:
-            self._show_waiting(format_state(seen))
+            self._show_waiting(str(seen))
         elif self._is_waiting:
             self._show_waiting("running")
         self._is_waiting = seen.state is not RunState.RUNNING

@@ -135,7 +135,7 @@ def _runtime(plan: RunPlan) -> str:
 
 
 def _data(plan: RunPlan) -> str:
-    return "prepared," if (plan.data_directory / "manifest.json").is_file() else "to be prepared,"
+    return "prepared," if plan.is_data_prepared else "to be prepared,"
 
 
 def _image(plan: RunPlan) -> str:

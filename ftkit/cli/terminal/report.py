@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
-from ftkit.cli.terminal.follow_views import format_state
 from ftkit.cli.terminal.format import count, duration, plural, short_path
 from ftkit.cli.terminal.record_lines import measured
 from ftkit.errors import EXIT_CODES, RunFailedError, redact
@@ -55,7 +54,7 @@ def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
 def failed(run: SubmittedRun, seen: Observation, failure: Failure | None) -> RunFailedError:
     """Return the error that a command ends with that watched a run to an end other than completion."""
     return RunFailedError(
-        f"{run.id}: {format_state(seen)}",
+        f"{run.id}: {seen}",
         exit_code=failure.exit_code if failure else RunFailedError.exit_code,
         fix=advice(run.layout, seen, failure),
     )
@@ -80,7 +79,7 @@ def show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is_
 
 def state_cell(seen: Observation) -> Cell:
     """Return the state in its colour."""
-    return Styled(format_state(seen), STATE_STYLES[seen.state])
+    return Styled(str(seen), STATE_STYLES[seen.state])
 
 
 def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:

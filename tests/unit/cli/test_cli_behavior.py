@@ -100,7 +100,7 @@ def test_a_defect_prints_one_line_and_keeps_the_traceback_in_a_file(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     result = ftkit("recipes")
     assert result.code == 1
-    assert result.err.startswith("error: a defect in ftkit: ZeroDivisionError: oh no\n")
+    assert result.err.startswith("error: a bug in ftkit: ZeroDivisionError: oh no\n")
     assert "Traceback" not in result.err
     (report,) = (tmp_path / "state" / "ftkit").iterdir()
     assert str(report) in result.err
@@ -116,7 +116,7 @@ def test_a_crash_report_and_the_message_keep_no_secret(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("https://SECRET-a@host, me:SECRET-b@host, AKIA0123456789SECRET and SECRET-c")
 
-    monkeypatch.setattr("ftkit.cli.plan.resolve", fail)
+    monkeypatch.setattr("ftkit.launch.resolve.resolve", fail)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("MY_API_KEY", "SECRET-c")
     result = ftkit("plan", "demo", "model.weights=https://SECRET-d@host/x", "tracker.token=SECRET-e")
@@ -209,7 +209,7 @@ def test_a_damaged_file_does_not_hide_the_others(
     result = ftkit(command)
     assert result.code == 0
     assert other in result.out
-    assert "passed over mine" in result.err
+    assert "skipped mine" in result.err
     assert f"{path}:1" in result.err
 
 

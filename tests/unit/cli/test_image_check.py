@@ -1,21 +1,25 @@
-"""What is found out about an image before a run is submitted."""
+"""The image of a run before its job is submitted."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.cli.image_check import _require_sinks
+from ftkit.cli.image_check import _require_sinks, check_image, missing_image, require_same_image
+from ftkit.cli.terminal.console import Terminal
 from ftkit.config.tracking import TrackingSpec
-from ftkit.errors import ConfigError
+from ftkit.errors import ConfigError, ImageError, NotFoundError
+from ftkit.files import write_json
 from ftkit.images.packages import make_sbom
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ftkit.planning.layout import Workspace
     from ftkit.planning.plan import RunPlan
 
 
@@ -47,3 +51,62 @@ def test_a_tracker_whose_package_the_file_lacks_is_refused(plan: RunPlan, tmp_pa
 def test_a_list_of_packages_that_says_nonsense_is_none(plan: RunPlan, tmp_path: Path, text: str) -> None:
     (tmp_path / "image.sqsh.sbom.json").write_text(text)
     _require_sinks(with_sinks(plan, "wandb"), tmp_path / "image.sqsh")
+
+
+@pytest.fixture
+def begun(plan: RunPlan, tmp_path: Path) -> RunPlan:
+    """A run on an image file that nothing but itself describes."""
+    file = tmp_path / "mine.sqsh"
+    file.write_bytes(b"hsqs")
+    cluster = plan.cluster.model_copy(update={"runtime": "pyxis"})
+    begun = replace(plan, cluster=cluster, image=str(file), container_image=str(file))
+    begun.layout.root.mkdir(parents=True)
+    write_json(begun.layout.manifest, dict(check_image(begun, Terminal())))
+    return begun
+
+
+def test_the_same_file_is_fine(begun: RunPlan) -> None:
+    require_same_image(begun, Terminal())
+
+
+def test_a_file_that_was_replaced_is_refused(begun: RunPlan) -> None:
+    os.utime(str(begun.container_image), (1, 1))
+    with pytest.raises(ImageError, match="not the image that the run started with: image_modified"):
+        require_same_image(begun, Terminal())
+
+
+def test_a_file_that_is_gone_is_named(begun: RunPlan) -> None:
+    os.unlink(str(begun.container_image))  # noqa: PTH108 - a string already
+    with pytest.raises(NotFoundError, match=r"mine\.sqsh"):
+        require_same_image(begun, Terminal())
+
+
+def test_runs_of_an_older_ftkit_recorded_nothing_and_go_on(begun: RunPlan) -> None:
+    begun.layout.manifest.unlink()
+    require_same_image(begun, Terminal())
+
+
+def test_a_missing_image_is_reported_with_the_imported_ones_and_the_command(
+    plan: RunPlan, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    file = workspace.image_file("olmo3:25.02")
+    here = replace(plan, image="olmo3:25.02", container_image=str(file))
+    missing = missing_image(here)
+    assert missing
+    assert str(file) in missing.what
+    assert missing.meaning == f"no images in {workspace.images}"
+    assert missing.fix.startswith("ftkit build olmo3:25.02 && ftkit import olmo3:25.02 --cluster local; or")
+    file.parent.mkdir(parents=True)
+    (file.parent / "other.sqsh").touch()
+    missing = missing_image(here)
+    assert missing
+    assert "other.sqsh" in missing.meaning
+    file.touch()
+    assert missing_image(here) is None
+
+
+def test_an_image_address_is_left_to_the_container_runtime(plan: RunPlan) -> None:
+    pulled = replace(plan, image="docker://h#p:t", container_image="docker://h#p:t")
+    assert missing_image(pulled) is None
+    assert check_image(pulled, Terminal()) == {}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.launch.render import RenderedJob, render_job
+from ftkit.launch.render import render_job
 from ftkit.runs.records import EvaluationRecord, RankError, Sample, StageRecord, StartRecord, to_line, write_rank_error
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Let every run's script be this one."""
 
     def use(script: str) -> None:
-        def render(plan: RunPlan) -> RenderedJob:
-            return RenderedJob(plan.cluster.scheduler, plan.layout, script)
+        def render(_: RunPlan) -> str:
+            return script
 
-        monkeypatch.setattr("ftkit.cli.run.render_job", render)
+        monkeypatch.setattr("ftkit.launch.render.render_job", render)
 
     return use
 
@@ -57,11 +57,11 @@ def test_a_dry_run_prints_exactly_the_script_and_writes_nothing(
     ftkit: Callable[..., Result], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts = []
-    monkeypatch.setattr("ftkit.cli.run.render_job", lambda plan: scripts.append(render_job(plan)) or scripts[-1])
+    monkeypatch.setattr("ftkit.launch.render.render_job", lambda plan: scripts.append(render_job(plan)) or scripts[-1])
     batch = ("training.micro_batch_size=8", "training.global_batch_size=32", "training.sequence_length=256")
     result = ftkit("run", "demo", "--dry-run", *batch)
     assert result.code == 0
-    assert result.out == scripts[0].script
+    assert result.out == scripts[0]
     assert result.out.startswith("#!")
     assert "8 packs × 2 processes × 2 accumulation = 32 packs (8,192 tokens) per step" in result.err
     assert not workspace.root.exists()
@@ -180,7 +180,7 @@ def test_an_interrupt_leaves_the_run_alone_and_says_how_to_come_back(
     result = ftkit("run", "demo")
     (next(workspace.runs.iterdir()) / "go").touch()
     assert result.code == 130
-    assert "goes on without you" in result.err
+    assert "continues. To follow" in result.err
     assert "ftkit cancel demo-" in result.err
 
 
@@ -188,7 +188,7 @@ def test_a_running_run_is_cancelled_by_name(ftkit: Callable[..., Result], job: C
     job("exec sleep 3600")
     assert ftkit("run", "demo", "--no-follow").code == 0
     assert "cancelled demo-" in ftkit("cancel", "demo").err
-    assert "had ended already: cancelled" in ftkit("cancel", "demo").err
+    assert "has already ended: cancelled" in ftkit("cancel", "demo").err
     assert json.loads(ftkit("status", "demo", "--json").out)["state"] == "cancelled"
 
 
@@ -204,7 +204,7 @@ def test_slurm_refusing_the_job_leaves_no_run(
     result = ftkit("run", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g")
     assert result.code == 6
     assert "invalid partition" in result.err
-    assert "SBATCH_PARTITION=x in your environment wins" in result.err
+    assert "SBATCH_PARTITION=x in your environment overrides" in result.err
     assert "MY_TOKEN=***" in result.err
     assert list(workspace.runs.iterdir()) == []
 
@@ -253,7 +253,8 @@ def test_a_plan_warns_of_an_image_that_is_not_imported_and_of_a_hub_that_does_no
 ) -> None:
     result = ftkit("plan", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g", "--nodes", "2")
     assert result.code == 0
-    assert f"warning: image olmo3:25.02 is not there: looked for {workspace.image_file('olmo3:25.02')}" in result.err
+    file = workspace.image_file("olmo3:25.02")
+    assert f"warning: olmo3:25.02 is not imported for cluster a4-highgpu-8g: there is no file {file}" in result.err
     assert "warning: can't ask the hub" in result.err
 
 

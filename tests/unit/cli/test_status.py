@@ -163,7 +163,7 @@ def test_an_error_that_nobody_can_act_on_is_shown_with_its_traceback_and_is_no_d
     for told in (status.out, followed.err):
         assert "Traceback\nOddError: the message" in told
         assert f"ftkit resume {run.id}" in told
-    assert "exit code 1, of the job" in " ".join(status.out.split())
+    assert "exit code 1 (of the job)" in " ".join(status.out.split())
 
 
 @pytest.mark.usefixtures("quick")
@@ -221,7 +221,7 @@ def test_a_log_that_is_not_there_is_told_with_those_that_are(ftkit: Callable[...
     assert result.code == 4
     assert "has not started" in result.err
     run.layout.job_log.touch()
-    assert "there are: job.log" in ftkit("logs", "last", "--rank", "9").err
+    assert "logs of this run: job.log" in ftkit("logs", "last", "--rank", "9").err
 
 
 @pytest.mark.usefixtures("quick")
@@ -248,13 +248,13 @@ def test_a_run_that_slurm_lost_is_not_watched_for_ever(
     monkeypatch.setattr("ftkit.cli.follow._LOST_SECONDS", 0.01)
     result = ftkit("status", "last", "--follow")
     assert result.code == 7
-    assert "lost sight of" in result.err
+    assert "lost track of" in result.err
 
 
 def test_a_table_gives_way_only_where_it_may_on_a_narrow_screen() -> None:
     terminal, output = screen(40)
     terminal.table(
-        (Column("NAME", takes_cut=True), Column("ID")), [("a-very-long-name-for-a-run-of-ours", "0123456789abcdef")]
+        (Column("NAME", can_shrink=True), Column("ID")), [("a-very-long-name-for-a-run-of-ours", "0123456789abcdef")]
     )
     lines = output.getvalue().splitlines()
     assert "0123456789abcdef" in lines[1]

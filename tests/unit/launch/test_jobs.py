@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ def slurm_plan(plan: RunPlan) -> RunPlan:
 
 def test_a_started_run_has_all_its_files(slurm_plan: RunPlan, programs: FakePrograms) -> None:
     programs.answer("sbatch", "123\n")
-    run = submit(slurm_plan, "#!/bin/bash\n", {"run": "x"})
+    run = submit(slurm_plan, "#!/bin/bash\n", {"run": "x"}, os.environ)
     layout = slurm_plan.layout
     assert run.submission.job_id == "123"
     assert read_submission(layout) == run.submission
@@ -42,7 +43,7 @@ def test_a_started_run_has_all_its_files(slurm_plan: RunPlan, programs: FakeProg
 def test_a_refused_run_leaves_nothing_behind(slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace) -> None:
     programs.answer("sbatch", stderr="sbatch: error: invalid partition specified: x\n", code=1)
     with pytest.raises(SubmitError, match="invalid partition"):
-        submit(slurm_plan, "", {})
+        submit(slurm_plan, "", {}, os.environ)
     assert list(workspace.runs.iterdir()) == []
 
 
@@ -50,7 +51,7 @@ def test_without_slurm_nothing_is_left_behind(
     slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace
 ) -> None:
     with pytest.raises(PrerequisiteError):
-        submit(slurm_plan, "", {})
+        submit(slurm_plan, "", {}, os.environ)
     assert list(workspace.runs.iterdir()) == []
     assert programs.calls() == []
 
@@ -60,16 +61,16 @@ def test_a_run_that_slurm_may_have_taken_stays_and_can_be_submitted_again(
 ) -> None:
     programs.answer("sbatch", stderr="sbatch: error: Batch job submission failed: Socket timed out\n", code=1)
     with pytest.raises(UncertainSubmitError, match="Socket timed out") as caught:
-        submit(slurm_plan, "", {})
+        submit(slurm_plan, "", {}, os.environ)
     assert f"ftkit resume {slurm_plan.id}" in caught.value.fix
     programs.answer("sbatch", "5\n")
-    assert resume(slurm_plan).submission.job_id == "5"
+    assert resume(slurm_plan, os.environ).submission.job_id == "5"
 
 
 def test_a_workspace_that_can_not_be_written_to_is_named(slurm_plan: RunPlan, workspace: Workspace) -> None:
     workspace.root.write_text("a file, not a folder")
     with pytest.raises(PrerequisiteError, match="can't make the run's folder"):
-        submit(slurm_plan, "", {})
+        submit(slurm_plan, "", {}, os.environ)
 
 
 def test_a_resumed_run_forgets_how_it_ended_and_remembers_its_jobs(
@@ -82,12 +83,12 @@ def test_a_resumed_run_forgets_how_it_ended_and_remembers_its_jobs(
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, "FAILED"))
     programs.answer("sbatch", "2\n")
-    again = resume(read_plan(layout))
+    again = resume(read_plan(layout), os.environ)
     assert (again.submission.job_id, again.submission.earlier_job_ids) == ("2", ("1",))
     assert not any(path.exists() for path in (layout.cancelled, layout.stop_request, layout.exit_code, layout.state))
     programs.answer("squeue", squeue_line(again, "RUNNING"))
     with pytest.raises(SubmitError, match="is running"):
-        resume(read_plan(layout))
+        resume(read_plan(layout), os.environ)
 
 
 def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any) -> None:
@@ -95,14 +96,14 @@ def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any)
     records.write(run, records.end())
     run.layout.exit_code.write_text("0")
     with pytest.raises(SubmitError, match="nothing left to do"):
-        resume(read_plan(run.layout))
+        resume(read_plan(run.layout), os.environ)
 
 
 def test_a_run_on_another_machine_is_not_resumed_here(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(scheduler="local")
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     with pytest.raises(SubmitError, match=run.submission.host):
-        resume(read_plan(run.layout))
+        resume(read_plan(run.layout), os.environ)
 
 
 def test_cancelling_says_so_in_the_folder_before_slurm_ends_the_job(

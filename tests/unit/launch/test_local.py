@@ -40,7 +40,7 @@ def started(make_run: RunMaker) -> Iterator[Callable[[str], SubmittedRun]]:
     def start(script: str) -> SubmittedRun:
         run = make_run(scheduler="local")
         run.layout.script.write_text(script)
-        runs.append(SubmittedRun(run.layout, LocalScheduler().submit(run.layout)))
+        runs.append(SubmittedRun(run.layout, LocalScheduler().submit(run.layout, os.environ)))
         return runs[-1]
 
     yield start

@@ -205,7 +205,7 @@ def test_a_run_whose_job_is_gone_is_running_while_someone_trains_in_its_folder(
     assert (seen.state, seen.is_final) == (RunState.RUNNING, False)
     assert str(holder) in seen.reason
     with pytest.raises(SubmitError, match="job 55, process 4711 on n7"):
-        resume(read_plan(run.layout))
+        resume(read_plan(run.layout), os.environ)
 
 
 def test_a_state_written_down_is_not_believed_when_someone_trains_since(
@@ -240,5 +240,5 @@ def test_a_run_that_slurm_took_although_it_seemed_not_to_is_not_submitted_beside
     run.layout.submission.unlink()
     trains_in(run, "55")
     with pytest.raises(SubmitError, match="is trained already, by job 55"):
-        resume(read_plan(run.layout))
+        resume(read_plan(run.layout), os.environ)
     assert programs.calls() == []

@@ -8,7 +8,7 @@ import pytest
 
 from ftkit.config.context import Context
 from ftkit.errors import ConfigError, NotFoundError
-from ftkit.launch.resolve import RunArgs, read_settings, resolve, resolve_workspace
+from ftkit.launch.resolve import RunArgs, read_settings, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -195,7 +195,7 @@ def test_a_typed_option_wins_over_the_environment_and_says_where_it_is_from(proj
 def test_a_relative_workspace_belongs_to_the_project(project: Path) -> None:
     (project / "ftkit.yaml").write_text("workspace: work\n")
     place = ctx(project)
-    assert resolve_workspace(read_settings(RunArgs(), place), place).root == project / "work"
+    assert read_settings(RunArgs(), place).workspace_folder(place) == project / "work"
 
 
 def test_the_number_of_steps_is_known_once_the_data_is_prepared(project: Path) -> None:

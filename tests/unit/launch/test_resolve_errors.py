@@ -15,15 +15,14 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_stamp
-from ftkit.launch.hardware import detect_hardware
-from ftkit.launch.preflight import Findings, check_image, check_memory, check_trackers, run_checks, source_checks
+from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
+from ftkit.launch.resolve import detect_hardware
 from ftkit.runs.manifest import build_manifest, git_commit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ftkit.config.recipe import RecipeSpec
-    from ftkit.planning.layout import Workspace
     from ftkit.planning.plan import RunPlan
 
 NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
@@ -181,7 +180,7 @@ def test_rows_that_cannot_be_used_stop_a_run_before_it_queues(
 @pytest.mark.parametrize(
     ("files", "template", "message"),
     [
-        ({}, "chatml", "holds no tokeniser"),
+        ({}, "chatml", "holds no tokenizer"),
         ({"tokenizer.json": "{}"}, "model", "brings no chat template"),
         ({"tokenizer_config.json": '{"chat_template": null}'}, "model", "brings no chat template"),
         ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, "model", None),
@@ -327,25 +326,6 @@ def test_a_model_that_a_gpu_can_not_hold_half_of_is_refused(plan: RunPlan) -> No
         check_memory(replace(here, memory=replace(plan.memory, parameters=999.0)), 1.0)
     unknown = replace(here, cluster=cluster.model_copy(update={"gpu": None}))
     assert check_memory(replace(unknown, memory=replace(plan.memory, parameters=999.0)), 1.0) == []
-
-
-def test_an_image_that_is_not_there_is_told_with_those_that_are(plan: RunPlan, workspace: Workspace) -> None:
-    file = workspace.image_file("olmo3:25.02")
-    here = replace(plan, image="olmo3:25.02", container_image=str(file))
-    with pytest.raises(NotFoundError, match=r"olmo3\+25\.02\.sqsh") as caught:
-        check_image(here)
-    assert "there are no images" in caught.value.meaning
-    file.parent.mkdir(parents=True)
-    (file.parent / "other.sqsh").touch()
-    with pytest.raises(NotFoundError) as caught:
-        check_image(here)
-    assert "other.sqsh" in caught.value.meaning
-    file.touch()
-    check_image(here)
-
-
-def test_an_image_address_is_left_to_the_container_runtime(plan: RunPlan) -> None:
-    check_image(replace(plan, image="docker://h#p:t", container_image="docker://h#p:t"))
 
 
 def test_the_manifest_says_what_a_run_was_made_from(plan: RunPlan, tmp_path: Path) -> None:

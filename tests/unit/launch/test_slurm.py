@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,7 +32,7 @@ def test_the_job_id_is_found_in_what_sbatch_prints(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, printed: str
 ) -> None:
     programs.answer("sbatch", printed, stderr="sbatch: lua: Account set to physics\n")
-    submission = slurm.submit(make_run().layout)
+    submission = slurm.submit(make_run().layout, os.environ)
     assert (submission.scheduler, submission.job_id) == ("slurm", "123")
     assert submission.messages == "Account set to physics"
 
@@ -41,7 +42,7 @@ def test_the_script_is_submitted_from_the_folder_of_its_run(
 ) -> None:
     programs.add("sbatch", 'pwd >"$0.cwd"; echo 1')
     run = make_run()
-    slurm.submit(run.layout)
+    slurm.submit(run.layout, os.environ)
     assert programs.calls("sbatch") == ["sbatch --parsable job.sbatch"]
     assert (programs.folder / "sbatch.cwd").read_text().strip() == str(run.layout.root)
 
@@ -53,7 +54,7 @@ def test_a_job_around_us_does_not_leak_into_the_job(
     monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
     monkeypatch.setenv("SBATCH_ACCOUNT", "physics")
     programs.add("sbatch", 'env >"$0.env"; echo 1')
-    slurm.submit(make_run().layout)
+    slurm.submit(make_run().layout, os.environ)
     environment = (programs.folder / "sbatch.env").read_text().splitlines()
     assert not [line for line in environment if line.startswith("SLURM_MEM_PER_CPU")]
     assert "SLURM_CONF=/etc/other.conf" in environment
@@ -98,14 +99,14 @@ def test_success_without_a_job_id_is_an_error(
 ) -> None:
     programs.answer("sbatch", "queued somewhere\n")
     with pytest.raises(SubmitError):
-        slurm.submit(make_run().layout)
+        slurm.submit(make_run().layout, os.environ)
 
 
 def test_a_machine_without_slurm_is_no_login_node(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
 ) -> None:
     with pytest.raises(PrerequisiteError, match="can't talk to Slurm") as caught:
-        slurm.submit(make_run().layout)
+        slurm.submit(make_run().layout, os.environ)
     assert "login node" in caught.value.meaning
     assert not programs.calls()
 

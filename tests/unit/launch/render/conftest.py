@@ -123,7 +123,7 @@ class Machine:
             image = Path(plan.container_image)
             image.parent.mkdir(exist_ok=True)
             image.touch()
-        layout.script.write_text(render_job(plan).script, encoding="utf-8")
+        layout.script.write_text(render_job(plan), encoding="utf-8")
         job = subprocess.Popen(
             ["bash", str(layout.script)],
             env=self._environment(),

@@ -37,7 +37,7 @@ CASES = [
 
 @pytest.mark.parametrize(("cluster", "num_nodes"), CASES)
 def test_the_script_is_the_golden_one(cluster: str, num_nodes: int, make_plan: PlanMaker) -> None:
-    script = render_job(make_plan(cluster, num_nodes)).script
+    script = render_job(make_plan(cluster, num_nodes))
     golden = GOLDEN / f"{cluster}-{num_nodes}.sbatch"
     if os.environ.get("FTKIT_UPDATE_GOLDEN"):
         golden.write_text(script, encoding="utf-8")

@@ -151,7 +151,7 @@ def test_hostile_values_stay_one_word_in_directives(make_plan: PlanMaker) -> Non
     make_plan.workspace = f"/w/{HOSTILE}"
     plan = make_plan("slurm", partition=HOSTILE, account="--x #y\\")
 
-    lines = [line.removeprefix("#SBATCH ") for line in render_job(plan).script.splitlines() if line.startswith("#S")]
+    lines = [line.removeprefix("#SBATCH ") for line in render_job(plan).splitlines() if line.startswith("#S")]
 
     read = [_read_by_new_slurm(line) for line in lines]
     assert f"--partition={HOSTILE}" in read

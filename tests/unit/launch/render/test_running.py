@@ -11,7 +11,7 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.cluster import NcclSpec
-from ftkit.planning.layout import DATA_MANIFEST
+from ftkit.planning.layout import DataLayout
 from ftkit.runs.records import EndRecord, to_line
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def test_both_stages_use_the_container_that_a_profile_names(make_plan: PlanMaker
 
 def test_prepared_data_needs_no_container(plan: RunPlan, machine: Machine) -> None:
     plan.data_directory.mkdir(parents=True)
-    (plan.data_directory / DATA_MANIFEST).touch()
+    DataLayout(plan.data_directory).manifest.touch()
     code, said = machine.run(plan)
     assert code == 0
     assert "the data is prepared already" in said

@@ -8,8 +8,8 @@ import pytest
 
 from ftkit.config.model import ArchitecturePlan, ArchitectureSpec, ModelSpec
 from ftkit.config.recipe import RecipePlan
-from ftkit.launch import model_size
-from ftkit.launch.model_size import count_on_this_machine
+from ftkit.launch import param_count
+from ftkit.launch.param_count import count_on_this_machine
 from ftkit.planning.engine_choice import keeps_weights, least_memory
 from ftkit.planning.estimates.flops import token_flops
 from ftkit.planning.estimates.gpus import GPUS
@@ -166,8 +166,8 @@ class Program:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
         self.output = ProgramOutput(1, "", "no such architecture")
-        monkeypatch.setattr(model_size, "find_spec", lambda _: True)
-        monkeypatch.setattr(model_size.process, "run", self.run)
+        monkeypatch.setattr(param_count, "find_spec", lambda _: True)
+        monkeypatch.setattr(param_count.process, "run", self.run)
 
     def run(self, *_: Any, **__: Any) -> ProgramOutput:
         self.calls += 1
@@ -205,7 +205,7 @@ def test_others_are_counted_by_the_program_and_estimated_where_it_fails(
     assert count_on_this_machine(model, {}, workspace) == real
     program.output = ProgramOutput(0, "nonsense", "")
     assert count_on_this_machine(model, {}, workspace) == estimated
-    monkeypatch.setattr(model_size, "find_spec", lambda _: None)
+    monkeypatch.setattr(param_count, "find_spec", lambda _: None)
     assert count_on_this_machine(model, {}, workspace) == estimated
     assert program.calls == 3
 

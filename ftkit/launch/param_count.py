@@ -1,4 +1,4 @@
-"""How many parameters a model has beyond the families that are planned from their shape alone."""
+"""Count the parameters of models whose family has no formula."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ TIMEOUT_SECONDS = 120
 def count_on_this_machine(model: ModelSpec, environment: Mapping[str, str], workspace: Workspace) -> ModelCounts | None:
     """Count the parameters of a model that isn't one of `FAMILIES`.
 
-    Some mixtures of experts have a formula for what their config.json names. Of others the model itself is counted,
-    without its weights, where torch is installed and config.json is on this machine (a model that is trained from
-    nothing needs none): in a process of its own, as neither the plan nor the command line imports torch. Elsewhere the
-    parameters are estimated by config.json.
+    For some mixtures of experts, config.json and a formula give the count. For other models, a process with torch
+    builds the model without its weights and counts; that needs torch and config.json on this machine (a model without
+    pretrained weights needs no config.json). Elsewhere config.json gives an estimate.
 
     Returns:
-        None: its shape is enough, or there is nothing to count.
+        None if the family has a formula, or there is nothing to count.
     """
     if not model.architecture.is_estimated:
         return None
@@ -52,7 +51,7 @@ def count_on_this_machine(model: ModelSpec, environment: Mapping[str, str], work
 
 
 def _count_model(model: ModelSpec, folder: Path | None, environment: Mapping[str, str]) -> ModelCounts | None:
-    """Return what the counting program says; None: it can't run here, or can't build the model."""
+    """Run the counting program; return None if it can't run here, or can't build the model."""
     if not all(find_spec(package) for package in NEEDED):
         return None
     asked: dict[str, Any] = {
