@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import responses
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import SplitResult, urljoin, urlsplit
@@ -20,7 +20,7 @@ from ftkit.config.image_reference import is_loopback
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
 from ftkit.images.oci import credentials as who
 from ftkit.images.oci.documents import read_answer
-from ftkit.images.oci.transfer import DeadlineError, TransientError, within
+from ftkit.images.oci.transfer import DeadlineError, StalledError, TransientError, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _TIMEOUT: Final = (10, 60)
 DOCUMENT_SECONDS: Final = 300.0
 """For a whole document, whose largest is 16 MiB: time enough at half a megabit a second."""
+CHUNK_SECONDS: Final = 120.0
+"""For each MiB of a layer, and for an answer to begin: a registry that is slower for so long counts as lost."""
 _CHUNK: Final = 1 << 20
 _MAX_REDIRECTS: Final = 5
 _MAX_TOKEN_ANSWER: Final = 1 << 20
@@ -85,26 +87,54 @@ class Connection:
             ImageError: it does not let us in, or answers with nothing sensible.
         """
         url = f"{self._root.geturl()}/v2/{self._reference.path}/{path}"
-        answer = self._follow(url, headers or {}, has_digest=has_digest)
+        answer = self._within_chunk_time(lambda: self._authorized(url, headers or {}, has_digest=has_digest))
+        with ExitStack() as stack:
+            stack.callback(answer.close)
+            self._explain(answer)
+            try:
+                yield answer
+            except StalledError:
+                stack.pop_all()  # the thread that still reads holds the answer: closing it would wait for that
+                raise
+
+    def _authorized(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
+        """Get an address; log in if the registry asks for it."""
+        answer = self._follow(url, headers, has_digest=has_digest)
         if answer.status_code == _UNAUTHORIZED and self._is_ours(answer.url):
             challenge = answer.headers.get("WWW-Authenticate", "")
             answer.close()
             self._log_in(challenge)
-            answer = self._follow(url, headers or {}, has_digest=has_digest)
-        with answer:
-            self._explain(answer)
-            yield answer
+            answer = self._follow(url, headers, has_digest=has_digest)
+        return answer
 
     def chunks(self, answer: requests.Response) -> Iterator[bytes]:
-        """Yield the bytes of an answer.
+        """Yield the bytes of an answer, a MiB at a time.
 
         Raises:
+            StalledError: a MiB took longer than `CHUNK_SECONDS`.
             TransientError: the connection was lost.
         """
+        content = answer.iter_content(_CHUNK)
         try:
-            yield from answer.iter_content(_CHUNK)
+            while chunk := self._within_chunk_time(lambda: next(content, b"")):
+                yield chunk
         except self._library.exceptions.RequestException as error:
             raise self.connection_lost(_last_reason(error)) from error
+
+    def _within_chunk_time(self, fetch: Callable[[], ResultT]) -> ResultT:
+        """Return what `fetch` returns.
+
+        Raises:
+            StalledError: it takes longer than `CHUNK_SECONDS`.
+        """
+        try:
+            return within(CHUNK_SECONDS, fetch)
+        except DeadlineError as error:
+            raise StalledError(
+                f"{self._reference.host} sent less than 1 MiB in {CHUNK_SECONDS:g} s",
+                meaning="the registry or the network between has stalled, or is slower than ftkit waits for",
+                fix="try again; from a slow network, import on a machine with a better connection",
+            ) from error
 
     def document(self, path: str, headers: dict[str, str], limit: int, *, has_digest: bool) -> bytes:
         """Return a small thing of the repository, of at most `limit` bytes. Raises as `open` does."""

@@ -24,6 +24,10 @@ class TransientError(ImageError):
     """A failure that may be gone in a moment: a lost connection, a registry that restarts."""
 
 
+class StalledError(TransientError):
+    """A server sends too slowly, or nothing at all any more."""
+
+
 def retry(attempt: Callable[[], ResultT], report: Report, stage: str, waits: Sequence[float] | None = None) -> ResultT:
     """Return what `attempt` returns; repeat it while it raises TransientError, at most so often."""
     for wait in RETRY_SECONDS if waits is None else waits:

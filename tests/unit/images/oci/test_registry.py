@@ -39,10 +39,12 @@ LAYER = Descriptor(digest=digest_of(BLOB), size=len(BLOB))
 
 
 @dataclass
-class Faults:
+class Behavior:
     """What the stand-in does wrong, and what it was asked."""
 
     cut_after: list[int] = field(default_factory=list)
+    stops_after: list[int] = field(default_factory=list)
+    """As `cut_after`, with the connection left open."""
     busy: int = 0
     blob: bytes = BLOB
     ignores_ranges: bool = False
@@ -54,30 +56,33 @@ class Faults:
 
 
 class StandIn(BaseHTTPRequestHandler):
-    issues: Faults
+    behavior: Behavior
 
     def do_GET(self) -> None:
-        if self.issues.busy:
-            self.issues.busy -= 1
+        if self.behavior.busy:
+            self.behavior.busy -= 1
             self.send_error(503)
             return
-        if self.issues.stalls:
+        if self.behavior.stalls:
             self._stall()
             return
         wanted = self.headers.get("Range", "")
-        self.issues.ranges.append(wanted)
+        self.behavior.ranges.append(wanted)
         found = re.fullmatch(r"bytes=(\d+)-", wanted)
-        start = int(found[1]) if found and not self.issues.ignores_ranges else 0
-        data = self.issues.blob[start:]
+        start = int(found[1]) if found and not self.behavior.ignores_ranges else 0
+        data = self.behavior.blob[start:]
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(data) + self.issues.says_more))
+        self.send_header("Content-Length", str(len(data) + self.behavior.says_more))
         self.end_headers()
-        self.wfile.write(data[: self.issues.cut_after.pop(0)] if self.issues.cut_after else data)
+        if self.behavior.stops_after:
+            self.wfile.write(data[: self.behavior.stops_after.pop(0)])
+            self.behavior.is_over.wait()
+        self.wfile.write(data[: self.behavior.cut_after.pop(0)] if self.behavior.cut_after else data)
         self.close_connection = True
 
     def _stall(self) -> None:
         """Send a byte at a time, each soon enough for a bound on single reads, until the test is over."""
-        if self.issues.stalls == "token" and self.path.startswith("/v2/"):
+        if self.behavior.stalls == "token" and self.path.startswith("/v2/"):
             self.send_response(401)
             realm = f"http://127.0.0.1:{self.server.server_address[1]}/token"
             self.send_header("WWW-Authenticate", f'Bearer realm="{realm}"')
@@ -85,9 +90,9 @@ class StandIn(BaseHTTPRequestHandler):
             self.end_headers()
             return
         self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\nX-Long: ")
-        if self.issues.stalls != "headers":
+        if self.behavior.stalls != "headers":
             self.wfile.write(b"\r\n\r\n")
-        while not self.issues.is_over.wait(PAUSE_SECONDS):
+        while not self.behavior.is_over.wait(PAUSE_SECONDS):
             self.wfile.write(b" ")
 
     def log_message(self, *words: Any) -> None:
@@ -95,64 +100,68 @@ class StandIn(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def issues(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+def behavior(monkeypatch: pytest.MonkeyPatch) -> Iterator[Behavior]:
     monkeypatch.setattr(transfer, "RETRY_SECONDS", (0.01, 0.01, 0.01))
-    return Faults()
+    return Behavior()
 
 
 @pytest.fixture
-def registry(issues: Faults) -> Iterator[Registry]:
-    handler = type("Handler", (StandIn,), {"issues": issues})
+def registry(behavior: Behavior) -> Iterator[Registry]:
+    handler = type("Handler", (StandIn,), {"behavior": behavior})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         with Registry(parse_reference(f"127.0.0.1:{server.server_port}/team/x:1"), None, ignore_progress) as made:
             yield made
-        issues.is_over.set()
+        behavior.is_over.set()
         server.shutdown()
         thread.join()
 
 
-def test_a_download_goes_on_where_it_broke_off(registry: Registry, issues: Faults, tmp_path: Path) -> None:
-    issues.cut_after = [1_500_000, 2_200_000]
+def test_a_download_goes_on_where_it_broke_off(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
+    behavior.cut_after = [1_500_000, 2_200_000]
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
-    assert issues.ranges == ["", "bytes=1048576-", "bytes=3145728-"]
+    assert behavior.ranges == ["", "bytes=1048576-", "bytes=3145728-"]
 
 
-def test_a_download_begins_anew_where_ranges_are_not_known(registry: Registry, issues: Faults, tmp_path: Path) -> None:
-    issues.cut_after, issues.ignores_ranges = [100_000], True
+def test_a_download_begins_anew_where_ranges_are_not_known(
+    registry: Registry, behavior: Behavior, tmp_path: Path
+) -> None:
+    behavior.cut_after, behavior.ignores_ranges = [100_000], True
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
 
 
-def test_a_registry_that_is_gone_for_good_is_said(registry: Registry, issues: Faults, tmp_path: Path) -> None:
-    issues.cut_after = [1000] * 9
+def test_a_registry_that_is_gone_for_good_is_said(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
+    behavior.cut_after = [1000] * 9
     with pytest.raises(ImageError, match=r"lost the connection to 127\.0\.0\.1"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
-    assert len(issues.ranges) == 4
+    assert len(behavior.ranges) == 4
 
 
-def test_other_bytes_than_asked_for_are_refused(registry: Registry, issues: Faults, tmp_path: Path) -> None:
-    issues.blob = BLOB[:-1] + b"!"
+def test_other_bytes_than_asked_for_are_refused(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
+    behavior.blob = BLOB[:-1] + b"!"
     with pytest.raises(ImageError, match="sent something else"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
 
 
-def test_more_bytes_than_the_manifest_says_are_not_written(registry: Registry, issues: Faults, tmp_path: Path) -> None:
-    issues.blob = BLOB * 3
+def test_more_bytes_than_the_manifest_says_are_not_written(
+    registry: Registry, behavior: Behavior, tmp_path: Path
+) -> None:
+    behavior.blob = BLOB * 3
     with pytest.raises(ImageError, match="sends more than"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").stat().st_size <= len(BLOB)
 
 
 def test_a_download_that_broke_off_after_its_last_byte_is_whole(
-    registry: Registry, issues: Faults, tmp_path: Path
+    registry: Registry, behavior: Behavior, tmp_path: Path
 ) -> None:
-    issues.says_more, issues.cut_after = True, [len(BLOB)]
+    behavior.says_more, behavior.cut_after = True, [len(BLOB)]
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
-    assert issues.ranges == [""]
+    assert behavior.ranges == [""]
 
 
 def test_when_one_layer_fails_the_others_stop(tmp_path: Path) -> None:
@@ -198,20 +207,44 @@ def test_a_lost_connection_is_said_in_the_system_s_words() -> None:
     assert caught.value.what == "lost the connection to 127.0.0.1:9: Connection refused"
 
 
-def test_a_busy_registry_is_asked_again(registry: Registry, issues: Faults, tmp_path: Path) -> None:
-    issues.busy = 2
+def test_a_busy_registry_is_asked_again(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
+    behavior.busy = 2
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
 
 
 @pytest.mark.parametrize("part", ["headers", "body", "token"])
 def test_a_document_that_comes_byte_by_byte_is_given_up(
-    registry: Registry, issues: Faults, part: Literal["headers", "body", "token"], monkeypatch: pytest.MonkeyPatch
+    registry: Registry, behavior: Behavior, part: Literal["headers", "body", "token"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "DOCUMENT_SECONDS", 0.1)
-    issues.stalls = part
+    behavior.stalls = part
     with pytest.raises(ImageError, match=r"did not send a small document within 0\.1 s"):
         registry.manifest()
+
+
+@pytest.mark.parametrize("part", ["headers", "body"])
+def test_a_layer_that_trickles_in_is_given_up(
+    registry: Registry,
+    behavior: Behavior,
+    part: Literal["headers", "body"],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(connection, "CHUNK_SECONDS", 0.1)
+    behavior.stalls = part
+    with pytest.raises(ImageError, match=r"127\.0\.0\.1:\d+ sent less than 1 MiB in 0\.1 s"):
+        registry.download(LAYER, tmp_path / "blob", lambda _: None)
+
+
+def test_a_layer_that_stalled_once_continues_where_it_was(
+    registry: Registry, behavior: Behavior, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(connection, "CHUNK_SECONDS", 0.5)
+    behavior.stops_after = [1_500_000]
+    registry.download(LAYER, tmp_path / "blob", lambda _: None)
+    assert (tmp_path / "blob").read_bytes() == BLOB
+    assert behavior.ranges == ["", "bytes=1048576-"]
 
 
 def test_a_password_is_in_no_text() -> None:
