@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +13,8 @@ from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.format import gib
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.launch.observe import Overview
     from ftkit.planning.layout import Workspace
     from ftkit.runs.find import RunEntry
@@ -61,8 +62,7 @@ def _in_use(workspace: Workspace) -> list[Path]:
     entries = [read_entry(folder) for folder in list_runs(workspace)]
     overview = observe_all([entry.run for entry in entries if entry.run])
     active = [entry.plan for entry in entries if entry.damage or not _has_ended(entry, overview)]
-    files = [plan.container_image for plan in active if plan and plan.container_image]
-    return [Path(file) for file in files if file.startswith("/")]
+    return [plan.image_file for plan in active if plan and plan.image_file]
 
 
 def _has_ended(entry: RunEntry, overview: Overview) -> bool:

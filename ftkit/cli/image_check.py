@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit import __version__
 from ftkit.cli.image_arguments import registry_of
-from ftkit.config.image_reference import NamedImage, local_name, parse_image
+from ftkit.config.image_reference import NamedImage, parse_image
 from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import read_json_if_valid
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.images.store import Format
     from ftkit.planning.plan import RunPlan
 
 
@@ -39,7 +38,7 @@ def missing_image(plan: RunPlan) -> NotFoundError | None:
         )
     imported = sorted(path.name for path in file.parent.glob(f"*{file.suffix}"))
     command = f"ftkit import {plan.image} --cluster {plan.cluster.name}"
-    if not registry_of(None) and not _is_built(str(plan.image)):
+    if not registry_of(None) and not _is_built(NamedImage(str(plan.image))):
         command = f"ftkit build {plan.image} && {command}"
     return NotFoundError(
         f"{plan.image} is not imported for cluster {plan.cluster.name}: there is no file {file}",
@@ -60,13 +59,14 @@ def check_image(plan: RunPlan, terminal: Terminal, *, does_import: bool = False)
         return {}
     if plan.cluster.runtime == "docker":
         with docker_engine.connect() as client:
-            image = docker_engine.inspect_required(client, plan.container_image, f"build it: ftkit build {plan.image}")
-        _warn_about_other_version(image.labels, plan, terminal)
-        return {"image_id": image.id} | _lock_digest(image.labels)
+            built = docker_engine.inspect_required(client, plan.container_image, f"build it: ftkit build {plan.image}")
+        _warn_about_other_version(built.labels, plan, terminal)
+        return {"image_id": built.id} | _lock_digest(built.labels)
     if plan.image_file is None:
         return {}  # an address: the cluster pulls it
-    if does_import and missing_image(plan) and isinstance(parse_image(plan.image, plan.workspace), NamedImage):
-        _import(plan, terminal)
+    image = parse_image(plan.image, plan.workspace)
+    if does_import and missing_image(plan) and isinstance(image, NamedImage):
+        _import(image, plan, terminal)
     if missing := missing_image(plan):
         raise missing
     return _check_file(plan, plan.image_file, terminal)
@@ -97,12 +97,11 @@ def _lock_digest(labels: Mapping[str, str]) -> dict[str, str]:
     return {"image_lock_sha256": labels[image_labels.LOCK]} if image_labels.LOCK in labels else {}
 
 
-def _import(plan: RunPlan, terminal: Terminal) -> None:
+def _import(image: NamedImage, plan: RunPlan, terminal: Terminal) -> None:
     from ftkit.cli.import_ import run_import
 
-    image_format: Format = "sif" if plan.cluster.runtime == "apptainer" else "sqsh"
-    request = ImportRequest(str(plan.image), registry=registry_of(None), cluster=plan.cluster)
-    run_import(request, image_format, terminal)
+    request = ImportRequest(image, registry=registry_of(None), cluster=plan.cluster)
+    run_import(request, plan.cluster.image_format, terminal)
 
 
 def _check_file(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
@@ -159,9 +158,9 @@ def _version_text(version: str, commit: str) -> str:
     return f"{version} at {commit[:12]}" if commit else version
 
 
-def _is_built(reference: str) -> bool:
+def _is_built(image: NamedImage) -> bool:
     try:
         with docker_engine.connect() as client:
-            return docker_engine.inspect(client, local_name(reference)) is not None
+            return docker_engine.inspect(client, image.docker_name) is not None
     except PrerequisiteError:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -15,9 +16,9 @@ from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.config.context import Context
 
 if TYPE_CHECKING:
+    from ftkit.config.image_reference import ImageFormat
     from ftkit.images.import_image import ImportResult
-    from ftkit.images.sources import ImportRequest, Method
-    from ftkit.images.store import Format
+    from ftkit.images.sources import ImportMethod, ImportRequest
 
 
 @click.command(
@@ -47,9 +48,9 @@ def command(  # noqa: PLR0913 - its options
     wanted: str,
     *,
     cluster: str | None,
-    image_format: Format | None,
+    image_format: ImageFormat | None,
     on_node: bool,
-    method: Method,
+    method: ImportMethod,
     force: bool,
     registry: str | None,
 ) -> None:
@@ -58,28 +59,30 @@ def command(  # noqa: PLR0913 - its options
     NAME:TAG comes from the docker engine if it was built here, else from the registry. An image that is already
     imported is not imported again.
     """
+    from ftkit.config.image_reference import parse_importable
     from ftkit.config.load import load_cluster
     from ftkit.config.settings import load_settings
     from ftkit.images.sources import ImportRequest
 
     terminal, ctx = Terminal(), Context.here()
     profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
-    request = ImportRequest(wanted, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method)
-    chosen = image_format or ("sif" if profile.runtime == "apptainer" else "sqsh")
+    image = parse_importable(wanted, Path.cwd())
+    request = ImportRequest(image, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method)
+    chosen = image_format or profile.image_format
     imported = run_import(request, chosen, terminal, force=force)
     terminal.data(f"{imported.link}\n")
 
 
 def run_import(
-    request: ImportRequest, image_format: Format, terminal: Terminal, *, force: bool = False
+    request: ImportRequest, image_format: ImageFormat, terminal: Terminal, *, force: bool = False
 ) -> ImportResult:
     """Import an image and report the result."""
     from ftkit.cli.terminal.progress_view import ProgressView
     from ftkit.images.import_image import import_image
     from ftkit.images.sif import SifSource
-    from ftkit.images.sources import import_name, select_source
+    from ftkit.images.sources import select_source
 
-    started, store, name = time.monotonic(), image_store(), import_name(request.wanted)
+    started, store, name = time.monotonic(), image_store(), request.name.reference
     with ProgressView(terminal) as view:
         source = SifSource(request, view.report) if image_format == "sif" else select_source(request, view.report)
         imported = import_image(name, source, store, force=force, report=view.report)

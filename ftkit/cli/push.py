@@ -35,13 +35,13 @@ def command(reference: str, *, registry: str | None, username: str | None, passw
 
     Uses the credentials of docker's configuration ('docker login', credential helpers).
     """
+    from ftkit.config.image_reference import parse_name
     from ftkit.images.oci import credentials
-    from ftkit.images.push import remote_reference
 
     target = required_registry(registry, reference)
     given = None
     if password_stdin:
-        host = remote_reference(reference, target).host
+        host = parse_name(reference).in_registry(target).host
         given = credentials.from_user(host, username, sys.stdin.read().strip("\r\n"))
     elif username:
         raise click.UsageError("--username requires --password-stdin", click.get_current_context())
@@ -51,10 +51,11 @@ def command(reference: str, *, registry: str | None, username: str | None, passw
 def push_and_report(reference: str, registry: str, given: Credentials | None, terminal: Terminal) -> None:
     """Push an image, and print its address with its digest."""
     from ftkit.cli.terminal.progress_view import ProgressView
+    from ftkit.config.image_reference import parse_name
     from ftkit.images.push import push
 
     started = time.monotonic()
     with ProgressView(terminal) as view:
-        pushed = push(reference, registry, given=given, report=view.report)
+        pushed = push(parse_name(reference), registry, given=given, report=view.report)
     terminal.say(Styled(f"pushed {pushed.reference} in {duration(time.monotonic() - started)}", "bold"))
     terminal.data(f"{pushed.reference.repository}@{pushed.digest}\n")

@@ -12,7 +12,6 @@ from ftkit.cli.image_arguments import image_store
 from ftkit.cli.shell_completion import complete_image
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import gib
-from ftkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from ftkit.config.image_reference import AnyImage
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
     short_help="Verify an imported image against its manifest.",
     examples=("ftkit verify olmo3:25.02", "ftkit verify /shared/images/olmo3+25.02.sqsh --deep"),
 )
-@click.argument("wanted", metavar="NAME:TAG|FILE", shell_complete=complete_image)
+@click.argument("wanted", metavar="NAME:TAG|FILE|URI", shell_complete=complete_image)
 @click.option("--deep", is_flag=True, help="Run the self-check inside the image too.")
 def command(wanted: str, *, deep: bool) -> None:
     """Recompute the digests of an imported image; list every difference, and exit with code 10 if there is any."""
     from ftkit.cli.terminal.progress_view import ProgressView
-    from ftkit.config.image_reference import NamedImage, parse_image
+    from ftkit.config.image_reference import ImageFile, parse_image
     from ftkit.images.verify import require_intact, verify, verify_inside
 
     terminal = Terminal()
-    image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE")
+    image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE|URI")
     file = _file(image)
     with ProgressView(terminal) as view:
-        result = verify(file, view.report, name=wanted if isinstance(image, NamedImage) else "NAME:TAG")
+        result = verify(file, view.report, name="NAME:TAG" if isinstance(image, ImageFile) else wanted)
         require_intact(result)
         left = verify_inside(file, result.manifest, view.report) if deep else ""
     manifest = result.manifest
@@ -56,15 +55,11 @@ def command(wanted: str, *, deep: bool) -> None:
 
 
 def _file(image: AnyImage) -> Path:
-    from ftkit.config.image_reference import ImageFile, RegistryImage, check_name
+    from ftkit.config.image_reference import ImageFile, RegistryImage, parse_name
 
     if isinstance(image, ImageFile):
         return image.path
-    if isinstance(image, RegistryImage):
-        raise ConfigError(
-            [Problem("", "NAME:TAG|FILE", f"{image} is in a registry.", f"Import it first: ftkit import {image}")]
-        )
-    check_name(image.reference)
+    named = parse_name((image.named if isinstance(image, RegistryImage) else image).reference)
     store = image_store()
-    sqsh, sif = store.link(image.reference, "sqsh"), store.link(image.reference, "sif")
+    sqsh, sif = store.link(named.reference, "sqsh"), store.link(named.reference, "sif")
     return sif if sif.exists() and not sqsh.exists() else sqsh

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ftkit.config.strict import Name, NonNegativeInt, OneLine, PositiveFloat, PositiveInt, Spec, VariableName
+
+if TYPE_CHECKING:
+    from ftkit.config.image_reference import ImageFormat
 
 GpuModel = Literal["a100-40gb", "a100-80gb", "b200", "h100-80gb", "h200", "l4"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -78,6 +81,11 @@ class ClusterProfile(Spec):
     """What the site's network plug-in for NCCL needs."""
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first, as they stand (`module load …`)."""
+
+    @property
+    def image_format(self) -> ImageFormat:
+        """The format of image files that the runtime starts."""
+        return "sif" if self.runtime == "apptainer" else "sqsh"
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Final
 
 from pydantic import Field
 
 from ftkit.config.digest import Digest
 from ftkit.config.model import ModelType
 from ftkit.config.strict import Name, OneLine, Spec, VariableName
-
-ENGINE_PREFIX: Final = "ftkit/"
-"""Images built here are `ftkit/NAME:TAG` in the docker engine, so that they hide no image of another origin."""
 
 
 class BaseImageSpec(Spec):
@@ -62,8 +58,3 @@ class ImageSpec(Spec):
         added = (re.match(r"[A-Za-z0-9._-]*", line) for line in self.packages)
         names = [*self.provided, *(found[0] for found in added if found)]
         return frozenset(re.sub(r"[-_.]+", "-", name).lower() for name in names)
-
-    @property
-    def engine_name(self) -> str:
-        """What the docker engine calls the image that `ftkit build` made."""
-        return ENGINE_PREFIX + self.reference

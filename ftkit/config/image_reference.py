@@ -1,4 +1,4 @@
-"""The ways to say which image is meant: a name, a file, an address in a registry.
+"""Image references: a name, a file, an address in a registry, or a name in the docker engine.
 
 What a user types is parsed here, once; everything after that asks the type, never the text.
 """
@@ -9,11 +9,10 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
 from ftkit.config.digest import DIGEST_PATTERN, Digest
-from ftkit.config.image import ENGINE_PREFIX
 from ftkit.config.paths import absolute_path, is_path
 from ftkit.errors import ConfigError, Problem
 
@@ -28,6 +27,12 @@ _NAMED = re.compile(rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>{_TAG
 
 
 _FILE_SUFFIXES: Final = (".sqsh", ".squashfs", ".sif")
+_DOCKERD: Final = "dockerd://"
+_DOCKER_PREFIX: Final = "ftkit/"
+"""Images built here are `ftkit/NAME:TAG` in the docker engine, so that they hide no image of another origin."""
+
+ImageFormat = Literal["sqsh", "sif"]
+"""squashfs, which enroot and pyxis read, or Apptainer's SIF."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,23 @@ class NamedImage:
     """An image that has a definition: `NAME:TAG`."""
 
     reference: str
+
+    @property
+    def docker_name(self) -> str:
+        """Its name in the docker engine."""
+        return _DOCKER_PREFIX + self.reference
+
+    def file_name(self, image_format: ImageFormat) -> str:
+        """Return the name of its imported file, or of the link to that."""
+        return f"{self.reference.replace(':', '+')}.{image_format}"
+
+    def in_registry(self, registry: str) -> RegistryImage:
+        """Return where it is pushed to: below `registry`, which is `HOST` or `HOST/PATH`.
+
+        Raises:
+            ConfigError: no image can be called so there.
+        """
+        return parse_reference(f"{registry.removeprefix('docker://').rstrip('/')}/{self.reference}")
 
     def __str__(self) -> str:
         return self.reference
@@ -100,6 +122,11 @@ class RegistryImage:
         return f"docker://{self.host}#{self.path}{which}"
 
     @property
+    def named(self) -> NamedImage:
+        """The name that it is imported under: the last part of its path, and its tag."""
+        return NamedImage(f"{self.path.rpartition('/')[2]}:{self.tag}")
+
+    @property
     def is_loopback(self) -> bool:
         """Whether the registry is on this machine: such ones speak no TLS."""
         return is_loopback(self.host)
@@ -108,8 +135,49 @@ class RegistryImage:
         return self.tagged + (f"@{self.digest}" if self.digest else "")
 
 
+@dataclass(frozen=True)
+class DockerdImage:
+    """An image of the docker engine under any name: `dockerd://NAME:TAG`, as enroot writes it."""
+
+    docker_name: str
+
+    @property
+    def named(self) -> NamedImage:
+        """The name that it is imported under."""
+        return parse_reference(self.docker_name).named
+
+    def __str__(self) -> str:
+        return _DOCKERD + self.docker_name
+
+
 AnyImage = NamedImage | ImageFile | RegistryImage
 """Whatever `--image` takes. The text of one parses to the same one again."""
+
+ImportableImage = NamedImage | RegistryImage | DockerdImage
+"""Whatever can be imported into a file."""
+
+
+def parse_importable(text: str, folder: Path, key: str = "NAME:TAG|URI") -> ImportableImage:
+    """Parse what is to be imported: as `parse_image` does, or `dockerd://NAME:TAG`.
+
+    Raises:
+        ConfigError: it is none of these, a name that no image can have, or a file, which needs no import.
+    """
+    if text.startswith(_DOCKERD):
+        parse_reference(text.removeprefix(_DOCKERD), key=key)
+        return DockerdImage(text.removeprefix(_DOCKERD))
+    image = parse_image(text, folder, key=key)
+    if isinstance(image, ImageFile):
+        raise ConfigError(
+            [Problem("", key, f"{text} is a file already: there is nothing to import.",
+                     f"Run in it as it is: ftkit run --image {text}")]
+        )  # fmt: skip
+    return parse_name(image.reference) if isinstance(image, NamedImage) else image
+
+
+def image_file(container_image: str | None) -> Path | None:
+    """Return the file that a container runs in; None for an address, a name in the docker engine, or no container."""
+    return Path(container_image) if container_image and container_image.startswith("/") else None
 
 
 def parse_image(text: str, folder: Path, where: str = "", key: str = "--image") -> AnyImage:
@@ -190,18 +258,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_name(reference: str) -> None:
-    """Check that `NAME:TAG` can name an image in an engine and in a registry.
+def parse_name(text: str) -> NamedImage:
+    """Parse `NAME:TAG`, which can name an image in the docker engine and in a registry.
 
     Raises:
         ConfigError: it can't, and why.
     """
-    name, _, tag = reference.partition(":")
-    if "/" in name or not tag or not _NAMED.fullmatch(reference):
-        reason = _reason(reference) if tag else f"{reference!r} has no tag"
-        raise ConfigError([Problem("", "", f"{reference!r} can't name an image: {reason}.", _GRAMMAR)])
-
-
-def local_name(reference: str) -> str:
-    """Return what `NAME:TAG` is called in the docker engine."""
-    return ENGINE_PREFIX + reference
+    name, _, tag = text.partition(":")
+    if "/" in name or not tag or not _NAMED.fullmatch(text):
+        reason = _reason(text) if tag else f"{text!r} has no tag"
+        raise ConfigError([Problem("", "", f"{text!r} can't name an image: {reason}.", _GRAMMAR)])
+    return NamedImage(text)

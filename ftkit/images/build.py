@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.digest import Digest
-from ftkit.config.image_reference import RegistryImage, check_name, local_name
+from ftkit.config.image_reference import NamedImage, RegistryImage, parse_name
 from ftkit.errors import ImageError
 from ftkit.images import docker_engine, labels
 from ftkit.images.base import BaseRequest, current_digest_if_moved, digest_of, ensure_base, record, select_base
@@ -67,14 +67,14 @@ def build(
         PrerequisiteError: no docker engine answers.
     """
     spec = definition.spec
-    check_name(spec.reference)
+    named = parse_name(spec.reference)
     context = assemble(definition)
     moved_to = None
     with docker_engine.connect() as client:
         base = select_base(definition, request, report)
         found = ensure_base(client, base.image, request.name or spec.base.reference, report)
         pinned = base.image if base.image.digest else replace(base.image, digest=digest_of(found, base.image))
-        key, name = context.digest(f"{found.id} {base.image.digest or ''}"), local_name(spec.reference)
+        key, name = context.digest(f"{found.id} {base.image.digest or ''}"), named.docker_name
         image = docker_engine.inspect(client, name)
         is_new = no_cache or image is None or image.labels.get(labels.BUILD_KEY) != key
         if image is None or is_new:
@@ -117,7 +117,7 @@ def _run_build(
         raise docker_engine.as_image_error(error, "docker refused to build") from error
     report(ProgressEvent("checking the image from inside"))
     check_inside(client, image_id, made_labels[labels.REFERENCE])
-    repository, _, tag = local_name(made_labels[labels.REFERENCE]).rpartition(":")
+    repository, _, tag = NamedImage(made_labels[labels.REFERENCE]).docker_name.rpartition(":")
     client.tag(image_id, repository, tag)
     return docker_engine.inspect_required(client, image_id, "build it again")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftkit.config.digest import Digest
-from ftkit.config.image_reference import RegistryImage, check_name, local_name, parse_reference
+from ftkit.config.image_reference import NamedImage, RegistryImage
 from ftkit.errors import ImageError
 from ftkit.images import docker_engine
 from ftkit.images.docker_engine import explain_transfer, follow_transfer
@@ -26,34 +26,28 @@ class PushResult:
     digest: Digest
 
 
-def remote_reference(reference: str, registry: str) -> RegistryImage:
-    """Return where `NAME:TAG` is pushed to: below `registry`, which is `HOST` or `HOST/PATH`."""
-    check_name(reference)
-    return parse_reference(f"{registry.removeprefix('docker://').rstrip('/')}/{reference}")
-
-
 def push(
-    reference: str,
+    image: NamedImage,
     registry: str,
     *,
     given: Credentials | None = None,
     report: Report = ignore_progress,
 ) -> PushResult:
-    """Push `NAME:TAG`.
+    """Push an image to `HOST/PATH/NAME:TAG` below a registry.
 
     Raises:
         NotFoundError: it was not built here.
         ImageError: the registry refused the credentials, or was not there after several attempts.
         PrerequisiteError: no docker engine answers, or the credential helper fails.
     """
-    wanted = remote_reference(reference, registry)
+    wanted = image.in_registry(registry)
     known = given or who.find(wanted.host)
     stage = f"pushing {wanted}"
     with docker_engine.connect() as client:
         import docker  # noqa: PLC0415 - it is there: the engine answered through it
 
-        image = docker_engine.inspect_required(client, local_name(reference), f"build it: ftkit build {reference}")
-        client.tag(image.id, wanted.repository, wanted.tag, force=True)
+        built = docker_engine.inspect_required(client, image.docker_name, f"build it: ftkit build {image}")
+        client.tag(built.id, wanted.repository, wanted.tag, force=True)
 
         def attempt() -> Digest | None:
             try:

@@ -19,16 +19,16 @@ from ftkit.images.build_context import assemble, dockerfile
 from ftkit.images.oci import credentials
 from ftkit.images.oci.rootfs import Contents
 from ftkit.images.progress import ProgressEvent
-from ftkit.images.sources import DockerSource, registry_image, select_source
+from ftkit.images.sources import DockerSource, select_source
 from ftkit.images.squashfs import MadeFile, explain_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ftkit.config.image_reference import ImageFormat
     from ftkit.config.load import ImageDefinition
     from ftkit.images.progress import Report
     from ftkit.images.sources import ImportRequest
-    from ftkit.images.store import Format
 
 _PROGRAMS = ("apptainer", "singularity")
 _MAGIC = b"SIF_MAGIC"
@@ -59,13 +59,13 @@ class SifSource:
         NotFoundError: neither engine nor registry has the image.
     """
 
-    format: Format = "sif"
+    format: ImageFormat = "sif"
 
     def __init__(self, request: ImportRequest, report: Report) -> None:
         if request.on_node:
             raise ConfigError([Problem("", "--on-node", "SIF files are made on this machine.", "Leave --on-node out.")])
         self._known = select_source(replace(request, method="ftkit"), report)
-        self._remote = None if isinstance(self._known, DockerSource) else registry_image(request)
+        self._remote = None if isinstance(self._known, DockerSource) else request.registry_image
         self.image_id = self._known.image_id
         self.registry_digest = self._known.registry_digest
         self.is_vouched_for = self._known.is_vouched_for

@@ -5,20 +5,11 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from ftkit.config.cluster import ClusterProfile
-from ftkit.config.image_reference import (
-    ImageFile,
-    NamedImage,
-    RegistryImage,
-    check_name,
-    local_name,
-    parse_image,
-    parse_reference,
-)
+from ftkit.config.image_reference import DockerdImage, ImportableImage, NamedImage, RegistryImage
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
 from ftkit.images import docker_engine, enroot, squashfs
 from ftkit.images.oci import credentials
@@ -28,17 +19,17 @@ from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.rootfs import SBOM_PATH, Contents, Entry, ImageConfig
 from ftkit.images.oci.tar import TarReader
 from ftkit.images.progress import ByteCounter, ProgressEvent
-from ftkit.images.push import remote_reference
 from ftkit.images.squashfs import MadeFile, build_squashfs, disk_full
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from ftkit.config.digest import Digest
+    from ftkit.config.image_reference import ImageFormat
     from ftkit.images.docker_engine import DockerImage
     from ftkit.images.enroot import Address, ComputeNode
     from ftkit.images.progress import Report
-    from ftkit.images.store import Format
 
 _DOWNLOADS_AT_ONCE: Final = 3
 
@@ -51,7 +42,7 @@ class ImageSource(Protocol):
     that it makes. `is_vouched_for`: who has the image compared its layers with its configuration.
     """
 
-    format: Format
+    format: ImageFormat
     image_id: Digest
     is_vouched_for: bool
     config: ImageConfig
@@ -70,7 +61,7 @@ class ImageSource(Protocol):
 class DockerSource:
     """An image in the docker engine, read from its export."""
 
-    format: Format = "sqsh"
+    format: ImageFormat = "sqsh"
     is_vouched_for: bool = True
 
     def __init__(self, name: str, image: DockerImage) -> None:
@@ -104,7 +95,7 @@ def members_of(reader: TarReader) -> Iterator[Entry]:
 class RegistrySource:
     """An image in a registry, read from its layers."""
 
-    format: Format = "sqsh"
+    format: ImageFormat = "sqsh"
     is_vouched_for: bool = False
 
     def __init__(self, reference: RegistryImage, registry: Registry) -> None:
@@ -178,7 +169,7 @@ class RegistrySource:
 class EnrootSource:
     """An image that enroot imports; `known` knows what it is."""
 
-    format: Format = "sqsh"
+    format: ImageFormat = "sqsh"
 
     def __init__(self, known: DockerSource | RegistrySource, node: ComputeNode | None = None) -> None:
         self._address = known.enroot_address()
@@ -199,63 +190,38 @@ class EnrootSource:
         return MadeFile(Contents(sbom=squashfs.read_file(partial, SBOM_PATH)), f"enroot, {squashfs.ENROOT_OPTIONS}")
 
 
-Method = Literal["auto", "enroot", "ftkit"]
-_DOCKERD = "dockerd://"
+ImportMethod = Literal["auto", "enroot", "ftkit"]
 
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """What was asked for.
+    """What to import.
 
     Args:
-        wanted: `NAME:TAG`, `HOST/PATH:TAG` with or without `docker://`, or `dockerd://NAME:TAG`.
-        registry: where a `NAME:TAG` that the engine does not have was pushed to.
+        image: the image.
+        registry: where a `NAME:TAG` that the docker engine does not have was pushed to.
         cluster: the cluster that it is for.
         on_node: let enroot work on a compute node.
-        method: who makes the file.
+        method: which program makes the file.
     """
 
-    wanted: str
+    image: ImportableImage
     registry: str | None
     cluster: ClusterProfile
     on_node: bool = False
-    method: Method = "auto"
+    method: ImportMethod = "auto"
 
+    @property
+    def name(self) -> NamedImage:
+        """The name that the image is imported under: of an address, its last part."""
+        return self.image if isinstance(self.image, NamedImage) else self.image.named
 
-def import_name(wanted: str) -> str:
-    """Return the `NAME:TAG` that an import is called: of an address, its last part."""
-    image = _parse(wanted)
-    if isinstance(image, RegistryImage):
-        return f"{image.path.rpartition('/')[2]}:{image.tag}"
-    check_name(image.reference)
-    return image.reference
-
-
-def _parse(wanted: str) -> NamedImage | RegistryImage:
-    """Parse what is to be imported.
-
-    Raises:
-        ConfigError: it is nothing that can be.
-    """
-    if wanted.startswith(_DOCKERD):
-        return parse_reference(wanted.removeprefix(_DOCKERD))
-    image = parse_image(wanted, Path.cwd(), key="NAME:TAG|URI")
-    if isinstance(image, ImageFile):
-        raise ConfigError(
-            [Problem("", "NAME:TAG|URI", f"{wanted} is a file already: there is nothing to import.",
-                     f"Run in it as it is: ftkit run --image {wanted}")]
-        )  # fmt: skip
-    return image
-
-
-def registry_image(request: ImportRequest) -> RegistryImage | None:
-    """Return where the image is in a registry; None: nothing says that it is in one."""
-    if request.wanted.startswith(_DOCKERD):
-        return None
-    image = _parse(request.wanted)
-    if isinstance(image, RegistryImage):
-        return image
-    return remote_reference(image.reference, request.registry) if request.registry else None
+    @property
+    def registry_image(self) -> RegistryImage | None:
+        """Where the image is in a registry; None: nothing says that it is in one."""
+        if isinstance(self.image, NamedImage):
+            return self.image.in_registry(self.registry) if self.registry else None
+        return self.image if isinstance(self.image, RegistryImage) else None
 
 
 def select_source(request: ImportRequest, report: Report) -> ImageSource:
@@ -267,7 +233,7 @@ def select_source(request: ImportRequest, report: Report) -> ImageSource:
     """
     if request.on_node:
         return _on_node(request, report)
-    known = _docker_source(request) or _registry_source(request, report)
+    known = _docker_source(request.image) or _registry_source(request, report)
     is_left_to_enroot = request.method == "auto" and enroot.is_installed() and not squashfs.has_tool()
     return EnrootSource(known) if request.method == "enroot" or is_left_to_enroot else known
 
@@ -281,7 +247,7 @@ def _on_node(request: ImportRequest, report: Report) -> EnrootSource:
                 )
             ]
         )
-    if registry_image(request) is None:
+    if request.registry_image is None:
         raise ConfigError(
             [Problem("", "--on-node", "a compute node can't reach this machine's docker engine.",
                      "Push the image, and give --registry or a docker:// address.")]
@@ -289,30 +255,29 @@ def _on_node(request: ImportRequest, report: Report) -> EnrootSource:
     return EnrootSource(_registry_source(request, report), enroot.compute_node(request.cluster))
 
 
-def _docker_source(request: ImportRequest) -> DockerSource | None:
-    """Return the image in the docker engine; None if there is no engine, or it has no such image."""
-    is_named = request.wanted.startswith(_DOCKERD)
-    if not is_named and isinstance(_parse(request.wanted), RegistryImage):
+def _docker_source(image: ImportableImage) -> DockerSource | None:
+    """Return the image in the docker engine; None if no engine answers, or it has no such image."""
+    if isinstance(image, RegistryImage):
         return None
-    name = request.wanted.removeprefix(_DOCKERD) if is_named else local_name(request.wanted)
+    is_required = isinstance(image, DockerdImage)
     try:
         with docker_engine.connect() as client:
-            image = docker_engine.inspect(client, name)
+            found = docker_engine.inspect(client, image.docker_name)
     except PrerequisiteError:
-        if is_named:
+        if is_required:
             raise
         return None
-    if image is None and is_named:
-        raise NotFoundError(f"the docker engine has no image {name}", fix="see 'docker images'")
-    return DockerSource(name, image) if image else None
+    if found is None and is_required:
+        raise NotFoundError(f"the docker engine has no image {image.docker_name}", fix="see 'docker images'")
+    return DockerSource(image.docker_name, found) if found else None
 
 
 def _registry_source(request: ImportRequest, report: Report) -> RegistrySource:
-    remote = registry_image(request)
+    remote = request.registry_image
     if remote is None:
         raise NotFoundError(
-            f"{request.wanted} was not built on this machine, and nothing says in which registry it is",
+            f"{request.image} was not built on this machine, and nothing says in which registry it is",
             meaning="no docker engine here has it, and neither --registry nor 'registry:' in ftkit.yaml is given",
-            fix=f"ftkit build {request.wanted} here, or ftkit import {request.wanted} --registry HOST/PATH",
+            fix=f"ftkit build {request.image} here, or ftkit import {request.image} --registry HOST/PATH",
         )
     return RegistrySource(remote, Registry(remote, credentials.find(remote.host), report))

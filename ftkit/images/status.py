@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.image_reference import local_name
+from ftkit.config.image_reference import NamedImage
 from ftkit.errors import PrerequisiteError
 from ftkit.images import docker_engine, labels
 from ftkit.images.docker_engine import DockerImage
@@ -52,7 +52,7 @@ def image_statuses(references: Sequence[str], store: ImageStore) -> tuple[list[I
     """Return the state of each image, and whether a docker engine answered."""
     try:
         with docker_engine.connect() as client:
-            built = [docker_engine.inspect(client, local_name(reference)) for reference in references]
+            built = [docker_engine.inspect(client, NamedImage(reference).docker_name) for reference in references]
         has_docker = True
     except PrerequisiteError:
         built, has_docker = [None] * len(references), False

@@ -8,18 +8,17 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from ftkit.config.digest import Digest
+from ftkit.config.image_reference import ImageFormat, NamedImage
 from ftkit.errors import PrerequisiteError
 from ftkit.files import mode_of_new_files, publish, read_json_if_valid, remove, sync, write_file, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-Format = Literal["sqsh", "sif"]
 
 MANIFEST_VERSION = 2
 """What ftkit makes of the same image: part of a file's name, so that a newer file replaces none that a job has open.
@@ -60,7 +59,7 @@ class ImportManifest:
     registry_digest: Annotated[Digest | None, BeforeValidator(lambda value: value or None)]
     source: str
     made_by: str
-    format: Format
+    format: ImageFormat
     file: str
     size: int
     sha256: str
@@ -82,17 +81,17 @@ class ImageStore:
 
     root: Path
 
-    def file(self, image_id: Digest, image_format: Format) -> Path:
+    def file(self, image_id: Digest, image_format: ImageFormat) -> Path:
         """Return where the file of an image is: named by what determines its content."""
         return self.root / f"{image_id.file_name}.v{MANIFEST_VERSION}.{image_format}"
 
-    def older_file(self, image_id: Digest, image_format: Format) -> Path:
+    def older_file(self, image_id: Digest, image_format: ImageFormat) -> Path:
         """Return where version 1 put it."""
         return self.root / f"{image_id.file_name}.{image_format}"
 
-    def link(self, reference: str, image_format: Format) -> Path:
+    def link(self, reference: str, image_format: ImageFormat) -> Path:
         """Return the readable link to it."""
-        return self.root / f"{reference.replace(':', '+')}.{image_format}"
+        return self.root / NamedImage(reference).file_name(image_format)
 
     def prepare(self) -> None:
         """Make the folder and see that it can be written to.
@@ -166,7 +165,7 @@ class ImageStore:
         """Write the manifest of a file that is there."""
         write_json(manifest_file(self.root / manifest.file), manifest)
 
-    def point(self, reference: str, final: Path, image_format: Format) -> None:
+    def point(self, reference: str, final: Path, image_format: ImageFormat) -> None:
         """Point the readable link at a file."""
         link = self.link(reference, image_format)
         fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ftkit.config.image_reference import ImageFormat, NamedImage
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Workspace:
         """What jobs download from the Hugging Face hub, unless HF_HOME is set."""
         return self.root / "huggingface"
 
-    def image_file(self, reference: str, suffix: str = ".sqsh") -> Path:
-        """Return where the imported image of `NAME:TAG` lies: squashfs, or SIF with the suffix `.sif`."""
-        return self.images / (reference.replace(":", "+") + suffix)
+    def image_file(self, image: NamedImage, image_format: ImageFormat) -> Path:
+        """Return where the file of an imported image is, or the link to it."""
+        return self.images / image.file_name(image_format)
 
 
 @dataclass(frozen=True)

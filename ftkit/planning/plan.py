@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.config.cluster import ClusterProfile
-from ftkit.config.image_reference import RegistryImage
+from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage, image_file
 from ftkit.config.model import ArchitecturePlan, ModelPlan
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, FtkitError
@@ -104,8 +104,7 @@ class RunPlan:
     @property
     def image_file(self) -> Path | None:
         """The image's file; None without a container, or if the runtime gets an address or a docker engine's name."""
-        image = self.container_image
-        return Path(image) if image and image.startswith("/") else None
+        return image_file(self.container_image)
 
     @property
     def data_directory(self) -> Path:
@@ -165,7 +164,7 @@ def plan_run(
         num_trained=counts.trained,
         num_steps=count_steps(training, request.num_packs),
         image=str(request.image) if request.image and cluster.runtime != "none" else None,
-        container_image=_container_image(cluster, image, request),
+        container_image=_container_image(cluster, request),
         python=request.python if cluster.runtime == "none" else "python3",
         notes=(*_notes(planned, cluster, placement, engine, memory), *find_notes(recipe, cluster, image)),
         execution=execution,
@@ -239,19 +238,20 @@ def _network(cluster: ClusterProfile, placement: PlacementPlan) -> Network:
     return Network(placement.num_nodes, placement.world_size, None if bits is None else bits * 1e9 / 8)
 
 
-def _container_image(cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest) -> str | None:
+def _container_image(cluster: ClusterProfile, request: RunRequest) -> str | None:
     """Return what the runtime is given: a path, the engine's name, or an address in the runtime's words."""
     if cluster.runtime == "none" or request.image is None:
         return None
-    if isinstance(request.image, RegistryImage):
-        uris = {"docker": request.image.pinned, "apptainer": request.image.docker_uri}
-        return uris.get(cluster.runtime, request.image.enroot_uri)
-    if image is None:
-        return str(request.image)
-    if cluster.runtime == "docker":
-        return image.engine_name
-    suffix = ".sif" if cluster.runtime == "apptainer" else ".sqsh"
-    return str(Workspace(request.workspace).image_file(image.reference, suffix))
+    match request.image:
+        case RegistryImage() as remote:
+            uris = {"docker": remote.pinned, "apptainer": remote.docker_uri}
+            return uris.get(cluster.runtime, remote.enroot_uri)
+        case ImageFile(path):
+            return str(path)
+        case NamedImage() as named if cluster.runtime == "docker":
+            return named.docker_name
+        case NamedImage() as named:
+            return str(Workspace(request.workspace).image_file(named, cluster.image_format))
 
 
 def _notes(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ftkit.config.image_reference import image_file
 from ftkit.config.strict import Name
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
 from ftkit.files import DamagedFileError, read_json
@@ -18,6 +19,7 @@ from ftkit.runs.submission import SchedulerName, SubmittedRun, read_submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from ftkit.planning.layout import Workspace
 
@@ -65,6 +67,11 @@ class PlanEntry:
     cluster: ClusterEntry
     num_steps: Count | None
     container_image: str | None
+
+    @property
+    def image_file(self) -> Path | None:
+        """The file that the run's container is started from; None if it is no file."""
+        return image_file(self.container_image)
 
 
 @dataclass(frozen=True)

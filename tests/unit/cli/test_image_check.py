@@ -11,6 +11,7 @@ import pytest
 
 from ftkit.cli.image_check import _require_sinks, check_image, missing_image, require_same_image
 from ftkit.cli.terminal.console import Terminal
+from ftkit.config.image_reference import NamedImage
 from ftkit.config.tracking import TrackingSpec
 from ftkit.errors import ConfigError, ImageError, NotFoundError
 from ftkit.files import write_json
@@ -90,7 +91,7 @@ def test_a_missing_image_is_reported_with_the_imported_ones_and_the_command(
     plan: RunPlan, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
-    file = workspace.image_file("olmo3:25.02")
+    file = workspace.image_file(NamedImage("olmo3:25.02"), "sqsh")
     here = replace(plan, image="olmo3:25.02", container_image=str(file))
     missing = missing_image(here)
     assert missing

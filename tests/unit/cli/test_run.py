@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.config.image_reference import NamedImage
 from ftkit.launch.render import render_job
 from ftkit.runs.records import EvaluationRecord, RankError, Sample, StageRecord, StartRecord, to_line, write_rank_error
 
@@ -196,7 +197,7 @@ def test_slurm_refusing_the_job_leaves_no_run(
     ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs.answer("sbatch", stderr="sbatch: error: invalid partition specified: x\n", code=1)
-    image = workspace.image_file("olmo3:25.02")
+    image = workspace.image_file(NamedImage("olmo3:25.02"), "sqsh")
     image.parent.mkdir(parents=True)
     image.touch()
     monkeypatch.setenv("SBATCH_PARTITION", "x")
@@ -214,7 +215,7 @@ def test_a_missing_image_is_found_out_before_anything_is_submitted(
 ) -> None:
     result = ftkit("run", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g")
     assert result.code == 4
-    assert str(workspace.image_file("olmo3:25.02")) in result.err
+    assert str(workspace.image_file(NamedImage("olmo3:25.02"), "sqsh")) in result.err
     assert programs.calls() == []
     assert not workspace.runs.exists()
 
@@ -253,7 +254,7 @@ def test_a_plan_warns_of_an_image_that_is_not_imported_and_of_a_hub_that_does_no
 ) -> None:
     result = ftkit("plan", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g", "--nodes", "2")
     assert result.code == 0
-    file = workspace.image_file("olmo3:25.02")
+    file = workspace.image_file(NamedImage("olmo3:25.02"), "sqsh")
     assert f"warning: olmo3:25.02 is not imported for cluster a4-highgpu-8g: there is no file {file}" in result.err
     assert "warning: can't ask the hub" in result.err
 

@@ -11,8 +11,8 @@ from ftkit.config.image_reference import (
     ImageFile,
     NamedImage,
     RegistryImage,
-    check_name,
     parse_image,
+    parse_name,
     parse_reference,
 )
 from ftkit.errors import ConfigError
@@ -69,13 +69,13 @@ def test_an_illegal_reference_is_refused_with_a_reason(text: str, reason: str) -
 
 @pytest.mark.parametrize("name", ["olmo3:25.02", "a.b_c-d:V1.0_x-y", "0:_1", "a__b:1"])
 def test_a_legal_name_passes(name: str) -> None:
-    check_name(name)
+    parse_name(name)
 
 
 @pytest.mark.parametrize("name", ["olmo3", "a/b:1", "A:1", "a:", ":1", "a:1:2", "a:1@" + DIGEST + "x", "-a:1", "a:.1"])
 def test_an_illegal_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError):
-        check_name(name)
+        parse_name(name)
 
 
 @pytest.mark.parametrize(

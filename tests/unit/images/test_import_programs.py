@@ -11,14 +11,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.context import Context
 from ftkit.config.digest import Digest
-from ftkit.config.image_reference import parse_reference
+from ftkit.config.image_reference import parse_importable, parse_reference
 from ftkit.config.load import load_cluster
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
 from ftkit.images import enroot, sif, sources, squashfs
@@ -27,12 +27,13 @@ from ftkit.images.import_image import import_image
 from ftkit.images.oci.rootfs import ImageConfig
 from ftkit.images.progress import ignore_progress
 from ftkit.images.sif import SifSource
-from ftkit.images.sources import DockerSource, EnrootSource, ImportRequest, import_name, select_source
+from ftkit.images.sources import DockerSource, EnrootSource, ImportRequest, select_source
 from ftkit.images.store import ImageStore, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ftkit.config.cluster import ClusterProfile
     from ftkit.images.squashfs import MadeFile
 
 SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
@@ -66,6 +67,10 @@ APPTAINER = RECORD + (
     'echo "INFO: Starting build..." >&2\n'
     'printf "#!/usr/bin/env run-singularity\\n\\0SIF_MAGIC\\0rest" >"$2"\n'
 )
+
+
+def requested(text: str, registry: str | None, cluster: ClusterProfile, **options: Any) -> ImportRequest:
+    return ImportRequest(parse_importable(text, Path.cwd()), registry, cluster, **options)
 
 
 class Known:
@@ -130,7 +135,7 @@ def test_enroot_is_asked_by_digest_if_it_can_and_given_the_right_options(
 ) -> None:
     stand_in("enroot", ENROOT)
     monkeypatch.setenv("RELEASE", release)
-    request = ImportRequest("docker://nvcr.io/team/olmo3:25.02", None, SLURM, method="enroot")
+    request = requested("docker://nvcr.io/team/olmo3:25.02", None, SLURM, method="enroot")
     imported = import_image("olmo3:25.02", select_source(request, ignore_progress), ImageStore(tmp_path / "images"))
     words = (record / "enroot").read_text().split()
     assert (words[0], words[-1]) == ("import", asked)
@@ -181,7 +186,7 @@ def test_enroot_is_left_to_what_ftkit_can_not_pack_itself(
 ) -> None:
     stand_in("enroot", ENROOT)
     monkeypatch.setattr(squashfs, "has_tool", lambda: has_tool)
-    assert type(select_source(ImportRequest("docker://r.io/a:1", None, SLURM), ignore_progress)) is kind
+    assert type(select_source(requested("docker://r.io/a:1", None, SLURM), ignore_progress)) is kind
     assert record.is_dir()
 
 
@@ -222,7 +227,7 @@ def test_on_a_node_enroot_works_on_the_node_s_own_disk(
 
 def import_on(local: Path, tmp_path: Path) -> None:
     cluster = SLURM.model_copy(update={"node_local_dir": str(local), "partition": "gpu", "account": "me"})
-    request = ImportRequest("olmo3:25.02", "r.io/team", cluster, on_node=True)
+    request = requested("olmo3:25.02", "r.io/team", cluster, on_node=True)
     import_image("olmo3:25.02", select_source(request, ignore_progress), ImageStore(tmp_path / "images"))
 
 
@@ -342,7 +347,7 @@ def test_a_sif_file_is_made_by_whichever_program_there_is(
     stand_in(program, APPTAINER)
     said: list[str] = []
     store = ImageStore(tmp_path / "images")
-    request = ImportRequest("docker://r.io/team/olmo3:25.02", None, SLURM)
+    request = requested("docker://r.io/team/olmo3:25.02", None, SLURM)
     source = SifSource(request, ignore_progress)
     imported = import_image("olmo3:25.02", source, store, report=lambda progress: said.append(progress.text))
     assert "INFO: Starting build..." in said
@@ -363,7 +368,7 @@ def test_a_sif_file_of_the_engine_is_asked_for_by_id(
     image = DockerImage(Known.image_id, size=1, created=0, labels={}, repo_digests=(), config=Known.config)
     monkeypatch.setattr(sif, "select_source", lambda *_: DockerSource("ftkit/a:1", image))
     store = ImageStore(tmp_path / "images")
-    import_image("a:1", SifSource(ImportRequest("a:1", None, SLURM), ignore_progress), store)
+    import_image("a:1", SifSource(requested("a:1", None, SLURM), ignore_progress), store)
     assert (record / "apptainer").read_text().split()[-1] == f"docker-daemon:{Known.image_id}"
 
 
@@ -372,7 +377,7 @@ def test_a_sif_file_of_another_manifest_is_another_one(
 ) -> None:
     stand_in("apptainer", APPTAINER)
     store = ImageStore(tmp_path / "images")
-    source = SifSource(ImportRequest("docker://r.io/a:1", None, SLURM), ignore_progress)
+    source = SifSource(requested("docker://r.io/a:1", None, SLURM), ignore_progress)
     import_image("a:1", source, store)
     source.registry_digest = Digest("sha256:" + "d" * 64)
     again = import_image("a:1", source, store)
@@ -385,7 +390,7 @@ def test_a_sif_build_that_fails_shows_what_was_said(
 ) -> None:
     stand_in("apptainer", APPTAINER)
     monkeypatch.setenv("SAYS", "FATAL: manifest unknown")
-    request = ImportRequest("docker://r.io/a:1", None, SLURM)
+    request = requested("docker://r.io/a:1", None, SLURM)
     with pytest.raises(ImageError, match="manifest unknown"):
         import_image("a:1", SifSource(request, ignore_progress), ImageStore(tmp_path / "images"))
     assert json.dumps(sorted(path.name for path in (tmp_path / "images").iterdir())).count("sif") == 1  # its lock
@@ -394,7 +399,7 @@ def test_a_sif_build_that_fails_shows_what_was_said(
 
 def test_a_sif_file_is_never_left_to_enroot(record: Path, stand_in: Callable[[str, str], None]) -> None:
     stand_in("enroot", ENROOT)
-    request = ImportRequest("docker://r.io/a:1", None, SLURM)
+    request = requested("docker://r.io/a:1", None, SLURM)
     assert SifSource(request, ignore_progress).describe() == "a registry"
     with pytest.raises(ConfigError, match="--on-node"):
         SifSource(replace(request, on_node=True), ignore_progress)
@@ -404,7 +409,9 @@ def test_a_sif_file_is_never_left_to_enroot(record: Path, stand_in: Callable[[st
 def test_without_apptainer_sif_says_so(record: Path, tmp_path: Path) -> None:
     with pytest.raises(PrerequisiteError, match="neither 'apptainer' nor 'singularity'"):
         import_image(
-            "a:1", SifSource(ImportRequest("docker://r.io/a:1", None, SLURM), ignore_progress), ImageStore(tmp_path)
+            "a:1",
+            SifSource(requested("docker://r.io/a:1", None, SLURM), ignore_progress),
+            ImageStore(tmp_path),
         )
     assert record.is_dir()
 
@@ -425,5 +432,5 @@ def test_an_enroot_that_makes_half_a_file_is_found_out(
     [("olmo3:25.02", "olmo3:25.02"), ("docker://r.io#a/b/c:1", "c:1"), ("dockerd://x:2", "x:2")],
 )
 def test_an_import_is_called_by_the_last_part_of_its_address(wanted: str, name: str) -> None:
-    assert import_name(wanted) == name
+    assert requested(wanted, None, SLURM).name.reference == name
     assert shlex.quote(name) == name
