@@ -1,5 +1,7 @@
 """Sphinx settings of the documentation site; `scripts/docs --serve` builds it."""
 
+from pathlib import Path
+
 from ftkit import __version__
 
 project = "ftkit"
@@ -15,5 +17,6 @@ html_theme = "furo"
 html_title = "ftkit"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "search_scorer.js")
 html_copy_source = False
 html_show_sourcelink = False
