@@ -27,11 +27,11 @@ from transformers import BitsAndBytesConfig, TrainerCallback
 from transformers.utils import is_flash_attn_4_available
 from trl import SFTConfig, SFTTrainer
 
+from ftkit.config.execution import GIB
 from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.planning.estimates.memory import GIB
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import RunPlan, read_plan
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from ftkit.cli.arguments import json_option, load_all
@@ -9,6 +11,9 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.format import count
 from ftkit.config.context import Context, list_names
+
+if TYPE_CHECKING:
+    from ftkit.config.model import ModelSpec
 
 
 @click.command(
@@ -21,7 +26,6 @@ from ftkit.config.context import Context, list_names
 def command(*, as_json: bool) -> None:
     """List the recipes of the project, of your configuration, and of ftkit."""
     from ftkit.config.load import load_recipe
-    from ftkit.planning.estimates.parameters import count_parameters
 
     terminal, ctx = Terminal(), Context.here()
     recipes = load_all(list_names("recipe", ctx), lambda name: load_recipe(name, ctx), terminal)
@@ -30,5 +34,14 @@ def command(*, as_json: bool) -> None:
         return
     terminal.table(
         (Column("NAME"), Column("PARAMETERS", is_number=True), Column("DESCRIPTION", can_shrink=True)),
-        [(name, count(count_parameters(recipe.model.architecture)), recipe.description) for name, recipe in recipes],
+        [(name, _size(recipe.model), recipe.description) for name, recipe in recipes],
     )
+
+
+def _size(model: ModelSpec) -> str:
+    """Return how many parameters a model has, if its shape is known without asking anybody."""
+    from ftkit.config.model import ArchitectureSpec
+    from ftkit.planning.estimates.parameters import count_parameters
+
+    shape = model.architecture
+    return count(count_parameters(shape)) if isinstance(shape, ArchitectureSpec) else "?"

@@ -1,63 +1,131 @@
-"""The model: its weights, its architecture and its tokeniser."""
+"""The model: its weights, its architecture and its tokenizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ftkit.config.strict import LARGEST_COUNT, WHOLE_NUMBER, HubIdOrFolder, PositiveFloat, PositiveInt, Spec
+from ftkit.config.strict import (
+    LARGEST_COUNT,
+    NUMBER,
+    WHOLE_NUMBER,
+    HubIdOrFolder,
+    PositiveFloat,
+    PositiveInt,
+    Spec,
+    Weights,
+)
+from ftkit.families import MEASURED
 
-Family = Literal["gemma3_text", "llama", "olmo3", "qwen3"]
-"""Families whose parameters and memory are planned exactly, and which every image and engine is tested with."""
-FAMILIES: tuple[Family, ...] = get_args(Family)
-NEVER_WINDOWED: tuple[Family, ...] = ("llama", "qwen3")
-"""Those of them in which every layer sees all."""
 ModelType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 """What Hugging Face calls an architecture."""
 
 
-class ArchitectureSpec(Spec):
-    """The shape of a decoder, under the names that Hugging Face configurations use."""
+class RopeScalingSpec(Spec):
+    """Rotary positions beyond those that the weights were trained on, as transformers' `rope_parameters` have them."""
 
-    family: ModelType
-    """Hugging Face's `model_type`. `gemma3_text`, `llama`, `olmo3` and `qwen3` are planned exactly. Any other causal
-    language model of transformers has its parameters counted on the model itself, where its configuration and torch are
-    on this machine, and is trained if it passes the proofs before step 1; its memory and speed are estimates."""
-    vocab_size: PositiveInt
+    rope_type: Literal["dynamic", "linear", "llama3", "yarn"]
+    """How frequencies are stretched. `linear` (Chen et al. 2023), `dynamic`, `yarn` (Peng et al. 2023), `llama3`."""
+    factor: Annotated[float, Field(gt=1), NUMBER]
+    """How many times as many positions."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """Positions of the weights. Those of config.json if null."""
+    beta_fast: PositiveFloat | None = None
+    """With `yarn`: rotations from which on frequencies are kept. 32 if null."""
+    beta_slow: PositiveFloat | None = None
+    """With `yarn`: rotations up to which frequencies are interpolated. 1 if null."""
+    low_freq_factor: PositiveFloat | None = None
+    """With `llama3`, which needs it."""
+    high_freq_factor: PositiveFloat | None = None
+    """With `llama3`, which needs it."""
+
+    @model_validator(mode="after")
+    def _fields_belong_to_the_type(self) -> Self:
+        fields = {"yarn": ("beta_fast", "beta_slow"), "llama3": ("low_freq_factor", "high_freq_factor")}
+        for owner, names in fields.items():
+            for name in names:
+                if owner != self.rope_type and getattr(self, name) is not None:
+                    raise ValueError(f"{name} has no effect with rope_type '{self.rope_type}': leave it out")
+                if owner == self.rope_type == "llama3" and getattr(self, name) is None:
+                    raise ValueError(f"rope_type 'llama3' needs {name}")
+        return self
+
+    def parameters(self, positions: int) -> dict[str, Any]:
+        """Return the values as config.json has them, for weights with so many positions."""
+        given = self.model_dump(exclude_none=True)
+        return {"original_max_position_embeddings": positions} | given
+
+
+class ArchitectureFields(Spec):
+    """The shape of a decoder, under the names that Hugging Face configurations use, as far as it is given."""
+
+    family: ModelType | None = None
+    """Hugging Face's `model_type`. Of `gemma3_text`, `llama`, `olmo3` and `qwen3`, memory and speed are predicted from
+    measurements. Any other causal language model of transformers is planned by estimates, and trained if it passes the
+    checks before step 1."""
+    vocab_size: PositiveInt | None = None
     """Rows of the embedding table."""
-    hidden_size: PositiveInt
+    hidden_size: PositiveInt | None = None
     """Width of the residual stream."""
-    intermediate_size: PositiveInt
+    intermediate_size: PositiveInt | None = None
     """Width of the feed-forward layer."""
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: PositiveInt | None = None
     """Number of decoder layers."""
-    num_attention_heads: PositiveInt
+    num_attention_heads: PositiveInt | None = None
     """Query heads."""
-    num_key_value_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
     """Key and value heads; fewer than query heads means grouped-query attention."""
-    head_dim: PositiveInt
+    head_dim: PositiveInt | None = None
     """Width of one attention head."""
-    max_position_embeddings: PositiveInt
-    """Longest sequence that the model was made for."""
+    max_position_embeddings: PositiveInt | None = None
+    """Longest sequence. Of pretrained weights, more than config.json has needs `rope_scaling`."""
     sliding_window: PositiveInt | None = None
-    """Tokens that a windowed layer looks back; none: every layer sees all."""
-    full_attention_every: PositiveInt = 1
+    """Tokens that a windowed layer looks back. Every layer sees all if null."""
+    full_attention_every: PositiveInt | None = None
     """With a window: every so many layers, one has full attention (OLMo-3: 4, Gemma 3: 6)."""
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool | None = None
     """Whether the output projection is the embedding table."""
-    rope_theta: PositiveFloat = 10_000.0
+    rope_theta: PositiveFloat | None = None
     """Base of the rotary position embedding."""
-    rms_norm_eps: PositiveFloat = 1e-6
-    """Epsilon of the RMS normalisation."""
-    initializer_range: PositiveFloat = 0.02
+    rope_scaling: RopeScalingSpec | None = None
+    """More positions than the weights were trained on: applied to the model and written to the export."""
+    rms_norm_eps: PositiveFloat | None = None
+    """Epsilon of the RMS normalization."""
+    initializer_range: PositiveFloat | None = None
     """Standard deviation of the weights of a model that is trained from nothing."""
 
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads is not None and groups is not None and heads % groups:
+            raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({groups})")
+        return self
+
+
+class ArchitectureSpec(ArchitectureFields):
+    """The shape of a decoder, whole."""
+
+    family: ModelType
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    max_position_embeddings: PositiveInt
+    full_attention_every: PositiveInt = 1
+    tie_word_embeddings: bool = False
+    rope_theta: PositiveFloat = 10_000.0
+    rms_norm_eps: PositiveFloat = 1e-6
+    initializer_range: PositiveFloat = 0.02
+
     @property
-    def is_estimated(self) -> bool:
-        """Whether counts that follow from this shape are estimates, because its family is not one of `FAMILIES`."""
-        return self.family not in FAMILIES
+    def is_measured(self) -> bool:
+        """Whether memory and step times of its family were measured, and not estimated alone."""
+        return self.family in MEASURED
 
     @property
     def layer_types(self) -> list[str]:
@@ -65,15 +133,6 @@ class ArchitectureSpec(Spec):
         every = self.full_attention_every
         layers = range(1, self.num_hidden_layers + 1)
         return ["full_attention" if number % every == 0 else "sliding_attention" for number in layers]
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
-        return self
 
 
 CountSource = Literal["formula", "model", "config", "family"]
@@ -95,6 +154,23 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class AttentionLayers:
+    """Decoder layers whose attention costs the same.
+
+    Attributes:
+        count: layers.
+        width: of all query heads together; of linear attention, of all value heads.
+        is_windowed: whether they look back no farther than the model's window.
+        state: of linear attention, the width of a head's keys; 0 for attention between tokens.
+    """
+
+    count: int
+    width: int
+    is_windowed: bool = False
+    state: int = 0
+
+
+@dataclass(frozen=True)
 class ModelCounts:
     """Parameters of a model, before adapters.
 
@@ -109,6 +185,7 @@ class ModelCounts:
         feed_forward: width of the feed-forward layers that one token goes through in a decoder layer.
         experts_per_token: experts that a token is sent to; 0 without any.
         linears: the linear layers in the decoder layers; experts that are stacked in one tensor are none.
+        attention: the attention of all decoder layers; empty: as the shape says.
     """
 
     source: CountSource
@@ -119,6 +196,7 @@ class ModelCounts:
     feed_forward: int
     experts_per_token: int
     linears: tuple[Linear, ...]
+    attention: tuple[AttentionLayers, ...] = ()
 
     @property
     def total(self) -> int:
@@ -146,13 +224,13 @@ class ArchitecturePlan(ArchitectureSpec):
 
 
 class TokenizerSpec(Spec):
-    """Where the tokeniser comes from."""
+    """Where the tokenizer comes from."""
 
     source: HubIdOrFolder = "model"
-    """`model`: the one beside the weights. `trained`: a byte-level BPE learned from the training part.
+    """`model`: the one beside the weights. `trained`: a byte-level BPE learned from the training split.
     Otherwise a folder or a hub id."""
     vocab_size: Annotated[int, Field(ge=300, le=LARGEST_COUNT), WHOLE_NUMBER] | None = None
-    """Size of a trained tokeniser's vocabulary, special tokens included."""
+    """Size of a trained tokenizer's vocabulary, special tokens included."""
 
     @model_validator(mode="after")
     def _size_goes_with_training(self) -> Self:
@@ -162,35 +240,53 @@ class TokenizerSpec(Spec):
 
 
 class ModelSpec(Spec):
-    """The model to fine-tune."""
+    """The model to fine-tune. `model: WEIGHTS` is short for `model: {weights: WEIGHTS}`."""
 
-    weights: HubIdOrFolder
-    """A hub id such as `allenai/Olmo-3-1025-7B`, a folder (`/data/model`; `./model` in the recipe's folder), or
-    `random` for an untrained model."""
+    weights: Weights
+    """A hub id such as `allenai/Olmo-3-1025-7B`, a folder (`/data/model`; `./model` in the recipe's folder),
+    `run:NAME` or `run:NAME@STEP` for what an earlier run has trained, or `random` for an untrained model."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    architecture: ArchitectureSpec
-    """The shape: the name of a shipped one (`olmo3-7b`), or the fields themselves."""
+    architecture: ArchitectureFields = ArchitectureFields()
+    """The shape of `random` weights: the name of a shipped one (`olmo3-7b`), or the fields themselves. Pretrained
+    weights have theirs in config.json: fields that are given must agree with it, apart from `rope_scaling` and the
+    `max_position_embeddings` that it allows."""
     tokenizer: TokenizerSpec = TokenizerSpec()
-    """Where the tokeniser comes from."""
+    """Where the tokenizer comes from."""
+
+    @field_validator("architecture", mode="after")
+    @classmethod
+    def _is_whole_where_it_can_be(cls, fields: ArchitectureFields) -> ArchitectureFields:
+        if isinstance(fields, ArchitectureSpec) or _missing(fields):
+            return fields
+        return ArchitectureSpec.model_validate(fields.model_dump(exclude_unset=True, exclude_none=True))
 
     @model_validator(mode="after")
     def _random_has_no_revision(self) -> Self:
-        if self.weights == "random" and self.revision is not None:
+        if self.weights != "random":
+            return self
+        if self.revision is not None:
             raise ValueError("revision has no effect with weights 'random'")
-        if self.weights == "random" and self.tokenizer.source == "model":
-            raise ValueError("weights 'random' bring no tokeniser: set tokenizer.source")
+        if self.tokenizer.source == "model":
+            raise ValueError("weights 'random' bring no tokenizer: set tokenizer.source")
+        if missing := _missing(self.architecture):
+            raise ValueError(f"weights 'random' need the whole architecture: {', '.join(missing)} not given")
         return self
 
 
+def _missing(fields: ArchitectureFields) -> list[str]:
+    required = (name for name, field in ArchitectureSpec.model_fields.items() if field.is_required())
+    return [name for name in required if getattr(fields, name) is None]
+
+
 class ModelPlan(ModelSpec):
-    """The model with its parameters counted."""
+    """The model with its shape whole and its parameters counted."""
 
     architecture: ArchitecturePlan
     """The shape."""
 
     @classmethod
-    def of(cls, model: ModelSpec, counts: ModelCounts | None) -> ModelPlan:
-        """Put the counts beside the model's shape."""
+    def of(cls, model: ModelSpec, shape: ArchitectureSpec, counts: ModelCounts | None) -> ModelPlan:
+        """Put the whole shape and the counts in their places."""
         fields = {name: getattr(model, name) for name in ModelSpec.model_fields}
-        return cls.model_validate(fields | {"architecture": ArchitecturePlan.of(model.architecture, counts)})
+        return cls.model_validate(fields | {"architecture": ArchitecturePlan.of(shape, counts)})

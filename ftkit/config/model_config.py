@@ -1,13 +1,23 @@
-"""Compare the shape in a recipe with the `config.json` beside the weights, which is what is trained."""
+"""A model's config.json: the shape that it tells, and whether a recipe contradicts it.
+
+Weights are trained by their own configuration. What a published file leaves out is what the family's class in
+transformers has (`ftkit.families`).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.model import FAMILIES, NEVER_WINDOWED, ArchitectureSpec
+from pydantic import ValidationError
+
+from ftkit.config.model import ArchitectureFields, ArchitectureSpec
+from ftkit.errors import ConfigError, Problem
+from ftkit.families import FAMILIES, MEASURED, TEXT_MODEL_TYPES, family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ftkit.config.model import ModelSpec
 
 CONFIG_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -19,72 +29,214 @@ _EQUAL = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
 )  # fmt: skip
+FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""Types of layers."""
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text model's part of a raw configuration; of a multimodal model's, that is one of its values."""
-    inner = config.get("text_config")
+    inner, outer_type = config.get("text_config"), str(config.get("model_type"))
     if not isinstance(inner, dict):
         return config
     # The wrapper says whether the tables are tied, and the text model's type may be left to its class.
     outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return outer | inner
+    named = {"model_type": TEXT_MODEL_TYPES[outer_type]} if outer_type in TEXT_MODEL_TYPES else {}
+    return outer | named | inner
 
 
-def find_contradictions(shape: ArchitectureSpec, config: Mapping[str, Any]) -> dict[str, str]:
+def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the text part of a configuration with what it leaves out, as far as its family is known.
+
+    In the spelling of transformers 5; `layer_types` has one entry a layer where the number of layers is known.
+    """
+    text = text_part(config)
+    family = family_of(str(text.get("model_type")))
+    told = {key: value for key, value in text.items() if value is not None or key == "sliding_window"}
+    filled: dict[str, Any] = {**family.defaults, **told}
+    heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
+    if filled.get("model_type") in FAMILIES and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        filled = {"num_key_value_heads": heads, "head_dim": hidden // heads} | filled
+    rope = filled.get("rope_parameters")
+    if isinstance(rope, dict):  # of layers of several kinds, each kind has its own
+        kind = rope.get(FULL, rope)
+        if isinstance(kind, dict) and kind.get("rope_theta") is not None:
+            filled["rope_theta"] = kind["rope_theta"]
+    filled |= _of_full_layers(filled)
+    if family.window_switch and not told.get(family.window_switch):
+        filled["sliding_window"] = None
+    if not isinstance(filled.get("layer_types"), list):
+        filled.pop("layer_types", None)
+        if types := _layer_types(filled):
+            filled["layer_types"] = types
+    return filled
+
+
+def _of_full_layers(filled: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Gemma 4's full layers have of their own, from the spelling in which transformers 5 saves it."""
+    layers = filled.get("per_layer_config")
+    first = next(iter(layers.values()), None) if isinstance(layers, dict) else None
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    return {names[key]: value for key, value in first.items() if key in names} if isinstance(first, dict) else {}
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _layer_types(filled: Mapping[str, Any]) -> list[str] | None:
+    """Return the types of layers that a family has where its configuration lists none."""
+    layers, window = filled.get("num_hidden_layers"), filled.get("sliding_window")
+    family = family_of(str(filled.get("model_type")))
+    if not isinstance(layers, int) or not _is_count(layers) or not family.has_formula:
+        return None
+    every = family.full_attention_every
+    for key in ("sliding_window_pattern", "full_attention_interval"):
+        every = filled[key] if _is_count(filled.get(key)) else every
+    if every:
+        types = [FULL if (index + 1) % every == 0 else str(family.other_layers) for index in range(layers)]
+        return [*types[:-1], FULL] if family.last_is_full else types
+    if window is None:
+        return [FULL] * layers
+    first = filled.get("max_window_layers", 28) if family.window_switch else 0
+    return [WINDOWED if not _is_count(first) or index >= first else FULL for index in range(layers)]
+
+
+def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> ArchitectureSpec:
+    """Return the whole shape of a model: that of its configuration, with what the recipe overrides.
+
+    Args:
+        model: the recipe's.
+        config: of its weights, raw; None: there is none, or it can't be read from here.
+
+    Raises:
+        ConfigError: the recipe contradicts the configuration, or neither tells the whole shape.
+    """
+    given = model.architecture
+    if config is None:
+        if isinstance(given, ArchitectureSpec):
+            return _with_more_positions(given, given)
+        raise ConfigError([_unknown_shape(model)])
+    if found := find_contradictions(given, config):
+        where, fix = f"config.json of {model.weights}", "Correct the recipe, or leave it out."
+        raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
+    return _with_more_positions(read_shape(config, model.weights), given)
+
+
+def _unknown_shape(model: ModelSpec) -> Problem:
+    return Problem(
+        "", "model.weights", f"the config.json of '{model.weights}' can't be read from here.",
+        f"Where there is a network: hf download {model.weights} config.json; or give the whole model.architecture.",
+    )  # fmt: skip
+
+
+def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
+    """Return the shape that a configuration tells.
+
+    Raises:
+        ConfigError: it doesn't tell the whole, or has values that can't be.
+    """
+    filled = fill_config(config)
+    types, window = filled.get("layer_types"), filled.get("sliding_window")
+    if isinstance(types, list) and (window is None or WINDOWED not in types):
+        types = window = None
+    every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else None
+    if isinstance(types, list) and every is None:
+        every = len(types) + 1  # none has full attention
+    fields = {name: filled.get(name) for name in ArchitectureFields.model_fields if name != "rope_scaling"}
+    width = filled.get("intermediate_size") or _width_of_experts(filled)
+    known = fields | {
+        "family": filled.get("model_type"),
+        "intermediate_size": width,
+        "sliding_window": window,
+        "full_attention_every": every or 1,
+    }
+    try:
+        return ArchitectureSpec.model_validate({key: value for key, value in known.items() if value is not None})
+    except ValidationError as error:
+        wrong = list(dict.fromkeys(str(detail["loc"][0]) for detail in error.errors() if detail["loc"]))
+        raise ConfigError(
+            [
+                Problem(
+                    f"config.json of {weights}", "model.weights",
+                    f"it has no {', '.join(wrong) or 'possible shape'} that ftkit can use.",
+                    "Plan where torch and transformers are, which fill in what it leaves out; or choose another model.",
+                )
+            ]
+        ) from error  # fmt: skip
+
+
+def _width_of_experts(filled: Mapping[str, Any]) -> int | None:
+    """Return how wide the experts of a token are together, of a model whose every layer has experts."""
+    width, num = filled.get("moe_intermediate_size"), filled.get("num_experts_per_tok")
+    if not (isinstance(width, int) and isinstance(num, int)):
+        return None
+    shared = filled.get("shared_expert_intermediate_size")
+    return width * num + (shared if isinstance(shared, int) else 0)
+
+
+def _with_more_positions(shape: ArchitectureSpec, given: ArchitectureFields) -> ArchitectureSpec:
+    """Return a shape with the positions that the recipe asks for: fewer, or more by scaling."""
+    scaling, positions = given.rope_scaling, shape.max_position_embeddings
+    if scaling is not None:
+        positions = int(scaling.factor * (scaling.original_max_position_embeddings or positions))
+    if given is not shape:
+        positions = given.max_position_embeddings or positions
+    return shape.model_copy(update={"max_position_embeddings": positions, "rope_scaling": scaling})
+
+
+def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields in which a shape contradicts the configuration of weights, each with both values.
 
     Args:
-        shape: the recipe's.
-        config: the text part, raw or with the defaults filled in. What it does not tell is not compared.
+        shape: the recipe's; fields that it does not set are not compared.
+        config: raw or with the defaults filled in. What it does not tell is not compared.
     """
-    told = {key: config[key] for key in CONFIG_KEYS if config.get(key) is not None}
-    told |= _derived(told)
+    told = {key: value for key, value in fill_config(config).items() if key in CONFIG_KEYS and value is not None}
+    given = {key: value for key in shape.model_fields_set if (value := getattr(shape, key)) is not None}
     found = {
-        key: f"{getattr(shape, key)} in the recipe, {told[key]} in the weights"
+        key: f"{given[key]} in the recipe, {told[key]} in the weights"
         for key in _EQUAL
-        if key in told and getattr(shape, key) != told[key]
+        if key in told and key in given and given[key] != told[key]
     }
-    if told.get("model_type", shape.family) != shape.family:
+    if told.get("model_type", shape.family) != shape.family and "family" in given:
         found["family"] = f"{shape.family} in the recipe, {told['model_type']} in the weights"
-    positions = told.get("max_position_embeddings")
-    if isinstance(positions, int) and shape.max_position_embeddings > positions:
-        found["max_position_embeddings"] = f"{shape.max_position_embeddings} in the recipe, {positions} in the weights"
+    found |= _positions(shape, given, told)
     default = ArchitectureSpec.model_fields["initializer_range"].default
-    if shape.initializer_range not in (default, told.get("initializer_range", shape.initializer_range)):
+    if given.get("initializer_range", default) not in (default, told.get("initializer_range")):
         found["initializer_range"] = f"{shape.initializer_range} has no effect on weights that are there"
     return found | _windows(shape, told)
 
 
-def _derived(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what follows from other fields where a configuration leaves it out, or has it elsewhere."""
-    derived: dict[str, Any] = {}
-    heads, width = told.get("num_attention_heads"), told.get("hidden_size")
-    if told.get("model_type") in {"llama", "olmo3"} and isinstance(heads, int) and isinstance(width, int):
-        derived |= {"num_key_value_heads": heads, "head_dim": width // max(1, heads)}
-    rope = told.get("rope_parameters")
-    if isinstance(rope, dict):  # transformers 5; of layers of several kinds, each kind has its own
-        kind = rope.get("full_attention", rope)
-        theta = kind.get("rope_theta") if isinstance(kind, dict) else None
-        derived |= {} if theta is None else {"rope_theta": theta}
-    return {key: value for key, value in derived.items() if key not in told}
+def _positions(shape: ArchitectureFields, given: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, str]:
+    """Return whether more positions are asked for than there are."""
+    key, scaling = "max_position_embeddings", shape.rope_scaling
+    there, wanted = told.get(key), given.get(key)
+    if not isinstance(there, int) or not isinstance(wanted, int) or wanted <= there:
+        return {}
+    if scaling is None:
+        return {key: f"{wanted} in the recipe, {there} in the weights (more need rope_scaling)"}
+    most = int(scaling.factor * (scaling.original_max_position_embeddings or there))
+    if wanted > most:
+        return {key: f"{wanted} in the recipe, {most} with a rope_scaling of {scaling.factor:g}"}
+    return {}
 
 
-def _windows(shape: ArchitectureSpec, told: Mapping[str, Any]) -> dict[str, str]:
+def _windows(shape: ArchitectureFields, told: Mapping[str, Any]) -> dict[str, str]:
     """Return in what the windows of the layers differ."""
-    window, types = told.get("sliding_window"), told.get("layer_types")
-    planned = shape.sliding_window
-    if shape.family in NEVER_WINDOWED and not told.get("use_sliding_window"):
-        window = None
-    if shape.family not in FAMILIES or shape.family in NEVER_WINDOWED:
-        is_other = planned not in (None, window)
-    elif not isinstance(types, list):
+    if not shape.model_fields_set & {"sliding_window", "full_attention_every"}:
+        return {}
+    window, types, planned = told.get("sliding_window"), told.get("layer_types"), shape.sliding_window
+    family = told.get("model_type", shape.family)
+    if family not in MEASURED or not family_of(str(family)).full_attention_every:
+        is_known = window is not None or family_of(str(family)).has_formula
+        is_other = is_known and planned not in (None, window)
+    elif not isinstance(types, list) or not isinstance(shape, ArchitectureSpec):
         is_other = window is not None and planned != window
     else:
         planned = planned or shape.max_position_embeddings
-        is_other = "sliding_attention" in types and planned != window
+        is_other = WINDOWED in types and planned != window
         if list(types) != shape.layer_types:
-            full = [str(number) for number, kind in enumerate(types, start=1) if kind == "full_attention"]
+            full = [str(number) for number, kind in enumerate(types, start=1) if kind == FULL]
             return {
                 "full_attention_every": f"{shape.full_attention_every} in the recipe, in the weights layers "
                 f"{', '.join(full) or '(none)'} have full attention"

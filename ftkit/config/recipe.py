@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
 from ftkit.config.data import DataSpec
-from ftkit.config.model import ModelCounts, ModelPlan, ModelSpec
+from ftkit.config.model import ModelPlan, ModelSpec
 from ftkit.config.profiler import ProfileSpec
 from ftkit.config.strict import Name, Spec
 from ftkit.config.tracking import TrackingSpec
 from ftkit.config.training import EvaluationSpec, ResourcesSpec, TrainingPlan, TrainingSpec
+
+
+def _with_weights(value: object) -> object:
+    """Take the short form of a model: its weights alone."""
+    return {"weights": value} if isinstance(value, str) else value
 
 
 class RecipeSpec(Spec):
@@ -15,18 +24,18 @@ class RecipeSpec(Spec):
 
     name: Name
     """Name of the recipe, and of its runs unless `--name` says otherwise."""
-    description: str
+    description: str = ""
     """One line for `ftkit recipes`."""
     image: str | None = None
     """Image to run in when neither the command line nor the configuration names one."""
-    model: ModelSpec
-    """The model to fine-tune."""
+    model: Annotated[ModelSpec, BeforeValidator(_with_weights, json_schema_input_type=str | ModelSpec)]
+    """The model to fine-tune: its weights alone (`model: Qwen/Qwen3-8B`), or its fields."""
     data: DataSpec
     """The data to train and evaluate on."""
     training: TrainingSpec
-    """The optimisation."""
+    """The optimization."""
     evaluation: EvaluationSpec = EvaluationSpec()
-    """What is measured on the held-out part."""
+    """What is measured on the held-out split."""
     tracking: TrackingSpec = TrackingSpec()
     """Experiment trackers that the run's numbers go to."""
     profile: ProfileSpec = ProfileSpec()
@@ -44,7 +53,7 @@ class RecipePlan(RecipeSpec):
     """The optimization."""
 
     @classmethod
-    def of(cls, recipe: RecipeSpec, training: TrainingPlan, counts: ModelCounts | None = None) -> RecipePlan:
+    def of(cls, recipe: RecipeSpec, model: ModelPlan, training: TrainingPlan) -> RecipePlan:
         """Put what is resolved in its place."""
         fields = {name: getattr(recipe, name) for name in RecipeSpec.model_fields}
-        return cls.model_validate(fields | {"model": ModelPlan.of(recipe.model, counts), "training": training})
+        return cls.model_validate(fields | {"model": model, "training": training})

@@ -1,4 +1,4 @@
-"""What one call of `ftkit run` says, next to recipe and profile, and what was seen around it."""
+"""What one call of `ftkit run` says, next to recipe and profile, and what was seen on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import AnyImage
 from ftkit.config.layers import Layers
-from ftkit.config.model import ModelCounts
+from ftkit.config.model import ModelPlan
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.settings import Settings
 
@@ -37,7 +37,7 @@ class Origins:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The facts of one run that neither the recipe nor the profile holds.
+    """What is known of one run beyond the recipe and the profile.
 
     Args:
         name: name of the run; none: the recipe's.
@@ -51,7 +51,7 @@ class RunRequest:
         suffix: makes the run's id unique.
         data_stamp: changes when the files that a recipe names change.
         num_packs: packs of the training part, when the data is prepared already.
-        counts: parameters of a model whose family has no formula, as far as they could be counted; none: not at all.
+        model: with its shape whole and its parameters counted; none: the recipe's shape tells all.
         origins: where the values come from, for messages.
     """
 
@@ -66,5 +66,5 @@ class RunRequest:
     suffix: str
     data_stamp: str = ""
     num_packs: int | None = None
-    counts: ModelCounts | None = None
+    model: ModelPlan | None = None
     origins: Origins = field(default_factory=Origins)

@@ -60,6 +60,9 @@ def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
+RUN = "run:"
+"""Begins the name of an earlier run where a model is asked for."""
+_RUN = re.compile(r"run:[A-Za-z0-9][A-Za-z0-9._-]*(@\d{1,18})?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -89,6 +92,14 @@ def _check_hub_id_or_folder(value: str) -> str:
     raise ValueError("not an id of the Hugging Face hub (NAME or OWNER/NAME); a folder begins with '/', './' or '~'")
 
 
+def _check_weights(value: str) -> str:
+    if value.startswith(RUN):
+        if not _RUN.fullmatch(value):
+            raise ValueError("a run is given as run:NAME, or run:NAME@STEP for one of its checkpoints")
+        return value
+    return _check_hub_id_or_folder(value)
+
+
 def _check_one_line(value: str) -> str:
     if any(ord(character) < ord(" ") or character == "\x7f" for character in value):
         raise ValueError("control characters and line breaks can't stand in an #SBATCH line")
@@ -101,6 +112,7 @@ Name = Annotated[str, AfterValidator(_check_name)]
 VariableName = Annotated[str, AfterValidator(_check_variable)]
 LocalPath = Annotated[str, AfterValidator(_check_local_path)]
 HubIdOrFolder = Annotated[str, AfterValidator(_check_hub_id_or_folder)]
+Weights = Annotated[str, AfterValidator(_check_weights)]
 OneLine = Annotated[str, AfterValidator(_check_one_line)]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ftkit.config.recipe import RecipeSpec
+    from ftkit.config.recipe import RecipePlan
     from ftkit.data.conversations import Message
     from ftkit.data.encoding import Document
     from ftkit.data.rows import Row
@@ -88,7 +88,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None]) -
     )
 
 
-def _report_unused_columns(recipe: RecipeSpec, rows: Sequence[Row], report: Callable[[str], None]) -> None:
+def _report_unused_columns(recipe: RecipePlan, rows: Sequence[Row], report: Callable[[str], None]) -> None:
     if isinstance(recipe.data.source, GeneratedSource):
         return
     unused = {name for row in rows for name in row.columns} - set(recipe.data.format.columns)
@@ -96,7 +96,7 @@ def _report_unused_columns(recipe: RecipeSpec, rows: Sequence[Row], report: Call
         report(f"columns that data.format does not use: {', '.join(sorted(unused))}")
 
 
-def _tokenizer(recipe: RecipeSpec, train: Sequence[Row], report: Callable[[str], None]) -> Any:
+def _tokenizer(recipe: RecipePlan, train: Sequence[Row], report: Callable[[str], None]) -> Any:
     vocab_size = recipe.model.tokenizer.vocab_size
     if vocab_size is None:
         return load_tokenizer(recipe.model, recipe.data.chat_template)
@@ -105,12 +105,12 @@ def _tokenizer(recipe: RecipeSpec, train: Sequence[Row], report: Callable[[str],
     return learn_tokenizer(texts, vocab_size, recipe.data.chat_template)
 
 
-def _messages(row: Row, recipe: RecipeSpec) -> list[Message]:
+def _messages(row: Row, recipe: RecipePlan) -> list[Message]:
     with errors_at(row):
         return to_messages(row.columns, recipe.data.format)
 
 
-def _check_answers_end(tokenizer: Any, recipe: RecipeSpec) -> None:
+def _check_answers_end(tokenizer: Any, recipe: RecipePlan) -> None:
     if recipe.data.train_on == "assistant" and find_answer_end(tokenizer) is None:
         raise DataError(
             "the chat template writes no special token after an assistant turn",
@@ -119,7 +119,7 @@ def _check_answers_end(tokenizer: Any, recipe: RecipeSpec) -> None:
         )
 
 
-def _encode_all(tokenizer: Any, recipe: RecipeSpec, rows: Sequence[Row]) -> list[Document]:
+def _encode_all(tokenizer: Any, recipe: RecipePlan, rows: Sequence[Row]) -> list[Document]:
     every = recipe.data.train_on == "all"
     documents = []
     for row in rows:
@@ -131,7 +131,7 @@ def _encode_all(tokenizer: Any, recipe: RecipeSpec, rows: Sequence[Row]) -> list
     return documents
 
 
-def _fitting(documents: Sequence[Document], recipe: RecipeSpec, longest: int) -> list[Document]:
+def _fitting(documents: Sequence[Document], recipe: RecipePlan, longest: int) -> list[Document]:
     """Leave out what is longer than a pack, if the recipe says so; otherwise refuse."""
     length = recipe.training.sequence_length
     fitting = [document for document in documents if len(document.tokens) <= length]

@@ -157,10 +157,8 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
         num_processes, have, owner = place.processes_per_node, main_gib if is_here else math.inf, "this machine"
     needed = num_processes * plan.memory.total
     what = f"the run needs about {needed:,.0f} GiB of memory by prediction, {owner} has {have:,.0f} GiB"
-    if needed > SURE * have and not shape.is_estimated:
-        fitting = suggest_changes(
-            plan.recipe, cluster, place.num_nodes, place.processes_per_node, plan.engine.name, have / num_processes
-        )
+    if needed > SURE * have and shape.is_measured:
+        fitting = suggest_changes(plan.setup, cluster, have / num_processes)
         others = "take more GPUs or nodes, or a smaller model"
         raise MemoryExhaustedError(
             what, fix=f"would fit: {'; '.join(change.override for change in fitting)}" if fitting else others

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
-    from ftkit.config.model import ModelCounts, ModelSpec
+    from ftkit.config.model import ModelPlan
     from ftkit.config.recipe import RecipeSpec
     from ftkit.planning.plan import RunPlan
 
@@ -115,10 +115,10 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
         raise AssertionError("what could not be loaded was raised above")
     workspace = Workspace(loaded.workspace_folder(ctx))
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
-    request = replace(
-        _request(words, read.spec, wanted, workspace, origins),
-        counts=_count_parameters(read.spec.model, ctx, workspace),
-    )
+    from ftkit.launch.model import resolve_model  # noqa: PLC0415 - the hub's client, which few models need
+
+    model = resolve_model(read.spec.model, ctx.environment, workspace)
+    request = _request(words, read.spec, model, wanted, workspace, origins)
     here = detect_hardware(site.spec, ctx.environment)
     plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
@@ -171,10 +171,15 @@ def _load_defined(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
 
 
 def _request(
-    words: RunArgs, recipe: RecipeSpec, image: AnyImage | None, workspace: Workspace, origins: Origins
+    words: RunArgs,
+    recipe: RecipeSpec,
+    model: ModelPlan,
+    image: AnyImage | None,
+    workspace: Workspace,
+    origins: Origins,
 ) -> RunRequest:
     stamp = data_stamp(recipe)
-    data = DataLayout(workspace.data / fingerprint(recipe, stamp))
+    data = DataLayout(workspace.data / fingerprint(recipe, model, stamp))
     prepared = read_json_if_valid(data.manifest, dict[str, Any]) or {}
     num_packs = prepared.get("num_train_packs")
     return RunRequest(
@@ -187,19 +192,11 @@ def _request(
         python=sys.executable,
         created=datetime.now(UTC),
         suffix=secrets.token_hex(2),
+        model=model,
         data_stamp=stamp,
         num_packs=num_packs if isinstance(num_packs, int) else None,
         origins=origins,
     )
-
-
-def _count_parameters(model: ModelSpec, ctx: Context, workspace: Workspace) -> ModelCounts | None:
-    """Count the parameters of a model whose family has no formula; None: the formula or nothing is known."""
-    if not model.architecture.is_estimated:
-        return None
-    from ftkit.launch.param_count import count_on_this_machine  # noqa: PLC0415 - HTTP, which few models need
-
-    return count_on_this_machine(model, ctx.environment, workspace)
 
 
 def _no_recipe(image: AnyImage | None) -> FtkitError:

@@ -8,11 +8,11 @@ from ftkit.config.cluster import ClusterProfile
 from ftkit.config.data import GeneratedSource
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.config.model import FAMILIES, CountSource
 from ftkit.config.mounts import mounted_folders
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import Problem
+from ftkit.families import MEASURED
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.parameters import count_model
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.config.image import ImageSpec
-    from ftkit.config.model import ModelCounts
+    from ftkit.config.model import ArchitecturePlan, CountSource
     from ftkit.config.request import RunRequest
 
 
-def find_problems(
+def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
     recipe: RecipeSpec,
+    shape: ArchitecturePlan,
     cluster: ClusterProfile,
     image: ImageSpec | None,
     request: RunRequest,
@@ -40,11 +41,11 @@ def find_problems(
         *_kernels(recipe, cluster),
         *_collectives(recipe, cluster, num_nodes, processes_per_node),
         *_engine(recipe),
-        *_targets(recipe, cluster, request.counts),
-        *_lengths(recipe),
+        *_targets(recipe, shape, cluster),
+        *_lengths(recipe, shape),
         *_evaluation(recipe),
         *_profile(recipe, num_nodes * processes_per_node),
-        *_image(recipe, cluster, image, request),
+        *_image(shape, cluster, image, request),
         *_sinks(recipe, cluster, image),
         *_paths(recipe, cluster, request, num_nodes),
     ]
@@ -150,13 +151,12 @@ def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _targets(recipe: RecipeSpec, cluster: ClusterProfile, counted: ModelCounts | None) -> Iterator[Problem]:
-    adapters, shape = recipe.training.adapters, recipe.model.architecture
-    counts = counted or count_model(shape)
+def _targets(recipe: RecipeSpec, shape: ArchitecturePlan, cluster: ClusterProfile) -> Iterator[Problem]:
+    adapters, counts = recipe.training.adapters, count_model(shape)
     known = list(dict.fromkeys(linear.name for linear in counts.linears))
     unknown = [name for name in adapters.targets if name not in known] if adapters else []
     # A container may have another transformers than this machine, in which experts are linear layers, or are none.
-    is_known = not shape.is_estimated or (counts.source == "model" and cluster.runtime == "none")
+    is_known = shape.is_measured or (counts.is_exact and cluster.runtime == "none")
     if unknown and is_known:
         yield Problem(
             f"recipe {recipe.name}", "training.lora.targets",
@@ -164,13 +164,14 @@ def _targets(recipe: RecipeSpec, cluster: ClusterProfile, counted: ModelCounts |
         )  # fmt: skip
 
 
-def _lengths(recipe: RecipeSpec) -> Iterator[Problem]:
-    shape, where = recipe.model.architecture, f"recipe {recipe.name}"
+def _lengths(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
+    where = f"recipe {recipe.name}"
     if recipe.training.sequence_length > shape.max_position_embeddings:
         yield Problem(
             where, "training.sequence_length",
             f"{recipe.training.sequence_length} is longer than the model's {shape.max_position_embeddings} positions.",
-            "Take a shorter one, or a model made for longer contexts.",
+            "Take a shorter one; a model made for longer contexts; or, with training to adapt it, "
+            "model.architecture.rope_scaling='{rope_type: yarn, factor: 4}'.",
         )  # fmt: skip
     vocabulary = recipe.model.tokenizer.vocab_size
     if vocabulary is not None and vocabulary > shape.vocab_size:
@@ -181,7 +182,7 @@ def _lengths(recipe: RecipeSpec) -> Iterator[Problem]:
         )  # fmt: skip
     if recipe.model.tokenizer.source == "trained" and recipe.data.chat_template == "model":
         yield Problem(
-            where, "data.chat_template", "a trained tokeniser brings no chat template.", "Take 'gemma' or 'chatml'."
+            where, "data.chat_template", "a trained tokenizer brings no chat template.", "Take 'gemma' or 'chatml'."
         )
 
 
@@ -189,7 +190,7 @@ def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
     source, evaluation, where = recipe.data.source, recipe.evaluation, f"recipe {recipe.name}"
     has_heldout = source.num_heldout > 0 or getattr(source, "heldout", None) is not None
     if evaluation.every_steps is not None and not has_heldout:
-        yield Problem(where, "evaluation.every_steps", "there is nothing held out.", "Set data.source.num_heldout.")
+        yield Problem(where, "evaluation.every_steps", "there is no held-out split.", "Set data.source.num_heldout.")
     asked = evaluation.sql_execution
     if asked is None:
         return
@@ -198,7 +199,7 @@ def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
     if isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
         yield Problem(where, "evaluation.sql_execution", f"there is no SQL in generator '{source.generator}'.")
     if not has_heldout:
-        yield Problem(where, "evaluation.sql_execution", "there is nothing held out.", "Set data.source.num_heldout.")
+        yield Problem(where, "evaluation.sql_execution", "there is no held-out split.", "Set data.source.num_heldout.")
     elif getattr(source, "heldout", None) is None and asked.num_questions > source.num_heldout:
         yield Problem(
             where, "evaluation.sql_execution.num_questions",
@@ -223,7 +224,7 @@ def _profile(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
 
 
 def _image(
-    recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest
+    shape: ArchitecturePlan, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest
 ) -> Iterator[Problem]:
     if cluster.runtime == "none" and request.image_is_explicit:
         yield Problem(
@@ -248,8 +249,8 @@ def _image(
             where, key, f"pyxis can't run a SIF file: {request.image}.",
             "Take a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
         )  # fmt: skip
-    shape, family = recipe.model.architecture, recipe.model.architecture.family
-    if image is not None and cluster.runtime != "none" and family not in image.families and not shape.is_estimated:
+    family = shape.family
+    if image is not None and cluster.runtime != "none" and family not in image.families and shape.is_measured:
         yield Problem(
             where, key, f"'{image.reference}' serves {', '.join(image.families)}, not {family}.",
             "Take an image made for this family: ftkit images.",
@@ -277,21 +278,22 @@ _ESTIMATED: dict[CountSource, str] = {
 }
 
 
-def find_notes(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None) -> Iterator[str]:
+def find_notes(shape: ArchitecturePlan, cluster: ClusterProfile, image: ImageSpec | None) -> Iterator[str]:
     """Return what is possible, but not as sure as the rest of the plan."""
-    shape = recipe.model.architecture
-    if not shape.is_estimated:
+    if shape.is_measured:
         return
     counts = count_model(shape)
     yield (
-        f"'{shape.family}' is none of {', '.join(FAMILIES)}: {_ESTIMATED[counts.source]}, and whether it can "
-        "be trained is proven when the job starts"
+        f"'{shape.family}' is none of {', '.join(MEASURED)}: {_ESTIMATED[counts.source]}, and whether it can "
+        "be trained is checked when the job starts"
     )
     if counts.source == "family" and counts.experts_per_token:
         yield (
             f"'{shape.family}' is a mixture of experts, and how many it has can't be read here: the plan is for the "
-            "largest that is usual (for a better one, download the weights' config.json or install ftkit[train])"
+            "largest that is usual (for an exact one, download the weights' config.json)"
         )
+    elif not counts.is_exact:
+        yield f"to count '{shape.family}' exactly, plan where torch and transformers are: pip install 'ftkit[train]'"
     if image is not None and cluster.runtime != "none" and shape.family not in image.families:
         yield f"'{image.reference}' is not made for '{shape.family}': its transformers must know it"
 

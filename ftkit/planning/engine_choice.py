@@ -9,13 +9,12 @@ from ftkit.config.training import EngineName, Method, TrainingPlan
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_model
+from ftkit.planning.setup import Setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel
     from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.recipe import RecipeSpec
     from ftkit.config.training import TrainingSpec
-    from ftkit.planning.estimates.gpus import Gpu
 
 _ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 _SHARDED: dict[Method, str] = {
@@ -24,7 +23,7 @@ _SHARDED: dict[Method, str] = {
     "qlora": "4-bit weights and adapters",
 }
 SPARE = 0.8
-"""Part of a GPU's usable memory up to which weights are kept that could be gathered again: predictions have missed by
+"""Part of a GPU's usable memory up to which layers stay unsharded: predictions have missed by
 6 %, and by 12 % before the worst were mended."""
 
 
@@ -35,7 +34,7 @@ class EnginePlan:
     Attributes:
         name: the engine.
         reason: why it is this one.
-        keeps_weights: whether layers keep the weights that they gathered for the forward pass until the backward pass.
+        keeps_weights: whether layers stay unsharded from the forward pass to the backward pass.
     """
 
     name: EngineName
@@ -43,24 +42,24 @@ class EnginePlan:
     keeps_weights: bool = False
 
 
-def choose_engine(recipe: RecipeSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
+def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
     """Return the engine that the recipe asks for; with `auto`, FSDP2 unless only ZeRO-3 fits the GPU."""
-    wanted, only = recipe.training.engine, recipe.training.only_with_fsdp2
-    if wanted != "auto":
-        return EnginePlan(wanted, "the recipe asks for it")
+    only = wanted.only_with_fsdp2
+    if wanted.engine != "auto":
+        return EnginePlan(wanted.engine, "the recipe asks for it")
     if world_size == 1:
         return EnginePlan("fsdp2", "one process: a single shard")
     if only:
         return EnginePlan("fsdp2", f"the only one for the recipe's {' and '.join(only)}")
-    shape, training = recipe.model.architecture, least_memory(recipe.training)
-    needed = {name: predict_memory(shape, training, world_size, name).total for name in _ENGINES}
+    setup = Setup(shape, least_memory(wanted), world_size)
+    needed = {name: predict_memory(replace(setup, engine=name)).total for name in _ENGINES}
     if gpu is not None and needed["zero3"] <= GPUS[gpu].usable_gib < needed["fsdp2"]:
         return EnginePlan(
             "zero3",
             f"{world_size} processes: {needed['zero3']:.0f} GiB a {gpu} with zero3, which it has "
             f"({GPUS[gpu].memory_gib:g} GiB); {needed['fsdp2']:.0f} GiB with fsdp2",
         )
-    return EnginePlan("fsdp2", f"{world_size} processes: {_SHARDED[recipe.training.method]} in {world_size} shards")
+    return EnginePlan("fsdp2", f"{world_size} processes: {_SHARDED[wanted.method]} in {world_size} shards")
 
 
 def least_memory(training: TrainingSpec) -> TrainingPlan:
@@ -71,21 +70,12 @@ def least_memory(training: TrainingSpec) -> TrainingPlan:
     )
 
 
-def with_kept_weights(
-    plan: EnginePlan, shape: ArchitectureSpec, training: TrainingPlan, world_size: int, gpu: Gpu | None
-) -> EnginePlan:
-    """Decide whether layers keep their gathered weights, and say so."""
-    if not keeps_weights(shape, training, world_size, plan.name, gpu):
-        return plan
-    return replace(plan, reason=f"{plan.reason}; layers keep gathered weights", keeps_weights=True)
-
-
-def keeps_weights(
-    shape: ArchitectureSpec, training: TrainingPlan, world_size: int, engine: EngineName, gpu: Gpu | None
-) -> bool:
-    """Tell whether layers keep their gathered weights: if the recipe says so, or leaves it open and there is room."""
-    if world_size == 1 or engine == "zero3" or training.reshard_after_forward != "auto":
-        return world_size > 1 and training.reshard_after_forward == "never"
-    if gpu is None or training.offload != "none" or not count_model(shape).is_exact:
-        return False
-    return predict_memory(shape, training, world_size, keeps_weights=True).total <= SPARE * gpu.usable_gib
+def with_resharding(setup: Setup) -> Setup:
+    """Decide whether layers stay unsharded after the forward pass: if the recipe says so, or if there is room."""
+    training = setup.training
+    if setup.num_shards == 1 or setup.engine == "zero3" or training.reshard_after_forward != "auto":
+        return replace(setup, keeps_weights=setup.num_shards > 1 and training.reshard_after_forward == "never")
+    kept = replace(setup, keeps_weights=True)
+    if setup.gpu is None or training.offload != "none" or not count_model(setup.shape).is_exact:
+        return replace(setup, keeps_weights=False)
+    return kept if predict_memory(kept).total <= SPARE * setup.gpu.usable_gib else replace(setup, keeps_weights=False)

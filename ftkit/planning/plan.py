@@ -9,29 +9,34 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage, image_file
 from ftkit.config.model import ArchitecturePlan, ModelPlan
+from ftkit.config.model_config import resolve_shape
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.files import InvalidJsonError, parse_json, to_json
 from ftkit.planning.checks import find_notes, find_problems
-from ftkit.planning.engine_choice import EnginePlan, choose_engine, keeps_weights, with_kept_weights
+from ftkit.planning.engine_choice import EnginePlan, choose_engine, least_memory, with_resharding
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.memory import MemoryPlan, predict_memory
-from ftkit.planning.estimates.parameters import count_model, method_counts
-from ftkit.planning.estimates.step_time import Network, StepTimePlan, predict_step_time
+from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
+from ftkit.planning.estimates.step_time import StepTimePlan, predict_step_time
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
+from ftkit.planning.setup import Setup
 from ftkit.planning.suggestions import ExecutionPlan, choose_execution, suggest_changes, suggest_faster
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ftkit.config.image import ImageSpec
-    from ftkit.config.model import ModelCounts
+    from ftkit.config.model import ArchitectureSpec, ModelCounts, ModelSpec
     from ftkit.config.recipe import RecipeSpec
     from ftkit.config.request import RunRequest
-    from ftkit.config.training import TrainingPlan, TrainingSpec
+    from ftkit.config.training import EngineName, TrainingPlan, TrainingSpec
+    from ftkit.planning.estimates.gpus import Gpu
 
 PLAN_VERSION = 1
 PREPARATION_VERSION = 3
@@ -97,6 +102,13 @@ class RunPlan:
         return None if self.speed is None or self.num_steps is None else self.num_steps * self.speed.step_seconds
 
     @property
+    def setup(self) -> Setup:
+        """What memory and step time are predicted from."""
+        recipe, engine = self.recipe, self.engine
+        setup = _setup(recipe.model.architecture, recipe.training, engine.name, self.cluster, self.placement)
+        return replace(setup, keeps_weights=engine.keeps_weights)
+
+    @property
     def layout(self) -> RunLayout:
         """The run's folder."""
         return RunLayout(Workspace(self.workspace).runs / self.id)
@@ -127,21 +139,19 @@ def plan_run(
     """
     num_nodes = request.num_nodes or recipe.resources.num_nodes
     per_node = request.gpus_per_node or recipe.resources.gpus_per_node or cluster.gpus_per_node
-    problems = find_problems(recipe, cluster, image, request, num_nodes, per_node)
+    model = request.model or plan_model(recipe.model, None)
+    shape = model.architecture
+    problems = find_problems(recipe, shape, cluster, image, request, num_nodes, per_node)
     if problems:
         raise ConfigError(problems)
     placement = _placement(cluster, num_nodes, per_node)
-    counted, network = request.counts or count_model(recipe.model.architecture), _network(cluster, placement)
-    recipe = recipe.model_copy(update={"model": ModelPlan.of(recipe.model, counted)})
-    shape = recipe.model.architecture
-    gpu = GPUS[cluster.gpu] if cluster.gpu and placement.device == "cuda" else None
-    engine = choose_engine(recipe, placement.world_size, cluster.gpu)
-    training, execution = choose_execution(shape, recipe.training, engine.name, placement.device, gpu, network)
-    planned = RecipePlan.of(recipe, training, counted)
-    engine = with_kept_weights(engine, shape, training, placement.world_size, gpu)
-    kept = engine.keeps_weights
-    memory = predict_memory(shape, training, placement.world_size, engine.name, placement.device, keeps_weights=kept)
-    counts = method_counts(shape, training)
+    engine = choose_engine(shape, recipe.training, placement.world_size, cluster.gpu)
+    lightest = _setup(shape, least_memory(recipe.training), engine.name, cluster, placement)
+    training, execution = choose_execution(recipe.training, lightest)
+    setup = with_resharding(replace(lightest, training=training))
+    if setup.keeps_weights:
+        engine = replace(engine, reason=f"{engine.reason}; layers keep gathered weights", keeps_weights=True)
+    planned, memory = RecipePlan.of(recipe, model, training), predict_memory(setup)
     name = request.name or recipe.name
     return RunPlan(
         version=PLAN_VERSION,
@@ -150,25 +160,40 @@ def plan_run(
         name=name,
         created=request.created,
         workspace=request.workspace,
-        fingerprint=fingerprint(recipe, request.data_stamp),
+        fingerprint=fingerprint(recipe, model, request.data_stamp),
         recipe=planned,
         cluster=cluster,
         placement=placement,
         engine=engine,
         batch=_batch(training, placement.world_size),
         memory=memory,
-        speed=None
-        if gpu is None
-        else predict_step_time(shape, training, engine.name, gpu, network, keeps_weights=kept),
-        num_parameters=counted.total,
-        num_trained=counts.trained,
+        speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu),
+        num_parameters=count_model(shape).total,
+        num_trained=method_counts(shape, training).trained,
         num_steps=count_steps(training, request.num_packs),
         image=str(request.image) if request.image and cluster.runtime != "none" else None,
         container_image=_container_image(cluster, request),
         python=request.python if cluster.runtime == "none" else "python3",
-        notes=(*_notes(planned, cluster, placement, engine, memory), *find_notes(recipe, cluster, image)),
+        notes=(*_notes(setup, cluster, memory), *find_notes(shape, cluster, image)),
         execution=execution,
     )
+
+
+def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: ModelCounts | None = None) -> ModelPlan:
+    """Resolve a model to its whole shape, with its parameters counted.
+
+    Args:
+        model: the recipe's.
+        config: of its weights, raw; None: there is none, or it can't be read from here.
+        counts: of the model itself, where it was counted; None: they follow from the configuration or the shape.
+
+    Raises:
+        ConfigError: the recipe contradicts the configuration, or neither tells the whole shape.
+    """
+    shape = resolve_shape(model, config)
+    if counts is None and config is not None:
+        counts = count_by_config(config)
+    return ModelPlan.of(model, shape, counts or count_model(shape))
 
 
 def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
@@ -178,31 +203,29 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
     is needed. Micro-batch and checkpointing stay as planned.
     """
     shape = plan.recipe.model.architecture
-    if not shape.is_estimated:
+    if shape.is_measured:
         return plan
-    shape, training, num_shards = ArchitecturePlan.of(shape, counts), plan.recipe.training, plan.placement.world_size
-    gpu = GPUS[plan.cluster.gpu] if plan.cluster.gpu and plan.placement.device == "cuda" else None
-    kept = keeps_weights(shape, training, num_shards, plan.engine.name, gpu)
-    memory = predict_memory(shape, training, num_shards, plan.engine.name, plan.placement.device, keeps_weights=kept)
+    counted = ArchitecturePlan.of(shape, counts)
+    setup = with_resharding(replace(plan.setup, shape=counted))
     return replace(
         plan,
-        recipe=RecipePlan.of(plan.recipe, training, counts),
-        engine=replace(plan.engine, keeps_weights=kept),
-        memory=memory,
+        recipe=RecipePlan.of(plan.recipe, ModelPlan.of(plan.recipe.model, counted, counts), setup.training),
+        engine=replace(plan.engine, keeps_weights=setup.keeps_weights),
+        memory=predict_memory(setup),
         num_parameters=counts.total,
-        num_trained=method_counts(shape, training).trained,
+        num_trained=method_counts(counted, setup.training).trained,
     )
 
 
-def fingerprint(recipe: RecipeSpec, data_stamp: str) -> str:
+def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
     """Return the name of the prepared data: the same for whatever leads to the same packs."""
     parts = (
         str(PREPARATION_VERSION),
         recipe.data.model_dump_json(),
-        recipe.model.tokenizer.model_dump_json(),
-        f"{recipe.model.weights}@{recipe.model.revision}" if recipe.model.tokenizer.source == "model" else "",
+        model.tokenizer.model_dump_json(),
+        f"{model.weights}@{model.revision}" if model.tokenizer.source == "model" else "",
         str(recipe.training.sequence_length),
-        str(recipe.model.architecture.vocab_size),  # no token is beyond it
+        str(model.architecture.vocab_size),  # no token is beyond it
         data_stamp,
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -233,9 +256,18 @@ def _batch(training: TrainingPlan, world_size: int) -> BatchPlan:
     )
 
 
-def _network(cluster: ClusterProfile, placement: PlacementPlan) -> Network:
+def _gpu(cluster: ClusterProfile, placement: PlacementPlan) -> Gpu | None:
+    return GPUS[cluster.gpu] if cluster.gpu and placement.device == "cuda" else None
+
+
+def _setup(
+    shape: ArchitectureSpec, training: TrainingPlan, engine: EngineName, cluster: ClusterProfile, place: PlacementPlan
+) -> Setup:
     bits = cluster.network_gbps
-    return Network(placement.num_nodes, placement.world_size, None if bits is None else bits * 1e9 / 8)
+    return Setup(
+        shape, training, place.world_size, engine, place.device, _gpu(cluster, place), place.num_nodes,
+        None if bits is None else bits * 1e9 / 8,
+    )  # fmt: skip
 
 
 def _container_image(cluster: ClusterProfile, request: RunRequest) -> str | None:
@@ -254,24 +286,20 @@ def _container_image(cluster: ClusterProfile, request: RunRequest) -> str | None
             return str(Workspace(request.workspace).image_file(named, cluster.image_format))
 
 
-def _notes(
-    recipe: RecipePlan, cluster: ClusterProfile, placement: PlacementPlan, engine: EnginePlan, memory: MemoryPlan
-) -> tuple[str, ...]:
+def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:
     """Say what the prediction means: what to change in a run that doesn't fit, or that could be much faster."""
-    if cluster.gpu is None or placement.device != "cuda":
+    gpu = setup.gpu
+    if gpu is None:
         return ()
-    gpu = GPUS[cluster.gpu]
     if memory.total <= gpu.usable_gib:
-        faster = suggest_faster(recipe, engine.name, gpu, _network(cluster, placement))
+        faster = suggest_faster(setup, gpu)
         return () if faster is None else (f"by prediction, faster with the same global batch: {faster}",)
-    suggestions = suggest_changes(
-        recipe, cluster, placement.num_nodes, placement.processes_per_node, engine.name, gpu.usable_gib
-    )
     note = (
         f"predicted peak of {memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
         "expect an out-of-memory error"
     )
-    return (note, *(f"would fit, by prediction: {suggestion}" for suggestion in suggestions))
+    fitting = suggest_changes(setup, cluster, gpu.usable_gib)
+    return (note, *(f"would fit, by prediction: {suggestion}" for suggestion in fitting))
 
 
 def plan_to_json(plan: RunPlan) -> str:

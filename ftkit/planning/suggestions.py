@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from ftkit.config.cluster import ClusterProfile
-from ftkit.config.model import ArchitectureSpec
-from ftkit.config.recipe import RecipePlan
-from ftkit.config.training import ActivationCheckpointing, EngineName, TrainingPlan
-from ftkit.planning.engine_choice import keeps_weights, least_memory
-from ftkit.planning.estimates.gpus import Gpu
+from ftkit.config.training import ActivationCheckpointing, TrainingPlan
+from ftkit.planning.engine_choice import with_resharding
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_model
-from ftkit.planning.estimates.step_time import Network, predict_step_time
+from ftkit.planning.estimates.step_time import predict_step_time
+from ftkit.planning.setup import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ftkit.config.training import TrainingSpec
+    from ftkit.planning.estimates.gpus import Gpu
 
 NUM_SUGGESTIONS = 3
 SHORTEST = 512
@@ -62,8 +61,8 @@ class ExecutionPlan:
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A way to carry out the same optimization, and what is predicted for it."""
+class _Option:
+    """A way to compute the same optimization, and what is predicted for it."""
 
     training: TrainingPlan
     step_seconds: float
@@ -73,84 +72,70 @@ class _Way:
         return bool(getattr(self.training, field) != getattr(training, field))
 
 
-def choose_execution(
-    shape: ArchitectureSpec,
-    training: TrainingSpec,
-    engine: EngineName,
-    device: Literal["cpu", "cuda"],
-    gpu: Gpu | None,
-    network: Network,
-) -> tuple[TrainingPlan, ExecutionPlan]:
+def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingPlan, ExecutionPlan]:
     """Resolve what a recipe leaves open to the fastest way that is predicted to fit with memory to spare.
 
     What the recipe sets stays. Where nothing can be predicted the choice is a small one.
+
+    Args:
+        training: the recipe's.
+        lightest: the setup, with what is open resolved by `least_memory`.
     """
-    chosen = tuple(field for field in OPEN if getattr(training, field) == "auto")
-    lightest = least_memory(training)
+    chosen, gpu = tuple(field for field in OPEN if getattr(training, field) == "auto"), lightest.gpu
+    resolved = lightest.training
     if not chosen:
-        return lightest, ExecutionPlan()
+        return resolved, ExecutionPlan()
     is_size_open, is_mode_open = (field in chosen for field in OPEN)
-    if device == "cpu":
-        size = _micro_batch_sizes(lightest, network.size, CPU_TOKENS)[-1] if is_size_open else lightest.micro_batch_size
-        mode = "none" if is_mode_open else lightest.activation_checkpointing
+    if lightest.device == "cpu":
+        size = _micro_batch_sizes(lightest, CPU_TOKENS)[-1] if is_size_open else resolved.micro_batch_size
+        mode = "none" if is_mode_open else resolved.activation_checkpointing
         return TrainingPlan.of(training, size, mode), ExecutionPlan(
-            chosen, f"at most {CPU_TOKENS:,} tokens at a time and nothing computed again, as there is no GPU"
+            chosen, f"at most {CPU_TOKENS:,} tokens at a time and nothing recomputed, as there is no GPU"
         )
     if gpu is None:
-        return lightest, ExecutionPlan(chosen, "the least memory: the cluster's profile names no GPU (set its 'gpu')")
-    sizes = _micro_batch_sizes(lightest, network.size, MOST_TOKENS) if is_size_open else [lightest.micro_batch_size]
-    modes = MODES if is_mode_open else (lightest.activation_checkpointing,)
-    predictor = _Predictor(shape, engine, gpu, network)
-    room = ROOM if count_model(shape).is_exact else ROOM_IF_ESTIMATED
-    best = _fastest(predictor.ways(lightest, sizes, modes), room * gpu.usable_gib)
+        return resolved, ExecutionPlan(chosen, "the least memory: the cluster's profile names no GPU (set its 'gpu')")
+    sizes = _micro_batch_sizes(lightest, MOST_TOKENS) if is_size_open else [resolved.micro_batch_size]
+    modes = MODES if is_mode_open else (resolved.activation_checkpointing,)
+    room = ROOM if count_model(lightest.shape).is_exact else ROOM_IF_ESTIMATED
+    best = _fastest(_options(lightest, gpu, sizes, modes), room * gpu.usable_gib)
     if best is None:
-        return lightest, ExecutionPlan(chosen, f"the least memory: nothing leaves {1 - room:.0%} of the GPU's free")
-    speedup = predictor.predict(lightest).step_seconds / best.step_seconds
+        return resolved, ExecutionPlan(chosen, f"the least memory: nothing leaves {1 - room:.0%} of the GPU's free")
+    speedup = _predict(lightest, gpu).step_seconds / best.step_seconds
     gain = f", {speedup:.1f} times as fast as what takes the least memory" if speedup >= WORTHWHILE else ""
     return best.training, ExecutionPlan(
         chosen, f"the fastest by prediction that leaves {1 - room:.0%} of the GPU's memory free{gain}"
     )
 
 
-@dataclass(frozen=True)
-class _Predictor:
-    """Predicts what a model takes on its GPUs."""
-
-    shape: ArchitectureSpec
-    engine: EngineName
-    gpu: Gpu
-    network: Network
-
-    def predict(self, training: TrainingPlan) -> _Way:
-        shape, engine, num_shards = self.shape, self.engine, self.network.size
-        kept = keeps_weights(shape, training, num_shards, engine, self.gpu)
-        total = predict_memory(shape, training, num_shards, engine, keeps_weights=kept).total
-        speed = predict_step_time(shape, training, engine, self.gpu, self.network, keeps_weights=kept)
-        return _Way(training, speed.step_seconds, total)
-
-    def ways(
-        self, training: TrainingPlan, sizes: Sequence[int], modes: Sequence[ActivationCheckpointing]
-    ) -> Iterator[_Way]:
-        """Yield the ways that are possible, those that need the least first."""
-        for size, mode in product(sizes, modes):
-            if (mode == "selective" and self.engine != "fsdp2") or (mode != "full" and training.activation_offload):
-                continue
-            changed: Change = {"micro_batch_size": size, "activation_checkpointing": mode}
-            yield self.predict(training.model_copy(update=changed))
+def _predict(setup: Setup, gpu: Gpu) -> _Option:
+    setup = with_resharding(setup)
+    return _Option(setup.training, predict_step_time(setup, gpu).step_seconds, predict_memory(setup).total)
 
 
-def _fastest(ways: Iterator[_Way], room_gib: float) -> _Way | None:
+def _options(
+    setup: Setup, gpu: Gpu, sizes: Sequence[int], modes: Sequence[ActivationCheckpointing]
+) -> Iterator[_Option]:
+    """Yield what is possible, those that need the least memory first."""
+    for size, mode in product(sizes, modes):
+        if (mode == "selective" and setup.engine != "fsdp2") or (mode != "full" and setup.training.activation_offload):
+            continue
+        yield _predict(setup.with_training(micro_batch_size=size, activation_checkpointing=mode), gpu)
+
+
+def _fastest(options: Iterator[_Option], room_gib: float) -> _Option | None:
     """Return the first of the fastest that fit: within `LEAST_DIFFERENCE` of the very fastest."""
-    best: _Way | None = None
-    for way in ways:
-        if way.total_gib <= room_gib and (best is None or way.step_seconds * LEAST_DIFFERENCE < best.step_seconds):
-            best = way
+    best: _Option | None = None
+    for each in options:
+        fits = each.total_gib <= room_gib
+        if fits and (best is None or each.step_seconds * LEAST_DIFFERENCE < best.step_seconds):
+            best = each
     return best
 
 
-def _micro_batch_sizes(training: TrainingPlan, world_size: int, most_tokens: int) -> list[int]:
+def _micro_batch_sizes(setup: Setup, most_tokens: int) -> list[int]:
     """Return the micro-batches that make up the global batch without rest, smallest first."""
-    per_process = training.global_batch_size // world_size
+    training = setup.training
+    per_process = training.global_batch_size // setup.num_shards
     most = max(1, min(per_process, most_tokens // training.sequence_length))
     return [size for size in range(1, most + 1) if per_process % size == 0]
 
@@ -166,25 +151,15 @@ class Suggestion:
         return f"{self.override} ({self.total_gib:.1f} GiB)"
 
 
-def suggest_changes(
-    recipe: RecipePlan,
-    cluster: ClusterProfile,
-    num_nodes: int,
-    processes_per_node: int,
-    engine: EngineName,
-    room_gib: float,
-) -> list[Suggestion]:
+def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> list[Suggestion]:
     """Return the mildest changes that would fit: each alone if three do, else together with others.
 
     Args:
-        recipe: the recipe that does not fit.
+        setup: what does not fit.
         cluster: where it runs; decides whether there are more nodes and whether there is something to offload from.
-        num_nodes: as planned.
-        processes_per_node: as planned.
-        engine: as planned.
         room_gib: what a process's tensors may take.
     """
-    run = _Run(recipe, cluster, num_nodes, processes_per_node, engine)
+    run = _Run(setup, cluster)
     knobs = [knob for knob in run.knobs() if knob]
     found: list[Suggestion] = []
     used: list[set[int]] = []
@@ -229,19 +204,16 @@ class FasterSuggestion:
         return f"{self.override} ({self.speedup:.1f} times as fast, {self.total_gib:.1f} GiB)"
 
 
-def suggest_faster(recipe: RecipePlan, engine: EngineName, gpu: Gpu, network: Network) -> FasterSuggestion | None:
+def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
     """Return the micro-batch and the checkpointing with which the same global batch takes the least time.
 
     Only what fits the GPU, with no memory to spare, and is worth a change.
     """
-    shape, training = recipe.model.architecture, recipe.training
-    predictor = _Predictor(shape, engine, gpu, network)
-    now = predictor.predict(training).step_seconds
-    sizes = _micro_batch_sizes(training, network.size, MOST_TOKENS)
-    best = _fastest(predictor.ways(training, sizes, MODES), gpu.usable_gib)
+    now = _predict(setup, gpu).step_seconds
+    best = _fastest(_options(setup, gpu, _micro_batch_sizes(setup, MOST_TOKENS), MODES), gpu.usable_gib)
     if best is None or now <= best.step_seconds * WORTHWHILE:
         return None
-    changed = {field: getattr(best.training, field) for field in OPEN if best.differs_in(field, training)}
+    changed = {field: getattr(best.training, field) for field in OPEN if best.differs_in(field, setup.training)}
     return FasterSuggestion(_typed(changed), now / best.step_seconds, best.total_gib)
 
 
@@ -249,25 +221,24 @@ def suggest_faster(recipe: RecipePlan, engine: EngineName, gpu: Gpu, network: Ne
 class _Run:
     """What is to be changed."""
 
-    recipe: RecipePlan
+    setup: Setup
     cluster: ClusterProfile
-    num_nodes: int
-    processes_per_node: int
-    engine: EngineName
+
+    @property
+    def training(self) -> TrainingPlan:
+        return self.setup.training
 
     def predict(self, change: Change) -> float:
         """Return the GiB of a process after a change."""
-        fields = dict(change)
-        num_shards = fields.pop("num_nodes", self.num_nodes) * self.processes_per_node
-        training = self.recipe.training.model_copy(update=fields)
-        device: Literal["cpu", "cuda"] = "cpu" if self.cluster.device == "cpu" else "cuda"
-        shape = self.recipe.model.architecture
-        kept = keeps_weights(shape, training, num_shards, self.engine, None)  # if left open, not where there is no room
-        return predict_memory(shape, training, num_shards, self.engine, device, keeps_weights=kept).total
+        fields, setup = dict(change), replace(self.setup, gpu=None)  # where there is no room, layers reshard
+        num_nodes = fields.pop("num_nodes", setup.num_nodes)
+        num_shards = num_nodes * setup.num_shards // setup.num_nodes
+        changed = replace(setup.with_training(**fields), num_nodes=num_nodes, num_shards=num_shards)
+        return predict_memory(with_resharding(changed)).total
 
     def knobs(self) -> Iterator[list[Change]]:
         """Yield what can be changed, what costs least first; each with its values, the mildest first."""
-        training = self.recipe.training
+        training = self.training
         if training.reshard_after_forward == "never":
             yield [{"reshard_after_forward": "auto"}]
         yield self._checkpointing()
@@ -279,13 +250,13 @@ class _Run:
         yield [{"method": value} for value in lighter]
 
     def _checkpointing(self) -> list[Change]:
-        training = self.recipe.training
+        training = self.training
         steps = (("none", False), ("selective", False), ("full", False), ("full", True))
         now = steps.index((training.activation_checkpointing, training.activation_offload))
         possible = [
             (checkpointing, offload)
             for checkpointing, offload in steps[now + 1 :]
-            if (checkpointing != "selective" or self.engine == "fsdp2")
+            if (checkpointing != "selective" or self.setup.engine == "fsdp2")
             and not (offload and self.cluster.device == "cpu")
         ]
         return [
@@ -300,9 +271,9 @@ class _Run:
         8 bits come first: to round the states costs no time, to fetch them from main memory does in each step. Those of
         adapters are too few to matter.
         """
-        training = self.recipe.training
+        training = self.training
         stays = training.optimizer == "adamw" and training.offload == "none"
-        does_round = stays and self.engine == "fsdp2" and training.adapters is None
+        does_round = stays and self.setup.engine == "fsdp2" and training.adapters is None
         stronger = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[training.offload]
         whole: Change = {} if training.optimizer == "adamw" else {"optimizer": "adamw"}
         return ([{"optimizer": "adamw8bit"}] if does_round else []) + [
@@ -311,9 +282,9 @@ class _Run:
 
     def _more_nodes(self) -> list[Change]:
         """Return twice the nodes, if there are as many and the global batch can be divided among them."""
-        twice = 2 * self.num_nodes
-        training, cluster = self.recipe.training, self.cluster
-        at_once = training.micro_batch_size * twice * self.processes_per_node
+        twice = 2 * self.setup.num_nodes
+        training, cluster = self.training, self.cluster
+        at_once = training.micro_batch_size * 2 * self.setup.num_shards
         enough = cluster.scheduler != "local" and (cluster.max_nodes is None or twice <= cluster.max_nodes)
         return [{"num_nodes": twice}] if enough and training.global_batch_size % at_once == 0 else []
 

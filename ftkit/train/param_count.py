@@ -1,7 +1,7 @@
 """What is in a model, and what a method will make of it, counted on the real one while it is empty and whole.
 
 As a program (`python -m ftkit.train.param_count JSON`) it counts for a plan, which does without torch: it prints the
-`ModelCounts` of a model that it builds without weights.
+configuration and the `ModelCounts` of a model that it builds without weights.
 """
 
 from __future__ import annotations
@@ -10,26 +10,24 @@ import json
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic import TypeAdapter
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from ftkit.config.execution import ParameterCounts, adapter_size
 from ftkit.config.model import ArchitectureSpec, Linear, ModelCounts
+from ftkit.config.model_config import fill_config
 from ftkit.config.quantization import is_quantized
 from ftkit.errors import TrainingError
-from ftkit.planning.estimates.adapters import ParameterCounts, adapter_size
-from ftkit.planning.estimates.parameters import Experts, read_experts
-from ftkit.train.model.build import find_decoder_layers, make_config, read_config
+from ftkit.planning.estimates.parameters import Experts, count_attention, read_experts
+from ftkit.train.model.build import find_decoder_layers, make_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from transformers import PretrainedConfig
 
     from ftkit.config.training import TrainingPlan
 
@@ -45,8 +43,8 @@ def count_modules(model: Any, feed_forward: int) -> ModelCounts:
         model: whole, with or without its weights, and without adapters.
         feed_forward: width of its feed-forward layers without experts.
     """
-    layers = find_decoder_layers(model)
-    experts = read_experts(model.config.to_dict())
+    layers, config = find_decoder_layers(model), _with_heads(fill_config(model.config.to_dict()))
+    experts = read_experts(config)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     linears = Counter(
         (name.rpartition(".")[2], linear.in_features, linear.out_features) for name, linear in _linears_in_layers(model)
@@ -56,6 +54,7 @@ def count_modules(model: Any, feed_forward: int) -> ModelCounts:
         used = max(
             feed_forward * (experts.num_dense_layers > 0), experts.per_token * experts.width + experts.shared_width
         )
+    has_heads = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"} <= config.keys()
     return ModelCounts(
         "model",
         layers=sum(sizes),
@@ -67,12 +66,20 @@ def count_modules(model: Any, feed_forward: int) -> ModelCounts:
         feed_forward=used,
         experts_per_token=0 if experts is None else experts.per_token,
         linears=tuple(Linear(*kind, count) for kind, count in linears.items()),
+        attention=count_attention(config) if has_heads else (),
     )
+
+
+def _with_heads(config: dict[str, Any]) -> dict[str, Any]:
+    """Add how many heads there are and how wide they are, where the class has no keys for it."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    told = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+    return {"num_key_value_heads": heads, "head_dim": hidden // heads} | told if heads and hidden else told
 
 
 def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> float:
     """Return how many weights of a parameter a token is multiplied by: of experts, those of its own alone."""
-    if parameter.ndim == 1:
+    if parameter.ndim == 1 or name.endswith("bias"):
         return 0
     is_stacked = experts is not None and parameter.ndim > 2 and parameter.shape[0] == experts.num  # noqa: PLR2004
     if experts is not None and (is_stacked or _OF_AN_EXPERT.search(name)):
@@ -132,18 +139,21 @@ def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
 
 
 def main() -> None:
-    """Print the counts of a model that the first argument names by its shape, and by a folder if it has weights."""
+    """Print what is in a model that the first argument gives: by its configuration, or by its shape alone."""
     asked = json.loads(sys.argv[1])
-    shape = ArchitectureSpec.model_validate(asked["architecture"])
-    if asked["folder"] is None:
-        no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-        config: PretrainedConfig = make_config(shape, cast("Any", no_tokens))
+    if "config" in asked:
+        raw = asked["config"]
+        config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw).get_text_config(decoder=True)
     else:
-        config = read_config(Path(asked["folder"]), shape).text
+        no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        config = make_config(ArchitectureSpec.model_validate(asked["architecture"]), cast("Any", no_tokens))
     with torch.device("meta"):  # accelerate's empty weights have their memory for a moment: 30 GB for some experts
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    sys.stdout.write(TypeAdapter(ModelCounts).dump_json(count_modules(model, shape.intermediate_size)).decode() + "\n")
+    filled = json.loads(config.to_json_string(use_diff=False))
+    filled = _with_heads(filled)
+    counts = TypeAdapter(ModelCounts).dump_python(count_modules(model, filled.get("intermediate_size") or 0))
+    sys.stdout.write(json.dumps({"config": filled, "counts": counts}) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import transformers
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ftkit.config.execution import ParameterCounts
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import TrainingError
-from ftkit.planning.estimates.adapters import ParameterCounts
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import RunPlan, count_steps, plan_for_counts
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
@@ -174,7 +174,7 @@ class Trainer:
                 "keep gathered weights" if plan.engine.keeps_weights else "are resharded after the forward pass",
             )
         expected = count_method(model, recipe.training)
-        if not recipe.model.architecture.is_estimated:
+        if recipe.model.architecture.is_measured:
             expected = method_counts(recipe.model.architecture, recipe.training)
         built = BuiltModel(config, type(model).__name__, generation, counts.total, expected)
         prepare_method(model, recipe.training, self.world.device)

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.model import FAMILIES, ArchitectureSpec
+from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import (
     ALL_PROJECTIONS,
     ActivationCheckpointing,
@@ -32,6 +32,7 @@ from ftkit.config.training import (
     Precision,
     TrainingPlan,
 )
+from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.causal_lm import MicroBatch, summed_loss
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LENGTH, VOCABULARY, STEPS, ACCUMULATION = 24, 320, 3, 2
-TRIED = (*FAMILIES, "gpt_neox", "qwen2")
+TRIED = (*MEASURED, "gpt_neox", "qwen2")
 """The four, and two that have what none of them has: fused projections, biases, names of their own."""
 ADAPTED = {"gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")}
 
@@ -165,7 +166,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_config(make_config(shape, ids))
     model.config.use_cache = False
     expected = count_method(model, training)
-    if family in FAMILIES:
+    if family in MEASURED:
         assert expected == method_counts(shape, training)
     prepare_method(model, training)
     with copied_collectives(training, world) if collectives == "copied" else nullcontext():

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.model import ArchitectureSpec, Family
+from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import ActivationCheckpointing, Method, TrainingPlan
+from ftkit.families import MEASURED, MeasuredFamily
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import activation_checkpointing as checkpointing
@@ -54,7 +55,7 @@ def training(**changes: object) -> TrainingPlan:
     return TrainingPlan.model_validate(fields | changes)
 
 
-def build(family: Family, spec: TrainingPlan) -> Any:
+def build(family: MeasuredFamily, spec: TrainingPlan) -> Any:
     fields = {
         "family": family, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": LAYERS,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
@@ -108,7 +109,7 @@ def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gradients(family: Family, spec: TrainingPlan, world: World) -> dict[str, torch.Tensor]:
+def gradients(family: MeasuredFamily, spec: TrainingPlan, world: World) -> dict[str, torch.Tensor]:
     engine = Fsdp2Engine(build(family, spec), spec, world, lambda sharded: init_adapters(sharded, 5))
     torch.manual_seed(11)
     engine.backward(micro_batch(), 2 * LENGTH - 1, is_last=True)
@@ -118,8 +119,10 @@ def gradients(family: Family, spec: TrainingPlan, world: World) -> dict[str, tor
 
 @pytest.mark.parametrize("mode", SAVING)
 @pytest.mark.parametrize("method", get_args(Method))
-@pytest.mark.parametrize("family", get_args(Family))
-def test_gradients_are_those_without_checkpointing(family: Family, method: Method, mode: str, world: World) -> None:
+@pytest.mark.parametrize("family", MEASURED)
+def test_gradients_are_those_without_checkpointing(
+    family: MeasuredFamily, method: Method, mode: str, world: World
+) -> None:
     spec = training(method=method, lora=None if method == "full" else {"rank": 4, "dropout": 0.2})
     expected = gradients(family, spec, world)
     found = gradients(family, spec.model_copy(update={"activation_checkpointing": mode}), world)
@@ -129,9 +132,9 @@ def test_gradients_are_those_without_checkpointing(family: Family, method: Metho
 
 
 @pytest.mark.parametrize("method", ["full", "qlora"])
-@pytest.mark.parametrize("family", get_args(Family))
+@pytest.mark.parametrize("family", MEASURED)
 def test_gradients_are_those_without_offload_and_each_layers_input_alone_is_parked(
-    family: Family, method: Method, world: World, monkeypatch: pytest.MonkeyPatch
+    family: MeasuredFamily, method: Method, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = training(method=method, activation_checkpointing="full")
     expected = gradients(family, spec, world)

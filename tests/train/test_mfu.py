@@ -13,6 +13,7 @@ from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.data.store import PackStore
 from ftkit.planning.estimates.flops import mean_visible_keys, token_flops
+from ftkit.planning.plan import plan_model
 from ftkit.train.components.mfu import MfuMeter, make_mfu_meter
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def plan_of(recipe: RecipeSpec) -> RecipePlan:
-    return RecipePlan.of(recipe, TrainingPlan.of(recipe.training, 1, "none"))
+    return RecipePlan.of(recipe, plan_model(recipe.model, None), TrainingPlan.of(recipe.training, 1, "none"))
 
 
 def test_tokens_see_their_own_document_alone_and_targets_alone_are_projected(tmp_path: Path, world: World) -> None:

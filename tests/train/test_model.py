@@ -15,13 +15,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.model import FAMILIES, ArchitectureSpec, ModelSpec
+from ftkit.config.execution import ParameterCounts
+from ftkit.config.model import ArchitectureSpec, ModelSpec
 from ftkit.config.training import ActivationCheckpointing, TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
-from ftkit.planning.estimates.adapters import ParameterCounts
+from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import count_parameters, method_counts
 from ftkit.train.causal_lm import summed_loss
 from ftkit.train.components.batches import to_micro_batch
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 OTHERS = ("gpt_neox", "mistral", "phi3", "qwen2", "qwen3_moe")
 """Of other kinds: projections fused, biases, norms with biases, other names, experts."""
-TRIED = [*(pytest.param(family, marks=pytest.mark.oldest) for family in FAMILIES), *OTHERS]
+TRIED = [*(pytest.param(family, marks=pytest.mark.oldest) for family in MEASURED), *OTHERS]
 TRAINING = TrainingPlan(sequence_length=32, global_batch_size=4, max_steps=1, learning_rate=1e-3, precision="fp32")
 
 
@@ -78,7 +79,7 @@ def build(family: str, tokenizer: PreTrainedTokenizerBase, **changes: object) ->
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MEASURED)
 def test_the_parameters_of_a_plan_are_those_of_the_real_class(
     family: str,
     tied: bool,
@@ -122,7 +123,7 @@ def test_every_family_passes_the_proofs(
     training = TRAINING.model_copy(update={"activation_checkpointing": checkpointing})
     model = build(family, tokenizer)
     expected = count_method(model, training)
-    if family in FAMILIES:
+    if family in MEASURED:
         assert expected == method_counts(architecture(family), training)
     engine = Fsdp2Engine(model, training, world)
     checks = verify_sharding(engine.sharding_stats(), training, expected)

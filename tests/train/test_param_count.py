@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftkit.config.model import FAMILIES, ArchitecturePlan, ArchitectureSpec, ModelSpec
+from ftkit import assets
+from ftkit.config.execution import adapter_size
+from ftkit.config.model import ArchitecturePlan, ArchitectureSpec, ModelSpec
+from ftkit.config.model_config import CONFIG_KEYS, fill_config
 from ftkit.config.training import LoraSpec, TrainingPlan
-from ftkit.launch.param_count import count_on_this_machine
-from ftkit.planning.estimates.adapters import adapter_size
-from ftkit.planning.estimates.parameters import EXPERT_FAMILIES, count_by_config, count_model, method_counts
+from ftkit.config.yaml_files import read_yaml
+from ftkit.families import MEASURED
+from ftkit.launch.model import resolve_model
+from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
 from ftkit.planning.layout import Workspace
 from ftkit.runs.records import StartRecord, VerificationRecord
 from ftkit.train.param_count import count_method, count_modules
@@ -23,11 +29,40 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-EXPERTS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
-}
+TRANSFORMERS_5 = not version("transformers").startswith("4.")
+_IN_OLDEST = {"llama", "qwen3", "olmo3", "gemma3_text", "mixtral", "olmoe", "qwen3_moe"}
+WITH_FORMULA = sorted(name for name, family in MEASURED.items() if family.has_formula)
+SMALL: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+}  # fmt: skip
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+DELTA_NET = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12
+}  # fmt: skip
+PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320, "global_head_dim": 32}
+NO_PER_LAYER = {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "attention_k_eq_v": True}
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "llama": [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}],
+    "mixtral": [{"num_local_experts": 4}],
+    "olmoe": [{"num_experts": 4, "num_experts_per_tok": 2}],
+    "qwen3_moe": [FEW_EXPERTS, FEW_EXPERTS | {"mlp_only_layers": [1]}, FEW_EXPERTS | {"decoder_sparse_step": 2}],
+    "gpt_oss": [{"num_local_experts": 4, "num_experts_per_tok": 2}],
+    "qwen3_5_text": [DELTA_NET, DELTA_NET | {"layer_types": ["full_attention", "linear_attention"] * 3}],
+    "qwen3_5_moe_text": [DELTA_NET | FEW_EXPERTS | {"shared_expert_intermediate_size": 40}],
+    "gemma4_text": [
+        PER_LAYER | {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        PER_LAYER | {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3,
+                     "use_double_wide_mlp": True},
+        NO_PER_LAYER | {"num_global_key_value_heads": 1},
+        NO_PER_LAYER | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    ],
+}  # fmt: skip
+CASES = [
+    pytest.param(name, variant, id=f"{name}-{number}", marks=[pytest.mark.oldest] * (name in _IN_OLDEST))
+    for name in WITH_FORMULA
+    for number, variant in enumerate(VARIANTS.get(name, [{}]))
+]
 
 
 def shape_of(family: str) -> ArchitectureSpec:
@@ -38,7 +73,7 @@ def shape_of(family: str) -> ArchitectureSpec:
 
 
 def config_of(shape: ArchitectureSpec, more: dict[str, Any]) -> dict[str, Any]:
-    names = set(ArchitectureSpec.model_fields) - {"family", "full_attention_every", "sliding_window"}
+    names = set(ArchitectureSpec.model_fields) - {"family", "full_attention_every", "sliding_window", "rope_scaling"}
     return {"model_type": shape.family} | shape.model_dump(include=names) | more
 
 
@@ -49,19 +84,39 @@ def build(config: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_the_formula_of_experts_is_that_of_the_real_class(family: str) -> None:
-    shape = shape_of(family)
-    config = config_of(shape, EXPERTS[family])
-    planned, counted = count_by_config(shape, config), count_modules(build(config), shape.intermediate_size)
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_the_formula_is_that_of_the_real_class(family: str, variant: dict[str, Any]) -> None:
+    config = {"model_type": family} | SMALL | variant
+    planned, counted = count_by_config(config), count_modules(build(config), 96)
     assert planned.is_exact
-    for name in ("layers", "largest_layer", "around", "feed_forward", "experts_per_token"):
+    for name in ("layers", "largest_layer", "around", "active", "experts_per_token"):
         assert getattr(planned, name) == getattr(counted, name), name
-    assert counted.active == pytest.approx(planned.active, rel=0.02)  # the formula has vectors too
+    if TRANSFORMERS_5:  # before, experts were modules
+        assert sorted(map(str, planned.linears)) == sorted(map(str, counted.linears))
+        assert planned.attention == counted.attention
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_FORMULA)
+def test_what_a_configuration_leaves_out_is_what_transformers_fills_in(family: str) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}
+    real = AutoConfig.for_model(family, **sizes)
+    filled = fill_config({"model_type": family, **sizes})
+    told = fill_config(real.to_dict() | {"model_type": family})
+    for key in CONFIG_KEYS:
+        if key in filled and key not in {"rope_parameters", "use_sliding_window"}:
+            assert filled[key] == told.get(key), key
+
+
+@pytest.mark.parametrize("path", sorted(assets.ARCHITECTURES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_are_counted_as_their_classes_are(path: Path) -> None:
+    config = read_yaml(path).values
+    if "model_type" not in config:
+        pytest.skip("a shape alone")
+    real, planned = count_modules(build(config), 0), count_by_config(config)
+    assert (planned.total, planned.active, planned.largest_layer) == (real.total, real.active, real.largest_layer)
+
+
+@pytest.mark.parametrize("family", MEASURED)
 def test_counts_of_a_model_lead_to_those_of_each_method(family: str) -> None:
     shape = shape_of(family)
     model = build(config_of(shape, {"sliding_window": 64} if family in {"gemma3_text", "olmo3"} else {}))
@@ -73,21 +128,23 @@ def test_counts_of_a_model_lead_to_those_of_each_method(family: str) -> None:
 
 
 def test_a_model_without_a_formula_is_counted_in_a_process_of_its_own(tmp_path: Path) -> None:
-    shape = shape_of("gpt_oss")
-    config = config_of(shape, {"num_local_experts": 4, "num_experts_per_tok": 2})
+    config = {"model_type": "starcoder2"} | {key: SMALL[key] for key in SMALL if key != "head_dim"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = ModelSpec(weights=str(tmp_path), architecture=shape)
-    counts = count_on_this_machine(model, os.environ, Workspace(tmp_path))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    shape = resolve_model(ModelSpec(weights=str(tmp_path)), environment, Workspace(tmp_path)).architecture
+    counts = shape.counts
     assert counts is not None
     assert counts.source == "model"
+    assert shape.head_dim == 16  # the class's: the file says nothing
     real = build(config)
     assert counts.total == sum(parameter.numel() for parameter in real.parameters())
     (linear,) = (each for each in counts.linears if each.name == "q_proj")
     assert adapter_size(LoraSpec(rank=1), linear.inputs, linear.outputs) == 64 + 64
+    assert [layers.count for layers in counts.attention] == [6]
 
 
 def test_a_run_acts_on_the_parameters_of_the_real_model(make_run: Callable[..., Any]) -> None:
-    family = "model.architecture.family=qwen2"  # whose biases an estimate leaves out
+    family = "model.architecture.family=starcoder2"  # whose biases an estimate leaves out
     run = make_run("counted", family, "training.max_steps=1", "evaluation.sql_execution=null")
     printed = run.train()
     (start,), (proof,) = run.records(StartRecord), run.records(VerificationRecord)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -31,6 +32,10 @@ SHAPE = ArchitectureSpec(
     family="llama", vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
 )  # fmt: skip
+CONFIG = {
+    "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 ANSWERS = {
     "org/open": (307, ""),
     "org/small": (200, ""),
@@ -157,7 +162,7 @@ def test_what_is_in_the_cache_is_not_asked_for_and_offline_it_must_be_there(
     (stored / "refs").mkdir(parents=True)
     (stored / "refs" / "main").write_text("abc")
     (stored / "snapshots" / "abc").mkdir(parents=True)
-    (stored / "snapshots" / "abc" / CONFIG_FILE).write_text('{"model_type": "llama"}')
+    (stored / "snapshots" / "abc" / CONFIG_FILE).write_text(json.dumps(CONFIG))
     with pytest.raises(NotFoundError, match="HF_HUB_OFFLINE is set, and not all files of 'org/gated' are in"):
         check_weights(model("org/gated"), offline, tmp_path)
     assert "not to be seen from here" in str(check_weights(model("org/gated"), offline, tmp_path / "on-a-node"))
@@ -170,14 +175,15 @@ def test_what_is_in_the_cache_is_not_asked_for_and_offline_it_must_be_there(
 def test_a_shape_that_the_configuration_on_the_hub_contradicts_is_refused(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for config in (b'{"rope_theta": 5e5, "hidden_size": 32, "num_key_value_heads": 4}', b"{" * 9999, b"[]", b"\xff"):
+    other = json.dumps(CONFIG | {"hidden_size": 64, "num_key_value_heads": 4}).encode()
+    for config in (other, b"{" * 9999, b"[]", b"\xff"):
         monkeypatch.setattr(Hub, "config", config)
         if config[-1:] == b"}":
             with pytest.raises(ConfigError) as caught:
                 check_weights(model("org/small"), environment)
             found = {problem.key for problem in caught.value.problems}
-            assert found == {"model.architecture.rope_theta", "model.architecture.num_key_value_heads"}
-            assert "10000.0 in the recipe, 500000.0 in the weights" in str(caught.value)
+            assert found == {f"model.architecture.{key}" for key in ("hidden_size", "head_dim", "num_key_value_heads")}
+            assert "32 in the recipe, 64 in the weights" in str(caught.value)
         else:
             assert check_weights(model("org/small"), environment) is None
 
@@ -188,10 +194,11 @@ def test_a_shape_that_the_configuration_here_contradicts_is_refused(
     snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     (snapshot / WEIGHTS_FILE).write_bytes(b"\x02\0\0\0\0\0\0\0{}")
-    (snapshot / CONFIG_FILE).write_text('{"model_type": "llama", "tie_word_embeddings": true}')
+    (snapshot / CONFIG_FILE).write_text(json.dumps(CONFIG))
+    other = {"num_key_value_heads": 4}
     for weights in ("org/model", str(snapshot)):
-        with pytest.raises(ConfigError, match=r"architecture\.tie_word_embeddings: False in the recipe, True in"):
-            check_weights(model(weights), environment, tmp_path)
+        with pytest.raises(ConfigError, match=r"architecture\.num_key_value_heads: 4 in the recipe, 2 in"):
+            check_weights(ModelSpec.model_validate({"weights": weights, "architecture": other}), environment, tmp_path)
 
 
 def test_nobody_is_asked_for_random_weights(environment: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ftkit.config.model import AttentionLayers
 from ftkit.planning.estimates.parameters import count_adapter_parameters, count_model
 
 if TYPE_CHECKING:
@@ -30,9 +31,13 @@ class TokenFlops:
         return self.matrices + self.attention
 
 
-def count_full_layers(shape: ArchitectureSpec) -> int:
-    """Count the layers whose attention sees all; the others have the window."""
-    return shape.num_hidden_layers // (1 if shape.sliding_window is None else shape.full_attention_every)
+def attention_layers(shape: ArchitectureSpec) -> tuple[AttentionLayers, ...]:
+    """Return the attention of all layers: as it was counted, or in plans of earlier versions as the shape says."""
+    if counted := count_model(shape).attention:
+        return counted
+    layers, width = shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim
+    full = layers // (1 if shape.sliding_window is None else shape.full_attention_every)
+    return AttentionLayers(full, width), AttentionLayers(layers - full, width, is_windowed=True)
 
 
 def mean_visible_keys(length: int, window: int | None) -> float:
@@ -57,13 +62,15 @@ def token_flops(
         keys_in_window: the same with the model's window.
         target_ratio: part of the tokens whose next one counts; the output projection is left out for the others.
     """
-    layers, full = shape.num_hidden_layers, count_full_layers(shape)
     matrices = count_model(shape).active + target_ratio * shape.vocab_size * shape.hidden_size
     adapters = 0 if training.adapters is None else count_adapter_parameters(shape, training.adapters)
     passes = 6 if training.adapters is None else 4
-    heads = shape.num_attention_heads * shape.head_dim
-    seen = full * keys + (layers - full) * keys_in_window
-    return TokenFlops(passes * matrices + 6 * adapters, 12 * heads * seen)
+    attention = 0.0
+    for layers in attention_layers(shape):
+        # The gated delta rule decays, corrects and reads a state of a head's keys by its values: 3 products forward.
+        seen = 1.5 * layers.state if layers.state else keys_in_window if layers.is_windowed else keys
+        attention += 12 * layers.count * layers.width * seen
+    return TokenFlops(passes * matrices + 6 * adapters, attention)
 
 
 def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int) -> TokenFlops:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ftkit.config.execution import USABLE_MEMORY
+
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel
     from ftkit.config.training import Precision
-
-
-USABLE_MEMORY = 0.95
-"""Part of the memory that tensors can take; CUDA's context, NCCL and gaps between tensors have the rest."""
 
 
 @dataclass(frozen=True)

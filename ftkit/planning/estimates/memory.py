@@ -9,27 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from ftkit.config.execution import (
+    GIB,
+    LOGITS_ALIGNMENT,
+    ZERO3_BUCKET,
+    ZERO3_LIVE_WEIGHTS,
+    logits_rows,
+)
 from ftkit.config.quantization import is_quantized, quantized_bytes
 from ftkit.planning.estimates.activations import layer_bytes, selective_numbers
 from ftkit.planning.estimates.parameters import count_model, method_counts
 
 if TYPE_CHECKING:
-    from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.training import EngineName, TrainingPlan
+    from ftkit.config.training import TrainingPlan
+    from ftkit.planning.setup import Setup
 
-GIB = 2**30
 FP32 = 4
 """Bytes."""
 Moment = Literal["loading", "loss", "backward", "optimizer"]
-
-CHUNK_LOGITS = 2**28
-"""Logits that the loss has at a time with engine fsdp2, about: half a GiB in bf16."""
-LOGITS_ALIGNMENT = 64
-"""Multiple that the loss pads a vocabulary to: OLMo-3's 100,278 rows take a third of the time on Hopper so."""
-ZERO3_LIVE_WEIGHTS = 10**9
-"""Weights that DeepSpeed keeps gathered for their next use, at most: its default."""
-ZERO3_BUCKET = 10**8
-"""Elements of gradients that ZeRO-3 reduces together. DeepSpeed's default takes 1 GB, and 2 more in fp32."""
 
 
 @dataclass(frozen=True)
@@ -76,54 +73,32 @@ def reduce_width(training: TrainingPlan) -> int:
     return 2 if training.reduce_precision == "bf16" else FP32
 
 
-def logits_rows(num_targets: int, vocabulary: int) -> int:
-    """Return how many tokens the loss takes at a time: parts of equal size, as near to `CHUNK_LOGITS` as can be."""
-    num_chunks = max(1, round(num_targets * vocabulary / CHUNK_LOGITS))
-    return -(-num_targets // num_chunks)
-
-
-def predict_memory(
-    shape: ArchitectureSpec,
-    training: TrainingPlan,
-    num_shards: int,
-    engine: EngineName = "fsdp2",
-    device: Literal["cpu", "cuda"] = "cuda",
-    *,
-    keeps_weights: bool = False,
-) -> MemoryPlan:
-    """Predict the peak memory of one of `num_shards` processes: the largest of four moments of a step.
+def predict_memory(setup: Setup) -> MemoryPlan:
+    """Predict the peak memory of one process: the largest of five moments of a step.
 
     Trained weights have fp32 masters, gradients and two states of AdamW (16 bytes a parameter in all; ZeRO-3 has
     them in the compute precision as well); frozen ones are there once. All are sharded. While a layer runs, its
     whole weights are there in the compute precision, those of the next one are on their way, and so are those
-    outside the layers; `keeps_weights`: those of all layers, from the forward pass to the backward pass.
+    outside the layers; if layers stay unsharded, those of all of them, from the forward pass to the backward pass.
     """
-    sizes = _Sizes(shape, training, num_shards, engine, device, keeps_weights=keeps_weights)
-    return max(sizes.moments(), key=lambda moment: moment.total)
+    return max(_Sizes(setup).moments(), key=lambda moment: moment.total)
 
 
 class _Sizes:
     """Bytes of everything that a process holds at one time or another."""
 
-    def __init__(
-        self,
-        shape: ArchitectureSpec,
-        training: TrainingPlan,
-        num_shards: int,
-        engine: EngineName,
-        device: str,
-        *,
-        keeps_weights: bool,
-    ) -> None:
-        self.keeps_weights = keeps_weights
-        self.shape, self.training, self.num_shards, self.engine = shape, training, num_shards, engine
-        self.compiled = engine == "fsdp2" and training.compile != "none" and device == "cuda"
-        self.plain_attention = device == "cpu" or training.attention in {"sdpa", "eager"}
+    def __init__(self, setup: Setup) -> None:
+        shape, training = setup.shape, setup.training
+        self.keeps_weights = setup.keeps_weights
+        self.shape, self.training, self.num_shards, self.engine = shape, training, setup.num_shards, setup.engine
+        self.compiled = setup.engine == "fsdp2" and training.compile != "none" and setup.device == "cuda"
+        self.plain_attention = setup.device == "cpu" or training.attention in {"sdpa", "eager"}
         self.width = compute_width(training)
         self.tokens = training.micro_batch_size * training.sequence_length
         self.counts, method = count_model(shape), method_counts(shape, training)
         self.trained, self.total = method.trained, method.total
-        self.keeps_gradients = engine == "zero3" or training.global_batch_size > training.micro_batch_size * num_shards
+        at_once = training.micro_batch_size * setup.num_shards
+        self.keeps_gradients = setup.engine == "zero3" or training.global_batch_size > at_once
         self.table = shape.vocab_size * shape.hidden_size
         self.trains_table = training.adapters is None
 

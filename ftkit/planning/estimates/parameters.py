@@ -1,43 +1,71 @@
-"""How many parameters a model has: of known families by formula, of others by what is known of their experts.
+"""How many parameters a model has, and how many of them a method trains: by formula, from its configuration.
 
-Exact for the Hugging Face implementations of `FAMILIES`, with which the tests compare. Counts of the model itself
-(`ftkit.train.param_count`) go first where there are any: a shape that has them brings them along.
+Exact for the Hugging Face implementations of the families that have a formula in `ftkit.families`; the tests compare
+with the real classes. Of others it is an estimate, unless they were counted on their own class
+(`ftkit.train.param_count`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.model import ArchitecturePlan, Linear, ModelCounts
-from ftkit.config.model_config import text_part
+from ftkit.config.execution import ParameterCounts, adapter_size
+from ftkit.config.model import ArchitecturePlan, AttentionLayers, Linear, ModelCounts
+from ftkit.config.model_config import FULL, LINEAR, WINDOWED, fill_config
 from ftkit.config.quantization import is_quantized
-from ftkit.planning.estimates.adapters import ParameterCounts, adapter_size, projections
+from ftkit.families import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ftkit.config.model import ArchitectureSpec, CountSource
     from ftkit.config.training import LoraSpec, TrainingSpec
+    from ftkit.families import Family
 
 
 def count_model(shape: ArchitectureSpec) -> ModelCounts:
-    """Count the parameters of a model, or return how they were counted before."""
+    """Count the parameters of a model by its shape, or return how they were counted before."""
     if isinstance(shape, ArchitecturePlan) and shape.counts is not None:
         return shape.counts
-    if shape.is_estimated:
-        return _count(shape, _usual_experts(shape), "family")
-    return _count(shape, None, "formula")
+    return _count_shape(shape)
 
 
-def count_by_config(shape: ArchitectureSpec, config: Mapping[str, Any]) -> ModelCounts:
-    """Count the parameters of a model by its shape and the experts that its config.json names.
+@lru_cache(maxsize=64)  # every prediction asks for it
+def _count_shape(shape: ArchitectureSpec) -> ModelCounts:
+    config = _config_of(shape)
+    is_exact = shape.family in FAMILIES and family_of(shape.family).has_formula
+    has_usual_experts = family_of(shape.family).usual_experts is not None
+    return _count(config, "formula" if is_exact and not has_usual_experts else "family")
 
-    Exact for `EXPERT_FAMILIES`, an estimate for others.
+
+def count_by_config(config: Mapping[str, Any]) -> ModelCounts:
+    """Count the parameters of a model by its config.json, raw: exact with a formula, an estimate without one.
+
+    Raises:
+        KeyError: the configuration of a family that is not known leaves out what is needed.
     """
-    is_exact = shape.family in EXPERT_FAMILIES and not config.get("mlp_only_layers")
-    experts = read_experts(text_part(config))
-    return _count(shape, experts, "formula" if is_exact and experts is not None else "config")
+    filled = fill_config(config)
+    return _count(filled, "formula" if family_of(str(filled.get("model_type"))).has_formula else "config")
+
+
+def _config_of(shape: ArchitectureSpec) -> dict[str, Any]:
+    """Return the configuration of a model that is given by its shape alone; with the experts that are usual for it."""
+    fields = shape.model_dump(exclude={"family", "full_attention_every", "rope_scaling", "counts"})
+    family = family_of(shape.family)
+    filled = {**family.defaults, **fields, "model_type": shape.family}
+    if shape.sliding_window is not None or family.full_attention_every == 0:
+        filled["layer_types"] = (
+            shape.layer_types if shape.sliding_window is not None else [FULL] * len(shape.layer_types)
+        )
+    usual = family.usual_experts
+    if usual is not None:
+        width = -(-shape.intermediate_size // usual.narrower)
+        filled |= {"num_experts": usual.num, "num_experts_per_tok": usual.per_token, "moe_intermediate_size": width}
+        filled.pop("num_local_experts", None)
+    return fill_config(filled)
 
 
 def count_parameters(shape: ArchitectureSpec) -> int:
@@ -45,8 +73,11 @@ def count_parameters(shape: ArchitectureSpec) -> int:
     return count_model(shape).total
 
 
+# --- Of a method ---------------------------------------------------------------------------------
+
+
 def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
-    """Count the parameters of all adapters: two narrow matrices a projection, and DoRA's lengths of outputs."""
+    """Count the parameters of all adapters: two narrow matrices a projection, and DoRA's magnitudes of outputs."""
     counts = count_model(shape)
     adapters = sum(
         linear.count * adapter_size(lora, linear.inputs, linear.outputs)
@@ -76,7 +107,7 @@ def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterC
     return ParameterCounts(base + adapters, adapters, count_quantized_parameters(shape, training))
 
 
-# --- Mixtures of experts -------------------------------------------------------------------------
+# --- Experts -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -98,8 +129,6 @@ class Experts:
     num_dense_layers: int = 0
 
 
-EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen3_moe")
-"""Whose experts are counted exactly, when their configuration can be read."""
 _NUM = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
@@ -109,8 +138,6 @@ _SHARED_WIDTH = (
     "share_expert_dim", "shared_intermediate_size",
 )  # fmt: skip
 _EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period", "moe_layer_interval")
-_WIDTHS_OF_MATRICES = 3
-"""Gate, up and down projection. Experts with two have fewer parameters than are planned for."""
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts | None:
@@ -124,9 +151,14 @@ def read_experts(config: Mapping[str, Any]) -> Experts | None:
     width = _first(config, _WIDTH) or 0
     shared = _first(config, _SHARED_WIDTH) or (_first(config, _NUM_SHARED) or 0) * width
     layers = _first(config, ("num_hidden_layers",)) or 0
-    dense = _first(config, ("first_k_dense_replace",)) or 0
-    every = _first(config, _EVERY) or 1
-    return Experts(num, _first(config, _PER_TOKEN) or num, width, shared, layers - (layers - dense) // every)
+    dense = sum(not _is_sparse(config, index) for index in range(layers))
+    return Experts(num, _first(config, _PER_TOKEN) or num, width, shared, dense)
+
+
+def _is_sparse(config: Mapping[str, Any], index: int) -> bool:
+    first = _first(config, ("first_k_dense_replace",)) or 0
+    every, dense = _first(config, _EVERY) or 1, config.get("mlp_only_layers") or ()
+    return index >= first and (index + 1 - first) % every == 0 and not (isinstance(dense, list) and index in dense)
 
 
 def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
@@ -134,80 +166,193 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
-_USUAL = {
-    # Experts, those of a token, and how many times narrower than `intermediate_size` they are: of the largest model.
-    "deepseek_v2": (162, 8, 7),
-    "deepseek_v3": (257, 9, 9),
-    "glm4_moe": (161, 9, 7),
-    "gpt_oss": (128, 4, 1),
-    "granitemoe": (62, 8, 1),
-    "jamba": (16, 2, 1),
-    "llama4_text": (129, 2, 1),
-    "minimax": (32, 2, 1),
-    "minimax_m2": (256, 8, 1),
-    "mixtral": (8, 2, 1),
-    "olmoe": (64, 8, 1),
-    "phimoe": (16, 2, 1),
-    "qwen2_moe": (68, 12, 4),
-    "qwen3_moe": (128, 8, 8),
-    "qwen3_next": (513, 11, 10),
-}
-_UNKNOWN = (128, 8, 1)
-
-
-def _usual_experts(shape: ArchitectureSpec) -> Experts | None:
-    """Return the experts to expect of a family whose configuration can't be read: rather too many than too few."""
-    usual = _USUAL.get(shape.family) or (_UNKNOWN if "moe" in shape.family else None)
-    if usual is None:
-        return None
-    num, per_token, narrower = usual
-    return Experts(num, per_token, -(-shape.intermediate_size // narrower))
-
-
 # --- The formula ---------------------------------------------------------------------------------
 
 
-def _count(shape: ArchitectureSpec, experts: Experts | None, source: CountSource) -> ModelCounts:
-    num_layers, hidden = shape.num_hidden_layers, shape.hidden_size
-    linears = tuple(Linear(name, *sizes, num_layers) for name, sizes in projections(shape).items())
-    dense_layer = sum(linear.size for linear in linears) + _norm_parameters(shape)
-    around = (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * hidden + hidden
-    if experts is None:
-        active = sum(linear.size * linear.count for linear in linears)
-        return ModelCounts(
-            source, num_layers * dense_layer, dense_layer, around, active, shape.intermediate_size, 0, linears
-        )
-    dense = min(num_layers, experts.num_dense_layers)
-    sparse = num_layers - dense
-    one_wide = _WIDTHS_OF_MATRICES * hidden
-    router = hidden * (experts.num + (experts.shared_width > 0))
-    without = dense_layer - one_wide * shape.intermediate_size + router
-    layer = without + one_wide * (experts.num * experts.width + experts.shared_width)
-    used = experts.per_token * experts.width + experts.shared_width
-    active = dense * dense_layer + sparse * (without + one_wide * used)
-    attention = tuple(linear for linear in linears if linear.name not in _FEED_FORWARD)
+@dataclass
+class _Layer:
+    """What is counted of a decoder layer.
+
+    Attributes:
+        linears: its linear layers: numbers of inputs and outputs by name.
+        others: parameters of other matrices that every token is multiplied by: routers and convolutions.
+        experts: parameters of matrices of all routed experts.
+        active_experts: those of them that a token is sent to.
+        vectors: norms, biases, scales and sinks.
+    """
+
+    linears: dict[str, tuple[int, int]] = field(default_factory=dict)
+    others: int = 0
+    experts: int = 0
+    active_experts: int = 0
+    vectors: int = 0
+    feed_forward: int = 0
+
+    @property
+    def in_linears(self) -> int:
+        return sum(inputs * outputs for inputs, outputs in self.linears.values())
+
+    @property
+    def active(self) -> int:
+        return self.in_linears + self.others + self.active_experts
+
+    @property
+    def total(self) -> int:
+        return self.in_linears + self.others + self.experts + self.vectors
+
+
+def _count(config: Mapping[str, Any], source: CountSource) -> ModelCounts:
+    family, experts = family_of(str(config.get("model_type"))), read_experts(config)
+    layers = [_layer(config, family, experts, index) for index in range(config["num_hidden_layers"])]
+    linears = Counter((name, *sizes) for layer in layers for name, sizes in layer.linears.items())
     return ModelCounts(
         source,
-        layers=dense * dense_layer + sparse * layer,
-        largest_layer=max(layer, dense_layer) if dense else layer,
-        around=around,
-        active=active,
-        feed_forward=max(used, shape.intermediate_size) if dense else used,
-        experts_per_token=experts.per_token,
-        linears=attention,
+        layers=sum(layer.total for layer in layers),
+        largest_layer=max(layer.total for layer in layers),
+        around=_outside_layers(config),
+        active=sum(layer.active for layer in layers),
+        feed_forward=max(layer.feed_forward for layer in layers),
+        experts_per_token=experts.per_token if experts else 0,
+        linears=tuple(Linear(*kind, count) for kind, count in linears.items()),
+        attention=count_attention(config),
     )
 
 
-_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+def _outside_layers(config: Mapping[str, Any]) -> int:
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    outside: int = (1 if config.get("tie_word_embeddings") else 2) * vocabulary * hidden + hidden
+    if per_layer := config.get("hidden_size_per_layer_input"):  # Gemma 4's embeddings for each layer
+        width = config["num_hidden_layers"] * per_layer
+        outside += config["vocab_size_per_layer_input"] * width + hidden * width + per_layer
+    return outside
 
 
-def _norm_parameters(shape: ArchitectureSpec) -> int:
-    hidden, heads = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    keys = shape.num_key_value_heads * shape.head_dim
-    return {
-        "qwen3": 2 * hidden + 2 * shape.head_dim,
-        "qwen3_moe": 2 * hidden + 2 * shape.head_dim,
-        "olmo3": 2 * hidden + heads + keys,
-        "olmoe": 2 * hidden + heads + keys,
-        "gemma3_text": 4 * hidden + 2 * shape.head_dim,
-    }.get(shape.family, 2 * hidden)
+def _layer(config: Mapping[str, Any], family: Family, experts: Experts | None, index: int) -> _Layer:
+    hidden, kind = config["hidden_size"], _layer_type(config, index)
+    layer = _Layer(vectors=family.num_norms * hidden)
+    if kind == LINEAR:
+        _add_gated_delta_net(layer, config)
+    else:
+        _add_attention(layer, config, family, index, kind)
+    is_sparse = experts is not None and _is_sparse(config, index)
+    has_both = "enable_moe_block" in config  # Gemma 4's experts are beside a dense feed-forward layer
+    if not is_sparse or has_both:
+        _add_feed_forward(layer, config, index)
+    if experts is not None and is_sparse:
+        _add_experts(layer, config, family, experts)
+    if per_layer := config.get("hidden_size_per_layer_input"):
+        layer.linears |= {"per_layer_input_gate": (hidden, per_layer), "per_layer_projection": (per_layer, hidden)}
+        layer.vectors += hidden
+    return layer
+
+
+def _layer_type(config: Mapping[str, Any], index: int) -> str:
+    types = config.get("layer_types")
+    return str(types[index]) if isinstance(types, list) and index < len(types) else FULL
+
+
+def _heads(config: Mapping[str, Any], kind: str) -> tuple[int, int]:
+    """Return the width of a head and the number of key and value heads, which Gemma 4's full layers have their own."""
+    width, groups = config["head_dim"], config["num_key_value_heads"]
+    if kind == FULL and config.get("global_head_dim"):
+        width = config["global_head_dim"]
+        groups = (config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None) or groups
+    return width, groups
+
+
+def _add_attention(layer: _Layer, config: Mapping[str, Any], family: Family, index: int, kind: str) -> None:
+    hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
+    width, groups = _heads(config, kind)
+    queries, keys = num_heads * width, groups * width
+    projections = {
+        "q_proj": (hidden, queries * (2 if family.has_output_gate else 1)), "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys), "o_proj": (queries, hidden),
+    }  # fmt: skip
+    has_keys = index < config["num_hidden_layers"] - (config.get("num_kv_shared_layers") or 0)
+    if not has_keys:
+        del projections["k_proj"]
+    if not has_keys or (config.get("attention_k_eq_v") and kind == FULL):
+        del projections["v_proj"]
+    layer.linears |= projections
+    biased = family.bias if config.get("attention_bias") is not False else ()
+    if config.get("attention_bias"):
+        biased = tuple(projections)
+    layer.vectors += sum(projections[name][1] for name in biased if name in projections)
+    if family.qk_norm == "head":
+        layer.vectors += width * (2 if has_keys else 1)
+    elif family.qk_norm == "heads":
+        layer.vectors += queries + keys
+    layer.vectors += num_heads * family.has_sinks
+
+
+def _add_gated_delta_net(layer: _Layer, config: Mapping[str, Any]) -> None:
+    """Add the linear attention of Qwen 3.5 (Yang et al. 2024): its gates, its short convolution and its norm."""
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
+    layer.linears |= {
+        "in_proj_qkv": (hidden, 2 * keys + values), "in_proj_z": (hidden, values), "in_proj_b": (hidden, heads),
+        "in_proj_a": (hidden, heads), "out_proj": (values, hidden),
+    }  # fmt: skip
+    layer.others += (2 * keys + values) * config["linear_conv_kernel_dim"]
+    layer.vectors += 2 * heads + config["linear_value_head_dim"]
+
+
+def _add_feed_forward(layer: _Layer, config: Mapping[str, Any], index: int) -> None:
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    shares_keys = index >= config["num_hidden_layers"] - (config.get("num_kv_shared_layers") or 0)
+    if config.get("use_double_wide_mlp") and shares_keys:
+        width *= 2
+    layer.linears |= {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
+    layer.feed_forward += width
+    if config.get("mlp_bias"):
+        layer.vectors += 2 * width + hidden
+
+
+_MATRICES_OF_AN_EXPERT = 3
+"""Gate, up and down projection. Experts with two have fewer parameters than are planned for."""
+
+
+def _add_experts(layer: _Layer, config: Mapping[str, Any], family: Family, experts: Experts) -> None:
+    hidden, each = config["hidden_size"], _MATRICES_OF_AN_EXPERT * config["hidden_size"] * experts.width
+    layer.experts, layer.active_experts = experts.num * each, experts.per_token * each
+    layer.feed_forward += experts.per_token * experts.width + experts.shared_width
+    if "enable_moe_block" in config:
+        layer.linears["proj"] = (hidden, experts.num)
+        layer.vectors += 3 * hidden + hidden + experts.num  # norms around the experts, the router's scales
+    else:
+        layer.others += hidden * experts.num
+    if family.expert_bias:
+        layer.vectors += experts.num * (1 + 2 * experts.width + hidden)
+    if not experts.shared_width:
+        return
+    if family.has_formula:
+        wide = experts.shared_width
+        layer.linears |= {
+            "shared_expert_gate": (hidden, 1), "gate_proj": (hidden, wide), "up_proj": (hidden, wide),
+            "down_proj": (wide, hidden),
+        }  # fmt: skip
+    else:
+        layer.others += hidden + _MATRICES_OF_AN_EXPERT * hidden * experts.shared_width
+
+
+# --- Attention -----------------------------------------------------------------------------------
+
+
+def count_attention(config: Mapping[str, Any]) -> tuple[AttentionLayers, ...]:
+    """Return how many layers of a filled configuration have which attention.
+
+    Raises:
+        KeyError: it leaves out how many heads there are.
+    """
+    kinds = Counter(_layer_type(config, index) for index in range(config["num_hidden_layers"]))
+    found = []
+    for kind, count in kinds.items():
+        if kind == LINEAR and "linear_num_value_heads" in config:
+            values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+            found.append(AttentionLayers(count, values, state=config["linear_key_head_dim"]))
+        else:
+            width, _ = _heads(config, kind)
+            has_window = kind == WINDOWED and config.get("sliding_window") is not None
+            found.append(AttentionLayers(count, config["num_attention_heads"] * width, has_window))
+    return tuple(found)

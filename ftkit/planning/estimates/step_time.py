@@ -18,8 +18,9 @@ from ftkit.planning.estimates.parameters import count_model, count_parameters, m
 
 if TYPE_CHECKING:
     from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.training import EngineName, TrainingPlan
+    from ftkit.config.training import TrainingPlan
     from ftkit.planning.estimates.gpus import Gpu
+    from ftkit.planning.setup import Setup
 
 MATRIX_EFFICIENCY = 0.63
 """Part of the peak that matrix products reach, what is started around them included."""
@@ -63,54 +64,30 @@ class StepTimePlan:
     mfu: float
 
 
-@dataclass(frozen=True)
-class Network:
-    """How the processes are spread.
-
-    Attributes:
-        num_nodes: nodes.
-        size: processes on all of them.
-        node_bandwidth: bytes a second of a node's network; none: unknown, taken as no obstacle.
-    """
-
-    num_nodes: int
-    size: int
-    node_bandwidth: float | None
-
-
-def predict_step_time(
-    shape: ArchitectureSpec,
-    training: TrainingPlan,
-    engine: EngineName,
-    gpu: Gpu,
-    network: Network,
-    *,
-    keeps_weights: bool = False,
-) -> StepTimePlan:
-    """Predict the speed of a run whose packs are one document each, all of its tokens targets.
-
-    `keeps_weights`: as `ftkit.planning.estimates.memory.predict_memory` has it.
-    """
+def predict_step_time(setup: Setup, gpu: Gpu) -> StepTimePlan:
+    """Predict the speed of a run whose packs are one document each, all of its tokens targets."""
+    training, num_shards = setup.training, setup.num_shards
     tokens = training.micro_batch_size * training.sequence_length
-    accumulation = max(1, training.global_batch_size // (training.micro_batch_size * network.size))
+    accumulation = max(1, training.global_batch_size // (training.micro_batch_size * num_shards))
     micro = {
-        "gpu": _gpu_seconds(shape, training, engine, gpu, tokens),
-        "network": _network_seconds(shape, training, gpu, network, 1 if keeps_weights else 2),
-        "host": shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[engine],
-        "main memory": _offload_seconds(shape, training, tokens),
+        "gpu": _gpu_seconds(setup, gpu, tokens),
+        "network": _network_seconds(setup, gpu),
+        "host": setup.shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[setup.engine],
+        "main memory": _offload_seconds(setup, tokens),
     }
-    if engine == "zero3":  # whose collectives hide behind little of the arithmetic
+    if setup.engine == "zero3":  # whose collectives hide behind little of the arithmetic
         longer = max(("gpu", "network"), key=lambda name: micro[name])
         micro[longer] = micro["gpu"] + micro["network"]
     slowest = max(micro, key=lambda name: micro[name])
     bound: Bound = slowest  # type: ignore[assignment] # the keys are the words
-    step = accumulation * micro[slowest] + _optimizer_seconds(shape, training, gpu, network)
+    step = accumulation * micro[slowest] + _optimizer_seconds(setup, gpu)
     total = training.global_batch_size * training.sequence_length / step
-    flops = document_flops(shape, training, training.sequence_length).total
-    return StepTimePlan(bound, step, total, total * flops / (network.size * gpu.peak_flops(training.compute_precision)))
+    flops = document_flops(setup.shape, training, training.sequence_length).total
+    return StepTimePlan(bound, step, total, total * flops / (num_shards * gpu.peak_flops(training.compute_precision)))
 
 
-def _gpu_seconds(shape: ArchitectureSpec, training: TrainingPlan, engine: EngineName, gpu: Gpu, tokens: int) -> float:
+def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
+    shape, training = setup.shape, setup.training
     flops = document_flops(shape, training, training.sequence_length)
     again = {"none": 0.0, "selective": 0.0, "full": 1.0}[training.activation_checkpointing]
     # A third of full training is its forward pass; with frozen weights it is a half.
@@ -118,9 +95,9 @@ def _gpu_seconds(shape: ArchitectureSpec, training: TrainingPlan, engine: Engine
     matrices *= _fp8_time(shape, training)
     attention = flops.attention * (1 + again / 3)
     fast = gpu.has_fast_attention and training.attention in {"auto", "flash4"} and training.compute_precision == "bf16"
-    compiled = engine == "fsdp2" and training.compile != "none"
-    kept = layer_bytes(shape, compute_width(training), compiled=compiled)
-    moved = shape.num_hidden_layers * kept * ELEMENTWISE_PASSES
+    compiled = setup.engine == "fsdp2" and training.compile != "none"
+    saved = layer_bytes(shape, compute_width(training), compiled=compiled)
+    moved = shape.num_hidden_layers * saved * ELEMENTWISE_PASSES
     seconds = matrices / MATRIX_EFFICIENCY + attention / ATTENTION_EFFICIENCY[fast]
     seconds /= gpu.peak_flops(training.compute_precision)
     seconds += moved / gpu.memory_bandwidth
@@ -139,34 +116,35 @@ def _fp8_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
     return 1 - share + share / FP8_SPEEDUP[training.precision == "fp8"]
 
 
-def _network_seconds(shape: ArchitectureSpec, training: TrainingPlan, gpu: Gpu, network: Network, times: int) -> float:
-    """Weights are gathered so many times, for the forward and perhaps for the backward pass, and gradients reduced."""
-    if network.size == 1:
+def _network_seconds(setup: Setup, gpu: Gpu) -> float:
+    """Weights are all-gathered for the forward and perhaps for the backward pass, gradients are reduce-scattered."""
+    if setup.num_shards == 1:
         return 0.0
     bandwidth = gpu.link_bandwidth
-    if network.num_nodes > 1 and network.node_bandwidth is not None:
-        bandwidth = min(bandwidth, network.node_bandwidth)
-    return _carried_bytes(shape, training, times) / (NETWORK_EFFICIENCY * bandwidth)
+    if setup.num_nodes > 1 and setup.node_bandwidth is not None:
+        bandwidth = min(bandwidth, setup.node_bandwidth)
+    return _carried_bytes(setup, 1 if setup.keeps_weights else 2) / (NETWORK_EFFICIENCY * bandwidth)
 
 
-def _carried_bytes(shape: ArchitectureSpec, training: TrainingPlan, times: int) -> int:
+def _carried_bytes(setup: Setup, times: int) -> int:
     """Count the bytes of weights that come so many times in a micro-batch, and of gradients that go."""
+    shape, training = setup.shape, setup.training
     weights = times * compute_width(training) * count_parameters(shape)
     return weights + reduce_width(training) * method_counts(shape, training).trained
 
 
-def _offload_seconds(shape: ArchitectureSpec, training: TrainingPlan, tokens: int) -> float:
+def _offload_seconds(setup: Setup, tokens: int) -> float:
+    shape, training = setup.shape, setup.training
     moved = 0
     if training.activation_offload:  # out and in again
         moved += 2 * compute_width(training) * tokens * shape.hidden_size * shape.num_hidden_layers
     if training.offload == "all":
-        moved += _carried_bytes(shape, training, 2)
+        moved += _carried_bytes(setup, 2)
     return moved / HOST_BANDWIDTH
 
 
-def _optimizer_seconds(shape: ArchitectureSpec, training: TrainingPlan, gpu: Gpu, network: Network) -> float:
-    trained = method_counts(shape, training).trained / network.size
-    bandwidth = gpu.memory_bandwidth
-    if training.offload == "none":
-        return OPTIMIZER_BYTES * trained / bandwidth
+def _optimizer_seconds(setup: Setup, gpu: Gpu) -> float:
+    trained = method_counts(setup.shape, setup.training).trained / setup.num_shards
+    if setup.training.offload == "none":
+        return OPTIMIZER_BYTES * trained / gpu.memory_bandwidth
     return 2 * 8 * trained / HOST_BANDWIDTH  # the states come and go

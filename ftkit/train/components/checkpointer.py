@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
+from ftkit.config.execution import GIB
 from ftkit.errors import TrainingError
-from ftkit.planning.estimates.memory import GIB
 from ftkit.runs.records import CheckpointRecord
 from ftkit.train.components.checkpoint import (
     INDEX,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from ftkit.planning.estimates.memory import LOGITS_ALIGNMENT, logits_rows
+from ftkit.config.execution import LOGITS_ALIGNMENT, logits_rows
 from ftkit.train.private_apis import TORCH
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import torch
 from ftkit.data.packing import find_padding
 from ftkit.planning.estimates.flops import token_flops
 from ftkit.planning.estimates.gpus import gpu_of_device
+from ftkit.planning.estimates.parameters import count_model
 
 if TYPE_CHECKING:
     from ftkit.config.recipe import RecipePlan
@@ -51,7 +52,7 @@ def make_mfu_meter(recipe: RecipePlan, store: PackStore, world: World) -> MfuMet
     in_window = keys if window is None else np.minimum(keys, window)
     targets = float(store.num_targets.mean()) * len(packs) / len(keys)
     flops = token_flops(shape, recipe.training, float(keys.mean()), float(in_window.mean()), targets)
-    is_known = world.device.type == "cuda" and not shape.is_estimated
+    is_known = world.device.type == "cuda" and count_model(shape).is_exact
     gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if is_known else None
     return MfuMeter(
         flops.total * len(keys) / len(packs),

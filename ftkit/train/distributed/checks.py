@@ -18,8 +18,8 @@ from ftkit.train.components.batches import to_micro_batch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ftkit.config.execution import ParameterCounts
     from ftkit.config.training import TrainingPlan
-    from ftkit.planning.estimates.adapters import ParameterCounts
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 

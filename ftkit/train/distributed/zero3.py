@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from ftkit.config.execution import ZERO3_BUCKET
 from ftkit.errors import PrerequisiteError
-from ftkit.planning.estimates.memory import ZERO3_BUCKET
 from ftkit.train.causal_lm import MicroBatch, add_objective, summed_loss
 from ftkit.train.components.checkpoint import read_state
 from ftkit.train.components.optimizer import parameter_groups

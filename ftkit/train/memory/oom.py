@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ftkit.config.execution import GIB, USABLE_MEMORY
 from ftkit.errors import MemoryExhaustedError
-from ftkit.planning.estimates.gpus import USABLE_MEMORY
-from ftkit.planning.estimates.memory import GIB
 from ftkit.planning.suggestions import suggest_changes
 from ftkit.train.memory.host_memory import total_bytes
 from ftkit.train.memory.trace import read_memory
@@ -107,14 +106,7 @@ def _words(parts: Mapping[str, float]) -> str:
 
 def _advice(plan: RunPlan, capacity: float) -> str:
     foreseen, usable = plan.memory.total, USABLE_MEMORY * capacity
-    suggestions = suggest_changes(
-        plan.recipe,
-        plan.cluster,
-        plan.placement.num_nodes,
-        plan.placement.processes_per_node,
-        plan.engine.name,
-        usable if foreseen > usable else _TOO_LOW * foreseen,
-    )
+    suggestions = suggest_changes(plan.setup, plan.cluster, usable if foreseen > usable else _TOO_LOW * foreseen)
     if not suggestions:
         return "no change of the recipe is foreseen to fit: take devices with more memory, or a smaller model"
     lines = "\n".join(f"  {suggestion}" for suggestion in suggestions)

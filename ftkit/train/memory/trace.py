@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftkit.planning.estimates.memory import GIB
+from ftkit.config.execution import GIB
 from ftkit.runs.records import MemoryRecord
 from ftkit.train.memory.host_memory import forget_peak, resident_bytes
 

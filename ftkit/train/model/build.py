@@ -13,9 +13,10 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from ftkit.config.model import NEVER_WINDOWED, ArchitectureSpec
+from ftkit.config.model import ArchitectureSpec
 from ftkit.config.model_config import CONFIG_KEYS, find_contradictions
 from ftkit.errors import TrainingError, one_line
+from ftkit.families import family_of
 from ftkit.model_folder import CONFIG_FILE, read_model_type
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ DEQUANTIZED_METHODS = ("mxfp4",)
 """Quantized weights that `ftkit.train.model.weight_conversion` reads."""
 _NDIM_OF_STACKED_EXPERTS = 3
 _BF16_IN_16_BYTES = 8
-_PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every"}
+_PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every", "rope_scaling"}
 
 
 def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -58,9 +59,9 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
 
 def _windows(shape: ArchitectureSpec) -> dict[str, Any]:
     """Return the attention windows of each layer, for families that may have them."""
-    if shape.family in NEVER_WINDOWED:
+    if shape.is_measured and not family_of(shape.family).full_attention_every:
         return {}
-    if shape.is_estimated and shape.sliding_window is None:
+    if not shape.is_measured and shape.sliding_window is None:
         return {"sliding_window": None}
     return {
         "sliding_window": shape.sliding_window or shape.max_position_embeddings,

@@ -106,7 +106,7 @@ def test_a_key_that_is_missing_is_looked_for_where_it_belongs(ctx: Context) -> N
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("# mine\nname: mine\ntraining:\n  max_steps: 2\n")
     found = problems(ctx, "training.seed=1", "data.source.kind=hub", recipe="mine")
-    assert f"{path}:2: description: required, but not given. Add 'description:'." in found
+    assert f"{path}:2: model: required, but not given. Add 'model:'." in found
     assert f"{path}:3: training.sequence_length: required, but not given. Add 'sequence_length:'." in found
     assert "command line: data.source.dataset: required, but not given. Add 'dataset:'." in found
 

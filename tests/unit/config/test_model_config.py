@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.config.model_config import find_contradictions, text_part
+from ftkit.config.model import ArchitectureFields
+from ftkit.config.model_config import find_contradictions, read_shape, text_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +58,11 @@ def test_shipped_shapes_are_those_of_the_published_configurations(
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps", "1e-06 in the recipe, 1e-05 in the weights"),
         ({"vocab_size": 128000}, "vocab_size", "128000 in the recipe, 128256 in the weights"),
         ({"head_dim": 64}, "head_dim", "64 in the recipe, 128 in the weights"),
-        ({"max_position_embeddings": 131072}, "max_position_embeddings", "131072 in the recipe, 8192 in the weights"),
+        (
+            {"max_position_embeddings": 131072},
+            "max_position_embeddings",
+            "131072 in the recipe, 8192 in the weights (more need rope_scaling)",
+        ),
         ({"family": "qwen3"}, "family", "qwen3 in the recipe, llama in the weights"),
         ({"initializer_range": 0.01}, "initializer_range", "0.01 has no effect on weights that are there"),
         ({"sliding_window": 4096}, "sliding_window", "4096 in the recipe, None in the weights"),
@@ -104,13 +109,26 @@ def test_both_spellings_of_the_rotary_base_are_read(architecture: Callable[[str]
     assert find_contradictions(shape, rest | {"rope_parameters": {"rope_theta": 500000}}) == {}
 
 
-def test_what_a_configuration_leaves_to_its_class_is_not_compared(
+def test_what_a_configuration_leaves_out_is_what_its_class_has(
     architecture: Callable[[str], ArchitectureSpec],
 ) -> None:
-    shape = architecture("gemma3-4b").model_copy(update={"rope_theta": 10_000.0, "tie_word_embeddings": False})
-    assert find_contradictions(shape, text_part(GEMMA3_WRAPPED)) == {}
-    tied = GEMMA3_WRAPPED | {"tie_word_embeddings": True}
-    assert find_contradictions(shape, text_part(tied)).keys() == {"tie_word_embeddings"}
+    shape = architecture("gemma3-4b")
+    other = shape.model_copy(update={"rope_theta": 10_000.0, "tie_word_embeddings": False})
+    assert find_contradictions(other, GEMMA3_WRAPPED).keys() == {"rope_theta", "tie_word_embeddings"}
+    untied = GEMMA3_WRAPPED | {"tie_word_embeddings": False}
+    assert find_contradictions(shape, untied).keys() == {"tie_word_embeddings"}
+    newer = {"model_type": "newer", "num_hidden_layers": 34}
+    assert find_contradictions(other.model_copy(update={"family": "newer"}), newer) == {}
+
+
+def test_fields_that_a_recipe_leaves_out_are_not_compared() -> None:
+    assert find_contradictions(ArchitectureFields(num_hidden_layers=32), LLAMA) == {}
+    assert find_contradictions(ArchitectureFields(), LLAMA) == {}
+
+
+def test_published_configurations_lead_to_the_shipped_shapes(architecture: Callable[[str], ArchitectureSpec]) -> None:
+    for name, config in PUBLISHED.items():
+        assert read_shape(config, name) == architecture(name).model_copy(update={"initializer_range": 0.02})
 
 
 @pytest.mark.parametrize("value", ["wide", [], {}, -1, None, True])

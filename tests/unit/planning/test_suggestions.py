@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -15,11 +16,12 @@ from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import RunRequest
 from ftkit.errors import ConfigError
-from ftkit.planning.engine_choice import keeps_weights, least_memory
+from ftkit.planning.engine_choice import least_memory, with_resharding
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.step_time import Network, predict_step_time
-from ftkit.planning.plan import plan_run
+from ftkit.planning.estimates.step_time import predict_step_time
+from ftkit.planning.plan import plan_model, plan_run
+from ftkit.planning.setup import Setup
 from ftkit.planning.suggestions import (
     MODES,
     NUM_SUGGESTIONS,
@@ -42,7 +44,7 @@ CLUSTER = load_cluster("slurm", NOWHERE)
 
 def planned(spec: RecipeSpec) -> RecipePlan:
     """Resolve what is left open to one pack at a time, with layers computed again."""
-    return RecipePlan.of(spec, least_memory(spec.training))
+    return RecipePlan.of(spec, plan_model(spec.model, None), least_memory(spec.training))
 
 
 def recipe(*overrides: str) -> RecipePlan:
@@ -56,11 +58,15 @@ BATCHES = (
 
 
 def total(spec: RecipePlan, num_shards: int) -> float:
-    return predict_memory(spec.model.architecture, spec.training, num_shards, "fsdp2").total
+    return predict_memory(Setup(spec.model.architecture, spec.training, num_shards)).total
+
+
+def setup(spec: RecipePlan, engine: EngineName = "fsdp2") -> Setup:
+    return Setup(spec.model.architecture, spec.training, 16, engine, num_nodes=2)
 
 
 def propose(spec: RecipePlan, capacity: float, cluster: ClusterProfile = CLUSTER) -> list[Suggestion]:
-    return suggest_changes(spec, cluster, 2, 8, "fsdp2", capacity)
+    return suggest_changes(setup(spec), cluster, capacity)
 
 
 def taken(suggestion: Suggestion) -> tuple[RecipePlan, int]:
@@ -120,7 +126,7 @@ def test_a_layers_inputs_are_offloaded_where_recomputing_all_else_is_not_enough(
 
 
 def test_with_zero3_only_whole_layers_are_recomputed() -> None:
-    suggestions = suggest_changes(recipe(*BATCHES), CLUSTER, 2, 8, "zero3", 70)
+    suggestions = suggest_changes(setup(recipe(*BATCHES), "zero3"), CLUSTER, 70)
     assert suggestions[0].override.startswith("training.activation_checkpointing=full")
 
 
@@ -147,7 +153,7 @@ def test_states_of_8_bits_are_not_suggested_where_they_have_no_place(
     changes: tuple[str, ...], engine: EngineName
 ) -> None:
     for capacity in range(4, 100, 8):
-        for suggestion in suggest_changes(recipe(*BATCHES, *changes), CLUSTER, 2, 8, engine, capacity):
+        for suggestion in suggest_changes(setup(recipe(*BATCHES, *changes), engine), CLUSTER, capacity):
             assert "adamw8bit" not in suggestion.override
 
 
@@ -179,7 +185,7 @@ def test_a_batch_too_small_for_more_nodes_is_left_as_it_is() -> None:
 
 def test_small_micro_batches_are_suggested_to_grow_as_far_as_they_fit() -> None:
     small = planned(load_recipe("gemma3-1b-dolly-lora", NOWHERE, ["training.activation_checkpointing=none"]))
-    suggestion = suggest_faster(small, "fsdp2", GPUS["h100-80gb"], Network(1, 1, None))
+    suggestion = suggest_faster(replace(setup(small), num_shards=1, num_nodes=1), GPUS["h100-80gb"])
     assert suggestion is not None
     assert suggestion.override.startswith("training.micro_batch_size=")
     assert suggestion.speedup > 1.1
@@ -188,14 +194,14 @@ def test_small_micro_batches_are_suggested_to_grow_as_far_as_they_fit() -> None:
 
 def test_checkpointing_that_nothing_asks_for_is_suggested_to_go() -> None:
     checkpointed = recipe("training.global_batch_size=16")
-    suggestion = suggest_faster(checkpointed, "fsdp2", GPUS["h200"], Network(2, 16, None))
+    suggestion = suggest_faster(setup(checkpointed), GPUS["h200"])
     assert suggestion is not None
     assert "training.activation_checkpointing=none" in suggestion.override
 
 
 def test_nothing_is_suggested_to_a_run_that_is_as_fast_as_it_can_be() -> None:
     fast = recipe("training.activation_checkpointing=none", "training.global_batch_size=16")
-    assert suggest_faster(fast, "fsdp2", GPUS["h200"], Network(2, 16, None)) is None
+    assert suggest_faster(setup(fast), GPUS["h200"]) is None
 
 
 # --- What `auto` stands for ----------------------------------------------------------------------
@@ -206,16 +212,14 @@ H100, H200, L4 = GPUS["h100-80gb"], GPUS["h200"], GPUS["l4"]
 def choose(
     spec: RecipeSpec, gpu: Gpu | None, num_processes: int = 8, engine: EngineName = "fsdp2"
 ) -> tuple[TrainingPlan, ExecutionPlan]:
-    network = Network(1, num_processes, None)
-    return choose_execution(spec.model.architecture, spec.training, engine, "cuda", gpu, network)
+    lightest = Setup(spec.model.architecture, least_memory(spec.training), num_processes, engine, gpu=gpu)
+    return choose_execution(spec.training, lightest)
 
 
 def predicted(spec: RecipeSpec, training: TrainingPlan, gpu: Gpu, num_processes: int = 8) -> tuple[float, float]:
     """Return seconds of a step and GiB, as the plan predicts them."""
-    shape, network = spec.model.architecture, Network(1, num_processes, None)
-    kept = keeps_weights(shape, training, num_processes, "fsdp2", gpu)
-    speed = predict_step_time(shape, training, "fsdp2", gpu, network, keeps_weights=kept)
-    return speed.step_seconds, predict_memory(shape, training, num_processes, keeps_weights=kept).total
+    asked = with_resharding(Setup(spec.model.architecture, training, num_processes, gpu=gpu))
+    return predict_step_time(asked, gpu).step_seconds, predict_memory(asked).total
 
 
 def test_auto_makes_small_packs_many_and_leaves_memory_free() -> None:
@@ -278,7 +282,9 @@ def test_where_nothing_is_known_of_the_gpu_the_least_memory_is_taken() -> None:
 
 def test_without_gpus_a_few_packs_at_a_time_are_computed_once() -> None:
     spec = load_recipe("demo", NOWHERE)
-    training, _ = choose_execution(spec.model.architecture, spec.training, "fsdp2", "cpu", None, Network(1, 2, None))
+    training, _ = choose_execution(
+        spec.training, Setup(spec.model.architecture, least_memory(spec.training), 2, device="cpu")
+    )
     assert (training.micro_batch_size, training.activation_checkpointing) == (4, "none")
 
 
@@ -303,20 +309,13 @@ def test_a_shipped_recipe_is_as_fast_on_a_shipped_cluster_as_the_plan_knows_how(
         image, created = NamedImage(spec.image or "any:1"), datetime(2026, 1, 2, tzinfo=UTC)
         request = RunRequest(None, None, None, image, False, Path("/w"), "python", created, "a")
         plan = plan_run(spec, cluster, None, request, ftkit_version="1")
-        network = Network(
-            plan.placement.num_nodes, plan.placement.world_size, (cluster.network_gbps or 0) * 1e9 / 8 or None
-        )
-        per_process = spec.training.global_batch_size // network.size
+        per_process = spec.training.global_batch_size // plan.placement.world_size
         best = 0.0
         for size, mode in product((n for n in range(1, per_process + 1) if per_process % n == 0), MODES):
-            changed = plan.recipe.training.model_copy(
-                update={"micro_batch_size": size, "activation_checkpointing": mode}
-            )
-            shape, engine = spec.model.architecture, plan.engine.name
-            kept = keeps_weights(shape, changed, network.size, engine, gpu)
-            if predict_memory(shape, changed, network.size, engine, keeps_weights=kept).total <= ROOM * gpu.usable_gib:
-                speed = predict_step_time(shape, changed, engine, gpu, network, keeps_weights=kept)
-                best = max(best, speed.tokens_per_second)
+            other = plan.setup.with_training(micro_batch_size=size, activation_checkpointing=mode)
+            changed = with_resharding(other)
+            if predict_memory(changed).total <= ROOM * gpu.usable_gib:
+                best = max(best, predict_step_time(changed, gpu).tokens_per_second)
         assert plan.speed is not None
         assert best, f"{name} on {cluster.name}: nothing fits"
         assert plan.speed.tokens_per_second >= 0.95 * best, f"{name} on {cluster.name}"

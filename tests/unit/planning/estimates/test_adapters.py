@@ -6,19 +6,23 @@ import pytest
 
 from ftkit import assets
 from ftkit.config.context import Context
+from ftkit.config.execution import GIB
 from ftkit.config.load import load_recipe
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.quantization import nf4_parts
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.config.yaml_files import read_yaml
 from ftkit.errors import ConfigError
-from ftkit.planning.engine_choice import choose_engine, keeps_weights, least_memory, with_kept_weights
+from ftkit.planning.engine_choice import choose_engine, least_memory, with_resharding
 from ftkit.planning.estimates.gpus import GPUS
-from ftkit.planning.estimates.memory import GIB, predict_memory
+from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_adapter_parameters, count_parameters, method_counts
+from ftkit.planning.setup import Setup
 
 if TYPE_CHECKING:
+    from ftkit.config.cluster import GpuModel
     from ftkit.config.recipe import RecipeSpec
+    from ftkit.planning.engine_choice import EnginePlan
     from ftkit.planning.estimates.gpus import Gpu
 
 
@@ -47,7 +51,7 @@ def test_a_matrix_in_nf4_takes_about_half_a_byte_a_weight() -> None:
 
 def test_frozen_weights_take_two_bytes_a_parameter_and_4_bit_ones_a_quarter_of_that() -> None:
     shape = architecture("llama3.3-70b")
-    lora, qlora = (predict_memory(shape, training(method=method), 8) for method in ("lora", "qlora"))
+    lora, qlora = (predict_memory(Setup(shape, training(method=method), 8)) for method in ("lora", "qlora"))
     adapters = method_counts(shape, training(method="lora")).trained
     assert lora.parameters * GIB * 8 == pytest.approx(2 * count_parameters(shape) + 4 * adapters)
     assert lora.optimizer * GIB * 8 == pytest.approx(8 * adapters)
@@ -58,7 +62,7 @@ def test_frozen_weights_take_two_bytes_a_parameter_and_4_bit_ones_a_quarter_of_t
 def test_what_is_offloaded_is_not_on_the_gpu(engine: Any) -> None:
     shape = architecture("olmo3-7b")
     none, optimizer, everything = (
-        predict_memory(shape, training(offload=offload), 8, engine) for offload in ("none", "optimizer", "all")
+        predict_memory(Setup(shape, training(offload=offload), 8, engine)) for offload in ("none", "optimizer", "all")
     )
     assert none.optimizer > 0
     assert optimizer.optimizer == everything.optimizer == everything.parameters == everything.gradients == 0
@@ -77,17 +81,21 @@ def test_adapters_without_a_method_that_has_them_are_refused() -> None:
     assert training().adapters is None
 
 
+def choose(recipe: RecipeSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
+    return choose_engine(recipe.model.architecture, recipe.training, world_size, gpu)
+
+
 def test_auto_takes_zero3_where_it_alone_fits_and_says_why() -> None:
     recipe = load_recipe(
         "llama3.3-70b-full", Context(assets.RECIPES, assets.RECIPES, {}), ("training.offload=optimizer",)
     )
-    chosen = choose_engine(recipe, 8, "h100-80gb")
+    chosen = choose(recipe, 8, "h100-80gb")
     assert chosen.name == "zero3"
     assert "with fsdp2" in chosen.reason
-    assert choose_engine(recipe, 32, "h100-80gb").name == "fsdp2"
-    assert choose_engine(recipe, 8, None).name == "fsdp2"
+    assert choose(recipe, 32, "h100-80gb").name == "fsdp2"
+    assert choose(recipe, 8, None).name == "fsdp2"
     asked = recipe.model_copy(update={"training": recipe.training.model_copy(update={"engine": "zero3"})})
-    assert choose_engine(asked, 32, "h200").reason == "the recipe asks for it"
+    assert choose(asked, 32, "h200").reason == "the recipe asks for it"
 
 
 def test_layers_keep_their_weights_where_a_gpu_has_memory_to_spare() -> None:
@@ -95,14 +103,10 @@ def test_layers_keep_their_weights_where_a_gpu_has_memory_to_spare() -> None:
     small, large = (load_recipe(name, here) for name in ("qwen3-8b-tools-full", "llama3.3-70b-full"))
 
     def keeps(recipe: RecipeSpec, world_size: int, gpu: Gpu | None = GPUS["h200"], **changes: object) -> bool:
-        training = least_memory(recipe.training).model_copy(update=changes)
-        return keeps_weights(recipe.model.architecture, training, world_size, "fsdp2", gpu)
+        setup = Setup(recipe.model.architecture, least_memory(recipe.training), world_size, gpu=gpu)
+        return with_resharding(setup.with_training(**changes)).keeps_weights
 
     assert keeps(small, 8)
-    chosen = choose_engine(small, 8, "h200")
-    told = with_kept_weights(chosen, small.model.architecture, least_memory(small.training), 8, GPUS["h200"])
-    assert told.keeps_weights
-    assert told.reason.endswith("layers keep gathered weights")
     assert not keeps(large, 8)
     assert not keeps(small, 8, None)  # nobody knows what it has
     assert not keeps(small, 8, reshard_after_forward="always")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.planning.estimates.flops import count_full_layers, mean_visible_keys, token_flops
+from ftkit.planning.estimates.flops import attention_layers, mean_visible_keys, token_flops
 from ftkit.planning.estimates.parameters import count_parameters
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ def test_frozen_weights_have_no_gradients_to_compute(architecture: Shapes, train
 
 def test_a_window_is_counted_where_a_layer_has_one(architecture: Shapes, training: Specs) -> None:
     shape = architecture("olmo3-7b")
-    assert count_full_layers(shape) == 8
+    assert [(layers.count, layers.is_windowed) for layers in attention_layers(shape)] == [(24, True), (8, False)]
     windowed = token_flops(shape, training(), 4096, 1024).attention
     assert windowed == pytest.approx(12 * 4096 * (8 * 4096 + 24 * 1024))
-    assert count_full_layers(architecture("llama3-8b")) == 32
+    assert [layers.count for layers in attention_layers(architecture("llama3-8b"))] == [32]
 
 
 def test_tokens_without_targets_leave_the_output_projection_out(architecture: Shapes, training: Specs) -> None:

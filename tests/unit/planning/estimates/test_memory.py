@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.planning.estimates.adapters import projections
-from ftkit.planning.estimates.memory import GIB, predict_memory
-from ftkit.planning.estimates.parameters import count_parameters
+from ftkit.config.execution import GIB
+from ftkit.planning.estimates.memory import predict_memory
+from ftkit.planning.estimates.parameters import count_model, count_parameters
+from ftkit.planning.setup import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,7 @@ def test_parameters_are_those_that_the_model_card_or_the_weights_have(name: str,
 
 def test_states_take_sixteen_bytes_a_parameter_divided_by_the_shards(architecture: Shapes, training: Specs) -> None:
     shape = architecture("olmo3-32b")
-    plan = predict_memory(shape, training(sequence_length=64, global_batch_size=32), 16)
+    plan = predict_memory(Setup(shape, training(sequence_length=64, global_batch_size=32), 16))
     states = plan.parameters + plan.gradients + plan.optimizer
     assert states * GIB == pytest.approx(16 * count_parameters(shape) / 16)
 
@@ -45,28 +46,28 @@ def test_states_take_sixteen_bytes_a_parameter_divided_by_the_shards(architectur
 def test_checkpointing_takes_less_and_longer_sequences_take_more(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     none, selective, full = (
-        predict_memory(shape, training(activation_checkpointing=mode), 8).total
+        predict_memory(Setup(shape, training(activation_checkpointing=mode), 8)).total
         for mode in ("none", "selective", "full")
     )
     assert none > selective > full
     offloaded = training(activation_checkpointing="full", activation_offload=True)
-    assert predict_memory(shape, offloaded, 8).total < full
-    longer = predict_memory(shape, training(sequence_length=16384), 8)
-    assert longer.activations == pytest.approx(2 * predict_memory(shape, training(), 8).activations)
+    assert predict_memory(Setup(shape, offloaded, 8)).total < full
+    longer = predict_memory(Setup(shape, training(sequence_length=16384), 8))
+    assert longer.activations == pytest.approx(2 * predict_memory(Setup(shape, training(), 8)).activations)
 
 
 def test_gradients_of_earlier_micro_batches_are_there_while_the_loss_is_computed(
     architecture: Shapes, training: Specs
 ) -> None:
     shape = architecture("gemma3-1b")
-    at_once, in_two = (predict_memory(shape, training(global_batch_size=size), 16) for size in (16, 32))
+    at_once, in_two = (predict_memory(Setup(shape, training(global_batch_size=size), 16)) for size in (16, 32))
     assert in_two.total > at_once.total
     assert in_two.gradients * GIB == pytest.approx(4 * count_parameters(shape) / 16)
 
 
 def test_adapters_on_one_gpu_leave_the_weights_where_they_are(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
-    plan = predict_memory(shape, training(method="lora", global_batch_size=1), 1)
+    plan = predict_memory(Setup(shape, training(method="lora", global_batch_size=1), 1))
     assert plan.parameters * GIB > 2 * count_parameters(shape)
     assert plan.communication < 0.2
 
@@ -77,7 +78,7 @@ def test_no_part_is_negative_and_more_shards_never_take_more_of_what_is_kept(
 ) -> None:
     shape = architecture("olmo3-7b")
     one, more = (
-        predict_memory(shape, training(sequence_length=length, method=method), n) for n in (shards, 2 * shards)
+        predict_memory(Setup(shape, training(sequence_length=length, method=method), n)) for n in (shards, 2 * shards)
     )
     assert all(part >= 0 for part in one.parts.values())
     assert more.parameters + more.optimizer < one.parameters + one.optimizer
@@ -85,7 +86,7 @@ def test_no_part_is_negative_and_more_shards_never_take_more_of_what_is_kept(
 
 def test_states_of_8_bits_take_a_quarter_and_their_scales(architecture: Shapes, training: Specs) -> None:
     whole, small = (
-        predict_memory(architecture("llama3-8b"), training(optimizer=name), 8) for name in ("adamw", "adamw8bit")
+        predict_memory(Setup(architecture("llama3-8b"), training(optimizer=name), 8)) for name in ("adamw", "adamw8bit")
     )
     assert small.optimizer == pytest.approx(whole.optimizer * (1 + 1 / 64) / 4)
 
@@ -127,7 +128,7 @@ def test_a_prediction_is_within_a_tenth_of_what_was_measured(
         shape = shape.model_copy(update={"num_hidden_layers": layers})
     spec = training(**({"global_batch_size": num_gpus} | changes))
     engine = "zero3" if spec.engine == "zero3" else "fsdp2"
-    plan = predict_memory(shape, spec, num_gpus, engine, keeps_weights=spec.reshard_after_forward == "never")
+    plan = predict_memory(Setup(shape, spec, num_gpus, engine, keeps_weights=spec.reshard_after_forward == "never"))
     assert plan.total == pytest.approx(gib, rel=0.1)
 
 
@@ -136,7 +137,7 @@ def test_with_inputs_in_main_memory_the_peak_is_where_the_gradients_are_complete
 ) -> None:
     shape = architecture("olmo3-32b")
     here, away = (
-        predict_memory(shape, training(**SAVING, **LONG, activation_offload=offload, global_batch_size=4), 4)
+        predict_memory(Setup(shape, training(**SAVING, **LONG, activation_offload=offload, global_batch_size=4), 4))
         for offload in (False, True)
     )
     assert away.moment == here.moment == "backward"
@@ -146,7 +147,9 @@ def test_with_inputs_in_main_memory_the_peak_is_where_the_gradients_are_complete
 
 def test_layers_that_keep_their_weights_hold_all_of_them_whole(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
-    given_back, kept = (predict_memory(shape, training(), 4, keeps_weights=keeps).total for keeps in (False, True))
+    given_back, kept = (
+        predict_memory(Setup(shape, training(), 4, keeps_weights=keeps)).total for keeps in (False, True)
+    )
     layers = 2 * (count_parameters(shape) - 2 * shape.vocab_size * shape.hidden_size) / GIB
     assert kept - given_back == pytest.approx(layers, rel=0.1)
 
@@ -154,7 +157,7 @@ def test_layers_that_keep_their_weights_hold_all_of_them_whole(architecture: Sha
 def test_gradients_that_are_summed_in_bf16_take_less_on_their_way(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     exact, rounded = (
-        predict_memory(shape, training(reduce_precision=width, global_batch_size=4, **SAVING), 4)
+        predict_memory(Setup(shape, training(reduce_precision=width, global_batch_size=4, **SAVING), 4))
         for width in ("fp32", "bf16")
     )
     assert rounded.communication < exact.communication
@@ -163,6 +166,6 @@ def test_gradients_that_are_summed_in_bf16_take_less_on_their_way(architecture: 
 
 def test_frozen_weights_in_fp8_take_half_of_those_in_bf16(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3.3-70b")
-    bf16, fp8 = (predict_memory(shape, training(method="lora", base_precision=each), 1) for each in ("auto", "fp8"))
-    linears = shape.num_hidden_layers * sum(inputs * outputs for inputs, outputs in projections(shape).values())
+    bf16, fp8 = (predict_memory(Setup(shape, training(method="lora", base_precision=each))) for each in ("auto", "fp8"))
+    linears = sum(linear.count * linear.size for linear in count_model(shape).linears)
     assert bf16.parameters - fp8.parameters == pytest.approx(linears / GIB, rel=0.01)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ftkit.planning.estimates.gpus import GPUS, gpu_of_device
-from ftkit.planning.estimates.step_time import Network, predict_step_time
+from ftkit.planning.estimates.step_time import predict_step_time
+from ftkit.planning.setup import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,16 +25,15 @@ def test_the_speed_of_eight_layers_of_olmo_on_one_gpu_is_about_what_was_measured
     architecture: Shapes, training: Specs
 ) -> None:
     shape = architecture("olmo3-7b").model_copy(update={"num_hidden_layers": 8})
-    speed = predict_step_time(shape, training(global_batch_size=1), "fsdp2", H200, Network(1, 1, None))
+    speed = predict_step_time(Setup(shape, training(global_batch_size=1)), H200)
     assert speed.tokens_per_second == pytest.approx(34_000, rel=0.15)
     assert speed.bound == "gpu"
 
 
 def test_zero3_waits_for_its_collectives(architecture: Shapes, training: Specs) -> None:
     shape, spec = architecture("llama3-8b"), training(global_batch_size=4)
-    near, far = (
-        predict_step_time(shape, spec, "zero3", H200, Network(*spread)) for spread in ((1, 4, None), (4, 4, 25e9))
-    )
+    here = Setup(shape, spec, 4, "zero3")
+    near, far = (predict_step_time(each, H200) for each in (here, replace(here, num_nodes=4, node_bandwidth=25e9)))
     assert near.tokens_per_second / 4 == pytest.approx(7_901, rel=0.1)  # docs/reference/benchmarks.md
     assert (near.bound, far.bound) == ("gpu", "network")
 
@@ -40,7 +41,8 @@ def test_zero3_waits_for_its_collectives(architecture: Shapes, training: Specs) 
 def test_a_slow_network_holds_large_models_up_and_a_fast_one_does_not(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3.3-70b")
     slow, fast = (
-        predict_step_time(shape, training(), "fsdp2", H200, Network(2, 16, bandwidth)) for bandwidth in (25e9, 400e9)
+        predict_step_time(Setup(shape, training(), 16, num_nodes=2, node_bandwidth=bandwidth), H200)
+        for bandwidth in (25e9, 400e9)
     )
     assert (slow.bound, fast.bound) == ("network", "gpu")
     assert slow.step_seconds > fast.step_seconds
@@ -48,30 +50,29 @@ def test_a_slow_network_holds_large_models_up_and_a_fast_one_does_not(architectu
 
 def test_small_micro_batches_are_held_up_by_the_host(architecture: Shapes, training: Specs) -> None:
     spec = training(sequence_length=512, global_batch_size=1)
-    assert predict_step_time(architecture("gemma3-1b"), spec, "fsdp2", H200, Network(1, 1, None)).bound == "host"
+    assert predict_step_time(Setup(architecture("gemma3-1b"), spec), H200).bound == "host"
 
 
 def test_recomputing_layers_costs_a_quarter_to_a_third(architecture: Shapes, training: Specs) -> None:
-    shape, network = architecture("llama3-8b"), Network(1, 16, None)
+    shape = architecture("llama3-8b")
     none, full = (
-        predict_step_time(shape, training(activation_checkpointing=mode), "fsdp2", H200, network).step_seconds
+        predict_step_time(Setup(shape, training(activation_checkpointing=mode), 16), H200).step_seconds
         for mode in ("none", "full")
     )
     assert 1.2 < full / none < 1.4
 
 
 def test_more_accumulation_takes_as_many_times_longer(architecture: Shapes, training: Specs) -> None:
-    shape, network = architecture("llama3-8b"), Network(1, 8, None)
+    shape = architecture("llama3-8b")
     one, four = (
-        predict_step_time(shape, training(global_batch_size=size), "fsdp2", H200, network).step_seconds
-        for size in (8, 32)
+        predict_step_time(Setup(shape, training(global_batch_size=size), 8), H200).step_seconds for size in (8, 32)
     )
     assert four / one == pytest.approx(4, rel=0.1)
 
 
 def test_fp32_is_held_to_the_peak_of_fp32(architecture: Shapes, training: Specs) -> None:
-    shape, network = architecture("llama3-8b"), Network(1, 8, None)
-    half, single = (predict_step_time(shape, training(precision=p), "fsdp2", H200, network) for p in ("bf16", "fp32"))
+    shape = architecture("llama3-8b")
+    half, single = (predict_step_time(Setup(shape, training(precision=p), 8), H200) for p in ("bf16", "fp32"))
     assert single.tokens_per_second < half.tokens_per_second / 8
     assert 0.3 < single.mfu < 0.9
     for gpu in GPUS.values():
@@ -86,11 +87,11 @@ def test_a_gpu_of_another_kind_is_unknown() -> None:
 def test_kept_weights_and_gradients_in_bf16_halve_what_a_slow_network_carries(
     architecture: Shapes, training: Specs
 ) -> None:
-    shape, network = architecture("llama3-8b"), Network(2, 16, 5e9)
+    slow = Setup(architecture("llama3-8b"), training(), 16, num_nodes=2, node_bandwidth=5e9)
 
     def seconds(**changes: str) -> float:
         kept = changes["reshard_after_forward"] == "never"
-        return predict_step_time(shape, training(**changes), "fsdp2", H200, network, keeps_weights=kept).step_seconds
+        return predict_step_time(replace(slow, training=training(**changes), keeps_weights=kept), H200).step_seconds
 
     # Of 2 + 2 + 4 bytes a parameter, and the optimizer's step.
     assert seconds(reshard_after_forward="never") < 0.8 * seconds(reshard_after_forward="always")
@@ -99,10 +100,10 @@ def test_kept_weights_and_gradients_in_bf16_halve_what_a_slow_network_carries(
 
 
 def test_fp8_makes_the_linear_layers_faster_and_the_rest_no_slower(architecture: Shapes, training: Specs) -> None:
-    shape, network = architecture("llama3-8b"), Network(1, 4, None)
+    shape = architecture("llama3-8b")
 
     def seconds(**settings: str) -> float:
-        return predict_step_time(shape, training(**settings), "fsdp2", H200, network).step_seconds
+        return predict_step_time(Setup(shape, training(**settings), 4), H200).step_seconds
 
     assert 1.1 < seconds() / seconds(precision="fp8") < 1.36
     assert 1.1 < seconds(method="lora") / seconds(method="lora", base_precision="fp8") < 1.73

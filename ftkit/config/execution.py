@@ -1,0 +1,42 @@
+"""Sizes in which every run is carried out: the trainer works with them, and the plan predicts memory by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ftkit.config.training import LoraSpec
+
+GIB: Final = 2**30
+USABLE_MEMORY: Final = 0.95
+"""Part of a GPU's memory that tensors can take; CUDA's context, NCCL and gaps between tensors have the rest."""
+
+CHUNK_LOGITS = 2**28
+"""Logits that the loss has at a time with engine fsdp2, about: half a GiB in bf16."""
+LOGITS_ALIGNMENT: Final = 64
+"""Multiple that the loss pads a vocabulary to: OLMo-3's 100,278 rows take a third of the time on Hopper so."""
+ZERO3_LIVE_WEIGHTS: Final = 10**9
+"""Weights that DeepSpeed keeps gathered for their next use, at most: its default."""
+ZERO3_BUCKET: Final = 10**8
+"""Elements of gradients that ZeRO-3 reduces together. DeepSpeed's default takes 1 GB, and 2 more in fp32."""
+
+
+def logits_rows(num_targets: int, vocabulary: int) -> int:
+    """Return how many tokens the loss takes at a time: parts of equal size, as near to `CHUNK_LOGITS` as can be."""
+    num_chunks = max(1, round(num_targets * vocabulary / CHUNK_LOGITS))
+    return -(-num_targets // num_chunks)
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters of a model as a method trains it: in all, adapters too; those trained; those stored in 4 or 8 bits."""
+
+    total: int
+    trained: int
+    quantized: int = 0
+
+
+def adapter_size(lora: LoraSpec, num_inputs: int, num_outputs: int) -> int:
+    """Count the parameters of the adapter of one projection."""
+    return lora.rank * (num_inputs + num_outputs) + (num_outputs if lora.use_dora else 0)

@@ -1,0 +1,257 @@
+"""What ftkit knows of each family of models, under the `model_type` that transformers gives it.
+
+The one table of it. A family that is not here is counted on its own class on the meta device, where torch is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+MeasuredFamily = Literal["gemma3_text", "llama", "olmo3", "qwen3"]
+"""Families whose memory and step times were measured, and which every image and engine is tested with."""
+MEASURED: tuple[MeasuredFamily, ...] = get_args(MeasuredFamily)
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """What a decoder layer saves of a token for its backward pass: multiples of four widths.
+
+    Attributes:
+        hidden: of the residual stream.
+        queries: of all query heads.
+        keys: of all key heads.
+        intermediate: of the feed-forward layer.
+    """
+
+    hidden: int
+    queries: int
+    keys: int
+    intermediate: int = 0
+
+
+@dataclass(frozen=True)
+class LayerSavings:
+    """What autograd saves of a decoder layer, read off the real layers.
+
+    Attributes:
+        compiled: with torch.compile, which recomputes the element-wise work between matrix products: inputs of the
+            projections (two of them normalized), queries, keys, values, the attention's output, and the feed-forward's
+            three wide tensors; a norm of queries and keys saves those from before it, a norm of outputs these.
+        compiled_adapters: what adapters add to it. A norm of queries saves their two parts, the frozen product's and
+            the adapter's, in place of the sum.
+        eager: without it.
+        eager_fp32: what norms save of their inputs without it, in fp32.
+        norms_follow: whether the outputs into the residual stream are normalized.
+    """
+
+    compiled: SavedTensors = SavedTensors(4, 2, 2, 3)
+    compiled_adapters: SavedTensors | None = None
+    eager: SavedTensors = SavedTensors(4, 2, 2, 4)
+    eager_fp32: SavedTensors = SavedTensors(2, 0, 0)
+    norms_follow: bool = False
+
+
+_PLAIN = LayerSavings()
+_QK_NORM = LayerSavings(
+    SavedTensors(4, 3, 3, 3), SavedTensors(0, 1, 0), SavedTensors(4, 3, 3, 4), SavedTensors(2, 1, 1)
+)
+_OLMO = LayerSavings(
+    SavedTensors(4, 3, 3, 3), SavedTensors(0, 1, 0), SavedTensors(2, 2, 2, 4), SavedTensors(4, 2, 2), norms_follow=True
+)
+_GEMMA = LayerSavings(
+    SavedTensors(5, 3, 3, 3), SavedTensors(0, 1, 0), SavedTensors(2, 2, 2, 4), SavedTensors(8, 2, 2), norms_follow=True
+)
+
+
+@dataclass(frozen=True)
+class UsualExperts:
+    """Experts to expect of a family whose config.json can't be read: those of its largest model.
+
+    Attributes:
+        num: routed experts.
+        per_token: those that a token is sent to.
+        narrower: how many times narrower than `intermediate_size` each is.
+    """
+
+    num: int
+    per_token: int
+    narrower: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """What ftkit knows of a family.
+
+    Attributes:
+        has_formula: whether its parameters are counted by `ftkit.planning.estimates.parameters`, exactly.
+        defaults: what its configuration class in transformers has where config.json says nothing.
+        full_attention_every: one in so many layers has full attention where config.json has no `layer_types`;
+            0: all have it.
+        other_layers: what the others have.
+        last_is_full: whether the last layer has full attention, whatever its place.
+        window_switch: the key without which a window in config.json has no effect.
+        qk_norm: parameters of the norms of queries and keys: a head's width each, all heads' widths, or none.
+        num_norms: norms as wide as the residual stream in a decoder layer.
+        bias: projections that have a bias, unless `attention_bias` says otherwise.
+        has_sinks: whether each query head has a learned attention sink.
+        has_output_gate: whether `q_proj` also makes a gate for the attention's output.
+        expert_bias: whether router and experts have biases.
+        savings: what a layer saves for its backward pass.
+        usual_experts: experts to expect where config.json can't be read.
+    """
+
+    has_formula: bool = True
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    full_attention_every: int = 0
+    other_layers: Literal["sliding_attention", "linear_attention"] = "sliding_attention"
+    last_is_full: bool = False
+    window_switch: str | None = None
+    qk_norm: Literal["none", "head", "heads"] = "none"
+    num_norms: int = 2
+    bias: tuple[str, ...] = ()
+    has_sinks: bool = False
+    has_output_gate: bool = False
+    expert_bias: bool = False
+    savings: LayerSavings = _PLAIN
+    usual_experts: UsualExperts | None = None
+
+
+_NONE: Mapping[str, object] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+_QKV = ("q_proj", "k_proj", "v_proj")
+_QWEN3_5: Mapping[str, object] = {
+    **_NONE, "vocab_size": 248_320, "max_position_embeddings": 32_768, "head_dim": 256, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+
+FAMILIES: Mapping[str, Family] = {
+    # Measured
+    "llama": Family(defaults={**_NONE, "vocab_size": 32_000, "max_position_embeddings": 2_048}),
+    "qwen3": Family(
+        defaults={
+            **_NONE, "vocab_size": 151_936, "max_position_embeddings": 32_768, "head_dim": 128,
+            "num_key_value_heads": 32,
+        },
+        window_switch="use_sliding_window", qk_norm="head", savings=_QK_NORM,
+    ),
+    "olmo3": Family(
+        defaults={
+            **_NONE, "vocab_size": 50_304, "max_position_embeddings": 2_048, "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0, "sliding_window": 4_096,
+        },
+        full_attention_every=4, qk_norm="heads", savings=_OLMO,
+    ),
+    "gemma3_text": Family(
+        defaults={
+            "vocab_size": 262_208, "hidden_size": 2_304, "intermediate_size": 9_216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
+            "sliding_window": 4_096, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
+        },
+        full_attention_every=6, qk_norm="head", num_norms=4, savings=_GEMMA,
+    ),
+    # Counted exactly; memory and step times are estimates
+    "mistral": Family(
+        defaults={
+            **_NONE, "vocab_size": 32_000, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
+            "sliding_window": 4_096,
+        },
+    ),
+    "ministral3": Family(
+        defaults={
+            **_NONE, "vocab_size": 131_072, "hidden_size": 4_096, "intermediate_size": 14_336, "num_hidden_layers": 34,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+        },
+    ),
+    "qwen2": Family(
+        defaults={**_NONE, "vocab_size": 151_936, "max_position_embeddings": 32_768, "num_key_value_heads": 32},
+        window_switch="use_sliding_window", bias=_QKV,
+    ),
+    "mixtral": Family(
+        defaults={
+            **_NONE, "vocab_size": 32_000, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        usual_experts=UsualExperts(8, 2, 1),
+    ),
+    "olmoe": Family(
+        defaults={
+            **_NONE, "vocab_size": 50_304, "intermediate_size": 2_048, "max_position_embeddings": 4_096,
+            "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8,
+        },
+        qk_norm="heads", savings=_QK_NORM, usual_experts=UsualExperts(64, 8, 1),
+    ),
+    "qwen3_moe": Family(
+        defaults={
+            **_NONE, "vocab_size": 151_936, "intermediate_size": 6_144, "max_position_embeddings": 32_768,
+            "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        },
+        window_switch="use_sliding_window", qk_norm="head", savings=_QK_NORM, usual_experts=UsualExperts(128, 8, 8),
+    ),
+    "gpt_oss": Family(
+        defaults={
+            **_NONE, "vocab_size": 201_088, "hidden_size": 2_880, "intermediate_size": 2_880, "num_hidden_layers": 36,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
+            "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        full_attention_every=2, bias=(*_QKV, "o_proj"), has_sinks=True, expert_bias=True,
+        usual_experts=UsualExperts(128, 4, 1),
+    ),
+    "gemma4_text": Family(
+        defaults={
+            "vocab_size": 262_144, "hidden_size": 2_304, "intermediate_size": 9_216, "num_hidden_layers": 30,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
+            "sliding_window": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
+            "global_head_dim": 512, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+        },
+        full_attention_every=6, last_is_full=True, qk_norm="head", num_norms=4, savings=_GEMMA,
+    ),
+    "qwen3_5_text": Family(
+        defaults={
+            **_QWEN3_5, "hidden_size": 4_096, "intermediate_size": 12_288, "num_hidden_layers": 32,
+            "num_attention_heads": 16, "num_key_value_heads": 4,
+        },
+        full_attention_every=4, other_layers="linear_attention", qk_norm="head", has_output_gate=True,
+        savings=_QK_NORM,
+    ),
+    "qwen3_5_moe_text": Family(
+        defaults={
+            **_QWEN3_5, "hidden_size": 2_048, "num_hidden_layers": 40, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        full_attention_every=4, other_layers="linear_attention", qk_norm="head", has_output_gate=True,
+        savings=_QK_NORM, usual_experts=UsualExperts(512, 10, 1),
+    ),
+    # Without a formula: experts to expect where config.json can't be read
+    "deepseek_v2": Family(has_formula=False, usual_experts=UsualExperts(162, 8, 7)),
+    "deepseek_v3": Family(has_formula=False, usual_experts=UsualExperts(257, 9, 9)),
+    "glm4_moe": Family(has_formula=False, usual_experts=UsualExperts(161, 9, 7)),
+    "granitemoe": Family(has_formula=False, usual_experts=UsualExperts(62, 8, 1)),
+    "jamba": Family(has_formula=False, usual_experts=UsualExperts(16, 2, 1)),
+    "llama4_text": Family(has_formula=False, usual_experts=UsualExperts(129, 2, 1)),
+    "minimax": Family(has_formula=False, usual_experts=UsualExperts(32, 2, 1)),
+    "minimax_m2": Family(has_formula=False, usual_experts=UsualExperts(256, 8, 1)),
+    "phimoe": Family(has_formula=False, usual_experts=UsualExperts(16, 2, 1)),
+    "qwen2_moe": Family(has_formula=False, usual_experts=UsualExperts(68, 12, 4)),
+    "qwen3_next": Family(has_formula=False, usual_experts=UsualExperts(513, 11, 10)),
+}  # fmt: skip
+
+_UNKNOWN = Family(has_formula=False)
+_UNKNOWN_MIXTURE = Family(has_formula=False, usual_experts=UsualExperts(128, 8, 1))
+
+TEXT_MODEL_TYPES: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "ministral3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""The `model_type` of the text model within a multimodal one, where config.json leaves it to the class."""
+
+
+def family_of(model_type: str) -> Family:
+    """Return what is known of a family; of one that is not in the table, by its name, whether it has experts."""
+    return FAMILIES.get(model_type) or (_UNKNOWN_MIXTURE if "moe" in model_type else _UNKNOWN)

@@ -1,0 +1,125 @@
+"""A model's shape and parameters, resolved where a run is planned."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.config.model import ModelSpec
+from ftkit.errors import ConfigError
+from ftkit.files import to_json
+from ftkit.launch import model as launch_model
+from ftkit.launch.model import CountedModel, resolve_model
+from ftkit.planning.estimates.parameters import count_by_config
+from ftkit.planning.layout import Workspace
+from ftkit.process import ProgramOutput
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ftkit.config.model import ModelPlan
+
+MIXTRAL = {
+    "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+    "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+UNKNOWN = MIXTRAL | {"model_type": "phimoe", "head_dim": 128}
+
+
+class Program:
+    """Stands for the counting program."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        self.output = ProgramOutput(1, "", "no such architecture")
+        monkeypatch.setattr(launch_model, "find_spec", lambda _: True)
+        monkeypatch.setattr(launch_model.process, "run", self.run)
+
+    def run(self, *_: Any, **__: Any) -> ProgramOutput:
+        self.calls += 1
+        return self.output
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Program:
+    return Program(monkeypatch)
+
+
+def resolve(folder: Path, config: dict[str, Any], home: Path | None = None, **fields: Any) -> ModelPlan:
+    (folder / "config.json").write_text(json.dumps(config))
+    model = ModelSpec(weights=str(folder), **fields)
+    return resolve_model(model, {"XDG_CACHE_HOME": str(home or folder)}, Workspace(folder))
+
+
+def test_a_folder_s_config_is_all_that_a_family_with_a_formula_needs(tmp_path: Path, program: Program) -> None:
+    model = resolve(tmp_path, MIXTRAL)
+    assert model.architecture.head_dim == 128
+    assert model.architecture.rope_theta == 1e6  # of the family's class: the file says nothing
+    assert model.architecture.counts is not None
+    assert model.architecture.counts.total == 46_702_792_704
+    assert program.calls == 0
+
+
+def test_others_are_counted_by_the_program_once_and_estimated_where_it_fails(
+    tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimated = resolve(tmp_path, UNKNOWN).architecture.counts
+    assert estimated is not None
+    assert (program.calls, estimated.source) == (1, "config")
+    real = count_by_config(MIXTRAL)
+    answer = json.dumps(json.loads(to_json(CountedModel(UNKNOWN | {"rms_norm_eps": 1e-3}, real))))
+    program.output = ProgramOutput(0, f"a warning\n{answer}\n", "")
+    for _ in range(2):  # the second time from the cache
+        model = resolve(tmp_path, UNKNOWN)
+        assert model.architecture.counts == real
+        assert model.architecture.rms_norm_eps == 1e-3
+    assert program.calls == 2
+    program.output = ProgramOutput(0, "nonsense", "")
+    assert resolve(tmp_path, UNKNOWN | {"vocab_size": 31000}).architecture.counts is not None
+    monkeypatch.setattr(launch_model, "find_spec", lambda _: None)
+    home = tmp_path / "other"
+    found = resolve(tmp_path, UNKNOWN, home).architecture.counts
+    assert found == estimated
+    assert program.calls == 3
+    assert not home.exists()
+
+
+def test_a_configuration_in_the_hubs_cache_is_read(tmp_path: Path, program: Program) -> None:
+    snapshot = tmp_path / "hub" / "models--x--y" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(MIXTRAL))
+    model = ModelSpec(weights="x/y")
+    found = resolve_model(model, {"HF_HOME": str(tmp_path)}, Workspace(tmp_path / "none"))
+    assert found.architecture.counts is not None
+    assert found.architecture.counts.source == "formula"
+    assert program.calls == 0
+
+
+def test_fields_that_contradict_the_configuration_are_refused_and_those_left_out_are_not(tmp_path: Path) -> None:
+    same = {"rope_theta": 1e6, "num_hidden_layers": 32, "max_position_embeddings": 4096}
+    assert resolve(tmp_path, MIXTRAL, architecture=same).architecture.max_position_embeddings == 4096
+    with pytest.raises(ConfigError, match=r"rope_theta: 10000\.0 in the recipe, 1000000\.0 in the"):
+        resolve(tmp_path, MIXTRAL, architecture={"rope_theta": 1e4})
+
+
+def test_more_positions_need_rope_scaling(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="more need rope_scaling"):
+        resolve(tmp_path, MIXTRAL, architecture={"max_position_embeddings": 65536})
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    longer = resolve(tmp_path, MIXTRAL, architecture={"rope_scaling": scaling}).architecture
+    assert longer.max_position_embeddings == 131072
+    assert longer.rope_scaling is not None
+    with pytest.raises(ConfigError, match="131072 with a rope_scaling of 4"):
+        resolve(tmp_path, MIXTRAL, architecture={"rope_scaling": scaling, "max_position_embeddings": 200000})
+
+
+@pytest.mark.parametrize("config", [{"model_type": "phimoe"}, {"model_type": "llama", "hidden_size": "wide"}])
+def test_a_configuration_that_does_not_tell_the_shape_is_refused(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_model, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="hidden_size"):
+        resolve(tmp_path, config)
