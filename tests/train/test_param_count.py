@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TRANSFORMERS_5 = not version("transformers").startswith("4.")
 _IN_OLDEST = {"llama", "qwen3", "olmo3", "gemma3_text", "mixtral", "olmoe", "qwen3_moe"}
-WITH_FORMULA = sorted(name for name, family in MEASURED.items() if family.has_formula)
+WITH_FORMULA = sorted(name for name, family in FAMILIES.items() if family.has_formula)
 SMALL: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
