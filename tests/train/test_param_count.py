@@ -18,7 +18,7 @@ from ftkit.config.model import ArchitecturePlan, ArchitectureSpec, ModelSpec
 from ftkit.config.model_config import CONFIG_KEYS, fill_config
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.config.yaml_files import read_yaml
-from ftkit.families import MEASURED
+from ftkit.families import FAMILIES, MEASURED
 from ftkit.launch.model import resolve_model
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
 from ftkit.planning.layout import Workspace
