@@ -1,4 +1,4 @@
-"""Format strings: text with `{column}` in it. Only a column's name may be between braces: no code, no widths."""
+"""Text with an example's columns in it: format strings, where only a column's name may be between braces, and Jinja."""
 
 from __future__ import annotations
 
@@ -47,3 +47,34 @@ def _check(text: str) -> str:
 
 FormatString = Annotated[str, AfterValidator(_check)]
 """A format string that was checked."""
+
+
+@lru_cache(maxsize=16)
+def variables_of(text: str) -> list[str]:
+    """Return the variables that a Jinja template reads, in alphabetical order.
+
+    Raises:
+        ValueError: it is no Jinja template.
+    """
+    import jinja2.meta  # noqa: PLC0415 - only recipes with a template need it
+
+    try:
+        parsed = jinja2.Environment(autoescape=False, extensions=["jinja2.ext.loopcontrols"]).parse(text)  # noqa: S701
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"not a Jinja template: line {error.lineno}: {error.message}") from error
+    return sorted(jinja2.meta.find_undeclared_variables(parsed))
+
+
+def _check_jinja(text: str) -> str:
+    if not variables_of(text):
+        raise ValueError("no column is in this Jinja template: write {{ column }}")
+    return text
+
+
+def is_inline_template(text: str) -> bool:
+    """Tell the text of a Jinja template from the name of a template or a file."""
+    return "{{" in text or "{%" in text
+
+
+JinjaText = Annotated[str, AfterValidator(_check_jinja)]
+"""A Jinja template over columns that was checked."""

@@ -14,6 +14,7 @@ from ftkit.config import base_lock
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import list_images, list_names, search_folders
 from ftkit.config.data import FilesSource, HubSource
+from ftkit.config.format_string import is_inline_template
 from ftkit.config.image import ImageSpec
 from ftkit.config.image_reference import parse_image, parse_reference
 from ftkit.config.layers import Layers
@@ -234,5 +235,23 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
         source = source.model_copy(update={key: absolute(value, "data", "source", key) for key, value in files.items()})
     elif isinstance(source, HubSource):
         source = source.model_copy(update={"dataset": hub_id_or_absolute(source.dataset, "data", "source", "dataset")})
-    data = recipe.data.model_copy(update={"source": source})
+    data = recipe.data.model_copy(update={"source": source, "chat_template": _template_text(recipe, layers)})
     return recipe.model_copy(update={"image": image, "model": model, "data": data})
+
+
+def _template_text(recipe: RecipeSpec, layers: Layers) -> str:
+    """Return the text of a chat template's file, which the plan then carries: no node needs the file."""
+    template, key = recipe.data.chat_template, ("data", "chat_template")
+    if not is_path(template):
+        return template
+    path = absolute_path(template, layers.folder(key), layers.origin(key), ".".join(key))
+    try:
+        text = path.read_text(encoding="utf-8")
+        problem = None if is_inline_template(text) else f"{path} is no chat template: it has no {{{{ or {{%."
+    except OSError as error:
+        problem = f"can't read the chat template {path}: {error.strerror}."
+    except UnicodeDecodeError:
+        problem = f"the chat template {path} is not UTF-8."
+    if problem:
+        raise ConfigError([Problem(layers.origin(key), ".".join(key), problem)])
+    return text

@@ -1,57 +1,63 @@
-"""The chat templates that ftkit ships, for tokenizers that bring none."""
+"""The chat templates that ftkit ships, for tokenizers that bring none; checks of a folder's tokenizer and template."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib import resources
+from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template in Hugging Face's dialect, and the special tokens that it uses."""
+    """A chat template that ftkit ships.
 
-    template: str
+    Attributes:
+        name: its name, and its file's in `ftkit/data/templates`.
+        end_of_turn: the special token after a turn of the assistant.
+        begin: the special token that a text begins with.
+        other_tokens: the other special tokens that it writes.
+    """
+
+    name: str
     end_of_turn: str
     begin: str | None
     other_tokens: tuple[str, ...]
+
+    @property
+    def template(self) -> str:
+        """The template, in Jinja."""
+        return resources.files("ftkit.data").joinpath("templates", f"{self.name}.jinja").read_text(encoding="utf-8")
 
     @property
     def special_tokens(self) -> list[str]:
         """All tokens that a tokenizer must keep whole."""
         return [*([self.begin] if self.begin else []), self.end_of_turn, *self.other_tokens]
 
+    def missing_tokens(self, known: Collection[str]) -> list[str]:
+        """Return the special tokens that a tokenizer lacks."""
+        return [token for token in self.special_tokens if token not in known]
 
-# Gemma knows no system turn: its text goes before the first user turn.
-_GEMMA = (
-    "{{ bos_token }}"
-    "{% if messages[0]['role'] == 'system' %}"
-    "{% set prefix = messages[0]['content'] + '\n\n' %}{% set turns = messages[1:] %}"
-    "{% if turns and turns[0]['role'] == 'assistant' %}"
-    "{{ raise_exception('after the system turn comes the user, in whose turn its text is') }}{% endif %}"
-    "{% else %}{% set prefix = '' %}{% set turns = messages %}{% endif %}"
-    "{% for turn in turns %}"
-    "<start_of_turn>{{ 'model' if turn['role'] == 'assistant' else turn['role'] }}\n"
-    "{{ (prefix if loop.first else '') + turn['content'] | trim }}<end_of_turn>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
 
-_CHATML = (
-    "{% for turn in messages %}"
-    "<|im_start|>{{ turn['role'] }}\n{{ turn['content'] | trim }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
+_LLAMA_HEADER = ("<|start_header_id|>", "<|end_header_id|>")
+_MISTRAL = ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+            "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")  # fmt: skip
 TEMPLATES: dict[str, ChatTemplate] = {
-    "gemma": ChatTemplate(_GEMMA, "<end_of_turn>", "<bos>", ("<start_of_turn>",)),
-    "chatml": ChatTemplate(_CHATML, "<|im_end|>", None, ("<|im_start|>",)),
+    template.name: template
+    for template in (
+        ChatTemplate("chatml", "<|im_end|>", None, ("<|im_start|>",)),
+        ChatTemplate("gemma", "<end_of_turn>", "<bos>", ("<start_of_turn>",)),
+        ChatTemplate("llama3", "<|eot_id|>", "<|begin_of_text|>", _LLAMA_HEADER),
+        ChatTemplate("mistral", "</s>", "<s>", _MISTRAL),
+        ChatTemplate("olmo", "<|im_end|>", None, ("<|im_start|>",)),
+        ChatTemplate("phi4", "<|im_end|>", None, ("<|im_start|>", "<|im_sep|>")),
+    )
 }
 
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -60,33 +66,69 @@ _TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates", "tekken.json"
 
 
 def missing_template(source: str) -> DataError:
-    """Return the error that a tokenizer has no template, and the recipe names none."""
+    """Return the error that a tokenizer has no template, and the recipe sets none."""
     return DataError(
-        f"the tokenizer of '{source}' brings no chat template",
+        f"the tokenizer of '{source}' has no chat template",
         meaning="base models often have none",
-        fix=f"set data.chat_template to {' or '.join(TEMPLATES)}, if it has their tokens; or write a {TEMPLATE_FILE} "
-        "beside the tokenizer's files",
+        fix=f"set data.chat_template to {', '.join(TEMPLATES)} or a file of your own; or train on plain text "
+        "(data.format=text)",
     )
 
 
-def check_tokenizer_folder(folder: Path, template_name: str) -> None:
-    """Check by its files that a folder has a tokenizer, and the chat template that is asked of it.
+def missing_tokens(source: str, name: str, missing: Collection[str]) -> DataError:
+    """Return the error that a tokenizer lacks special tokens of a shipped template."""
+    return DataError(
+        f"the tokenizer of '{source}' lacks {', '.join(missing)} of the '{name}' chat template",
+        meaning="the template is another family's; its marks would be ordinary text to this model",
+        fix="set data.chat_template to the template that this model was trained with, or to 'model'; where the "
+        f"tokenizer has none, write a {TEMPLATE_FILE} beside its files",
+    )
+
+
+def check_tokenizer_folder(folder: Path, template_name: str, *, needs_template: bool = True) -> None:
+    """Check by its files that a folder has a tokenizer, and that it suits the chat template that is asked of it.
 
     Raises:
-        DataError: it has not.
+        DataError: it does not.
     """
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise DataError(
-            f"{folder} holds no tokenizer",
+            f"{folder} has no tokenizer",
             meaning="it was not saved beside the weights, or not copied with them",
             fix="tokenizer.save_pretrained(FOLDER), or set model.tokenizer.source to a folder or hub id that has it",
         )
-    if template_name == "model" and not any(any(folder.glob(pattern)) for pattern in _TEMPLATE_FILES):
-        try:
-            stored = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            stored = {}
-        except (OSError, ValueError):
-            return  # transformers says what is wrong with it
-        if isinstance(stored, dict) and not stored.get("chat_template"):
+    if not needs_template:
+        return
+    if template_name in TEMPLATES:
+        known = _known_tokens(folder)
+        missing = TEMPLATES[template_name].missing_tokens(known) if known else []
+        if missing:
+            raise missing_tokens(str(folder), template_name, missing)
+    elif template_name == "model" and not any(any(folder.glob(pattern)) for pattern in _TEMPLATE_FILES):
+        stored = _read_json(folder / "tokenizer_config.json")
+        if stored is not None and not stored.get("chat_template"):
             raise missing_template(str(folder))
+
+
+def _known_tokens(folder: Path) -> set[str]:
+    """Return the tokens of a tokenizer.json and those added in tokenizer_config.json; none if they can't be told."""
+    whole = _read_json(folder / "tokenizer.json")
+    if not whole:
+        return set()  # SentencePiece's or tiktoken's own file: known once the tokenizer is loaded
+    vocabulary = (whole.get("model") or {}).get("vocab") or {}
+    config = _read_json(folder / "tokenizer_config.json") or {}
+    added = [*(whole.get("added_tokens") or []), *(config.get("added_tokens_decoder") or {}).values()]
+    # Unigram models list pairs of token and score.
+    names = vocabulary if isinstance(vocabulary, dict) else (pair[0] for pair in vocabulary)
+    return {*names, *(str(token.get("content")) for token in added)}
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """Return what a JSON file has; nothing if there is none, None if it is broken: transformers says how."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        return None
+    return stored if isinstance(stored, dict) else None

@@ -1,66 +1,48 @@
-"""From conversations to tokens, with a mark on each token that counts in the loss."""
+"""From rows to tokens, with a mark on each token that counts in the loss."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ftkit.data.conversations import Message
-from ftkit.errors import DataError, one_line
+from ftkit.config.data import DataSpec, Format, TextFormat
+from ftkit.data.conversations import Conversation, Message, PlainText
+from ftkit.data.formats import read_example
+from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of, token_pattern
+from ftkit.data.rows import errors_at
+from ftkit.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from ftkit.data.rows import Row
 
 IGNORED = -100
 """The label of a token that does not count: PyTorch's default `ignore_index`."""
-_WINDOW = 16
-_ROLES_SHOWN = 8
 
-_SHORT_CONVERSATION = (Message("user", "Hello"), Message("assistant", "Hello"))
+_SHORT_CONVERSATION = Conversation((Message("user", "Hello"), Message("assistant", "Hello")))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Document:
-    """One conversation as tokens.
+    """One rendering as tokens.
 
-    `tokens` and `labels` have the same length; `labels[i]` is the token that the model should say
+    `tokens` and `labels` have the same length; `labels[i]` is the token that the model should predict
     after `tokens[i]`, or `IGNORED`. The last token has no label: what follows is another document.
     """
 
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32]
+    is_text: bool = False
 
     @property
     def num_targets(self) -> int:
         """Tokens that count in the loss."""
         return int((self.labels != IGNORED).sum())
-
-
-def render(tokenizer: Any, messages: Sequence[Message], *, open_answer: bool) -> str:
-    """Return the text of a conversation; with `open_answer`, up to where the assistant begins to speak.
-
-    Raises:
-        DataError: the chat template does not take it.
-    """
-    turns = [{"role": message.role, "content": message.content} for message in messages]
-    try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=open_answer))
-    except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
-        roles = [message.role for message in messages[:_ROLES_SHOWN]] + ["…"] * (len(messages) > _ROLES_SHOWN)
-        raise DataError(
-            f"the chat template can't render the turns {', '.join(roles) or '(none)'}: {one_line(error)}",
-            meaning="most templates want at most one system turn, then user and assistant in turn, user first",
-            fix="correct or remove this example, or choose another data.chat_template",
-        ) from error
-
-
-def _render_to_end(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """Return the text of a conversation to the end of its last turn, without the line breaks that follow it."""
-    return render(tokenizer, messages, open_answer=False).rstrip()
 
 
 def find_answer_end(tokenizer: Any) -> int | None:
@@ -70,82 +52,193 @@ def find_answer_end(tokenizer: Any) -> int | None:
     and wherever the model goes: not the tokenizer's `eos_token`, which base models have for the end of a text.
 
     Returns:
-        None: the template ends a turn with ordinary text.
+        None: the template ends a turn with ordinary text, or there is no template.
     """
-    text = _render_to_end(tokenizer, _SHORT_CONVERSATION)
+    if tokenizer.chat_template is None:
+        return None
+    text = ChatRenderer.of(tokenizer, {}).render(_SHORT_CONVERSATION).rstrip()
     last: int = tokenizer(text, add_special_tokens=False)["input_ids"][-1]
     return last if last in tokenizer.added_tokens_decoder else None
 
 
-def encode(tokenizer: Any, messages: Sequence[Message], *, all_tokens: bool) -> Document:
-    """Tokenize a conversation.
+@dataclass(frozen=True)
+class RowEncoder:
+    """What turns rows into documents. It can be pickled, and sent to worker processes.
 
-    What counts is all, or each assistant turn with its end-of-turn token. Turns are found by rendering what comes
-    before each of them, so any chat template works that only ever adds text.
+    Attributes:
+        tokenizer: a fast tokenizer.
+        data: what the recipe says.
+        format: the format of the rows, resolved.
+        renderer: the chat template; None where the rows are plain text.
+        vocab_size: rows of the model's embedding table.
+        adds_space: whether the tokenizer adds a space before a text, as SentencePiece's older ones do.
+    """
+
+    tokenizer: Any
+    data: DataSpec
+    format: Format
+    renderer: ChatRenderer | None
+    vocab_size: int
+    adds_space: bool
+
+    @classmethod
+    def of(cls, tokenizer: Any, data: DataSpec, form: Format, vocab_size: int) -> RowEncoder:
+        """Put together what encodes rows of a format.
+
+        Raises:
+            DataError: the chat template writes no special token after an assistant turn.
+        """
+        renderer = None if form.kind == "text" else ChatRenderer.of(tokenizer, data.template_options)
+        if renderer is not None and data.train_on != "all" and find_answer_end(tokenizer) is None:
+            raise DataError(
+                "the chat template writes no special token after an assistant turn",
+                meaning="the model would never learn where its answers end, and talk on to the limit",
+                fix="set data.chat_template to a template whose tokens the tokenizer has",
+            )
+        tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files ask for them
+        tokenizer.backend_tokenizer.no_padding()
+        encode = tokenizer.backend_tokenizer.encode
+        whole, *parts = (encode(text, add_special_tokens=False).ids for text in ("a\nHello", "a\n", "Hello"))
+        return cls(tokenizer, data, form, renderer, vocab_size, adds_space=whole != [*parts[0], *parts[1]])
+
+    def renderings(self, row: Row) -> list[Rendering]:
+        """Return the texts of a row, with what is trained of each.
+
+        Raises:
+            DataError: the row can't be used as the recipe asks; with its place.
+        """
+        with errors_at(row):
+            example = read_example(row.columns, self.data, self.format)
+            if isinstance(example, PlainText):
+                return [self._plain(example.text)]
+            if self.renderer is None:
+                raise TypeError("conversations need a chat template")
+            return self.renderer.renderings(example, self.data)
+
+    def encode(self, rows: Sequence[Row]) -> list[list[Document] | DataError]:
+        """Encode rows; give many at once, for the tokenizer is faster then.
+
+        Returns:
+            for each row its documents, more than one where the template rewrites earlier turns; or why it is bad.
+        """
+        found: list[list[Rendering] | DataError] = []
+        for row in rows:
+            try:
+                found.append(self.renderings(row))
+            except DataError as error:
+                found.append(error)
+        documents = iter(self._tokenize([each for part in found if isinstance(part, list) for each in part]))
+        result: list[list[Document] | DataError] = []
+        for row, part in zip(rows, found, strict=True):
+            if isinstance(part, DataError):
+                result.append(part)
+                continue
+            own = [next(documents) for _ in part]
+            try:
+                with errors_at(row):
+                    self._check(own)
+                result.append(own)
+            except DataError as error:
+                result.append(error)
+        return result
+
+    def _plain(self, text: str) -> Rendering:
+        """Return a text between the tokens that begin and end a document; special tokens that it types stay text."""
+        if not text.strip():
+            raise DataError("the text is blank", fix="remove this example")
+        has_begin = self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
+        begin = self.tokenizer.bos_token if has_begin else ""
+        cuts: tuple[int, ...] = ()
+        if not (isinstance(self.format, TextFormat) and self.format.parse_special_tokens):
+            pattern = token_pattern(special_tokens_of(self.tokenizer))
+            cuts = tuple(len(begin) + found.start() + 1 for found in pattern.finditer(text))
+        whole = f"{begin}{text}{self.tokenizer.eos_token}"
+        return Rendering(whole, ((0, len(whole)),), cuts)
+
+    def _tokenize(self, renderings: Iterable[Rendering]) -> list[Document]:
+        """Tokenize texts, each cut where trained turns begin and end: as inference does, where one is a prompt."""
+        pieces: list[str] = []
+        trained: list[list[bool]] = []
+        for rendering in renderings:
+            text, spans = rendering.text, rendering.spans
+            bounds = sorted({0, len(text), *rendering.cuts, *(place for span in spans for place in span)})
+            parts = [(begin, end) for begin, end in pairwise(bounds)]
+            pieces += [text[begin:end] for begin, end in parts]
+            trained.append([any(first <= begin and end <= last for first, last in spans) for begin, end in parts])
+        is_first = [number == 0 for flags in trained for number in range(len(flags))]
+        ids = iter(self._tokenize_pieces(pieces, is_first))
+        return [self._document([(next(ids), flag) for flag in flags]) for flags in trained]
+
+    def _document(self, parts: Sequence[tuple[list[int], bool]]) -> Document:
+        tokens = np.array([token for ids, _ in parts for token in ids], dtype=np.int32)
+        counts = np.repeat([flag for _, flag in parts], [len(ids) for ids, _ in parts])
+        labels = np.full(len(tokens), IGNORED, dtype=np.int32)
+        labels[:-1] = np.where(counts[1:], tokens[1:], IGNORED)
+        return Document(tokens, labels, is_text=self.renderer is None)
+
+    def _tokenize_pieces(self, pieces: list[str], is_first: list[bool]) -> list[list[int]]:
+        encode_batch = self.tokenizer.backend_tokenizer.encode_batch_fast
+        plain = encode_batch(pieces, add_special_tokens=False)
+        if not self.adds_space:
+            return [encoding.ids for encoding in plain]
+        # Behind a line break no space is added; the line break's own tokens are then taken away.
+        newline: list[int] = encode_batch(["\n"], add_special_tokens=False)[0].ids
+        behind = encode_batch([f"\n{piece}" for piece in pieces], add_special_tokens=False)
+        return [
+            encoding.ids if first or other.ids[: len(newline)] != newline else other.ids[len(newline) :]
+            for encoding, other, first in zip(plain, behind, is_first, strict=True)
+        ]
+
+    def _check(self, documents: Sequence[Document]) -> None:
+        """Check that tokens have a row in the model's embedding table, and that there is something to train on."""
+        for document in documents:
+            check_tokens(self.tokenizer, document.tokens, self.vocab_size)
+            if document.num_targets == 0:
+                raise DataError("there is nothing to train on", fix="correct data.format, or leave such examples out")
+
+
+def check_tokens(tokenizer: Any, tokens: NDArray[np.integer[Any]], vocab_size: int) -> None:
+    """Check that tokens have a row in the model's embedding table.
 
     Raises:
-        DataError: the template refuses the conversation or rewrites earlier turns, the assistant speaks first, or there
-            is nothing to train on.
+        DataError: one has not.
     """
-    text = render(tokenizer, messages, open_answer=False)
-    spans = [(0, len(text))] if all_tokens else _assistant_spans(tokenizer, messages, text)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens = np.array(encoded["input_ids"], dtype=np.int32)
-    starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
-    begins, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-    # Of the spans, which are in order, the last that begins at or before a token is the one that may hold it.
-    last = np.searchsorted(begins, starts, side="right") - 1
-    counts = (last >= 0) & (starts < np.append(ends, 0)[last])
-    labels = np.full(len(tokens), IGNORED, dtype=np.int32)
-    labels[:-1] = np.where(counts[1:], tokens[1:], IGNORED)
-    document = Document(tokens, labels)
-    if document.num_targets == 0:
+    largest = int(tokens.max(initial=0))
+    if largest >= vocab_size:
         raise DataError(
-            f"a conversation has nothing to train on: {text[:80]!r}",
-            meaning="it has no assistant turn, or an empty one",
-            fix="correct data.format, or leave such examples out",
+            f"token {largest:,} ({tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the model's vocabulary of "
+            f"{vocab_size:,}",
+            meaning="the tokenizer is another model's, or tokens were added to it that the weights don't have",
+            fix="take the model's own: model.tokenizer.source=model; or correct model.architecture.vocab_size",
         )
-    return document
 
 
-def _assistant_spans(tokenizer: Any, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-    """Return where each assistant turn begins and ends in the text, end-of-turn token included.
+def shorten(document: Document, length: int, too_long: str, end_of_turn: int | None) -> list[Document]:
+    """Return what is trained of a document: itself if it fits, else what `data.too_long` says.
 
-    Rendering all that comes before each turn would take time in the square of their number, so after `_WINDOW`
-    turns what comes before is the leading system turn and the turns just before. What they add is compared with
-    the text, piece after piece: a template to which the distance matters is refused, not misread.
+    Args:
+        document: the document.
+        length: tokens that fit.
+        too_long: `drop`; `truncate`, after the last trained turn that fits, or a text anywhere; `split`, text only.
+        end_of_turn: the token that ends an assistant turn, for documents that are trained whole.
+
+    Returns:
+        nothing if the document is dropped, also because not even its first trained turn ends within `length`.
     """
-    if messages[0].role == "assistant":
-        raise DataError(
-            "the conversation starts with the assistant, so nothing tells where its words begin",
-            meaning="a chat template opens an answer to what was said before",
-            fix="put a system or user turn before it, remove this example, or set data.train_on to 'all'",
-        )
-    spans: list[tuple[int, int]] = []
-    position = begin = 0  # the text and the turns that were dealt with
-    for index, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        context = _context(messages, begin)
-        done = _render_to_end(tokenizer, context) if context else ""
-        before = render(tokenizer, [*context, *messages[begin:index]], open_answer=True)
-        through = _render_to_end(tokenizer, [*context, *messages[begin : index + 1]])
-        added = through[len(done) :]
-        if not (before.startswith(done) and through.startswith(before) and text.startswith(added, position)):
-            raise DataError(
-                "the chat template rewrites earlier turns, so the assistant's words can't be told from the rest",
-                fix="set data.train_on to 'all', or choose another data.chat_template",
-            )
-        spans.append((position + len(before) - len(done), position + len(added)))
-        position, begin = position + len(added), index + 1
-    return spans
+    if len(document.tokens) <= length:
+        return [document]
+    if too_long == "drop":
+        return []
+    if document.is_text:
+        starts = range(0, len(document.tokens) - 1, length) if too_long == "split" else (0,)
+        return [_part(document, start, min(start + length, len(document.tokens))) for start in starts]
+    counts = np.append(False, document.labels != IGNORED)
+    last_of_turn = counts[:-1] & (~counts[1:] | (document.tokens == end_of_turn))
+    ends = np.flatnonzero(last_of_turn[:length]) + 1
+    return [_part(document, 0, int(ends[-1]))] if len(ends) else []
 
 
-def _context(messages: Sequence[Message], end: int) -> Sequence[Message]:
-    """Return the turns before `end`; of many, the leading system turns and the last ones, from a user's turn on."""
-    if end <= _WINDOW:
-        return messages[:end]
-    system = list(takewhile(lambda message: message.role == "system", messages[:_WINDOW]))
-    recent = messages[end - _WINDOW : end]
-    first_user = next((index for index, message in enumerate(recent) if message.role == "user"), 0)
-    return [*system, *recent[first_user:]]
+def _part(document: Document, start: int, end: int) -> Document:
+    labels = document.labels[start:end].copy()
+    labels[-1] = IGNORED
+    return Document(document.tokens[start:end], labels, document.is_text)

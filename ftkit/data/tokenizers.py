@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ftkit.data.chat_templates import TEMPLATE_FILE, TEMPLATES, missing_template
+from ftkit.data.chat_templates import TEMPLATES, missing_template, missing_tokens
+from ftkit.data.encoding import check_tokens
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
     from ftkit.config.model import ModelSpec
@@ -50,11 +50,15 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, template_name: str) -
     return learned
 
 
-def load_tokenizer(model: ModelSpec, template_name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the recipe names, from a folder or the hub.
+def load_tokenizer(model: ModelSpec, chat_template: str | None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the recipe names, from a folder or the hub, with the recipe's chat template.
+
+    Args:
+        model: says where it is.
+        chat_template: `model` for its own, the name of a shipped one, or Jinja; None: plain text needs none.
 
     Raises:
-        DataError: it can't be had, or has no chat template and the recipe names none.
+        DataError: it can't be had, has no chat template and the recipe sets none, or the set one is another family's.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds of imports
 
@@ -68,28 +72,31 @@ def load_tokenizer(model: ModelSpec, template_name: str) -> PreTrainedTokenizerB
             meaning="the name is wrong, a file is broken, the model is gated, or this machine can't reach the hub",
             fix="check model.weights and its files; for a gated model accept its license and set HF_TOKEN",
         ) from error
-    return _with_template(tokenizer, source, template_name)
+    if chat_template is not None:
+        _set_template(tokenizer, source, chat_template)
+    return _with_padding(tokenizer, source)
 
 
-def _with_template(tokenizer: Any, source: str, template_name: str) -> PreTrainedTokenizerBase:
-    if template_name != "model":
-        template = TEMPLATES[template_name]
-        known = tokenizer.get_vocab()
-        missing = [token for token in template.special_tokens if token not in known]
+def _set_template(tokenizer: Any, source: str, template: str) -> None:
+    if template == "model":
+        if tokenizer.chat_template is None:
+            raise missing_template(source)
+    elif template in TEMPLATES:
+        shipped = TEMPLATES[template]
+        missing = shipped.missing_tokens(tokenizer.get_vocab())
         if missing:
-            raise DataError(
-                f"the tokenizer of '{source}' lacks {', '.join(missing)} of the '{template_name}' chat template",
-                fix="set data.chat_template to the template that this model was trained with, or to 'model': where the "
-                f"tokenizer brings none, write a {TEMPLATE_FILE} beside its files",
-            )
-        tokenizer.chat_template = template.template
-        _end_texts_with_turns(tokenizer, template.end_of_turn)
-    elif tokenizer.chat_template is None:
-        raise missing_template(source)
+            raise missing_tokens(source, template, missing)
+        tokenizer.chat_template = shipped.template
+        _end_texts_with_turns(tokenizer, shipped.end_of_turn)
+    else:
+        tokenizer.chat_template = template
+
+
+def _with_padding(tokenizer: Any, source: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None or not tokenizer.is_fast:
-        lacks = "a padding or end token" if tokenizer.is_fast else "a fast version, which tells where its tokens begin"
+        lacks = "a padding or end token" if tokenizer.is_fast else "a fast version, which `tokenizers` can run"
         raise DataError(f"the tokenizer of '{source}' lacks {lacks}", fix="set model.tokenizer.source to another one")
     result: PreTrainedTokenizerBase = tokenizer
     return result
@@ -106,22 +113,6 @@ def check_size(tokenizer: Any, vocab_size: int, report: Callable[[str], None]) -
         report(
             f"the tokenizer has {len(tokenizer):,} tokens, model.architecture.vocab_size is {vocab_size:,}: "
             "examples with one of the tokens beyond are refused"
-        )
-
-
-def check_tokens(tokenizer: Any, tokens: NDArray[np.integer[Any]], vocab_size: int) -> None:
-    """Check that tokens have a row in the model's embedding table.
-
-    Raises:
-        DataError: one has not.
-    """
-    largest = int(tokens.max(initial=0))
-    if largest >= vocab_size:
-        raise DataError(
-            f"token {largest:,} ({tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the model's vocabulary of "
-            f"{vocab_size:,}",
-            meaning="the tokenizer is another model's, or tokens were added to it that the weights don't have",
-            fix="take the model's own: model.tokenizer.source=model; or correct model.architecture.vocab_size",
         )
 
 

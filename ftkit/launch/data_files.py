@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.data import FilesSource, HubSource
 from ftkit.config.paths import is_path
-from ftkit.data.conversations import to_messages
+from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import peek_rows
 from ftkit.data.tasks.sql_score import read_question
-from ftkit.errors import NotFoundError
+from ftkit.errors import DataError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,9 +57,16 @@ def check_examples(recipe: RecipeSpec) -> None:
                 fix=f"give a .jsonl file: {key}=FILE",
             )
     rows = peek_rows(source)
+    form = resolve_format(recipe.data.format, rows[:DETECTION_ROWS]) if rows else recipe.data.format
+    num_bad = 0
     for row in rows:
-        with errors_at(row):
-            to_messages(row.columns, recipe.data.format)
+        try:
+            with errors_at(row):
+                read_example(row.columns, recipe.data, form)
+        except DataError:
+            num_bad += 1
+            if num_bad > recipe.data.skip_bad:
+                raise
     for row in rows[-1:] if recipe.evaluation.sql_execution else ():  # of the held-out file, where there is one
         with errors_at(row):
             read_question(row.columns)

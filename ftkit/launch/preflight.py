@@ -127,7 +127,8 @@ def _check_examples(recipe: RecipeSpec) -> list[str]:
 def _check_tokenizer(recipe: RecipeSpec) -> list[str]:
     source = recipe.model.weights if recipe.model.tokenizer.source == "model" else recipe.model.tokenizer.source
     if is_path(source) and Path(source).is_dir():
-        check_tokenizer_folder(Path(source), recipe.data.chat_template)
+        needs_template = recipe.data.format.kind not in ("auto", "text") or recipe.data.chat_template != "model"
+        check_tokenizer_folder(Path(source), recipe.data.chat_template, needs_template=needs_template)
     return []
 
 

@@ -1,30 +1,39 @@
+"""From rows to tokens: what is trained, what stays text, and what is refused, with templates of several kinds."""
+
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from ftkit.config.data import DataSpec
+from ftkit.data import rendering
 from ftkit.data.chat_templates import TEMPLATES
-from ftkit.data.conversations import Message
-from ftkit.data.encoding import IGNORED, encode
-from ftkit.data.tokenizers import _with_template, check_size, check_tokens, learn_tokenizer
+from ftkit.data.encoding import IGNORED, Document, RowEncoder, check_tokens, find_answer_end, shorten
+from ftkit.data.formats import resolve_format
+from ftkit.data.rows import Row
+from ftkit.data.tokenizers import _set_template, _with_padding, check_size, learn_tokenizer
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TALK = [
-    Message("system", "Be brief."),
-    Message("user", "How many?"),
-    Message("assistant", "SELECT 1"),
-    Message("user", "And é?"),
-    Message("assistant", "SELECT 'é'"),
-]
+
+def turns(*contents: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in contents]
 
 
-GEMMAS_OWN = (
+TALK = turns(
+    ("system", "Be brief."),
+    ("user", "How many?"),
+    ("assistant", "SELECT 1"),
+    ("user", "And é?"),
+    ("assistant", "SELECT 'é'"),
+)
+ALTERNATING = (
     "{{ bos_token }}{% for turn in messages %}"
     "{% if (turn['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
@@ -39,88 +48,200 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
     return learn_tokenizer(["SELECT name FROM table WHERE how many"], 300, request.param)
 
 
-def trained_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, all_tokens: bool = False) -> str:
-    labels = encode(tokenizer, messages, all_tokens=all_tokens).labels
-    return str(tokenizer.decode(labels[labels != IGNORED]))
+@pytest.fixture(scope="module")
+def chatml() -> PreTrainedTokenizerBase:
+    return learn_tokenizer(["SELECT name FROM table WHERE how many"], 300, "chatml")
+
+
+def encoder(tokenizer: Any, columns: dict[str, Any], **fields: object) -> RowEncoder:
+    data = DataSpec.model_validate({"source": {"kind": "files", "train": "/x"}} | fields)
+    form = resolve_format(data.format, [Row(columns, "f:1")])
+    return RowEncoder.of(tokenizer, data, form, len(tokenizer))
+
+
+def encode(tokenizer: Any, talk: list[dict[str, Any]], **fields: object) -> list[Document]:
+    columns = {"messages": talk}
+    (result,) = encoder(tokenizer, columns, **fields).encode([Row(columns, "f:1")])
+    if isinstance(result, DataError):
+        raise result
+    return result
+
+
+def trained_texts(tokenizer: Any, talk: list[dict[str, Any]], **fields: object) -> list[str]:
+    documents = encode(tokenizer, talk, **fields)
+    return [str(tokenizer.decode(document.labels[document.labels != IGNORED])) for document in documents]
+
+
+def with_template(tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    return tokenizer
 
 
 def test_the_assistants_words_and_their_end_are_trained_and_nothing_else(tokenizer: PreTrainedTokenizerBase) -> None:
     end = tokenizer.eos_token
-    assert trained_text(tokenizer, TALK) == f"SELECT 1{end}SELECT 'é'{end}"
+    assert trained_texts(tokenizer, TALK) == [f"SELECT 1{end}SELECT 'é'{end}"]
 
 
-def test_all_tokens_but_the_first_can_be_trained(tokenizer: PreTrainedTokenizerBase) -> None:
-    document = encode(tokenizer, TALK, all_tokens=True)
-    assert document.num_targets == len(document.tokens) - 1
+def test_tokens_are_those_of_the_template_in_inference(tokenizer: PreTrainedTokenizerBase) -> None:
+    (document,) = encode(tokenizer, TALK)
+    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
+    prompt = tokenizer.apply_chat_template(TALK[:-1], tokenize=True, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(document.tokens) == whole.rstrip()
+    assert document.tokens[: len(prompt)].tolist() == prompt
 
 
 def test_labels_are_the_next_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    document = encode(tokenizer, TALK, all_tokens=False)
+    (document,) = encode(tokenizer, TALK)
     trained = document.labels[:-1] != IGNORED
     assert (document.labels[:-1][trained] == document.tokens[1:][trained]).all()
     assert document.labels[-1] == IGNORED
+    (document,) = encode(tokenizer, TALK, train_on="all")
+    assert document.num_targets == len(document.tokens) - 1
+
+
+@pytest.mark.parametrize(
+    ("train_on", "texts"),
+    [
+        ("last", ["SELECT 'é'<|im_end|>"]),
+        (["user"], ["<|im_start|>user\nHow many?<|im_end|><|im_start|>user\nAnd é?<|im_end|>"]),
+        (["system", "assistant"], ["system\nBe brief.<|im_end|>SELECT 1<|im_end|>SELECT 'é'<|im_end|>"]),
+    ],
+)
+def test_other_turns_can_be_trained(chatml: PreTrainedTokenizerBase, train_on: object, texts: list[str]) -> None:
+    found = trained_texts(chatml, TALK, train_on=train_on)
+    assert [text.replace("\n<|im_start|>", "<|im_start|>") for text in found] == texts
+
+
+def test_a_turns_own_weight_goes_before_what_the_recipe_trains(chatml: PreTrainedTokenizerBase) -> None:
+    talk = [*TALK[:2], TALK[2] | {"weight": 0}, *TALK[3:]]
+    assert trained_texts(chatml, talk) == ["SELECT 'é'<|im_end|>"]
+    with pytest.raises(DataError, match="nothing to train on in the turns system, user, assistant"):
+        encode(chatml, talk[:3])
+
+
+def test_completions_alone_can_be_trained(chatml: PreTrainedTokenizerBase) -> None:
+    columns = {"prompt": TALK[:4], "completion": TALK[4:]}
+    (documents,) = encoder(chatml, columns, train_on="completion").encode([Row(columns, "f:1")])
+    assert isinstance(documents, list)
+    assert [document.num_targets for document in documents] == [encode(chatml, TALK, train_on="last")[0].num_targets]
+    with pytest.raises(DataError, match=r"data\.train_on is 'completion', but the data has no prompts"):
+        encode(chatml, TALK, train_on="completion")
 
 
 def test_a_conversation_without_an_answer_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match="nothing to train on"):
-        encode(tokenizer, [Message("user", "hi")], all_tokens=False)
+    with pytest.raises(DataError, match="f:1: nothing to train on"):
+        encode(tokenizer, TALK[:2])
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+# --- Templates -----------------------------------------------------------------------------------
+
+REWRITING = (
+    "{% for turn in messages %}<|im_start|>{{ turn.role }}\n"
+    "{% if turn.reasoning_content and loop.last %}<think>{{ turn.reasoning_content }}</think>{% endif %}"
+    "{{ turn.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Drops the reasoning of earlier turns."""
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_each_turn_its_own_document(
+    chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rewriting = "{{ messages | length }}{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
-    monkeypatch.setattr(tokenizer, "chat_template", rewriting)
-    with pytest.raises(DataError, match="rewrites earlier turns"):
-        encode(tokenizer, TALK, all_tokens=False)
+    with_template(chatml, REWRITING, monkeypatch)
+    thinking = [turn | {"reasoning_content": "hm"} if turn["role"] == "assistant" else turn for turn in TALK]
+    assert trained_texts(chatml, thinking) == [
+        "<think>hm</think>SELECT 1<|im_end|>",
+        "<think>hm</think>SELECT 'é'<|im_end|>",
+    ]
+    second = chatml.decode(encode(chatml, thinking)[1].tokens)
+    assert "assistant\nSELECT 1<|im_end|>" in second
+    assert trained_texts(chatml, TALK) == ["SELECT 1<|im_end|>SELECT 'é'<|im_end|>"]
 
 
-def test_what_a_template_does_not_take_is_an_error_of_the_data() -> None:
-    tokenizer = learn_tokenizer(["how many"], 300, "gemma")
-    tokenizer.chat_template = GEMMAS_OWN
-    user, assistant = Message("user", "hi"), Message("assistant", "ho")
+def test_what_generation_marks_is_trained(chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    marking = (
+        "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{% if turn.role == 'assistant' %}"
+        "{% generation %}{{ turn.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ turn.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    )
+    with_template(chatml, marking, monkeypatch)
+    assert trained_texts(chatml, TALK) == ["SELECT 1<|im_end|>SELECT 'é'<|im_end|>"]
+
+
+def test_what_opens_a_turn_without_thinking_comes_before_what_is_trained(
+    chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    with_template(chatml, REWRITING.replace(opening, opening + "<think></think>\n"), monkeypatch)
+    assert trained_texts(chatml, TALK) == ["SELECT 1<|im_end|>", "SELECT 'é'<|im_end|>"]
+    assert "assistant\n<think></think>\nSELECT 'é'<|im_end|>" in chatml.decode(encode(chatml, TALK)[1].tokens)
+    with_template(chatml, REWRITING.replace(opening, opening + "<think>\n"), monkeypatch)
+    with pytest.raises(DataError, match=r"turn 3: inference opens this turn with .*<think>.n'"):
+        encode(chatml, TALK)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"reasoning_content": "hm"}, "reasoning"),
+        ({"tool_calls": [{"name": "f", "arguments": {}}]}, "tool calls"),
+    ],
+)
+def test_fields_that_a_template_leaves_out_are_refused(
+    chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], words: str
+) -> None:
+    with_template(chatml, ALTERNATING.replace("<start_of_turn>", "<|im_start|>").replace("<end_of_turn>", "<|im_end|>"),
+                  monkeypatch)  # fmt: skip
+    with pytest.raises(DataError, match=f"the chat template leaves out {words}"):
+        encode(chatml, [TALK[1], TALK[2] | extra])
+
+
+def test_what_a_template_does_not_take_is_an_error_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemma = learn_tokenizer(["how many"], 300, "gemma")
+    with_template(gemma, ALTERNATING, monkeypatch)
+    user, assistant = turns(("user", "hi"), ("assistant", "ho"))
     with pytest.raises(DataError, match=r"can't render the turns user, user, assistant: Conversation roles must alt"):
-        encode(tokenizer, [user, user, assistant], all_tokens=False)
+        encode(gemma, [user, user, assistant])
     with pytest.raises(DataError, match=r"can't render the turns assistant: Conversation roles"):
-        encode(tokenizer, [assistant], all_tokens=False)
-    tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"
-    with pytest.raises(DataError, match=r"can't render the turns user: can only concatenate str"):
-        encode(tokenizer, [user], all_tokens=False)
+        encode(gemma, [assistant])
+    with_template(gemma, "{{ messages[0]['content'] + 1 }}", monkeypatch)
+    with pytest.raises(DataError, match=r"can't render the turns user, assistant: can only concatenate str"):
+        encode(gemma, [user, assistant])
 
 
 def test_a_conversation_that_starts_with_the_assistant_is_trained_whole_or_refused(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    greeting = [Message("assistant", "SELECT 1"), *TALK[1:]]
+    greeting = [TALK[2], *TALK[1:]]
     with pytest.raises(DataError, match=r"the conversation starts with the assistant"):
-        encode(tokenizer, greeting, all_tokens=False)
-    assert "SELECT 1" in trained_text(tokenizer, greeting, all_tokens=True)
+        encode(tokenizer, greeting)
+    assert "SELECT 1" in trained_texts(tokenizer, greeting, train_on="all")[0]
 
 
-def test_a_system_turn_is_never_trained_as_the_assistants_words() -> None:
+def test_a_system_turn_is_never_trained_as_the_assistants_words(chatml: PreTrainedTokenizerBase) -> None:
     talk = [TALK[0], TALK[2], *TALK[1:]]
-    chatml, gemma = (learn_tokenizer(["how many"], 300, name) for name in ("chatml", "gemma"))
-    assert trained_text(chatml, talk).startswith("SELECT 1<|im_end|>")
-    with pytest.raises(DataError, match="after the system turn comes the user, in whose turn its text is"):
-        encode(gemma, talk, all_tokens=False)
+    assert trained_texts(chatml, talk)[0].startswith("SELECT 1<|im_end|>")
+    with pytest.raises(DataError, match="a user turn must follow the system turn"):
+        encode(learn_tokenizer(["how many"], 300, "gemma"), talk)
 
 
-def long_talk(num_turns: int) -> list[Message]:
+def long_talk(num_turns: int) -> list[dict[str, Any]]:
     """A conversation in which some users speak twice, and turns quote each other and the template."""
-    turns = [Message("system", "Be brief.")]
+    found = [("system", "Be brief.")]
     for number in range(num_turns):
-        turns += [Message("user", "Again?")] if number % 7 == 3 else []
-        turns.append(Message("assistant" if number % 2 else "user", f"turn {number // 8} <end_of_turn>\n"))
-    return turns
+        found += [("user", "Again?")] if number % 7 == 3 else []
+        found.append(("assistant" if number % 2 else "user", f"turn {number // 8} <end_of_turn>\n"))
+    return turns(*found)
 
 
 def test_the_turns_of_a_long_conversation_are_those_found_by_rendering_all_before_each(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = long_talk(90)
-    found = encode(tokenizer, talk, all_tokens=False)
-    monkeypatch.setattr("ftkit.data.encoding._WINDOW", len(talk))
-    assert (found.labels == encode(tokenizer, talk, all_tokens=False).labels).all()
+    (found,) = encode(tokenizer, talk)
+    monkeypatch.setattr(rendering, "_WINDOW", len(talk))
+    (exact,) = encode(tokenizer, talk)
+    assert (found.labels == exact.labels).all()
+    assert (found.tokens == exact.tokens).all()
     assert found.num_targets > 90
 
 
@@ -128,27 +249,82 @@ def test_the_work_for_a_conversation_grows_with_its_turns_and_not_with_their_squ
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered = [0]
+    render = rendering.ChatRenderer._render
 
-    def count(_: object, turns: list[object], **options: bool) -> str:
-        rendered[0] += len(turns)
-        return apply(turns, **options)
+    def count(self: Any, talk: list[object], tools: object, *, open_turn: bool) -> Any:
+        rendered[0] += len(talk)
+        return render(self, talk, tools, open_turn=open_turn)  # type: ignore[arg-type]
 
-    apply = tokenizer.apply_chat_template
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", count)
-    encode(tokenizer, long_talk(400), all_tokens=False)
+    monkeypatch.setattr(rendering.ChatRenderer, "_render", count)
+    encode(tokenizer, long_talk(400))
     assert rendered[0] < 400 * 50
 
 
-def test_a_template_to_which_the_distance_matters_is_refused_in_long_conversations_only() -> None:
-    tokenizer = learn_tokenizer(["how many"], 300, "chatml")
-    tokenizer.chat_template = (
+def test_a_template_to_which_the_distance_matters_is_rendered_whole_for_each_turn(
+    chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbering = (
         "{% for turn in messages %}{{ loop.index }} {{ turn['role'] }}: {{ turn['content'] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}{{ messages | length + 1 }} assistant: {% endif %}"
     )
-    talk = [Message("assistant" if number % 2 else "user", "hi") for number in range(60)]
-    assert trained_text(tokenizer, talk[:16]) == "hi<|im_end|>" * 8
-    with pytest.raises(DataError, match="rewrites earlier turns"):
-        encode(tokenizer, talk, all_tokens=False)
+    with_template(chatml, numbering, monkeypatch)
+    talk = turns(*[("assistant" if number % 2 else "user", "hi") for number in range(60)])
+    assert trained_texts(chatml, talk) == ["hi<|im_end|>" * 30]
+
+
+# --- Tokens --------------------------------------------------------------------------------------
+
+
+def test_special_tokens_that_the_data_types_stay_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    end = str(tokenizer.eos_token)
+    talk = turns(("user", f"What is {end}?"), ("assistant", f"{end} ends <b>it</b>{end}{end}."))
+    (document,) = encode(tokenizer, talk)
+    assert str(tokenizer.decode(document.tokens)).count(end) > (document.tokens == tokenizer.eos_token_id).sum()
+    labels = document.labels[document.labels != IGNORED]
+    assert (labels == tokenizer.eos_token_id).sum() == 1
+    assert tokenizer.decode(labels) == f"{end} ends <b>it</b>{end}{end}.{end}"
+    with pytest.raises(DataError, match=r"U\+FDD0"):
+        encode(tokenizer, turns(("user", f"\ufdd0{end}"), ("assistant", "a")))
+
+
+def test_plain_text_ends_in_the_end_token_and_is_trained_whole(chatml: PreTrainedTokenizerBase) -> None:
+    columns = {"text": "many <|im_end|> tables"}
+    for parsed, ends in ((False, 1), (True, 2)):
+        form = {"kind": "text", "parse_special_tokens": parsed}
+        ((document,),) = encoder(chatml, columns, format=form).encode([Row(columns, "f:1")])  # type: ignore[misc]
+        assert document.is_text
+        assert chatml.decode(document.tokens) == "many <|im_end|> tables<|im_end|>"
+        assert (document.tokens == chatml.eos_token_id).sum() == ends
+        assert document.num_targets == len(document.tokens) - 1
+    assert isinstance(encoder(chatml, columns).encode([Row({"text": " "}, "f:2")])[0], DataError)
+
+
+def test_bad_rows_are_told_apart_from_good_ones_and_the_encoder_can_be_sent_to_a_process(
+    chatml: PreTrainedTokenizerBase,
+) -> None:
+    columns = {"messages": TALK}
+    encode_rows = pickle.loads(pickle.dumps(encoder(chatml, columns))).encode  # noqa: S301 - made here
+    good, bad, again = encode_rows([Row(columns, "f:1"), Row({"messages": 3}, "f:2"), Row(columns, "f:3")])
+    assert str(bad).startswith("f:2: column 'messages' is not a list of turns")
+    assert (good[0].tokens == again[0].tokens).all()
+
+
+def test_a_tokenizer_that_adds_a_space_before_texts_adds_none_inside_one() -> None:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: number for number, letter in enumerate("\n▁abcdefghijklmnopqrstuvwxyz:", start=3)}
+    backend = Tokenizer(models.BPE(vocab={"<pad>": 0, "<e>": 1, "<unk>": 2, **letters}, merges=[], unk_token="<unk>"))  # noqa: S106
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Replace("▁", " ")
+    spacing = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<e>")  # noqa: S106
+    spacing.chat_template = (
+        "{% for t in messages %}{{ t.role }}: {{ t.content }}<e>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    (document,) = encode(spacing, turns(("user", "hi"), ("assistant", "ho")))
+    assert document.tokens.tolist() == spacing("user: hi<e>assistant: ho<e>", add_special_tokens=False)["input_ids"]
+    assert spacing.decode(document.labels[document.labels != IGNORED]).strip() == "ho<e>"
 
 
 def test_a_token_beyond_the_models_vocabulary_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -167,11 +343,64 @@ def test_a_token_beyond_the_models_vocabulary_is_named(tokenizer: PreTrainedToke
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"is_fast": False}, "the tokeni.er of 'org/model' lacks a fast version"),
-        ({"pad_token_id": None, "eos_token": None}, "the tokeni.er of 'org/model' lacks a padding or end token"),
+        ({"is_fast": False}, "the tokenizer of 'org/model' lacks a fast version"),
+        ({"pad_token_id": None, "eos_token": None}, "the tokenizer of 'org/model' lacks a padding or end token"),
     ],
 )
 def test_a_tokenizer_that_packs_cannot_be_made_with_is_refused(changes: dict[str, object], message: str) -> None:
-    whole = {"is_fast": True, "pad_token_id": 0, "eos_token": "<eos>", "chat_template": "{{ messages }}"}
+    whole = {"is_fast": True, "pad_token_id": 0, "eos_token": "<eos>"}
     with pytest.raises(DataError, match=message):
-        _with_template(SimpleNamespace(**(whole | changes)), "org/model", "model")
+        _with_padding(SimpleNamespace(**(whole | changes)), "org/model")
+
+
+def test_a_template_of_the_users_own_is_taken_and_another_familys_refused(chatml: PreTrainedTokenizerBase) -> None:
+    own = SimpleNamespace(chat_template=None)
+    _set_template(own, "org/model", REWRITING)
+    assert own.chat_template == REWRITING
+    with pytest.raises(DataError, match="lacks <bos>, <end_of_turn>, <start_of_turn> of the 'gemma' chat template"):
+        _set_template(chatml, "org/model", "gemma")
+    with pytest.raises(DataError, match="has no chat template"):
+        _set_template(SimpleNamespace(chat_template=None), "org/model", "model")
+
+
+def test_an_answer_without_an_end_token_is_refused(chatml: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
+    with_template(chatml, "{% for turn in messages %}{{ turn.content }}\n{% endfor %}", monkeypatch)
+    assert find_answer_end(chatml) is None
+    with pytest.raises(DataError, match="writes no special token after an assistant turn"):
+        encode(chatml, TALK)
+
+
+# --- Too long ------------------------------------------------------------------------------------
+
+
+def document(labels: str, *, is_text: bool = False, end: str = "") -> Document:
+    """A document of which each letter is a token: trained ones are upper case, `end` marks ends of turns."""
+    tokens = np.arange(len(labels), dtype=np.int32) + 10
+    tokens[[letter == end for letter in labels]] = 1
+    targets = [*(number for number in range(1, len(labels)) if labels[number].isupper())]
+    found = np.full(len(labels), IGNORED, dtype=np.int32)
+    found[[number - 1 for number in targets]] = tokens[targets]
+    return Document(tokens, found, is_text)
+
+
+def test_truncation_keeps_the_ends_of_turns() -> None:
+    long = document("uuAAuuAAAuAA")
+    assert [len(part.tokens) for part in shorten(long, 12, "truncate", None)] == [12]
+    (part,) = shorten(long, 11, "truncate", None)
+    assert len(part.tokens) == 9
+    assert part.num_targets == 5
+    assert part.labels[-1] == IGNORED
+    assert shorten(long, 3, "truncate", None) == []
+    assert shorten(long, 11, "drop", None) == []
+    whole = document("UUEAAAEBB", end="E")
+    assert [len(part.tokens) for part in shorten(whole, 8, "truncate", 1)] == [7]
+
+
+def test_text_is_split_or_cut_anywhere() -> None:
+    text = document("A" * 10, is_text=True)
+    parts = shorten(text, 4, "split", None)
+    assert [len(part.tokens) for part in parts] == [4, 4, 2]
+    assert np.concatenate([part.tokens for part in parts]).tolist() == text.tokens.tolist()
+    assert all(part.labels[-1] == IGNORED and part.num_targets == len(part.tokens) - 1 for part in parts)
+    assert [len(part.tokens) for part in shorten(text, 4, "truncate", None)] == [4]
+    assert [len(part.tokens) for part in shorten(text, 9, "split", None)] == [9]

@@ -80,7 +80,7 @@ def test_binaries_too_large_for_a_pack_are_left_out_and_counted(tmp_path: Path) 
     manifest = PreparedData(plan.data_directory).read_manifest()
     assert 0 < manifest.num_too_long < 16
     assert manifest.num_train_documents + manifest.num_validation_documents == 16 - manifest.num_too_long
-    assert f"{manifest.num_too_long} documents are longer than a pack, and left out" in printed
+    assert f"{manifest.num_too_long} documents longer than a pack: left out" in printed
 
 
 def source_of(file: Path, **options: object) -> tuple[str, ...]:
@@ -99,23 +99,23 @@ def write(file: Path, *rows: object) -> Path:
 
 
 def test_texts_with_any_line_separator_are_prepared_and_held_out(tmp_path: Path) -> None:
-    rows = [turns(f"{number}\u2028\u0085?", "\u2029yes") | {"tools": "[]", "id": 1} for number in range(6)]
+    rows = [turns(f"{number}\u2028\u0085?", "\u2029yes") | {"url": "u", "id": 1} for number in range(6)]
     file = write(tmp_path / "train.jsonl", *rows)
     plan, printed = prepare(tmp_path, *source_of(file, num_heldout=2))
     prepared = PreparedData(plan.data_directory)
     assert all(example in rows for example in prepared.read_validation_rows())
     assert prepared.read_manifest().num_train_documents == 4
-    assert "columns that data.format does not use: id, tools\n" in printed
+    assert "columns that data.format does not use: id, url\n" in printed
 
 
 def test_the_row_that_cannot_be_used_is_named_with_its_line_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = turns("q", "a")
-    bad["messages"][1]["tool_calls"] = [{"name": "search"}]  # type: ignore[index]
+    bad["messages"][1]["mood"] = "good"  # type: ignore[index]
     file = write(tmp_path / "train.jsonl", *[turns("q", "a")] * 20, bad)
     printed = refused(plan_for(tmp_path, *source_of(file)), capsys)
-    assert f"error: {file}:21: turn 2: a turn has keys that are not supported: tool_calls" in printed
+    assert f"error: {file}:21: turn 2: a turn has keys that are not understood: mood" in printed
     assert 'the example: {"messages": [{"role": "user"' in printed
 
 
@@ -150,4 +150,4 @@ def test_a_row_of_a_data_set_is_named_by_its_split_and_number(
     rest = source_of(folder)[1:]
     source = json.dumps({"kind": "hub", "dataset": str(folder)})
     printed = refused(plan_for(tmp_path, f"data.source={source}", *rest), capsys)
-    assert f"error: data set '{folder}', split train, row 1: an assistant turn is blank" in printed
+    assert f"error: data set '{folder}', split train, row 1: turn 2: an assistant turn is blank" in printed

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.config.data import PromptCompletionFormat
-from ftkit.data.conversations import to_prompt
-from ftkit.data.encoding import render
+from ftkit.data.formats import read_prompt
+from ftkit.data.rendering import ChatRenderer
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tasks.sql_score import execution_match, read_question
 from ftkit.planning.plan import RunPlan
@@ -89,7 +89,8 @@ class Evaluator:
         form = self.plan.recipe.data.format
         if not isinstance(form, PromptCompletionFormat):
             raise TypeError("the plan's checks let only prompt-completion data through")
-        prompts = [render(self.tokenizer, to_prompt(example, form), open_answer=True) for example in examples]
+        renderer = ChatRenderer.of(self.tokenizer, self.plan.recipe.data.template_options)
+        prompts = [renderer.render(read_prompt(example, form), open_turn=True) for example in examples]
         encoded = self.tokenizer(
             prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
         ).to(self.world.device)

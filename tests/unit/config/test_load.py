@@ -121,7 +121,7 @@ WRONG: dict[str, object] = {
     "training.lora": {"targets": []}, "training.warmup_ratio": 2, "training.global_batch_size": None,
     "profile.enabled": "maybe", "profile.ranks": 0, "evaluation": "x", "name": 5, "data.source.kind": 3,
     "resources.time_limit": "a day", "model.architecture": ["x"], "training.max_grad_norm": float("inf"),
-    "tracking.sinks": "wandb", "model.architecture.family": "a b", "data.format.kind": "alpaca",
+    "tracking.sinks": "wandb", "model.architecture.family": "a b", "data.format.kind": "vicuna",
 }  # fmt: skip
 
 

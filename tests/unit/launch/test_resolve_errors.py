@@ -180,12 +180,15 @@ def test_rows_that_cannot_be_used_stop_a_run_before_it_queues(
 @pytest.mark.parametrize(
     ("files", "template", "message"),
     [
-        ({}, "chatml", "holds no tokenizer"),
-        ({"tokenizer.json": "{}"}, "model", "brings no chat template"),
-        ({"tokenizer_config.json": '{"chat_template": null}'}, "model", "brings no chat template"),
+        ({}, "chatml", "has no tokenizer"),
+        ({"tokenizer.json": "{}"}, "model", "has no chat template"),
+        ({"tokenizer_config.json": '{"chat_template": null}'}, "model", "has no chat template"),
         ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, "model", None),
         ({"tokenizer.model": "", "chat_template.jinja": ""}, "model", None),
         ({"vocab.json": "{}"}, "chatml", None),
+        ({"tokenizer.json": '{"model": {"vocab": {"a": 0}}}'}, "gemma", "lacks <bos>, <end_of_turn>, <start_of_turn>"),
+        ({"tokenizer.json": '{"added_tokens": [{"content": "<|im_end|>"}]}'}, "chatml", r"lacks <\|im_start\|> of the"),
+        ({"tokenizer.json": '{"model": {"vocab": [["<|im_start|>", 0], ["<|im_end|>", 0]]}}'}, "chatml", None),
         ({"tekken.json": "{}"}, "model", None),
         ({"tokenizer_config.json": "half of"}, "model", None),
     ],

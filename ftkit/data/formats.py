@@ -1,0 +1,298 @@
+"""Formats of rows: detect the one that data has, and read rows as it says."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ftkit.config.data import (
+    AlpacaFormat,
+    AutoFormat,
+    DollyFormat,
+    JinjaFormat,
+    MessagesFormat,
+    PromptCompletionFormat,
+    TextFormat,
+)
+from ftkit.config.format_string import columns_of, parse_format_string
+from ftkit.data.conversations import Conversation, Example, Message, PlainText
+from ftkit.data.turns import check_calls, is_turn, read_tools, read_turns
+from ftkit.errors import DataError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    import jinja2
+
+    from ftkit.config.data import DataSpec, Format
+    from ftkit.data.rows import Row
+
+DETECTION_ROWS = 100
+"""Rows that a format is detected from."""
+METADATA = frozenset(
+    ("id", "_id", "idx", "index", "uid", "uuid", "guid", "hash", "source", "dataset", "origin", "url", "split",
+     "language", "lang", "license", "timestamp", "created_at", "date", "category", "tags", "parallel_tool_calls",
+     "__index_level_0__")
+)  # fmt: skip
+"""Columns that say where an example is from, not what it says: left out, and shown."""
+_PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
+_USED = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
+"""Columns that a format knows besides those that it names: Alpaca's `text` is its other columns rendered."""
+
+
+def describe_format(form: Format) -> str:
+    """Name a format in one line."""
+    match form:
+        case MessagesFormat():
+            return f"{form.style} turns in column '{form.column}'"
+        case PromptCompletionFormat():
+            return f"prompt and completion of columns {', '.join(form.columns)}"
+        case JinjaFormat():
+            return f"Jinja templates over columns {', '.join(form.columns)}"
+        case TextFormat():
+            return f"plain text in column '{form.column}'"
+        case _:
+            return form.kind
+
+
+def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
+    """Return the format of a recipe; where it leaves that open, the one that all of the first rows have.
+
+    Raises:
+        DataError: no known format fits them.
+    """
+    if not isinstance(form, AutoFormat):
+        return form
+    if not rows:
+        raise DataError("there are no rows to detect the format from", fix="check data.source")
+    columns = set.intersection(*(set(row.columns) for row in rows))
+    for style in ("openai", "sharegpt"):
+        found = [
+            name for name in rows[0].columns if name in columns and all(_is_turns(row, name, style) for row in rows)
+        ]
+        if len(found) == 1:
+            return MessagesFormat(column=found[0], style=style)
+    detected = _detect_by_columns(columns)
+    if detected is not None:
+        return detected
+    raise DataError(
+        f"{rows[0].where}: no known format has the columns {', '.join(sorted(columns)) or '(none in all rows)'}",
+        meaning="known are turns (messages, conversations), instruction and output, prompt and completion, and text",
+        fix="say how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
+        "data.format.prompt='\"{question}\"' data.format.completion='\"{answer}\"'",
+    )
+
+
+def _detect_by_columns(columns: set[str]) -> Format | None:
+    if {"chosen", "rejected"} <= columns:
+        raise DataError(
+            "the rows are preference pairs (chosen, rejected)",
+            meaning="ftkit trains on conversations and texts",
+            fix="to train on the preferred ones: data.format={kind: messages, column: chosen} "
+            "data.ignore_columns=[rejected]",
+        )
+    if {"instruction", "output"} <= columns:
+        return AlpacaFormat()
+    if {"instruction", "response"} <= columns:
+        return DollyFormat()
+    for prompt, completion in _PAIRS:
+        if {prompt, completion} <= columns:
+            return PromptCompletionFormat(prompt=f"{{{prompt}}}", completion=f"{{{completion}}}")
+    return TextFormat() if "text" in columns else None
+
+
+def _is_turns(row: Row, column: str, style: str) -> bool:
+    value = row.columns[column]
+    return isinstance(value, list) and bool(value) and all(is_turn(turn, style) for turn in value)
+
+
+def unused_columns(row: Mapping[str, Any], form: Format) -> list[str]:
+    """Return the columns with a value that the format leaves out, in the row's order."""
+    known = {*form.columns, *_USED.get(type(form), ())}
+    return [name for name, value in row.items() if name not in known and value not in (None, "", [], {})]
+
+
+def read_example(columns: Mapping[str, Any], data: DataSpec, form: Format) -> Example:
+    """Turn a row into a conversation or a text.
+
+    Args:
+        columns: the row.
+        data: what is ignored.
+        form: the format, resolved.
+
+    Raises:
+        DataError: a column is missing, is not what the format expects, or is one that the format does not know.
+    """
+    if not _chooses_columns(form, data):
+        _check_columns(columns, data, form)
+    match form:
+        case MessagesFormat():
+            return _read_conversation(columns, form, data.ignore_columns)
+        case AlpacaFormat():
+            return _read_alpaca(columns)
+        case DollyFormat():
+            prompt = _joined(columns, "instruction", "context")
+            return _conversation(None, prompt, _required(columns, "response"))
+        case PromptCompletionFormat():
+            return _read_pair(columns, form, data.ignore_columns)
+        case JinjaFormat():
+            system = _render(form.system, columns, "system") if form.system else None
+            prompt = _render(form.prompt, columns, "prompt")
+            return _conversation(system, prompt, _render(form.completion, columns, "completion"))
+        case TextFormat():
+            return PlainText(_required(columns, form.column))
+        case AutoFormat():
+            raise TypeError("the format is resolved before rows are read")
+
+
+def _chooses_columns(form: Format, data: DataSpec) -> bool:
+    """Tell whether the user wrote which columns count, so that all others don't."""
+    if isinstance(form, PromptCompletionFormat):
+        return not isinstance(data.format, AutoFormat) and form != PromptCompletionFormat()
+    return isinstance(form, JinjaFormat)
+
+
+def _check_columns(columns: Mapping[str, Any], data: DataSpec, form: Format) -> None:
+    unknown = [name for name in unused_columns(columns, form) if name not in {*METADATA, *data.ignore_columns}]
+    if unknown:
+        raise DataError(
+            f"columns that the format does not know: {', '.join(unknown)}",
+            meaning=f"the format is {describe_format(form)}; what they say would be lost",
+            fix=f"leave them out: data.ignore_columns=[{', '.join(unknown)}]; or use them in data.format",
+        )
+
+
+def _read_conversation(columns: Mapping[str, Any], form: MessagesFormat, ignored: Collection[str]) -> Conversation:
+    messages = tuple(read_turns(columns.get(form.column), form.column, form.style, ignored))
+    system = columns.get("system")
+    if isinstance(system, str) and system and "system" not in (*ignored, form.column):
+        if messages[0].role == "system":
+            raise DataError("there is a system turn and a column 'system'", fix="data.ignore_columns=[system]")
+        messages = (Message("system", system), *messages)
+    tools = [columns[name] for name in (form.tools_column, "functions") if name in columns and name not in ignored]
+    schemas = tuple(schema for value in tools for schema in read_tools(value))
+    check_calls(messages, schemas)
+    return Conversation(messages, schemas)
+
+
+def _read_alpaca(columns: Mapping[str, Any]) -> Conversation:
+    earlier: list[Message] = []
+    history = columns.get("history") or []
+    for turn in history if isinstance(history, list) else [history]:
+        if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
+            raise DataError(f"history is not a list of question and answer: {str(turn)[:80]}", fix="correct the data")
+        earlier += [Message("user", turn[0]), Message("assistant", turn[1])]
+    system = _text(columns.get("system"), "system") or None
+    whole = _conversation(system, _joined(columns, "instruction", "input"), _required(columns, "output"))
+    *before, user, assistant = whole.messages
+    return Conversation((*before, *earlier, user, assistant), num_prompt=len(before) + len(earlier) + 1)
+
+
+def _joined(columns: Mapping[str, Any], first: str, second: str) -> str:
+    parts = [_required(columns, first), _text(columns.get(second), second)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _read_pair(columns: Mapping[str, Any], form: PromptCompletionFormat, ignored: Collection[str]) -> Conversation:
+    sides = [_turns_of(columns, text, ignored) for text in (form.prompt, form.completion)]
+    prompt, completion = sides
+    if prompt is None and completion is None:
+        system = _fill(form.system, columns, "system") if form.system else None
+        return _conversation(
+            system, _fill(form.prompt, columns, "prompt"), _fill(form.completion, columns, "completion")
+        )
+    if prompt is None or completion is None:
+        raise DataError("one of prompt and completion is a list of turns, the other is text", fix="correct the data")
+    return Conversation((*prompt, *completion), num_prompt=len(prompt))
+
+
+def _turns_of(columns: Mapping[str, Any], text: str, ignored: Collection[str]) -> tuple[Message, ...] | None:
+    """Return the turns of a format string that is one column with a list of them."""
+    pieces = parse_format_string(text)
+    column = pieces[0][1] if len(pieces) == 1 and pieces[0][0] == "" else None
+    value = columns.get(column) if column else None
+    if column is None or not isinstance(value, list) or not value:
+        return None
+    style = "sharegpt" if is_turn(value[0], "sharegpt") else "openai"
+    return tuple(read_turns(value, column, style, ignored)) if is_turn(value[0], style) else None
+
+
+def _conversation(system: str | None, prompt: str, completion: str) -> Conversation:
+    if not completion.strip():
+        raise DataError(
+            "an assistant turn is blank",
+            meaning="the model would be trained to end its turn at once",
+            fix="correct data.format, or remove this example",
+        )
+    before = (Message("system", system),) if system else ()
+    messages = (*before, Message("user", prompt), Message("assistant", completion))
+    return Conversation(messages, num_prompt=len(before) + 1)
+
+
+def read_prompt(columns: Mapping[str, Any], form: PromptCompletionFormat) -> Conversation:
+    """Return the turns before the assistant's, for the model to answer."""
+    before = (Message("system", _fill(form.system, columns, "system")),) if form.system else ()
+    return Conversation((*before, Message("user", _fill(form.prompt, columns, "prompt"))))
+
+
+def _fill(template: str, columns: Mapping[str, Any], key: str) -> str:
+    names = columns_of(template)
+    missing = [name for name in names if name not in columns]
+    if missing:
+        raise DataError(
+            f"data.format.{key} uses columns that are not in the data: {', '.join(missing)}",
+            meaning=f"the data has: {', '.join(sorted(columns))}",
+            fix="correct data.format in the recipe",
+        )
+    if names and all(columns[name] is None for name in names):
+        raise DataError(
+            f"all columns of data.format.{key} are null: {', '.join(names)}",
+            fix="correct data.format, or remove this example",
+        )
+    pieces = parse_format_string(template)
+    return "".join(literal + ("" if name is None else _text(columns[name], name)) for literal, name in pieces)
+
+
+def _required(columns: Mapping[str, Any], name: str) -> str:
+    if columns.get(name) is None:
+        raise DataError(
+            f"column '{name}' is {'null' if name in columns else 'missing'}",
+            meaning=f"the data has: {', '.join(sorted(columns))}",
+            fix="correct data.format, or remove this example",
+        )
+    return _text(columns[name], name)
+
+
+def _text(value: object, column: str) -> str:
+    """Return the text of a column: a null's is empty, as in Alpaca's `input`."""
+    if value is None:
+        return ""
+    if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return str(value)
+    raise DataError(
+        f"column '{column}' is neither text nor a number: {str(value)[:80]}",
+        meaning=f"the model would be trained on Python's notation of a {type(value).__name__}",
+        fix="turn the column into text, or leave it out of data.format",
+    )
+
+
+@lru_cache(maxsize=8)
+def _compile(text: str) -> jinja2.Template:
+    import jinja2.sandbox  # noqa: PLC0415 - only recipes with a template need it
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, extensions=["jinja2.ext.loopcontrols"], keep_trailing_newline=True
+    )
+    return environment.from_string(text)
+
+
+def _render(template: str, columns: Mapping[str, Any], key: str) -> str:
+    try:
+        return _compile(template).render(dict(columns))
+    except Exception as error:  # a template may raise anything: Jinja's errors, Python's
+        raise DataError(
+            f"the template data.format.{key} can't be rendered: {one_line(error)}",
+            meaning=f"the data has: {', '.join(sorted(columns))}",
+            fix="correct data.format in the recipe, or remove this example",
+        ) from error

@@ -1,0 +1,444 @@
+"""From conversations to text with a mark on what is trained, through the chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from itertools import count, takewhile
+from typing import TYPE_CHECKING, Any
+
+from ftkit.data.conversations import Conversation, Message, ToolCall
+from ftkit.errors import DataError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ftkit.config.data import DataSpec
+
+_TODAY = datetime(2025, 1, 1, tzinfo=UTC)
+"""The date that templates write which write today's (gpt-oss, Mistral): data that is prepared twice is the same."""
+_WINDOW = 16
+_ROLES_SHOWN = 8
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_EMPTY_THINKING = re.compile(r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK]\s*\[/THINK])\s*\Z")
+"""What opens a turn where the model is not to think; some templates then leave it out of the turn itself."""
+_CUT = "\ufdd0"
+"""Stands inside a special token that the data types. A noncharacter: texts don't have it."""
+_SHORT_ID = 9
+"""Letters of a call's id where a template insists (Mistral's)."""
+
+_Turn = dict[str, Any]
+"""A turn as chat templates take it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A text, and what is trained of it.
+
+    Attributes:
+        spans: where trained turns begin and end in the text, in order, end-of-turn token included.
+        cuts: places inside special tokens that the data types: no token may cross them.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    cuts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChatRenderer:
+    """A tokenizer's chat template.
+
+    Attributes:
+        template: its text, in Jinja.
+        tool_template: the one for conversations with tools, which is the same for most tokenizers.
+        variables: special tokens and options that it may write.
+        special_tokens: tokens that stay text where the data types them, longest first.
+        needs_short_ids: whether it refuses calls without an id of nine letters.
+        dropped: fields of turns that it leaves out without a word, as found by rendering small conversations.
+    """
+
+    template: str
+    tool_template: str
+    variables: Mapping[str, Any]
+    special_tokens: tuple[str, ...]
+    needs_short_ids: bool = False
+    dropped: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, tokenizer: Any, options: Mapping[str, Any]) -> ChatRenderer:
+        """Take a tokenizer's template, and find out what it does with the fields of turns."""
+        renderer = cls(
+            template=tokenizer.get_chat_template(),
+            tool_template=tokenizer.get_chat_template(tools=[{}]),
+            variables={**tokenizer.special_tokens_map, **options},
+            special_tokens=special_tokens_of(tokenizer),
+        )
+        call = Conversation((Message("user", "hi"), Message("assistant", "", tool_calls=(ToolCall("f", {}),))))
+        needs_short_ids = not renderer._takes(call) and renderer._takes(_with_short_ids(call))
+        return replace(renderer, needs_short_ids=needs_short_ids, dropped=frozenset(_dropped(renderer)))
+
+    def _takes(self, conversation: Conversation) -> bool:
+        try:
+            self.render(conversation)
+        except DataError:
+            return False
+        return True
+
+    def render(self, conversation: Conversation, *, open_turn: bool = False) -> str:
+        """Return the text of a conversation; with `open_turn`, up to where the assistant begins to speak.
+
+        Raises:
+            DataError: the chat template does not take it.
+        """
+        if self.needs_short_ids:
+            conversation = _with_short_ids(conversation)
+        turns = [_for_template(message) for message in conversation.messages]
+        return self._render(turns, conversation.tools, open_turn=open_turn)[0]
+
+    def renderings(self, conversation: Conversation, train_on: DataSpec) -> list[Rendering]:
+        """Render a conversation so that each trained turn is in the form in which inference will see it.
+
+        Inference renders what comes before a turn, and the model writes the rest. Where a template rewrites earlier
+        turns once later ones follow (Qwen 3 drops their thinking, gpt-oss their analysis and end token), one text
+        can't show all turns so: each text goes to the end of a turn, and holds as many trained turns as stay the same.
+
+        Raises:
+            DataError: the template refuses the conversation or leaves out some of it, or nothing is trained.
+        """
+        conversation, has_cuts = self._prepared(conversation)
+        turns = [_for_template(message) for message in conversation.messages]
+        if train_on.train_on == "all":
+            text, _ = self._render(turns, conversation.tools, open_turn=False)
+            found = [Rendering(text, ((0, len(text)),))]
+        else:
+            found = self._grouped(turns, conversation.tools, trained_turns(conversation, train_on.train_on))
+        return [_without_cuts(rendering) for rendering in found] if has_cuts else found
+
+    def _prepared(self, conversation: Conversation) -> tuple[Conversation, bool]:
+        """Check that the template writes all fields, and cut special tokens that are typed; tell whether there are."""
+        lost = self.dropped and self.dropped & _fields_of(conversation)
+        if lost:
+            raise DataError(
+                f"the chat template leaves out {', '.join(sorted(lost))}",
+                meaning="the model would be trained on something else than the data says",
+                fix="choose a data.chat_template that writes them, or correct the data",
+            )
+        if self.needs_short_ids:
+            conversation = _with_short_ids(conversation)
+        pattern = token_pattern(self.special_tokens)
+        if not any(pattern.search(text) for text in _texts(conversation)):
+            return conversation, False
+        if any(_CUT in text for text in _texts(conversation)):
+            raise DataError("the text has U+FDD0, which is no character", fix="correct or remove this example")
+        messages = tuple(
+            replace(
+                message,
+                content=_cut(message.content, pattern),
+                reasoning=_cut(message.reasoning, pattern),
+                tool_calls=tuple(replace(call, arguments=_cut(call.arguments, pattern)) for call in message.tool_calls),
+            )
+            for message in conversation.messages
+        )
+        return replace(conversation, messages=messages, tools=tuple(_cut(list(conversation.tools), pattern))), True
+
+    def _render(
+        self, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], *, open_turn: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and what `{% generation %}` marks in it."""
+        # Private, and the same from transformers 4.57 to 5.23: the environment that apply_chat_template renders in,
+        # which itself spends more time on checks than the rendering takes.
+        from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - seconds of imports
+            _compile_jinja_template,
+        )
+
+        template = self.tool_template if tools else self.template
+        variables = {
+            **self.variables,
+            "messages": turns,
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": open_turn,
+            "strftime_now": _TODAY.strftime,
+        }
+        blocks: list[str] = []
+        marks: list[tuple[int, int]] = []
+        try:
+            compiled = _compile_jinja_template(template)
+            if not _GENERATION.search(template):
+                return compiled.render(variables), marks
+            with compiled.environment.activate_tracker(blocks, marks):
+                for block in compiled.generate(variables):
+                    blocks.append(block)  # noqa: PERF402 - the tracker reads what is there so far
+        except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
+            roles = [turn["role"] for turn in turns[:_ROLES_SHOWN]] + ["…"] * (len(turns) > _ROLES_SHOWN)
+            raise DataError(
+                f"the chat template can't render the turns {', '.join(roles) or '(none)'}: {one_line(error)}",
+                meaning="most templates want at most one system turn, then user and assistant in turn, user first",
+                fix="correct or remove this example, or choose another data.chat_template",
+            ) from error
+        return "".join(blocks), marks
+
+    def _grouped(
+        self, turns: list[_Turn], tools: Sequence[Mapping[str, Any]], trained: Sequence[int]
+    ) -> list[Rendering]:
+        """Return texts that each go to the end of a trained turn, as few as show each turn as inference sees it."""
+        in_windows = self._in_windows(turns, tools, trained) if len(turns) > _WINDOW else None
+        if in_windows is not None:
+            return [in_windows]
+        found: list[Rendering] = []
+        for turn in trained:
+            text, begin = self._through(turns, tools, turn)
+            spans: tuple[tuple[int, int], ...] = ((begin, len(text)),)
+            if found and text.startswith(found[-1].text):
+                spans = (*found.pop().spans, *spans)
+            found.append(Rendering(text, spans))
+        return found
+
+    def _in_windows(
+        self, turns: list[_Turn], tools: Sequence[Mapping[str, Any]], trained: Sequence[int]
+    ) -> Rendering | None:
+        """Render a long conversation in time linear in its turns.
+
+        What comes before a turn is then the leading system turns and the turns just before. What each turn adds is
+        put together, and must be what the whole conversation is rendered to; None if it is not.
+        """
+        text, spans, done = "", [], 0
+        for turn in trained:
+            context = _context(turns, done)
+            window = [*context, *turns[done : turn + 1]]
+            try:
+                before = self._render(context, tools, open_turn=False)[0].rstrip() if context else ""
+                through, begin = self._through(window, tools, len(window) - 1)
+            except DataError:
+                return None
+            if not through.startswith(before) or begin < len(before):
+                return None
+            spans.append((len(text) + begin - len(before), len(text) + len(through) - len(before)))
+            text, done = text + through[len(before) :], turn + 1
+        whole, _ = self._render(turns[:done], tools, open_turn=False)
+        return Rendering(text, tuple(spans)) if whole.startswith(text) else None
+
+    def _through(self, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], turn: int) -> tuple[str, int]:
+        """Return the text through the end of a turn, and where the turn begins in it."""
+        is_assistant = turns[turn]["role"] == "assistant"
+        text, marks = self._render(turns[: turn + 1], tools, open_turn=False)
+        if is_assistant and marks:
+            begin, end = marks[-1]
+            return text[:end], begin
+        text = text.rstrip()
+        if turn == 0:
+            if is_assistant:
+                raise DataError(
+                    "the conversation starts with the assistant, so nothing tells where its words begin",
+                    meaning="a chat template opens an assistant turn after what was said before",
+                    fix="put a system or user turn before it, remove this example, or set data.train_on to 'all'",
+                )
+            return text, 0
+        before, _ = self._render(turns[:turn], tools, open_turn=is_assistant)
+        before = before if is_assistant else before.rstrip()
+        if not text.startswith(before):
+            thinking = _EMPTY_THINKING.search(before) if is_assistant else None
+            if thinking and text.startswith(before[: thinking.start()]):
+                return before + text[thinking.start() :], len(before)
+            raise DataError(
+                f"turn {turn + 1}: inference opens this turn with {before[-40:]!r}, but the chat template renders the "
+                "turn without that",
+                meaning="the model would be trained on another text than it sees in use; a thinking model's template "
+                "opens each turn with <think>, which data without reasoning does not have",
+                fix="add reasoning_content to the data, or set data.template_options or another data.chat_template",
+            )
+        return text, len(before)
+
+
+def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
+    """Return the tokens that a tokenizer has as special, longest first."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    return tuple(sorted((token for token in special if len(token) > 1), key=lambda token: (-len(token), token)))
+
+
+@lru_cache(maxsize=8)
+def token_pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what finds any of the tokens in a text."""
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def trained_turns(conversation: Conversation, train_on: str | list[Any]) -> list[int]:
+    """Return which turns are trained.
+
+    Raises:
+        DataError: none is.
+    """
+    messages, num_prompt = conversation.messages, conversation.num_prompt
+    assistant = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if train_on == "completion" and num_prompt is None:
+        raise DataError(
+            "data.train_on is 'completion', but the data has no prompts and completions",
+            fix="set data.train_on to 'assistant' or 'last'",
+        )
+    match train_on:
+        case "last":
+            chosen = set(assistant[-1:])
+        case "completion":
+            chosen = {index for index in assistant if index >= (num_prompt or 0)}
+        case list():
+            chosen = {index for index, message in enumerate(messages) if message.role in train_on}
+        case _:
+            chosen = set(assistant)
+    trained = [
+        index
+        for index, message in enumerate(messages)
+        if (index in chosen if message.trained is None else message.trained)
+    ]
+    if not trained:
+        raise DataError(
+            f"nothing to train on in the turns {', '.join(message.role for message in messages[:_ROLES_SHOWN])}",
+            meaning="data.train_on, or the weights of the turns, leave none",
+            fix="correct data.format or data.train_on, or leave such examples out",
+        )
+    return trained
+
+
+def _context(turns: list[_Turn], end: int) -> list[_Turn]:
+    """Return the turns before `end`; of many, the leading system turns and the last ones, from a user's turn on."""
+    if end <= _WINDOW:
+        return turns[:end]
+    system = list(takewhile(lambda turn: turn["role"] == "system", turns[:_WINDOW]))
+    recent = turns[end - _WINDOW : end]
+    first_user = next((index for index, turn in enumerate(recent) if turn["role"] == "user"), 0)
+    return [*system, *recent[first_user:]]
+
+
+def _for_template(message: Message) -> _Turn:
+    """Return a turn as templates take it; keys without a value are left out, for some ask whether a key is there."""
+    turn: _Turn = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.reasoning)
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            | ({"id": call.id} if call.id else {})
+            for call in message.tool_calls
+        ]
+    for key, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
+        if value is not None:
+            turn[key] = value
+    return turn
+
+
+def _with_short_ids(conversation: Conversation) -> Conversation:
+    """Give all calls ids of nine letters, and the results theirs: those of the calls before, in order."""
+    numbers = count()
+    waiting: list[str] = []
+    messages = []
+    for message in conversation.messages:
+        calls = tuple(replace(call, id=_short_id(call.id or f"call {next(numbers)}")) for call in message.tool_calls)
+        waiting += [str(call.id) for call in calls]
+        result = message.tool_call_id
+        if message.role == "tool":
+            result = _short_id(result) if result else next(iter(waiting), None)
+            waiting = [each for each in waiting if each != result]
+        messages.append(replace(message, tool_calls=calls, tool_call_id=result))
+    return replace(conversation, messages=tuple(messages))
+
+
+def _short_id(text: str) -> str:
+    is_short = len(text) == _SHORT_ID and text.isalnum()
+    return text if is_short else hashlib.sha256(text.encode()).hexdigest()[:_SHORT_ID]
+
+
+def _fields_of(conversation: Conversation) -> set[str]:
+    """Return which fields a conversation has that a template may leave out, by the words of messages."""
+    fields = {"tools"} if conversation.tools else set()
+    for message in conversation.messages:
+        if message.reasoning:
+            fields.add("reasoning")
+        if message.name and message.role != "tool":
+            fields.add("names of speakers")
+        if message.role == "tool":
+            fields.add("tool turns")
+        if message.tool_calls:
+            fields.add("tool calls")
+            if message.content:
+                fields.add("text beside tool calls")
+            if len(message.tool_calls) > 1:
+                fields.add("parallel tool calls")
+    return fields
+
+
+def _dropped(renderer: ChatRenderer) -> Iterator[str]:
+    """Yield the fields that a template leaves out: it renders a small conversation without the word in the field."""
+    word = "ftkitprobe"
+    tool = {"type": "function", "function": {"name": "f", "description": word, "parameters": {"type": "object",
+            "properties": {"a": {"type": "string", "description": "a"}}}}}  # fmt: skip
+    call, plain = ToolCall("f", {"a": word}), ToolCall("f", {"a": "b"})
+    user, answer = Message("user", "hi"), Message("assistant", "ok")
+    probes = {
+        "tools": Conversation((user, answer), (tool,)),
+        "reasoning": Conversation((user, replace(answer, reasoning=word))),
+        "names of speakers": Conversation((replace(user, name=word), answer)),
+        "tool calls": Conversation((user, Message("assistant", "", tool_calls=(call,)))),
+        "text beside tool calls": Conversation((user, Message("assistant", word, tool_calls=(plain,)))),
+        "parallel tool calls": Conversation((user, Message("assistant", "", tool_calls=(plain, call)))),
+        "tool turns": Conversation(
+            (user, Message("assistant", "", tool_calls=(plain,)), Message("tool", word, name="f"), answer)
+        ),
+    }
+    for field, conversation in probes.items():
+        short = _with_short_ids(conversation)
+        try:
+            if word not in renderer.render(short if renderer._takes(short) else conversation):  # noqa: SLF001
+                yield field
+        except DataError:
+            continue  # it refuses such turns, and will say so of those in the data
+
+
+def _texts(conversation: Conversation) -> Iterator[str]:
+    """Yield the texts that the data types: contents, reasoning, arguments and schemas."""
+    for message in conversation.messages:
+        yield message.content
+        if message.reasoning:
+            yield message.reasoning
+        for call in message.tool_calls:
+            yield from _strings(call.arguments)
+    for tool in conversation.tools:
+        yield from _strings(tool)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _cut(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Put a cut behind the first letter of each special token in texts, at any depth."""
+    if isinstance(value, str):
+        return pattern.sub(lambda found: found[0][0] + _CUT + found[0][1:], value)
+    if isinstance(value, dict):
+        return {_cut(key, pattern): _cut(inner, pattern) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_cut(inner, pattern) for inner in value]
+    return value
+
+
+def _without_cuts(rendering: Rendering) -> Rendering:
+    """Take the cuts out of the text, and return where they were."""
+    places = [place for place, letter in enumerate(rendering.text) if letter == _CUT]
+    spans = tuple(
+        (begin - bisect_left(places, begin), end - bisect_left(places, end)) for begin, end in rendering.spans
+    )
+    cuts = tuple(place - number for number, place in enumerate(places))
+    return Rendering(rendering.text.replace(_CUT, ""), spans, cuts)
