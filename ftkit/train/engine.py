@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+from ftkit.config.training import ActivationCheckpointing
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -12,55 +15,83 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ftkit.train.causal_lm import MicroBatch
-    from ftkit.train.distributed.checks import ShardingStats
+    from ftkit.train.causal_lm import CausalLM, MicroBatch
 
 InitWeights = Callable[["nn.Module"], None]
-"""Puts the first values into a sharded model; an engine calls it once parameters have memory."""
+"""Initializes or loads the parameters of a sharded transformers model; an engine calls it once they have memory."""
+
+
+@dataclass(frozen=True)
+class ShardingStats:
+    """How a model is sharded, as seen by one rank; elements are numbers of parameters.
+
+    Attributes:
+        num_layers: decoder layers.
+        num_units: parts whose parameters are gathered together.
+        num_sharded_layers: decoder layers that are such a unit.
+        checkpointed_layers: how many decoder layers have each mode of activation checkpointing.
+        total_elements: of the whole model; 4-bit matrices count as the weights that they stand for.
+        local_elements: on this rank.
+        max_local_elements: the most that may be on this rank: an even share.
+        trainable_elements: of the whole model, those that are trained.
+        quantized_elements: of the whole model, those that are kept in 4 bits.
+        is_unsharded: nothing is sharded; right on one process alone, whose even share is everything.
+    """
+
+    num_layers: int
+    num_units: int
+    num_sharded_layers: int
+    checkpointed_layers: Mapping[ActivationCheckpointing, int]
+    total_elements: int
+    local_elements: int
+    max_local_elements: int
+    trainable_elements: int
+    quantized_elements: int = 0
+    is_unsharded: bool = False
 
 
 class Engine(Protocol):
     """A sharded model with its optimizer."""
 
-    model: nn.Module
+    model: CausalLM
 
     def sharding_stats(self) -> ShardingStats:
-        """Return what is true of the model on this rank, for the proofs."""
+        """Return how the model is sharded, for the checks before step 1."""
 
-    def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:
-        """Run forward and backward on a micro-batch.
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the loss summed over a micro-batch's labels: a scalar in fp32, with its graph."""
 
-        Gradients are those of the mean loss over the `num_targets` targets of the whole step, over all ranks.
-        They are reduced over the ranks by the last micro-batch of the step at the latest.
+    def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
+        """Accumulate the gradients of `loss / num_labels`, averaged over nothing: ranks' shares are summed.
 
-        Returns:
-            The loss summed over this micro-batch's targets: fp32, no gradient.
-        """
-
-    def inference(self) -> AbstractContextManager[nn.Module]:
-        """Give the model for evaluation, without gradients."""
-
-    def probe(self) -> AbstractContextManager[nn.Module]:
-        """Give the model as it is trained, with gradients; none of them reaches the parameters.
-
-        One forward pass, and no backward pass or one by `torch.autograd.grad`.
+        `num_labels` counts the labels of the whole step, over all ranks and micro-batches. So gradients are those of
+        the mean loss over these. They are reduced over the ranks by the step's last micro-batch at the latest.
         """
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a global norm, update the weights and clear the gradients.
 
         Returns:
-            The norm that the gradients had.
+            The norm that the gradients had: a scalar on the device.
+        """
+
+    def inference(self) -> AbstractContextManager[CausalLM]:
+        """Give the model for evaluation, without gradients."""
+
+    def probe(self) -> AbstractContextManager[CausalLM]:
+        """Give the model as it is trained, with gradients; none of them reaches the parameters.
+
+        One forward pass, and no backward pass or one by `torch.autograd.grad`.
         """
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return what this rank holds from step to step: its parts of parameters, gradients, optimizer states."""
+        """Return what this rank holds from step to step: its shards of parameters, gradients, optimizer states."""
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds: trained weights and optimizer states, as shards, not copied."""
 
     def load(self, folder: Path) -> None:
-        """Read back a state that was written to a folder, at any world size."""
+        """Load a state from a checkpoint's folder, written at any world size."""
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""

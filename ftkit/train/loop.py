@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 
+Outcome = Literal["completed", "stopped"]
+
+
 @dataclass
 class TrainingLoop:
-    """A run from step to step. Its whole state is the engine's, and `progress`."""
+    """A run from step to step. Its whole state is the engine's, and `state`."""
 
     plan: RunPlan
     world: World
@@ -43,23 +46,24 @@ class TrainingLoop:
     recorder: Recorder
     trace: MemoryTrace
     mfu_meter: MfuMeter
-    saver: Checkpointer
+    checkpointer: Checkpointer
     num_steps: int
-    progress: TrainState
+    state: TrainState
 
-    def train(self) -> Literal["completed", "stopped"]:
+    def train(self) -> Outcome:
         """Train to the last step, or until someone asks to stop. Either way the last thing is a checkpoint."""
         tokens_per_step = self.plan.batch.tokens_per_step
         reporter = StepReporter(self.recorder, self.trace, self.mfu_meter, self.num_steps, tokens_per_step)
         stopwatch, reducer = Stopwatch(), StepReducer()
         stopped = False
-        steps = range(self.progress.step, self.num_steps)
+        steps = range(self.state.step, self.num_steps)
         with (
             self._reporting_to_the_end(reporter, reducer),
             prefetched(self.batches.step, steps, self.world.device) as batches,
             profiled(self.plan.recipe.profile, self.plan.layout, self.world) as end_profiled_step,
         ):
-            while self.progress.step < self.num_steps and not stopped:
+            while self.state.step < self.num_steps and not stopped:
+                self.trace.begin_step(self.state.step + 1)
                 with stopwatch.waiting():
                     batch = next(batches)
                 with stopwatch.work():
@@ -67,15 +71,16 @@ class TrainingLoop:
                     before = reducer.pop()  # waits for the step before, on a device that runs behind
                 self._advance()
                 stop = self._is_asked_to_stop()
-                reducer.push(self.progress.step, batch.num_targets, outcome, stopwatch.take(), stop=stop)
+                reducer.push(self.state.step, batch.num_targets, outcome, stopwatch.take(), stop=stop)
                 stopped = self._report(reporter, before)
                 with stopwatch.paused():
                     if stopped or self._waits_for_step():
                         stopped |= self._report(reporter, reducer.pop())
                     self._evaluate_if_due()
-                    self._save_if_due(is_last=stopped or self.progress.step == self.num_steps)
+                    self._save_if_due(is_last=stopped or self.state.step == self.num_steps)
                     end_profiled_step()
-        return "completed" if self.progress.step == self.num_steps else "stopped"
+        self.trace.begin_step(None)
+        return "completed" if self.state.step == self.num_steps else "stopped"
 
     @contextmanager
     def _reporting_to_the_end(self, reporter: StepReporter, reducer: StepReducer) -> Iterator[None]:
@@ -90,7 +95,7 @@ class TrainingLoop:
         """Tell whether this step is waited for anyway, so that it can be reported before anything is built on it."""
         return (
             self.world.device.type == "cpu"
-            or self.progress.step == self.num_steps
+            or self.state.step == self.num_steps
             or self._is_evaluation_due()
             or self._is_checkpoint_due()
         )
@@ -100,21 +105,27 @@ class TrainingLoop:
         training = self.plan.recipe.training
         torch.manual_seed(self._seed_of_step())
         last = len(batch.micro_batches) - 1
-        losses = [
-            self.engine.backward(micro_batch, batch.num_targets, is_last=index == last)
-            for index, micro_batch in enumerate(batch.micro_batches)
-        ]
-        learning_rate = learning_rate_at(self.progress.step, self.num_steps, training)
+        losses = []
+        for index, micro_batch in enumerate(batch.micro_batches):
+            self.trace.begin_once("first forward")
+            loss = self.engine.forward(micro_batch)
+            self.trace.begin_once("first backward")
+            self.engine.backward(loss, batch.num_targets, is_last=index == last)
+            self.trace.begin_once("first step")
+            losses.append(loss.detach())
+            del loss  # and its graph
+        learning_rate = learning_rate_at(self.state.step, self.num_steps, training)
         grad_norm = self.engine.step(learning_rate, training.max_grad_norm)
+        self.trace.begin_once("training")
         return StepOutcome(torch.stack(losses).sum(), grad_norm, learning_rate)
 
     def _seed_of_step(self) -> int:
         """Return what dropout is drawn from: the same when a step is taken again after a resume."""
-        text = f"{self.plan.recipe.training.seed} {self.progress.step} {self.world.rank}"
+        text = f"{self.plan.recipe.training.seed} {self.state.step} {self.world.rank}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def _advance(self) -> None:
-        self.progress = replace(self.progress, step=self.progress.step + 1)
+        self.state = replace(self.state, step=self.state.step + 1)
 
     def _is_asked_to_stop(self) -> bool:
         """Look for the request on rank 0 alone; the step's sums tell the others."""
@@ -131,21 +142,21 @@ class TrainingLoop:
         return result.stop_requested
 
     def _is_evaluation_due(self) -> bool:
-        every, step = self.plan.recipe.evaluation.every_steps, self.progress.step
+        every, step = self.plan.recipe.evaluation.every_steps, self.state.step
         return every is not None and step % every == 0 and step != self.num_steps
 
     def _evaluate_if_due(self) -> None:
         if self._is_evaluation_due():
-            self.recorder.write(self.evaluator.evaluate(self.engine, self.progress.step, "during"))
+            self.recorder.write(self.evaluator.evaluate(self.engine, self.state.step, "during"))
 
     def _is_checkpoint_due(self) -> bool:
-        return self.progress.step % self.plan.recipe.training.checkpoint_every_steps == 0
+        return self.state.step % self.plan.recipe.training.checkpoint_every_steps == 0
 
     def _save_if_due(self, *, is_last: bool) -> None:
         if is_last or self._is_checkpoint_due():
-            self.saver.save(self.engine, self.progress, in_background=not is_last)
+            self.checkpointer.save(self.engine, self.state, in_background=not is_last)
         else:
-            self.saver.report_ended()
+            self.checkpointer.report_ended()
 
 
 def _stop_files(layout: RunLayout) -> list[Path]:

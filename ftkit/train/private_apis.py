@@ -30,3 +30,20 @@ def complete_processor_streams() -> None:
     for method in ("record_event", "wait_event"):
         if not hasattr(torch.cpu.Stream, method):
             setattr(torch.cpu.Stream, method, lambda *_: None)
+
+
+def compile_failures() -> tuple[type[Exception], type[Exception]]:
+    """Return what a compiled function raises if it can't be one graph, and if it is called in too many ways."""
+    from torch._dynamo import exc  # noqa: PLC0415 - loads the compiler
+
+    return exc.Unsupported, exc.FailOnRecompileLimitHit
+
+
+def raise_recompile_limit(num_layers: int) -> None:
+    """Let torch compile a layer's code once per layer, and a few times more.
+
+    torch 2.6 does so for layers with selective checkpointing, and would leave the ninth and all others uncompiled.
+    """
+    from torch._dynamo import config  # noqa: PLC0415 - loads the compiler
+
+    config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)

@@ -75,7 +75,8 @@ def _take_step(family: str, world: World) -> float:
     verify_logits(probe)
     tokens = np.arange(LENGTH, dtype=np.int32)
     pack = build_pack([Document(tokens, np.roll(tokens, -1))], LENGTH, pad=0)
-    loss = engine.backward(to_micro_batch(pack[None], world.device), LENGTH, is_last=True)
+    loss = engine.forward(to_micro_batch(pack[None], world.device))
+    engine.backward(loss, LENGTH, is_last=True)
     engine.step(training.learning_rate, training.max_grad_norm)
     return float(loss) / LENGTH  # host sync: once a family
 

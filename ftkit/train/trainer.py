@@ -34,8 +34,8 @@ from ftkit.train.components.profiler import check_profile
 from ftkit.train.components.trackers.worker import open_trackers
 from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding, verify_targets
 from ftkit.train.distributed.engines import make_engine
-from ftkit.train.loop import TrainingLoop
-from ftkit.train.memory.oom import OutOfMemoryExplainer
+from ftkit.train.loop import Outcome, TrainingLoop
+from ftkit.train.memory.oom import out_of_memory_explained
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import TextConfig, build_empty, has_random_weights, make_config, read_config
@@ -56,7 +56,7 @@ class BuiltModel:
 
     Attributes:
         num_parameters: without adapters.
-        expected: what the proofs must find when it is sharded.
+        expected: what the checks must find once it is sharded.
     """
 
     config: TextConfig
@@ -78,32 +78,34 @@ class Trainer:
     trace: MemoryTrace
 
     def run(self) -> None:
-        """Build, prove, resume or begin, train, evaluate, export.
+        """Build, verify, resume or begin, train, evaluate, export.
 
         Raises:
             MemoryExhaustedError: with what to change.
         """
-        with OutOfMemoryExplainer(self.plan, self.world, self.trace) as explainer:
-            self._run(explainer)
-
-    def _run(self, explainer: OutOfMemoryExplainer) -> None:
         began = time.time()
         store = PackStore(self.data.train)
         num_steps = self._num_steps(len(store))
-        self._stage("building the model")
-        engine, built = self._build_engine()
-        explainer.engine = engine
-        self._prove(engine, built.expected, store)
+        with out_of_memory_explained(self.plan, self.world, self.trace):
+            self._stage("building the model")
+            engine, built = self._build_engine()
+        with out_of_memory_explained(self.plan, self.world, self.trace, engine.tensors):
+            outcome, last_step = self._train(engine, built, store, num_steps)
+        log.info("%s after %d steps, %.0f s in all", outcome, last_step, time.time() - began)
+
+    def _train(self, engine: Engine, built: BuiltModel, store: PackStore, num_steps: int) -> tuple[Outcome, int]:
+        """Do all that follows once there is an engine; return how it ended, and after which step."""
+        self._verify(engine, built.expected, store)
         self.trace.begin("loading the newest checkpoint")
-        progress = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
-        progress = progress or TrainState(step=0, fingerprint=self.plan.fingerprint)
-        self._record_start(num_steps, progress, built.num_parameters)
+        state = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
+        state = state or TrainState(step=0, fingerprint=self.plan.fingerprint)
+        self._record_start(num_steps, state, built.num_parameters)
         evaluator = Evaluator(self.plan, self.data, self.tokenizer, built.generation, self.world)
-        if progress.step == 0:
+        if state.step == 0:
             self._evaluate(evaluator, engine, 0, "before")
         training_began = time.time()
-        with Checkpointer(self.plan, self.world, self.recorder) as saver:
-            training = explainer.training = TrainingLoop(
+        with Checkpointer(self.plan, self.world, self.recorder) as checkpointer:
+            loop = TrainingLoop(
                 self.plan,
                 self.world,
                 engine,
@@ -112,14 +114,11 @@ class Trainer:
                 self.recorder,
                 self.trace,
                 make_mfu_meter(self.plan.recipe, store, self.world),
-                saver,
+                checkpointer,
                 num_steps,
-                progress,
+                state,
             )
-            if progress.step < num_steps:
-                self.trace.follow_first_step(engine)
-            outcome = training.train()
-        explainer.training = None
+            outcome = loop.train()
         training_seconds = time.time() - training_began
         exported = None
         if outcome == "completed":
@@ -129,8 +128,8 @@ class Trainer:
             export(engine, parts, self.plan.layout.export, self.world)
             exported = str(self.plan.layout.export)
         self.trace.begin("")
-        self.recorder.write(EndRecord(time.time(), outcome, training.progress.step, training_seconds, exported))
-        log.info("%s after %d steps, %.0f s in all", outcome, training.progress.step, time.time() - began)
+        self.recorder.write(EndRecord(time.time(), outcome, loop.state.step, training_seconds, exported))
+        return outcome, loop.state.step
 
     def _num_steps(self, num_packs: int) -> int:
         num_steps = count_steps(self.plan.recipe.training, num_packs)
@@ -179,7 +178,7 @@ class Trainer:
         built = BuiltModel(config, type(model).__name__, generation, counts.total, expected)
         prepare_method(model, recipe.training, self.world.device)
 
-        def fill(sharded: nn.Module) -> None:
+        def initialize(sharded: nn.Module) -> None:
             if folder is None:
                 init_weights(sharded, recipe.model.architecture, recipe.training.seed)
             else:
@@ -188,11 +187,18 @@ class Trainer:
             self.trace.begin("making the optimizer")
 
         engine = plan.engine
-        made = make_engine(engine.name, model, recipe.training, self.world, fill, keeps_weights=engine.keeps_weights)
+        made = make_engine(
+            engine.name,
+            model,
+            recipe.training,
+            self.world,
+            initialize,
+            reshard_after_forward=not engine.keeps_weights,
+        )
         return made, built
 
-    def _prove(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> None:
-        self._stage("proving that the model is sharded and its documents are isolated")
+    def _verify(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> None:
+        self._stage("verifying sharding and document isolation")
         recipe = self.plan.recipe
         checks = verify_sharding(engine.sharding_stats(), recipe.training, expected)
         checks |= verify_targets(store.num_targets)
@@ -205,13 +211,13 @@ class Trainer:
         )
         checks |= verify_isolation(probe) | verify_logits(probe)
         self.recorder.write(VerificationRecord(time.time(), checks))
-        log.info("proven: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
+        log.info("verified: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
 
-    def _record_start(self, num_steps: int, progress: TrainState, num_parameters: int) -> None:
+    def _record_start(self, num_steps: int, state: TrainState, num_parameters: int) -> None:
         record = StartRecord(
             time=time.time(),
             num_steps=num_steps,
-            resumed_from=progress.step,
+            resumed_from=state.step,
             world_size=self.world.size,
             engine=self.plan.engine.name,
             device=_device_name(self.world.device),
@@ -219,8 +225,8 @@ class Trainer:
             versions=_versions(),
         )
         self.recorder.write(record)
-        if progress.step:
-            log.info("resumed from the checkpoint after step %d", progress.step)
+        if state.step:
+            log.info("resumed from the checkpoint after step %d", state.step)
 
     def _evaluate(
         self, evaluator: Evaluator, engine: Engine, step: int, when: Literal["before", "after"]
@@ -243,7 +249,7 @@ def run_training(plan: RunPlan, world: World) -> None:
     """Carry out a plan in this process.
 
     Raises:
-        TrainingError: a proof failed, or a checkpoint does not fit.
+        TrainingError: a check failed, or a checkpoint can't be loaded.
         DataError: the data is not prepared.
         PrerequisiteError: a package, or what a tracker needs, is missing.
     """
@@ -252,7 +258,7 @@ def run_training(plan: RunPlan, world: World) -> None:
     tokenizer = load_saved_tokenizer(data.tokenizer)
     with open_trackers(plan, world) as pass_on:
         recorder = Recorder(plan.layout.metrics, world, pass_on)
-        Trainer(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder)).run()
+        Trainer(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder.write)).run()
 
 
 def _device_name(device: torch.device) -> str:

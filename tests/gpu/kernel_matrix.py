@@ -27,7 +27,6 @@ from ftkit.config.training import AttentionChoice, LoraSpec, Method, TrainingPla
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.planning.plan import PlacementPlan
-from ftkit.train.causal_lm import summed_loss
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits
 from ftkit.train.distributed.engines import make_engine
@@ -90,11 +89,11 @@ def build(case: Case, world: World) -> tuple[Any, TrainingPlan, ArchitectureSpec
     model = build_empty(config, IMPLEMENTATIONS[kernel])
     prepare_method(model, training)
 
-    def fill(sharded: torch.nn.Module) -> None:
+    def initialize(sharded: torch.nn.Module) -> None:
         init_weights(sharded, shape, 0)
         init_adapters(sharded, 0)
 
-    return make_engine("fsdp2", model, training, world, fill), training, shape
+    return make_engine("fsdp2", model, training, world, initialize), training, shape
 
 
 def reference_loss(case: Case, world: World) -> float:
@@ -144,11 +143,11 @@ def differing_weights(case: Case, engine: Any, batch: Any) -> int:
 
     handles = [
         module.register_forward_pre_hook(lambda module, _, name=name: compare(name, module))
-        for name, module in engine.model.named_modules()
+        for name, module in engine.model.hf_model.named_modules()
         if isinstance(module, QuantizedLinear)
     ]
     with engine.inference() as model, torch.compiler.set_stance("force_eager"):
-        summed_loss(model, batch)
+        model(batch=batch)
     for handle in handles:
         handle.remove()
     return len(wrong)
@@ -170,13 +169,13 @@ def train(case: Case, world: World) -> dict[str, Any]:
     batches = [to_micro_batch(own[first : first + 2], world.device) for first in range(0, len(own), 2)]
     result["differing_weights"] = differing_weights(case, engine, batches[0])
     with engine.inference() as model:
-        loss = sum(float(summed_loss(model, batch)) for batch in batches)
+        loss = sum(float(model(batch=batch)) for batch in batches)
     result["before"] = world.sum([loss])[0] / num_targets()
     result["reference"] = reference_loss(case, world)
     losses, norms = [], []
     for _ in range(3):
         parts = [
-            engine.backward(batch, num_targets(), is_last=index == len(batches) - 1)
+            engine.backward(engine.forward(batch), num_targets(), is_last=index == len(batches) - 1)
             for index, batch in enumerate(batches)
         ]
         losses.append(world.sum([float(sum(parts))])[0] / num_targets())

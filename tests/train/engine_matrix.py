@@ -35,7 +35,7 @@ from ftkit.config.training import (
 from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import PlacementPlan
-from ftkit.train.causal_lm import MicroBatch, summed_loss
+from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.collectives import find_error, make_collectives
@@ -64,13 +64,13 @@ class Case(NamedTuple):
     offload: Offload = "none"
     precision: Precision = "fp32"
     reduced: Precision = "fp32"
-    weights: Literal["given back", "kept"] = "given back"
+    weights: Literal["resharded", "unsharded"] = "resharded"
     collectives: Literal["auto", "copied"] = "auto"
 
     @property
     def name(self) -> str:
         """The words, without those that are nothing special."""
-        return " ".join(word for word in self if word not in {"none", "fp32", "given back", "auto"})
+        return " ".join(word for word in self if word not in {"none", "fp32", "resharded", "auto"})
 
 
 class FileMemory:
@@ -108,7 +108,7 @@ def cases() -> Iterator[Case]:
     for engine in get_args(EngineName):
         yield Case("olmo3", "qlora", engine, precision="bf16")
         yield from (Case("llama", "full", engine, precision="bf16", reduced=reduced) for reduced in get_args(Precision))
-    yield from (Case(family, "full", "fsdp2", weights="kept") for family in ("llama", "olmo3"))
+    yield from (Case(family, "full", "fsdp2", weights="unsharded") for family in ("llama", "olmo3"))
     yield from (Case("gemma3_text", method, "fsdp2", collectives="copied") for method in get_args(Method))
     for reduced in get_args(Precision):
         yield Case("llama", "full", "fsdp2", precision="bf16", reduced=reduced, collectives="copied")
@@ -172,7 +172,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
     with copied_collectives(training, world) if collectives == "copied" else nullcontext():
         engine = make_engine(
             engine_name, model, training, world, lambda sharded: init_adapters(sharded, 5),
-            keeps_weights=weights == "kept",
+            reshard_after_forward=weights != "unsharded",
         )  # fmt: skip
     checks = verify_sharding(engine.sharding_stats(), training, expected)
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
@@ -182,14 +182,15 @@ def train(case: Case, world: World) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(STEPS):
         with Gathers() as gathers:
-            loss = sum(
-                engine.backward(batch(step, number, world), num_targets, is_last=number == ACCUMULATION - 1)
-                for number in range(ACCUMULATION)
-            )
-        losses.append(world.sum([float(loss)])[0] / num_targets)
+            loss = 0.0
+            for number in range(ACCUMULATION):
+                summed = engine.forward(batch(step, number, world))
+                engine.backward(summed, num_targets, is_last=number == ACCUMULATION - 1)
+                loss += float(summed)
+        losses.append(world.sum([loss])[0] / num_targets)
         norms.append(float(engine.step(1e-2, max_norm=0.5)))
     with engine.inference() as trained:
-        held_out = world.sum([float(summed_loss(trained, batch(STEPS, 0, world)))])[0]
+        held_out = world.sum([float(trained(batch=batch(STEPS, 0, world)))])[0]
     trained_weights = engine.trained_weights().items()
     length = sum(float(weight.double().square().sum()) for name, weight in trained_weights if name != "lm_head.weight")
     held = {part: sum(tensor.numel() for tensor in tensors) for part, tensors in engine.tensors().items()}

@@ -16,8 +16,8 @@ from ftkit.train.loop import TrainingLoop
 
 
 def train_step_or_die(training: TrainingLoop, batch: Any) -> Any:
-    if training.progress.step == int(sys.argv[1]) - 1:
-        training.saver.wait()
+    if training.state.step == int(sys.argv[1]) - 1:
+        training.checkpointer.wait()
         if len(sys.argv) > 4:
             raise ZeroDivisionError
         os.kill(os.getpid(), signal.SIGKILL)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from ftkit.train.memory.compile import compile_whole
+from ftkit.train.memory.compile import CompiledForward
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +26,10 @@ def test_what_cannot_be_compiled_as_a_whole_is_said_once_and_computes_the_same(
 
     values = torch.arange(4.0)
     with caplog.at_level(logging.WARNING, logger="ftkit"):
-        results = [compile_whole(broken)(values) for _ in range(2)]
+        results = [CompiledForward(broken, "broken")(values) for _ in range(2)]
     assert all(torch.equal(result, values * 2 + 1) for result in results)
     assert len(_said(caplog)) == 1
-    assert "broken can't be compiled as a whole" in _said(caplog)[0]
+    assert "broken can't be compiled as one graph" in _said(caplog)[0]
 
 
 def test_nothing_is_said_of_what_is_compiled_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,7 +37,7 @@ def test_nothing_is_said_of_what_is_compiled_as_a_whole(caplog: pytest.LogCaptur
         return values * 2 + 1
 
     with caplog.at_level(logging.WARNING, logger="ftkit"):
-        forward = compile_whole(plain)
+        forward = CompiledForward(plain, "plain")
         assert torch.equal(forward(torch.arange(4.0)), torch.arange(4.0) * 2 + 1)
     assert not _said(caplog)
 
@@ -47,7 +47,7 @@ def test_a_forward_of_ever_other_shapes_goes_on(caplog: pytest.LogCaptureFixture
         return values + int(number)
 
     with caplog.at_level(logging.WARNING, logger="ftkit"), torch._dynamo.config.patch(cache_size_limit=2):
-        forward = compile_whole(numbered)
+        forward = CompiledForward(numbered, "numbered")
         results = [forward(torch.zeros(2), str(number)) for number in range(4)]
     assert [result[0].item() for result in results] == [0, 1, 2, 3]
     assert ["in more ways" in message for message in _said(caplog)] == [True]

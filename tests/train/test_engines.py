@@ -23,6 +23,7 @@ from ftkit.errors import TrainingError
 from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
+from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.checks import verify_sharding
@@ -123,13 +124,11 @@ def test_what_is_offloaded_trains_alike(engine: str, offload: str, matrix: dict[
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo3"])
-def test_layers_that_keep_their_weights_gather_once_and_train_alike(
-    family: str, matrix: dict[str, dict[str, Any]]
-) -> None:
-    kept, given_back = matrix[f"{family} full fsdp2 kept"], matrix[f"{family} full fsdp2"]
-    assert_equal(kept, given_back)
+def test_layers_that_stay_unsharded_gather_once_and_train_alike(family: str, matrix: dict[str, dict[str, Any]]) -> None:
+    unsharded, resharded = matrix[f"{family} full fsdp2 unsharded"], matrix[f"{family} full fsdp2"]
+    assert_equal(unsharded, resharded)
     layers, micro_batches = 3, 2
-    assert given_back["gathered"] - kept["gathered"] == layers * micro_batches
+    assert resharded["gathered"] - unsharded["gathered"] == layers * micro_batches
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
@@ -180,14 +179,14 @@ def test_a_zero3_run_is_the_fsdp2_run_and_goes_on_with_fewer_processes(
 
 def test_zero3_that_does_not_partition_is_refused_with_both_numbers(world: World) -> None:
     engine = Zero3Engine.__new__(Zero3Engine)
-    engine._world, engine.model = world, build(training())
+    engine._world, engine.model = world, CausalLM(build(training()))
     with pytest.raises(TrainingError, match=r"units: found 0, expected 3.*sharded layers: found 0, expected 2"):
         verify_sharding(engine.sharding_stats(), training(), method_counts(SHAPE, training()))
 
 
 def test_zero3_partitions_among_too_few_ranks_are_refused(world: World) -> None:
     engine = Zero3Engine.__new__(Zero3Engine)
-    engine._world, engine.model = world, build(training())
+    engine._world, engine.model = world, CausalLM(build(training()))
     for parameter in engine.model.parameters():
         parameter.ds_shape, parameter.ds_persist = parameter.shape, False
         parameter.ds_tensor = parameter.detach().flatten()
@@ -230,7 +229,7 @@ def test_torch_that_cannot_shard_two_precisions_together_is_refused(
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_adapters_on_one_process_are_not_divided_and_train_in_bf16(method: Method, world: World) -> None:
+def test_adapters_on_one_process_are_not_sharded_and_train_in_bf16(method: Method, world: World) -> None:
     spec = training(method=method, precision="bf16")
     model = build(spec)
     init_adapters(model, seed=0)
@@ -239,10 +238,16 @@ def test_adapters_on_one_process_are_not_divided_and_train_in_bf16(method: Metho
     packs = np.random.default_rng(0).integers(0, SHAPE.vocab_size, (1, 3, 16)).astype(np.int32)
     packs[:, 2] = np.arange(16)
     batch = to_micro_batch(packs, world.device)
-    losses = [(float(engine.backward(batch, 16, is_last=True)), engine.step(1e-2, 1.0))[0] for _ in range(5)]
+    losses = []
+    for _ in range(5):
+        loss = engine.forward(batch)
+        engine.backward(loss, 16, is_last=True)
+        engine.step(1e-2, 1.0)
+        losses.append(float(loss))
     assert losses[-1] < losses[0]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert not any(isinstance(parameter, DTensor) for parameter in trained)
     assert {parameter.dtype for parameter in trained} == {torch.float32}
     with engine.inference() as answering:
-        assert answering.generate(batch.input_ids, max_new_tokens=2, do_sample=False).shape == (1, 18)
+        new = {"max_new_tokens": 2, "do_sample": False}
+        assert answering(compute=CausalLM.generate, inputs=batch.input_ids, **new).shape == (1, 18)

@@ -52,7 +52,7 @@ def test_each_stage_of_a_run_leaves_its_memory_and_the_end_comes_last(finished_r
     assert finished_run.memory_stages() == [
         "building the model",
         "making the optimizer",
-        "proving that the model is sharded and its documents are isolated",
+        "verifying sharding and document isolation",
         "loading the newest checkpoint",
         "evaluating on the held-out part, before training",
         "first forward",
@@ -98,7 +98,7 @@ def test_each_stage_has_a_peak_of_its_own_and_the_run_keeps_the_highest(
     counters: Counters, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_trace, "GIB", 1)
-    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world, lambda _: None))
+    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world, lambda _: None).write)
     counters.use(peak=9, then=1)  # before the first stage
     trace.begin("one")
     counters.use(peak=7, then=2)
@@ -115,31 +115,12 @@ def test_each_stage_has_a_peak_of_its_own_and_the_run_keeps_the_highest(
     assert trace.peak_gib() == 11
 
 
-def test_only_the_first_step_is_followed(world: World, tmp_path: Path) -> None:
-    class Model:
-        def __init__(self) -> None:
-            self.summed_loss = lambda: 1
-
-    class Engine:
-        def __init__(self) -> None:
-            self.model = Model()
-
-        def backward(self) -> int:
-            return self.model.summed_loss()
-
-        def step(self) -> int:
-            return 2
-
-    engine: Any = Engine()
-    original = engine.model.summed_loss
-    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world, lambda _: None))
-    trace.follow_first_step(engine)
-    results = [getattr(engine, name)() for name in ("backward", "backward", "step", "backward", "step")]
-    assert results == [1, 1, 2, 1, 2]
+def test_stages_of_the_first_step_are_recorded_once(world: World, tmp_path: Path) -> None:
+    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world, lambda _: None).write)
+    for stage in 2 * ("first forward", "first backward", "training"):
+        trace.begin_once(stage)
     stages = [record.stage for record in read_records(tmp_path / "metrics.jsonl")]
-    assert [*stages, trace.stage] == ["first forward", "first backward", "first step", "training"]
-    assert vars(engine) == {"model": engine.model}
-    assert engine.model.summed_loss is original
+    assert [*stages, trace.stage] == ["first forward", "first backward", "training"]
 
 
 def test_what_fills_the_device_is_explained_by_part_with_what_would_fit(plan: RunPlan, world: World) -> None:
@@ -156,11 +137,11 @@ def test_what_fills_the_device_is_explained_by_part_with_what_would_fit(plan: Ru
         text = message(plan, world)
     finally:
         hook.remove()
-    what, held, foreseen, *fix = text.splitlines()
+    what, held, predicted, *fix = text.splitlines()
     assert what.startswith("out of memory in stage 'training', in step 2: ")
     assert EXHAUSTED in what
     assert held.startswith("held: parameters 0.0, gradients 0.0, optimizer 0.0, activations, gathered weights and")
-    assert foreseen.startswith("foreseen: parameters 0.0, gradients 0.0,")
+    assert predicted.startswith("predicted: parameters 0.0, gradients 0.0,")
     assert fix[1].startswith("  training.activation_checkpointing=")
     assert fix[2].startswith("  training.micro_batch_size=")
 

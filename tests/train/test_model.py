@@ -24,11 +24,10 @@ from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
 from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import count_parameters, method_counts
-from ftkit.train.causal_lm import summed_loss
+from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import (
     ProbeResult,
-    ShardingStats,
     _probe_rows,
     run_probe,
     verify_isolation,
@@ -37,6 +36,7 @@ from ftkit.train.distributed.checks import (
     verify_targets,
 )
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.engine import ShardingStats
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel, generation_attention
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config, read_config
 from ftkit.train.model.weights import load_weights
@@ -105,7 +105,7 @@ def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(
     def loss(*rows: list[Document]) -> float:
         packs = np.stack([build_pack(row, 32, pad=0) for row in rows])
         with torch.no_grad():
-            return float(summed_loss(model, to_micro_batch(packs, world.device)))
+            return float(model(batch=to_micro_batch(packs, world.device)))
 
     separate = sum(loss([document]) for document in documents)
     assert loss(documents) == pytest.approx(separate, rel=1e-5)
@@ -157,8 +157,8 @@ def test_a_model_left_in_one_unit_is_refused_with_both_numbers(
 ) -> None:
     engine = Fsdp2Engine.__new__(Fsdp2Engine)
     engine._world = world
-    engine._training = TRAINING
-    engine.model = fully_shard(build("olmo3", tokenizer), mesh=world.mesh)
+    engine._is_unsharded = False
+    engine.model = fully_shard(CausalLM(build("olmo3", tokenizer)), mesh=world.mesh)
     with pytest.raises(TrainingError, match=r"units: found 1, expected 5.*sharded layers: found 0, expected 4"):
         verify_sharding(engine.sharding_stats(), TRAINING, method_counts(architecture("olmo3"), TRAINING))
 
@@ -191,6 +191,10 @@ def test_packs_without_a_target_are_refused_by_number() -> None:
         verify_targets(np.array([3, 0, 7, 0]))
 
 
+def call_class(model: CausalLM, **inputs: Any) -> Any:
+    return model.hf_model(**inputs)
+
+
 def probe(engine: Fsdp2Engine, world: World) -> ProbeResult:
     return run_probe(engine, world, 320, micro_batch_size=1, sequence_length=64)
 
@@ -199,7 +203,7 @@ def test_documents_that_see_each_other_are_noticed(
     tokenizer: PreTrainedTokenizerBase, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Fsdp2Engine(build("llama", tokenizer), TRAINING, world)
-    decoder = type(engine.model.get_decoder())
+    decoder = type(engine.model.hf_model.get_decoder())
     forward = decoder.forward
 
     def with_mask(self: nn.Module, input_ids: torch.Tensor, **rest: Any) -> Any:
@@ -245,9 +249,9 @@ def test_models_that_scale_or_cap_their_logits_train_with_them(
     pack = build_pack([Document(tokens, np.roll(tokens, -1))], 40, pad=0)
     with engine.inference() as model:
         batch = to_micro_batch(pack[None], world.device)
-        logits = model(input_ids=batch.input_ids).logits.flatten(0, 1)[batch.label_index]
+        logits = model(compute=call_class, input_ids=batch.input_ids).logits.flatten(0, 1)[batch.label_index]
         expected = functional.cross_entropy(logits, batch.labels, reduction="sum")
-        assert float(summed_loss(model, batch)) == pytest.approx(float(expected), rel=1e-5)
+        assert float(model(batch=batch)) == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize(("family", "expected"), [("gemma2", "eager"), ("llama", "sdpa")])
@@ -288,7 +292,7 @@ def test_logits_that_are_changed_in_an_unknown_way_are_refused_though_the_loss_h
     tokenizer: PreTrainedTokenizerBase, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Fsdp2Engine(build("llama", tokenizer), TRAINING, world)
-    kind = type(engine.model)
+    kind = type(engine.model.hf_model)
     forward = kind.forward
 
     def scaled(self: nn.Module, **inputs: Any) -> Any:

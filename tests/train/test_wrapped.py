@@ -19,7 +19,7 @@ from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.errors import TrainingError
 from ftkit.runs.records import EvaluationRecord
-from ftkit.train.causal_lm import MicroBatch, packed_hidden_states
+from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import build_empty, read_config
 from ftkit.train.model.weights import load_weights
@@ -98,8 +98,8 @@ def test_the_text_model_computes_what_it_does_within_the_wrapper(
     whole = Gemma3ForConditionalGeneration.from_pretrained(wrapper)
     with engine.inference() as model, torch.no_grad():
         expected = whole.model.language_model(tokens, use_cache=False).last_hidden_state[0]
-        assert torch.allclose(packed_hidden_states(model, batch), expected, atol=1e-5)
-        logits = model(input_ids=tokens, use_cache=False).logits
+        assert torch.allclose(model(compute=CausalLM.hidden_states, batch=batch)[0], expected, atol=1e-5)
+        logits = model(compute=lambda model: model.hf_model(input_ids=tokens, use_cache=False).logits)
         assert torch.allclose(logits, whole(tokens, use_cache=False).logits, atol=1e-5)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.config.data import PromptCompletionFormat
@@ -18,7 +17,7 @@ from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tasks.sql_score import execution_match, read_question
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample
-from ftkit.train.causal_lm import summed_loss
+from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.attention import generation_attention
@@ -55,7 +54,7 @@ class Evaluator:
         samples = tuple(answers[:NUM_SAMPLES])
         return EvaluationRecord(time.time(), step, when, loss, perplexity, accuracy, samples)
 
-    def _loss(self, model: nn.Module) -> float:
+    def _loss(self, model: CausalLM) -> float:
         """Return the mean loss over the targets of the held-out packs."""
         store = PackStore(self.data.validation)
         num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
@@ -66,12 +65,12 @@ class Evaluator:
             begin = first + self.world.rank * micro
             counts = begin < num_packs
             chosen = slice(begin, min(begin + micro, num_packs)) if counts else slice(num_packs - 1, num_packs)
-            loss = summed_loss(model, to_micro_batch(store.packs[chosen], self.world.device))
+            loss = model(batch=to_micro_batch(store.packs[chosen], self.world.device))
             total += loss if counts else 0
         (summed,) = self.world.sum([float(total)])  # host sync: once an evaluation
         return summed / max(1, int(store.num_targets[:num_packs].sum()))
 
-    def _answer_questions(self, model: nn.Module, asked: SqlExecutionSpec) -> list[Sample]:
+    def _answer_questions(self, model: CausalLM, asked: SqlExecutionSpec) -> list[Sample]:
         """Return the questions in order, each answered by one of the ranks."""
         examples = self.data.read_validation_rows()[: asked.num_questions]
         own = examples[self.world.rank :: self.world.size]
@@ -85,7 +84,7 @@ class Evaluator:
         parts = self.world.gather_objects(samples)
         return [parts[index % self.world.size][index // self.world.size] for index in range(len(examples))]
 
-    def _generate(self, model: Any, examples: list[dict[str, Any]], max_new_tokens: int) -> list[str]:
+    def _generate(self, model: CausalLM, examples: list[dict[str, Any]], max_new_tokens: int) -> list[str]:
         form = self.plan.recipe.data.format
         if not isinstance(form, PromptCompletionFormat):
             raise TypeError("the plan's checks let only prompt-completion data through")
@@ -95,8 +94,9 @@ class Evaluator:
             prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
         ).to(self.world.device)
         config = self.generation.greedy(self.tokenizer, max_new_tokens)
-        with generation_attention(model):
-            output = model.generate(
+        with generation_attention(model.hf_model):
+            output = model(
+                compute=CausalLM.generate,
                 input_ids=encoded["input_ids"],
                 attention_mask=encoded["attention_mask"],
                 generation_config=config,

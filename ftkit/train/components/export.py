@@ -49,7 +49,7 @@ def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> 
         converted = {name: _as_stored(tensor, dtype) for name, tensor in weights.items()}
         with atomic_folder(folder, folder.with_name(f".{folder.name}.partial")) as temporary:
             if parts.recipe.training.adapters is None:
-                _write_model(split_as_stored(engine.model, converted), parts, temporary)
+                _write_model(split_as_stored(engine.model.hf_model, converted), parts, temporary)
             else:
                 _write_adapters(converted, parts, temporary)
             parts.tokenizer.save_pretrained(temporary)

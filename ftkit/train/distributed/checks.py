@@ -1,26 +1,30 @@
-"""What is proven of the model before step 1, on every rank. A proof that fails ends the run in seconds."""
+"""Checks before step 1, on every rank: the model is sharded as planned, and computes what its own class does.
+
+A check that fails ends the run in seconds instead of wasting a night.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
-from ftkit.config.training import ActivationCheckpointing
 from ftkit.data.encoding import IGNORED
 from ftkit.errors import TrainingError
-from ftkit.train.causal_lm import MicroBatch, own_forward, states_and_gradients
+from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.components.batches import to_micro_batch
+from ftkit.train.model.build import find_decoder, find_decoder_layers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import nn
 
     from ftkit.config.execution import ParameterCounts
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.engine import Engine
+    from ftkit.train.engine import Engine, ShardingStats
     from ftkit.train.world import World
 
 GRADIENT_TOLERANCE = 1e-3
@@ -32,28 +36,8 @@ LOGITS_TOLERANCE = 2e-2
 """Largest change of a token's logits, relative to their norm, that rounding in bf16 explains."""
 
 
-@dataclass(frozen=True)
-class ShardingStats:
-    """What is true of the sharded model on one rank; elements are numbers of parameters.
-
-    Attributes:
-        is_unsharded: nothing is sharded; right on one process alone, where this rank's even share is all.
-    """
-
-    num_layers: int
-    num_units: int
-    num_sharded_layers: int
-    checkpointed_layers: Mapping[ActivationCheckpointing, int]
-    total_elements: int
-    local_elements: int
-    max_local_elements: int
-    trainable_elements: int
-    quantized_elements: int = 0
-    is_unsharded: bool = False
-
-
-def verify_sharding(facts: ShardingStats, training: TrainingPlan, expected: ParameterCounts) -> dict[str, str]:
-    """Compare the facts of a rank with what the plan asks for.
+def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: ParameterCounts) -> dict[str, str]:
+    """Check that the model is sharded as planned, on this rank.
 
     Returns:
         What was checked, with the numbers found.
@@ -62,41 +46,41 @@ def verify_sharding(facts: ShardingStats, training: TrainingPlan, expected: Para
         TrainingError: naming both numbers of each comparison that failed.
     """
     checkpointing = training.activation_checkpointing
-    units, layers = (0, 0) if facts.is_unsharded else (facts.num_layers + 1, facts.num_layers)
+    units, layers = (0, 0) if stats.is_unsharded else (stats.num_layers + 1, stats.num_layers)
     comparisons = {
-        "units": (facts.num_units, units, "decoder layers + 1 for the rest"),
-        "sharded layers": (facts.num_sharded_layers, layers, "decoder layers"),
+        "units": (stats.num_units, units, "decoder layers + 1 for the rest"),
+        "sharded layers": (stats.num_sharded_layers, layers, "decoder layers"),
         f"layers with checkpointing '{checkpointing}'": (
-            facts.checkpointed_layers.get(checkpointing, 0),
-            facts.num_layers,
+            stats.checkpointed_layers.get(checkpointing, 0),
+            stats.num_layers,
             "decoder layers",
         ),
-        "parameters": (facts.total_elements, expected.total, "as planned"),
-        "trainable parameters": (facts.trainable_elements, expected.trained, f"for method '{training.method}'"),
-        "4-bit parameters": (facts.quantized_elements, expected.quantized, f"for method '{training.method}'"),
+        "parameters": (stats.total_elements, expected.total, "as planned"),
+        "trainable parameters": (stats.trainable_elements, expected.trained, f"for method '{training.method}'"),
+        "4-bit parameters": (stats.quantized_elements, expected.quantized, f"for method '{training.method}'"),
     }
     wrong = [
         f"{name}: found {found:,}, expected {wanted:,} ({why})"
         for name, (found, wanted, why) in comparisons.items()
         if found != wanted
     ]
-    if facts.local_elements > facts.max_local_elements:
+    if stats.local_elements > stats.max_local_elements:
         wrong.append(
-            f"parameters on this rank: found {facts.local_elements:,}, expected at most "
-            f"{facts.max_local_elements:,} (an even share of {facts.total_elements:,})"
+            f"parameters on this rank: found {stats.local_elements:,}, expected at most "
+            f"{stats.max_local_elements:,} (an even share of {stats.total_elements:,})"
         )
     if wrong:
         raise TrainingError(
             "the model is not sharded as planned: " + "; ".join(wrong),
             meaning="training would run out of memory, or train something else than the recipe says",
-            fix="this is the model's or ftkit's fault, not the data's: please report it with this message",
+            fix="this is a bug of the model's class or of ftkit, not of the data: please report it with this message",
         )
     found = {name: f"{found:,}" for name, (found, _, _) in comparisons.items()}
-    return found | {"parameters on this rank": f"{facts.local_elements:,} of {facts.total_elements:,}"}
+    return found | {"parameters on this rank": f"{stats.local_elements:,} of {stats.total_elements:,}"}
 
 
 def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
-    """Prove that each pack has something to learn from.
+    """Check that each pack has labels to learn from.
 
     Args:
         num_targets: target tokens of each pack.
@@ -147,11 +131,72 @@ def run_probe(
     with torch.random.fork_rng(devices=[] if world.device.type == "cpu" else [world.device]):
         torch.manual_seed(0)  # for dropout in adapters
         with engine.probe() as model:
-            states, own_logits, expected_logits = own_forward(model, first, num_logits=min(32, sequence_length))
+            states, own_logits, expected_logits = model(
+                compute=_class_logits, batch=first, num_logits=min(32, sequence_length)
+            )
         torch.manual_seed(0)
         with engine.probe() as model:
-            other_states, gradients = states_and_gradients(model, second, is_kept)
+            other_states, gradients = _states_and_gradients(model, second, is_kept)
     return ProbeResult(is_kept, (states, other_states), gradients, own_logits, expected_logits)
+
+
+def _class_logits(
+    model: CausalLM, batch: MicroBatch, num_logits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the model by its own class. Within `CausalLM.forward` only.
+
+    Returns:
+        Its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and those that
+        `CausalLM.loss` would compute its loss from, [M, V].
+    """
+    states: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+
+    def watch_decoder(_: nn.Module, __: Any, output: Any) -> None:
+        states.append(output.last_hidden_state.detach())
+
+    def watch_projection(module: Any, __: Any, ___: Any) -> None:
+        # In a hook, since ZeRO-3 has gathered the weight only now.
+        hidden = states[0][:, -num_logits:].to(module.weight.dtype)
+        products = functional.linear(hidden, module.weight, module.bias)
+        expected.append(model.logit_transform.apply(products.detach().float()))
+
+    hf_model: Any = model.hf_model
+    with (
+        find_decoder(hf_model).register_forward_hook(watch_decoder),
+        hf_model.get_output_embeddings().register_forward_hook(watch_projection),
+    ):
+        logits = hf_model(**batch.decoder_inputs(), logits_to_keep=num_logits).logits[:, -num_logits:]
+    return states[0].flatten(0, 1), logits.detach().flatten(0, 1), expected[0].flatten(0, 1)
+
+
+def _states_and_gradients(
+    model: CausalLM, batch: MicroBatch, is_kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the last hidden states, and gradients of the kept ones to the first layer's output at all tokens.
+
+    Not to the embeddings: those of a frozen table have no gradient in training, and giving them one would compile the
+    first layer again.
+
+    Args:
+        model: the model as it is trained.
+        batch: N tokens.
+        is_kept: bool [N], the tokens whose hidden states the gradients are of, in a random direction.
+
+    Returns:
+        Both [N, H].
+    """
+    outputs: list[torch.Tensor] = []
+
+    def watch(_: nn.Module, __: Any, output: Any) -> None:
+        outputs.append(output if isinstance(output, torch.Tensor) else output[0])
+
+    with find_decoder_layers(model.hf_model)[0].register_forward_hook(watch):
+        # Flattened outside: FSDP2 warns of outputs that are views.
+        states = model(compute=CausalLM.hidden_states, batch=batch).flatten(0, 1)
+    direction = torch.randn(states.shape, dtype=states.dtype, device=states.device) * is_kept[:, None]
+    (gradients,) = torch.autograd.grad(states, outputs[:1], direction)
+    return states.detach(), gradients.flatten(0, 1)
 
 
 def verify_isolation(probe: ProbeResult) -> dict[str, str]:

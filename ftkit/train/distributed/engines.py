@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.train.engine import Engine, InitWeights
@@ -16,22 +16,30 @@ if TYPE_CHECKING:
 
 def make_engine(
     name: EngineName,
-    model: nn.Module,
+    hf_model: PreTrainedModel,
     training: TrainingPlan,
     world: World,
-    fill: InitWeights,
+    init_weights: InitWeights,
     *,
-    keeps_weights: bool = False,
+    reshard_after_forward: bool = True,
 ) -> Engine:
-    """Shard a model, give its parameters memory and values, and return what trains it.
+    """Shard a transformers model, allocate and initialize its parameters, and return what trains it.
 
-    `keeps_weights`: layers keep what they gathered for the forward pass until the backward pass; with fsdp2 alone.
+    Args:
+        name: which engine.
+        hf_model: the model, prepared for its method; its parameters may be on the meta device.
+        training: how it is trained.
+        world: the processes among which it is sharded.
+        init_weights: initializes or loads the sharded parameters.
+        reshard_after_forward: whether layers give their gathered weights back between forward and backward; only
+            fsdp2 can keep them.
 
     Raises:
         PrerequisiteError: the engine's package is not installed.
+        TrainingError: this version of torch can't train so.
     """
     if name == "zero3":
         from ftkit.train.distributed.zero3 import Zero3Engine  # noqa: PLC0415 - DeepSpeed is an extra
 
-        return Zero3Engine(model, training, world, fill)
-    return Fsdp2Engine(model, training, world, fill, keeps_weights=keeps_weights)
+        return Zero3Engine(hf_model, training, world, init_weights)
+    return Fsdp2Engine(hf_model, training, world, init_weights, reshard_after_forward=reshard_after_forward)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,13 +19,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ftkit.errors import TrainingError
-from ftkit.train.causal_lm import MicroBatch, add_objective, summed_loss
+from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
 from ftkit.train.components.checkpoint import read_state, saved_sizes
 from ftkit.train.components.optimizer import HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
-from ftkit.train.distributed.unsharded import cast_where_used, is_unsharded
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
@@ -36,78 +36,81 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from transformers import PreTrainedModel
+
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.distributed.checks import ShardingStats
-    from ftkit.train.engine import InitWeights
+    from ftkit.train.engine import InitWeights, ShardingStats
     from ftkit.train.world import World
 
 
 class Fsdp2Engine:
     """Master weights, gradients and optimizer states in fp32, each rank holding its shard.
 
-    One process is a mesh of one: the same code with nothing to gather. Adapters on one process are not even that
-    (`ftkit.train.distributed.unsharded`).
+    One process is a mesh of one: the same code with nothing to gather. Adapters on one process are not sharded at all
+    (`is_unsharded`).
+
+    Attributes:
+        model: the sharded model with its loss.
+        optimizer: of the trained parameters.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        hf_model: PreTrainedModel,
         training: TrainingPlan,
         world: World,
-        fill: InitWeights | None = None,
+        init_weights: InitWeights | None = None,
         *,
-        keeps_weights: bool = False,
+        reshard_after_forward: bool = True,
     ) -> None:
+        """Shard a model, initialize its weights and make its optimizer; see `make_engine`."""
         self._world = world
-        if not is_unsharded(training, world):
-            _check_precisions(model)
+        self._is_unsharded = is_unsharded(training, world)
+        if not self._is_unsharded:
+            _check_precisions(hf_model)
         _check_device(world)
-        is_empty = any(parameter.is_meta for parameter in model.parameters())
-        self.model = shard(model, training, world, keeps_weights=keeps_weights)
+        is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
+        self.model = parallelize(hf_model, training, world, reshard_after_forward=reshard_after_forward)
         if is_empty:
             parameters_on = torch.device("cpu") if training.offload == "all" else world.device
             materialize(self.model, world.device, parameters_on)
-        if fill is not None:
-            fill(self.model)
-        self._shards = list(self.model.parameters())
-        """The parameters as they are between steps; the model has whole ones in their place while it uses them."""
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._training = training
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, made when it is first needed: by then the weights are in place."""
-        if self._optimizer is None:
-            self._optimizer = _make_optimizer(self.model, self._training)
-        return self._optimizer
+            hf_model.tie_weights()  # which `to_empty` unties
+        if init_weights is not None:
+            init_weights(hf_model)
+        self._shards = list(hf_model.parameters())
+        """The parameters between steps; while the model computes, it has unsharded ones in their place."""
+        self.optimizer = _make_optimizer(hf_model, training)
 
     def sharding_stats(self) -> ShardingStats:
-        """Return what is true of the model on this rank."""
-        layers = find_decoder_layers(self.model)
+        """Return how the model is sharded on this rank."""
+        hf_model = self.model.hf_model
         return collect_sharding_stats(
-            self.model,
+            hf_model,
             lambda parameter: ParameterShard(
                 parameter.numel(), _local(parameter).numel(), _even_share(parameter, self._world.size)
             ),
             num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
-            num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in layers),
-            is_unsharded=is_unsharded(self._training, self._world),
+            num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in find_decoder_layers(hf_model)),
+            is_unsharded=self._is_unsharded,
         )
 
-    def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:
-        """Run forward and backward; see `Engine.backward`.
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the loss summed over a micro-batch's labels; see `Engine.forward`."""
+        loss: torch.Tensor = self.model(batch=batch)
+        return loss
 
-        Each micro-batch's gradients are reduced at once: kept until the last one, they would be there whole.
+    def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
+        """Accumulate gradients; see `Engine.backward`.
+
+        Each micro-batch's gradients are reduce-scattered at once: kept until the last one, they would be unsharded.
         """
         del is_last
-        loss = summed_loss(self.model, batch)
-        # Reduction averages over ranks; the loss is a mean over the targets of all of them.
-        torch.autograd.backward(loss * (self._world.size / num_targets))
-        return loss.detach()
+        # FSDP2 averages gradients over the ranks; the loss is a mean over the labels of all of them.
+        torch.autograd.backward(loss * (self._world.size / num_labels))
 
     @contextmanager
-    def inference(self) -> Iterator[nn.Module]:
-        """Give the model for evaluation, without gradients; put everything back into shards afterwards."""
+    def inference(self) -> Iterator[CausalLM]:
+        """Give the model for evaluation, without gradients; reshard it afterwards."""
         self.model.eval()
         try:
             with torch.no_grad():
@@ -117,11 +120,11 @@ class Fsdp2Engine:
             self._reshard()
 
     @contextmanager
-    def probe(self) -> Iterator[nn.Module]:
+    def probe(self) -> Iterator[CausalLM]:
         """Give the model as it is trained; see `Engine.probe`."""
         try:
             with warnings.catch_warnings():
-                # Of outputs changed in place later, which a probe never does.
+                # About outputs that are changed in place later, which a probe never does.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
                 yield self.model
         finally:
@@ -143,7 +146,7 @@ class Fsdp2Engine:
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return what this rank holds from step to step."""
-        states = [] if self._optimizer is None else self._optimizer.state.values()
+        states = self.optimizer.state.values()
         return {
             "parameters": [_local(shard) for shard in self._shards],
             "gradients": [_local(shard.grad) for shard in self._shards if shard.grad is not None],
@@ -157,9 +160,9 @@ class Fsdp2Engine:
         return {"model": model, "optimizer": {"state": optimizer["state"]}}
 
     def _state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=_TRAINED)
+        model, optimizer = get_state_dict(self.model.hf_model, self.optimizer, options=_TRAINED)
         # A second name of a frozen tensor is still among them.
-        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        trained = {name for name, parameter in self.model.hf_model.named_parameters() if parameter.requires_grad}
         return {name: value for name, value in model.items() if name in trained}, optimizer
 
     def load(self, folder: Path) -> None:
@@ -168,14 +171,20 @@ class Fsdp2Engine:
         if isinstance(self.optimizer, AdamW8bit):
             take_saved_scales(optimizer["state"], saved_sizes(folder, "optimizer.state."))
         read_state({"model": model, "optimizer": {"state": optimizer["state"]}}, folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_TRAINED)
+        set_state_dict(
+            self.model.hf_model,
+            self.optimizer,
+            model_state_dict=model,
+            optim_state_dict=optimizer,
+            options=_TRAINED,
+        )
         if isinstance(self.optimizer, HostStateAdamW):
             self.optimizer.to_host()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.model, options=options))
+        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.model.hf_model, options=options))
 
 
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -201,39 +210,53 @@ def _check_device(world: World) -> None:
         )
 
 
-def shard(model: nn.Module, training: TrainingPlan, world: World, *, keeps_weights: bool) -> nn.Module:
-    """Shard a model: each decoder layer is a unit, and what is outside the layers is one more.
+def is_unsharded(training: TrainingPlan, world: World) -> bool:
+    """Tell whether nothing is sharded: adapters on one process, unless parameters wait in main memory.
 
-    Layers are gathered for their forward and again for their backward, unless they keep their weights; embedding and
-    output projection stay gathered in between. Adapters on one process are left as they are.
+    Gathering a few hundred small tensors would keep the host busier than the GPU (docs/adr/0021). Trained weights stay
+    in fp32, and are cast where they are used.
+    """
+    return world.size == 1 and training.adapters is not None and training.offload != "all"
+
+
+def parallelize(
+    hf_model: PreTrainedModel, training: TrainingPlan, world: World, *, reshard_after_forward: bool
+) -> CausalLM:
+    """Apply activation checkpointing, compilation and FSDP2: each decoder layer is a unit, all the rest is one more.
+
+    Layers are all-gathered for their forward, and again for their backward if they are resharded in between. Embedding
+    and output projection stay unsharded between forward and backward.
     """
     complete_processor_streams()
-    layers = find_decoder_layers(model)
+    layers = find_decoder_layers(hf_model)
     apply_activation_checkpointing(
         layers,
         training.activation_checkpointing,
         compiled=compiles(training, world.device),
         offload=ActivationOffload(world.device) if training.activation_offload else None,
     )
-    compute = DTYPES[training.compute_precision]
+    # Adapters are trained in fp32, and cast where they are used.
+    is_cast = training.adapters is not None and training.compute_precision == "bf16"
+    autocast = (
+        partial(torch.autocast, world.device.type, DTYPES[training.compute_precision]) if is_cast else nullcontext
+    )
+    model = CausalLM(hf_model, autocast=autocast)
     if is_unsharded(training, world):
-        add_objective(model, in_chunks=True)
-        if training.compute_precision == "bf16":
-            cast_where_used(model, compute, world.device)
         return model
     collectives = choose_collectives(training, world)
-    policy = _mixed_precision(training, is_reduced_by_ftkit=collectives is not None)
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if training.offload == "all" else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": policy, "offload_policy": offload}
+    options: dict[str, Any] = {
+        "mesh": world.mesh,
+        "mp_policy": _mixed_precision(training, is_reduced_by_ftkit=collectives is not None),
+        "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+        if training.offload == "all"
+        else OffloadPolicy(),
+    }
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=world.size > 1 and not keeps_weights, **options)
+        fully_shard(layer, reshard_after_forward=world.size > 1 and reshard_after_forward, **options)
     fully_shard(model, **options)
     if collectives is not None:
         for module in (*layers, model):
             collectives.serve(cast("FSDPModule", module))
-    add_objective(model, in_chunks=True)
-    if training.adapters is not None and training.compute_precision == "bf16":
-        cast_where_used(model, compute, world.device)
     return model
 
 
@@ -258,7 +281,7 @@ def compiles(training: TrainingPlan, device: torch.device) -> bool:
 
 def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Optimizer:
     groups = parameter_groups(model, training)
-    rates: dict[str, Any] = {"lr": training.learning_rate, "betas": training.betas}
+    rates: dict[str, Any] = {"lr": 0.0, "betas": training.betas}  # the learning rate comes with each step
     if training.optimizer == "adamw8bit":
         return AdamW8bit(groups, **rates)
     kind = HostStateAdamW if training.offload == "optimizer" else torch.optim.AdamW

@@ -1,4 +1,4 @@
-"""ZeRO-3: DeepSpeed deals every parameter out over the ranks, and gathers it where it is used."""
+"""ZeRO-3: DeepSpeed partitions every parameter over the ranks, and gathers it where it is used."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import os
 import warnings
 from contextlib import contextmanager
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch.nn import functional
 
 from ftkit.config.execution import ZERO3_BUCKET
 from ftkit.errors import PrerequisiteError
-from ftkit.train.causal_lm import MicroBatch, add_objective, summed_loss
+from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.components.checkpoint import read_state
 from ftkit.train.components.optimizer import parameter_groups
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
@@ -33,53 +32,51 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.distributed.checks import ShardingStats
-    from ftkit.train.engine import InitWeights
+    from ftkit.train.engine import InitWeights, ShardingStats
     from ftkit.train.world import World
 
 _STATES = ("exp_avg", "exp_avg_sq")
-_FOLLOWED = ("summed_loss", "packed_hidden_states")
-"""Methods of a model with an objective, which DeepSpeed has to follow."""
 
 
 class Zero3Engine:
-    """Weights in the compute precision, their fp32 masters and optimizer states; each rank holding its part."""
+    """Weights in the compute dtype, their fp32 masters and optimizer states, each rank holding its partition.
 
-    def __init__(self, model: nn.Module, training: TrainingPlan, world: World, fill: InitWeights | None = None) -> None:
+    Attributes:
+        model: the partitioned model with its loss.
+    """
+
+    def __init__(
+        self, hf_model: PreTrainedModel, training: TrainingPlan, world: World, init_weights: InitWeights | None = None
+    ) -> None:
+        """Partition a model, initialize its weights and make its optimizer; see `make_engine`."""
         self._world = world
-        # DeepSpeed hands a state that is offloaded over on the device, a parameter at a time: it goes back at once.
+        # DeepSpeed returns offloaded states on the device, a parameter at a time: they go back at once.
         self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
-        self.model = model
         self._deepspeed = _import_deepspeed(world.device)
         config = deepspeed_config(training, world)
         precision = DTYPES[training.compute_precision]
-        cast("PreTrainedModel", model).tie_weights()  # while a parameter is still one object wherever it is used
-        for unit in [*find_decoder_layers(model), model]:
-            _give_memory(unit, world.device, precision)
+        hf_model.tie_weights()  # while a parameter is still one object wherever it is used
+        layers = find_decoder_layers(hf_model)
+        for unit in [*layers, hf_model]:
+            _materialize(unit, world.device, precision)
             self._deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=precision)
-        if fill is not None:
-            fill(model)
+        if init_weights is not None:
+            init_weights(hf_model)
         apply_activation_checkpointing(
-            find_decoder_layers(model),
+            layers,
             training.activation_checkpointing,
             compiled=False,
             offload=ActivationOffload(world.device) if training.activation_offload else None,
         )
-        add_objective(model, in_chunks=False)
-        _take_batches_in_forward(model)
-        # The learning rate comes with each step. Until then it is none, so that nothing that DeepSpeed does to
-        # set the states up can move the weights.
-        optimizer = torch.optim.AdamW(parameter_groups(model, training), lr=0.0, betas=training.betas, fused=True)
-        self._engine, *_ = self._deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        # A call of the engine, not of the model: it counts micro-batches by its own forward.
-        for name in _FOLLOWED:
-            object.__setattr__(model, name, partial(self._call, name))
-        self._start_states()
+        # DeepSpeed gathers the output projection's weight when it is called as a module.
+        self.model = CausalLM(hf_model, by_weight=False)
+        # The learning rate comes with each step. Until then it is 0, so that nothing that DeepSpeed does to set the
+        # states up can change the weights.
+        optimizer = torch.optim.AdamW(parameter_groups(hf_model, training), lr=0.0, betas=training.betas, fused=True)
+        self._engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        self._init_states()
 
-    def _call(self, method: str, batch: MicroBatch) -> Any:
-        return self._engine(batch=batch, method=method)
-
-    def _start_states(self) -> None:
+    def _init_states(self) -> None:
         """Make the optimizer's states, which a checkpoint is read into; torch would with the first step."""
         optimizer = self._engine.optimizer
         for master in optimizer.fp32_partitioned_groups_flat:
@@ -87,19 +84,20 @@ class Zero3Engine:
             optimizer.optimizer.state[master] = states | {"step": torch.zeros((), device=master.device)}
 
     def sharding_stats(self) -> ShardingStats:
-        """Return what is true of the model on this rank: a unit is a part of it with all parameters dealt out."""
-        layers = find_decoder_layers(self.model)
-        within = {parameter for layer in layers for parameter in layer.parameters()}
-        rest = [parameter for parameter in self.model.parameters() if parameter not in within]
+        """Return how the model is sharded on this rank: a unit is a part of it with all parameters partitioned."""
+        hf_model = self.model.hf_model
+        layers = find_decoder_layers(hf_model)
+        in_layers = set(layers.parameters())
+        rest = [parameter for parameter in hf_model.parameters() if parameter not in in_layers]
         sharded_layers = sum(all(map(self._is_partitioned, layer.parameters())) for layer in layers)
         return collect_sharding_stats(
-            self.model,
-            self._held,
+            hf_model,
+            self._shard_of,
             num_units=sharded_layers + all(map(self._is_partitioned, rest)),
             num_sharded_layers=sharded_layers,
         )
 
-    def _held(self, parameter: Any) -> ParameterShard:
+    def _shard_of(self, parameter: Any) -> ParameterShard:
         if not hasattr(parameter, "ds_tensor"):
             return ParameterShard(parameter.numel(), parameter.numel(), -(-parameter.numel() // self._world.size))
         whole = parameter.ds_shape.numel()
@@ -110,19 +108,22 @@ class Zero3Engine:
         )
 
     def _is_partitioned(self, parameter: nn.Parameter) -> bool:
-        held = self._held(parameter)
-        return hasattr(parameter, "ds_tensor") and held.local <= held.allowed
+        shard = self._shard_of(parameter)
+        return hasattr(parameter, "ds_tensor") and shard.local <= shard.allowed
 
-    def backward(self, batch: MicroBatch, num_targets: int, *, is_last: bool) -> torch.Tensor:
-        """Run forward and backward; see `Engine.backward`."""
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the loss summed over a micro-batch's labels; see `Engine.forward`."""
+        loss: torch.Tensor = self._engine(batch=batch)
+        return loss
+
+    def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
+        """Accumulate gradients; see `Engine.backward`."""
         self._engine.set_gradient_accumulation_boundary(is_last)
-        loss = summed_loss(self.model, batch)
-        # Reduction averages over ranks; the loss is a mean over the targets of all of them.
-        self._engine.backward(loss * (self._world.size / num_targets))
-        return loss.detach()
+        # DeepSpeed averages gradients over the ranks; the loss is a mean over the labels of all of them.
+        self._engine.backward(loss * (self._world.size / num_labels))
 
     @contextmanager
-    def inference(self) -> Iterator[nn.Module]:
+    def inference(self) -> Iterator[CausalLM]:
         """Give the model for evaluation, without gradients; DeepSpeed frees what it gathers as it goes."""
         self._engine.eval()
         try:
@@ -132,7 +133,7 @@ class Zero3Engine:
             self._engine.train()
 
     @contextmanager
-    def probe(self) -> Iterator[nn.Module]:
+    def probe(self) -> Iterator[CausalLM]:
         """Give the model as it is trained; see `Engine.probe`."""
         try:
             yield self.model
@@ -193,7 +194,9 @@ class Zero3Engine:
         return weights
 
     def _trained(self) -> list[tuple[str, Any]]:
-        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return [
+            (name, parameter) for name, parameter in self.model.hf_model.named_parameters() if parameter.requires_grad
+        ]
 
     def state(self) -> dict[str, Any]:
         """Return master weights and optimizer states as shards of flat tensors: DeepSpeed divides as `chunk`."""
@@ -246,7 +249,7 @@ def _padded(values: DTensor, parameter: Any) -> torch.Tensor:
     return functional.pad(local, (0, parameter.ds_tensor.numel() - local.numel()))
 
 
-def _give_memory(unit: nn.Module, device: torch.device, precision: torch.dtype) -> None:
+def _materialize(unit: nn.Module, device: torch.device, precision: torch.dtype) -> None:
     """Give memory to those parameters of a part of a model that have none, and the compute precision to all.
 
     Only so much of the model is ever whole.
@@ -265,18 +268,6 @@ def _give_memory(unit: nn.Module, device: torch.device, precision: torch.dtype) 
                 setattr(module, name, made[parameter])
             else:
                 parameter.data = parameter.data.to(precision)
-
-
-def _take_batches_in_forward(model: Any) -> None:
-    """Let the model's forward do what its methods do with a `batch`: DeepSpeed's hooks are on forward alone."""
-    methods = {name: getattr(model, name) for name in _FOLLOWED}
-    forward = model.forward
-
-    @wraps(forward)
-    def forward_or_method(*args: Any, batch: MicroBatch | None = None, method: str = "", **kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if batch is None else methods[method](batch)
-
-    model.forward = forward_or_method
 
 
 def _import_deepspeed(device: torch.device) -> Any:

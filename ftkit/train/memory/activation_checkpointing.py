@@ -1,39 +1,39 @@
-"""Activation checkpointing: what of a decoder layer waits for the backward pass, and what is computed again there.
+"""Activation checkpointing: what of a decoder layer is kept for the backward pass, and what is recomputed there.
 
-Kept of each layer, beside what all layers share (rotary tables, masks, the borders of documents):
+Kept of each layer, beside what all layers share (rotary tables, masks, `cu_seqlens`):
 
-* `none`: what autograd keeps. Compiled layers keep less: their element-wise chains are computed again.
-* `selective`: the layer's input, the outputs of the products with its frozen or trained weights (queries, keys,
-  values, attention's output projection, gate, up, down; not those of an inner dimension below `WIDE`, as adapters'
-  second matrices have) and of attention, with its logarithms of sums (fp32, one a head and token). Norms, rotations,
-  activations and sums are computed again. Compiled layers keep outputs only if the backward pass reads them, so
-  without those of `down` and the output projection where no norm follows them.
+* `none`: what autograd keeps. Compiled layers keep less: they recompute chains of element-wise operations.
+* `selective`: the layer's input, the outputs of matmuls with its weights (queries, keys, values, attention's output
+  projection, gate, up, down; not those of an inner dimension below `WIDE`, as adapters' second matrices have) and of
+  attention, with its log-sum-exp (fp32, one per head and token). Norms, rotations, activations and sums are recomputed.
+  Compiled layers keep outputs only if the backward pass reads them, so without those of `down` and the output
+  projection where no norm follows them.
 * `full`: the layer's input; with `activation_offload` it waits in main memory, and two are on the device at a time.
-  One layer at a time is computed again, and holds what `none` would keep of it.
+  One layer at a time is recomputed, and holds what `none` would keep of it.
 """
 
 from __future__ import annotations
 
-import inspect
-from functools import partial, wraps
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ftkit.train.memory.compile import compile_whole, raise_recompile_limit
+from ftkit.train.memory.compile import CompiledForward
+from ftkit.train.private_apis import raise_recompile_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import nn
+    from collections.abc import Callable
 
     from ftkit.config.training import ActivationCheckpointing
     from ftkit.train.memory.activation_offload import ActivationOffload
 
 WIDE = 256
-"""Inner dimension from which on a product in bf16 waits for arithmetic; a narrower one waits for memory, as
-element-wise operations do, and is as cheap to compute again as its output is to keep."""
+"""Inner dimension from which on a bf16 matmul is compute-bound. A narrower one is memory-bound, as element-wise
+operations are, and as cheap to recompute as its output is to keep."""
 
 _INNER_FACTOR = {
     torch.ops.aten.mm.default: 0,
@@ -41,79 +41,97 @@ _INNER_FACTOR = {
     torch.ops.aten.bmm.default: 0,
     torch.ops.aten._scaled_mm.default: 0,  # noqa: SLF001 - products in FP8
 }
-"""Matrix products, each with the place of the factor whose last dimension is the inner one."""
-
-_MODE = "activation_checkpointing"
-"""Attribute of a forward that computes again: how it does."""
+"""Matmuls, each with the index of the factor whose last dimension is the inner one."""
 
 
 def apply_activation_checkpointing(
-    layers: Iterable[nn.Module],
+    layers: nn.ModuleList,
     mode: ActivationCheckpointing,
     *,
     compiled: bool,
     offload: ActivationOffload | None = None,
 ) -> None:
-    """Replace each layer's forward by one that is compiled, computed again in the backward pass, or both.
+    """Replace each decoder layer by one that is compiled, recomputed in the backward pass, or both.
 
-    A compiler takes part in the selection, so it has to see it; all of a layer is computed again by calling the
-    compiled layer twice.
+    Names of parameters stay as they are. With `selective`, the compiler takes part in the selection, so it traces the
+    checkpoint; with `full`, the compiled layer is called twice.
 
     Args:
         layers: decoder layers, in the order in which they are called.
-        mode: what is computed again.
+        mode: what is recomputed.
         compiled: whether layers are compiled.
-        offload: where the inputs of layers that are all computed again wait; none: on the device.
+        offload: where the inputs of layers with mode `full` wait; None: on the device.
     """
-    layers = list(layers)
+    if mode == "none" and not compiled:
+        return
     if compiled:
         raise_recompile_limit(len(layers))
-    for layer in layers:
-        if mode == "selective":
-            layer.forward = _recomputing(layer.forward, mode, context_fn=_select)
-        if compiled:
-            layer.forward = compile_whole(layer.forward)
-        if mode == "full":
-            layer.forward = _recomputing(layer.forward, mode)
-            if offload is not None:
-                layer.forward = _offloading(layer.forward, offload)
+    for index, layer in enumerate(layers):
+        kind = _recomputed_class(type(layer))  # type: ignore[arg-type] # a class can be hashed
+        layers[index] = kind(layer, mode, compiled=compiled, offload=offload)
 
 
 def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
-    """Return how a layer is computed again, by what its forward really is."""
-    forward = inspect.unwrap(layer.forward, stop=lambda function: hasattr(function, _MODE))
-    mode: ActivationCheckpointing = getattr(forward, _MODE, "none")
-    return mode
+    """Return what of a decoder layer is recomputed."""
+    return layer.activation_checkpointing if isinstance(layer, RecomputedLayer) else "none"
 
 
-def _recomputing(forward: Callable[..., Any], mode: ActivationCheckpointing, **options: Any) -> Callable[..., Any]:
-    @wraps(forward)
+class RecomputedLayer(nn.Module):
+    """Mixed into the class of a decoder layer, as `fully_shard` mixes `FSDPModule` in: the forward is another one.
+
+    A subclass rather than a wrapper, so that parameters keep their names, and the family's code finds the layer's
+    attributes.
+
+    Attributes:
+        activation_checkpointing: what is recomputed.
+    """
+
+    activation_checkpointing: ActivationCheckpointing
+
+    def __init__(
+        self, layer: nn.Module, mode: ActivationCheckpointing, *, compiled: bool, offload: ActivationOffload | None
+    ) -> None:
+        """Take over a layer's parameters, buffers, submodules and attributes."""
+        vars(self).update(vars(layer))
+        forward = super().forward
+        if mode == "selective":
+            forward = _recomputing(forward, context_fn=_select)
+        if compiled:
+            forward = CompiledForward(forward, f"{type(layer).__qualname__}.forward")
+        if mode == "full":
+            forward = _recomputing(forward)
+        self.activation_checkpointing = mode
+        self._run = forward
+        self._offload = offload if mode == "full" else None
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the family's forward; `hidden` is [B, T, H]."""
+        with nullcontext() if self._offload is None else self._offload.around(hidden):
+            return self._run(hidden, *args, **kwargs)
+
+
+@cache
+def _recomputed_class(kind: type[nn.Module]) -> type[RecomputedLayer]:
+    return type(f"Recomputed{kind.__name__}", (RecomputedLayer, kind), {})
+
+
+def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    setattr(recomputing, _MODE, mode)
     return recomputing
 
 
-def _offloading(forward: Callable[..., Any], offload: ActivationOffload) -> Callable[..., Any]:
-    @wraps(forward)
-    def offloading(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with offload.around(hidden):
-            return forward(hidden, *args, **kwargs)
-
-    return offloading
-
-
 def _policy(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-    """Keep the outputs of what takes long."""
-    return CheckpointPolicy.MUST_SAVE if _takes_long(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
+    """Keep the outputs of compute-bound operators."""
+    return CheckpointPolicy.MUST_SAVE if _is_compute_bound(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _takes_long(operation: Any, args: tuple[Any, ...]) -> bool:
+def _is_compute_bound(operation: Any, args: tuple[Any, ...]) -> bool:
     if operation in _INNER_FACTOR:
         return bool(args[_INNER_FACTOR[operation]].shape[-1] >= WIDE)
     name = operation.name()
-    # By name: torch has an operator for each of its attention kernels, and more of them with each version.
+    # By name: torch has an operator for each of its attention kernels, and adds some with each version.
     return "attention" in name or name == "ftkit::nf4_product"
 
 

@@ -1,13 +1,14 @@
-"""Compiled decoder layers: each as a whole, or the log says that it is not."""
+"""Compile decoder layers: each as one graph, or the log says that it is not."""
 
 from __future__ import annotations
 
 import logging
-from functools import cache, wraps
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo import config, exc
+
+from ftkit.train.private_apis import compile_failures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,38 +16,34 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def raise_recompile_limit(num_layers: int) -> None:
-    """Let torch compile a layer's code as often as there are layers, and some.
+class CompiledForward:
+    """A forward that is compiled as one graph (`fullgraph=True`).
 
-    torch 2.6 does so if they compute selectively again, and would leave the ninth and all that follow uncompiled.
+    Left to itself, torch compiles what it can and silently runs the rest uncompiled: as slowly, and with as much
+    memory, as without a compiler. Here that is a warning. A forward that is called with too many shapes is the same
+    case.
     """
-    config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)
 
+    def __init__(self, forward: Callable[..., Any], name: str) -> None:
+        """Compile `forward` at its first call; `name` is what a warning calls it."""
+        self._forward = forward
+        self._name = name
+        self._failures = compile_failures()
+        self._compiled = torch.compile(forward, fullgraph=True)
 
-def compile_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that is compiled as a whole.
-
-    Left to itself, torch compiles what it can and says nothing of the rest, which then runs as slowly, and keeps as
-    much, as without a compiler. Here that is a warning. A forward that has come in too many shapes is the same case.
-    """
-    chosen = torch.compile(forward, fullgraph=True)
-
-    @wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal chosen
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled forward; if it can't be one graph, compile it in parts from now on."""
         try:
-            return chosen(*args, **kwargs)
-        except (exc.Unsupported, exc.FailOnRecompileLimitHit) as error:
-            is_limit = isinstance(error, exc.FailOnRecompileLimitHit)
+            return self._compiled(*args, **kwargs)
+        except self._failures as error:
+            is_limit = isinstance(error, self._failures[1])
             reason = "It is called in more ways than torch compiles." if is_limit else str(error).splitlines()[0]
-            _say_once(forward.__qualname__, reason)
-            chosen = torch.compile(forward)
-        return chosen(*args, **kwargs)
-
-    return call
+            _warn_once(self._name, reason)
+            self._compiled = torch.compile(self._forward)
+        return self._compiled(*args, **kwargs)
 
 
 @cache
-def _say_once(name: str, reason: str) -> None:
-    """Warn, but not for each of many layers that are alike."""
-    log.warning("%s can't be compiled as a whole: it is slower and takes more memory. %s", name, reason)
+def _warn_once(name: str, reason: str) -> None:
+    """Warn once, not for each of many equal layers."""
+    log.warning("%s can't be compiled as one graph: it is slower and takes more memory. %s", name, reason)

@@ -1,12 +1,11 @@
-"""How much memory a run holds, from stage to stage."""
+"""Measure the memory that a run holds, stage by stage."""
 
 from __future__ import annotations
 
 import logging
 import time
 from dataclasses import astuple, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,8 +16,6 @@ from ftkit.train.memory.host_memory import forget_peak, resident_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.train.components.metrics import Recorder
-    from ftkit.train.engine import Engine
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -26,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a process holds of its device, in GiB; on processors its resident set, which is also what it reserved."""
+    """What a process holds of its device, in GiB; on a CPU its resident set, which is also what it reserved."""
 
     allocated: float
     peak: float
@@ -34,7 +31,7 @@ class DeviceMemory:
 
 
 def read_memory(device: torch.device) -> DeviceMemory:
-    """Return what this process holds. Counters of the host: the device need not wait."""
+    """Return what this process holds, from counters of the host: no device sync."""
     if device.type == "cuda":
         counts = (
             torch.cuda.memory_allocated(device),
@@ -51,36 +48,43 @@ class MemoryTrace:
     """Records, at the end of each stage of a run, what is held and what the peak was. All ranks take the same stages.
 
     Attributes:
-        stage: what goes on; empty before the first one.
+        stage: the current one; empty before the first.
+        step: the current optimizer step, counted from 1; None outside the training loop.
     """
 
-    def __init__(self, world: World, recorder: Recorder) -> None:
+    def __init__(self, world: World, write: Callable[[MemoryRecord], None]) -> None:
+        """Start without a stage; `write` takes the records."""
         self._world = world
-        self._recorder = recorder
+        self._write = write
         self._highest = 0.0
+        self._begun: set[str] = set()
         self.stage = ""
+        self.step: int | None = None
 
     def begin(self, stage: str) -> None:
-        """End the stage that goes on, and begin another; an empty one for the end of the run."""
+        """End the current stage, and begin another; an empty one at the end of the run. Collective."""
         memory = read_memory(self._world.device)
         self._highest = max(self._highest, memory.peak)
         if self.stage:
             self._record(memory)
         self.stage = stage
+        self._begun.add(stage)
         if self._world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._world.device)
         else:
             forget_peak()
 
-    def follow_first_step(self, engine: Engine) -> None:
-        """Begin stages where the first micro-batch's forward and backward end, and the first step."""
-        self.begin("first forward")
-        _after_next_call(engine.model, "summed_loss", partial(self.begin, "first backward"))
-        _after_next_call(engine, "backward", partial(self.begin, "first step"))
-        _after_next_call(engine, "step", partial(self.begin, "training"))
+    def begin_once(self, stage: str) -> None:
+        """Begin a stage of the first step; in later steps do nothing."""
+        if stage not in self._begun:
+            self.begin(stage)
+
+    def begin_step(self, step: int | None) -> None:
+        """Note which step begins, for error messages; None at the end of the loop."""
+        self.step = step
 
     def peak_gib(self) -> float | None:
-        """Return the most that was allocated since the start, whichever stage it was in; None on processors."""
+        """Return the most that was allocated since the start, whichever stage it was in; None on CPUs."""
         if self._world.device.type != "cuda":
             return None
         return max(self._highest, read_memory(self._world.device).peak)
@@ -88,24 +92,8 @@ class MemoryTrace:
     def _record(self, memory: DeviceMemory) -> None:
         ranks = self._world.gather_objects(astuple(memory))
         largest = DeviceMemory(*map(max, zip(*ranks, strict=True)))
-        self._recorder.write(MemoryRecord(time.time(), self.stage, *ranks[0], *astuple(largest)))
+        self._write(MemoryRecord(time.time(), self.stage, *ranks[0], *astuple(largest)))
         log.info(
             "memory after %s: %.2f GiB allocated, peak %.2f GiB, reserved %.2f GiB (%.2f, %.2f and %.2f GiB on the "
             "ranks with the most)", self.stage, *astuple(memory), *astuple(largest),
         )  # fmt: skip
-
-
-def _after_next_call(owner: Any, name: str, then: Callable[[], None]) -> None:
-    """Do something after the next call of a method, and leave the method as it was."""
-    method, own = getattr(owner, name), vars(owner).get(name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
-        result = method(*args, **kwargs)
-        then()
-        return result
-
-    setattr(owner, name, call)

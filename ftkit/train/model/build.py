@@ -191,7 +191,7 @@ def find_decoder(model: Any) -> Any:
     return model.base_model if decoder is model else decoder
 
 
-def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
+def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers.
 
     Found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit.
@@ -200,7 +200,7 @@ def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
         TrainingError: the model has no such list of layers.
     """
     lists = [
-        list(module)
+        module
         for module in model.modules()
         if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
     ]

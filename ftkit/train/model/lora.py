@@ -71,6 +71,7 @@ def _layout_of(quantization: Quantization, storage: torch.dtype, linear: nn.Line
 
 def _inject(model: nn.Module, lora: LoraSpec) -> None:
     from peft import inject_adapter_in_model  # noqa: PLC0415 - takes seconds, and only adapters need it
+    from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415
 
     is_empty = next(model.parameters()).is_meta
     # Not wrapped in a PeftModel: parameters keep the names that they have in the family.
@@ -78,6 +79,9 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft made it in the precision of the layer
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.cast_input_dtype_enabled = False  # peft would compute in the adapters' dtype
 
 
 def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:

@@ -63,13 +63,12 @@ def _download(model: ModelSpec, patterns: list[str]) -> None:
 
 
 def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
-    """Allocate a sharded model's parameters; its buffers keep their values, on `device`."""
+    """Allocate a sharded model's parameters, none of them tied; its buffers keep their values, on `device`."""
     buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
     model.to_empty(device=parameters_on)
     for name, buffer in buffers.items():
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, buffer)
-    cast("PreTrainedModel", model).tie_weights()  # to_empty gives each name a tensor of its own
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
