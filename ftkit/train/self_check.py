@@ -78,7 +78,7 @@ def _take_step(family: str, world: World) -> float:
     loss = engine.forward(to_micro_batch(pack[None], world.device))
     engine.backward(loss, LENGTH, is_last=True)
     engine.step(training.learning_rate, training.max_grad_norm)
-    return float(loss) / LENGTH  # host sync: once a family
+    return float(loss.detach()) / LENGTH  # host sync: once a family
 
 
 def _free_port() -> int:

@@ -87,7 +87,7 @@ def build(case: Case, world: World) -> tuple[Any, TrainingPlan, ArchitectureSpec
     kernel, _ = choose_kernel(training, config, world)
     assert case.kernel in {"auto", kernel}
     model = build_empty(config, IMPLEMENTATIONS[kernel])
-    prepare_method(model, training)
+    prepare_method(model, training, world.device)
 
     def initialize(sharded: torch.nn.Module) -> None:
         init_weights(sharded, shape, 0)

@@ -168,7 +168,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
     expected = count_method(model, training)
     if family in MEASURED:
         assert expected == method_counts(shape, training)
-    prepare_method(model, training)
+    prepare_method(model, training, world.device)
     with copied_collectives(training, world) if collectives == "copied" else nullcontext():
         engine = make_engine(
             engine_name, model, training, world, lambda sharded: init_adapters(sharded, 5),
@@ -186,7 +186,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
             for number in range(ACCUMULATION):
                 summed = engine.forward(batch(step, number, world))
                 engine.backward(summed, num_targets, is_last=number == ACCUMULATION - 1)
-                loss += float(summed)
+                loss += float(summed.detach())
         losses.append(world.sum([loss])[0] / num_targets)
         norms.append(float(engine.step(1e-2, max_norm=0.5)))
     with engine.inference() as trained:

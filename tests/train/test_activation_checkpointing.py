@@ -66,7 +66,7 @@ def build(family: MeasuredFamily, spec: TrainingPlan) -> Any:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(make_config(ArchitectureSpec.model_validate(fields), Ids()))  # type: ignore[arg-type]
     model.config.use_cache = False
-    prepare_method(model, spec)
+    prepare_method(model, spec, torch.device("cpu"))
     return model
 
 

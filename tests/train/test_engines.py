@@ -59,7 +59,7 @@ class Ids:
 def build(spec: TrainingPlan) -> Any:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(make_config(SHAPE, Ids()))  # type: ignore[arg-type]
-    prepare_method(model, spec)
+    prepare_method(model, spec, torch.device("cpu"))
     return model
 
 
@@ -243,7 +243,7 @@ def test_adapters_on_one_process_are_not_sharded_and_train_in_bf16(method: Metho
         loss = engine.forward(batch)
         engine.backward(loss, 16, is_last=True)
         engine.step(1e-2, 1.0)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert not any(isinstance(parameter, DTensor) for parameter in trained)
