@@ -81,6 +81,8 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
+    # Else pydantic reads the metadata of every installed package to look for plugins; ftkit uses none.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an old locale that lacks `×` must not fail the command

@@ -77,7 +77,7 @@ class ClusterProfile(Spec):
     """Folders to mount into the container: `PATH` or `FROM:TO`, absolute, with pyxis's flags after a further colon."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
     """Variables for the job."""
-    nccl: NcclSpec = NcclSpec()
+    nccl: NcclSpec = NcclSpec.model_construct()
     """What the site's network plug-in for NCCL needs."""
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first, as they stand (`module load …`)."""

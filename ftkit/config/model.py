@@ -247,11 +247,11 @@ class ModelSpec(Spec):
     `run:NAME` or `run:NAME@STEP` for what an earlier run has trained, or `random` for an untrained model."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    architecture: ArchitectureFields = ArchitectureFields()
+    architecture: ArchitectureFields = ArchitectureFields.model_construct()
     """The shape of `random` weights: the name of a shipped one (`olmo3-7b`), or the fields themselves. Pretrained
     weights have theirs in config.json: fields that are given must agree with it, apart from `rope_scaling` and the
     `max_position_embeddings` that it allows."""
-    tokenizer: TokenizerSpec = TokenizerSpec()
+    tokenizer: TokenizerSpec = TokenizerSpec.model_construct()
     """Where the tokenizer comes from."""
 
     @field_validator("architecture", mode="after")

@@ -34,13 +34,13 @@ class RecipeSpec(Spec):
     """The data to train and evaluate on."""
     training: TrainingSpec
     """The optimization."""
-    evaluation: EvaluationSpec = EvaluationSpec()
+    evaluation: EvaluationSpec = EvaluationSpec.model_construct()
     """What is measured on the held-out split."""
-    tracking: TrackingSpec = TrackingSpec()
+    tracking: TrackingSpec = TrackingSpec.model_construct()
     """Experiment trackers that the run's numbers go to."""
-    profile: ProfileSpec = ProfileSpec()
+    profile: ProfileSpec = ProfileSpec.model_construct()
     """The profiler."""
-    resources: ResourcesSpec = ResourcesSpec()
+    resources: ResourcesSpec = ResourcesSpec.model_construct()
     """How much of a cluster the recipe was made for."""
 
 

@@ -26,6 +26,7 @@ class Spec(BaseModel):
 
     Validators are built when a spec is first used, and docstrings are read when a message or a schema shows them:
     both at import would take longer than planning a run.
+    A spec that is another one's default is made by `model_construct()`, which needs no validator.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)

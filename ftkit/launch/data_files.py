@@ -1,4 +1,4 @@
-"""The local files that a recipe names: whether they can be used, and whether they changed."""
+"""The local files and folders of a recipe, and a stamp that changes when they change."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.data import FilesSource, HubSource
 from ftkit.config.paths import is_path
-from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
-from ftkit.data.rows import errors_at
-from ftkit.data.sources import peek_rows
-from ftkit.data.tasks.sql_score import read_question
-from ftkit.errors import DataError, NotFoundError
+from ftkit.errors import NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_FILES = 100_000
 """In a data set's folder; a walk through so many takes seconds."""
-_EXAMPLES = ("data.source.train", "data.source.heldout")
+EXAMPLE_KEYS = ("data.source.train", "data.source.heldout")
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")
 
 
@@ -35,41 +31,10 @@ def data_stamp(recipe: RecipeSpec) -> str:
     stamps = []
     files = {file: key for key, path in local_paths(recipe) for file in _files_of(key, path)}
     for file, key in sorted(files.items()):
-        about = _look_at(key, file)
+        about = stat_path(key, file)
         if about is not None:
             stamps.append(f"{file} {about.st_size} {about.st_mtime_ns}")
     return "\n".join(stamps)
-
-
-def check_examples(recipe: RecipeSpec) -> None:
-    """Check what can be known of the data at once: that files are files, and that their first rows can be used.
-
-    Raises:
-        NotFoundError: a file of examples is not there, or is a folder or a device.
-        DataError: a row can't be used as the recipe asks; with file and line.
-    """
-    source = recipe.data.source
-    for key, path in local_paths(recipe):
-        about = _look_at(key, path) if key in _EXAMPLES else None
-        if about is not None and not stat.S_ISREG(about.st_mode):
-            raise NotFoundError(
-                f"{key}: {path} is {'a folder' if stat.S_ISDIR(about.st_mode) else 'no ordinary file'}",
-                fix=f"give a .jsonl file: {key}=FILE",
-            )
-    rows = peek_rows(source)
-    form = resolve_format(recipe.data.format, rows[:DETECTION_ROWS]) if rows else recipe.data.format
-    num_bad = 0
-    for row in rows:
-        try:
-            with errors_at(row):
-                read_example(row.columns, recipe.data, form)
-        except DataError:
-            num_bad += 1
-            if num_bad > recipe.data.skip_bad:
-                raise
-    for row in rows[-1:] if recipe.evaluation.sql_execution else ():  # of the held-out file, where there is one
-        with errors_at(row):
-            read_question(row.columns)
 
 
 def local_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
@@ -89,10 +54,10 @@ def local_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
 
 def _files_of(key: str, path: Path) -> list[Path]:
     """Return the files that matter: of a model's folder, the tokenizer's; of a data set's folder, all."""
-    about = _look_at(key, path)
+    about = stat_path(key, path)
     if about is None or not stat.S_ISDIR(about.st_mode):
         return [] if about is None else [path]
-    if key in _EXAMPLES:
+    if key in EXAMPLE_KEYS:
         return []
     if key == "data.source.dataset":
         return _all_files(key, path)
@@ -114,14 +79,18 @@ def _all_files(key: str, folder: Path) -> list[Path]:
     return files
 
 
-def _look_at(key: str, path: Path) -> os.stat_result | None:
-    """Return what is at a path; None if nothing is."""
+def stat_path(key: str, path: Path) -> os.stat_result | None:
+    """Return the status of the file at a path; None if there is none.
+
+    Raises:
+        NotFoundError: the path can't be read.
+    """
     try:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise NotFoundError(
-            f"{key}: can't look at {path}: {error.strerror}",
-            fix="check the path, and your rights on the folders that it is in",
+            f"{key}: can't read {path}: {error.strerror}",
+            fix="check the path, and your permissions on its parent folders",
         ) from error

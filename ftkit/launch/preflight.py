@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -13,8 +14,12 @@ from typing import TYPE_CHECKING
 from ftkit.config.paths import is_path
 from ftkit.config.tracking import check_access, check_packages
 from ftkit.data.chat_templates import check_tokenizer_folder
-from ftkit.errors import FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
-from ftkit.launch.data_files import check_examples, local_paths
+from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
+from ftkit.data.rows import errors_at
+from ftkit.data.sources import peek_rows
+from ftkit.data.tasks.sql_score import read_question
+from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
+from ftkit.launch.data_files import EXAMPLE_KEYS, local_paths, stat_path
 from ftkit.launch.slurm import sbatch_variables
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.layout import Workspace
@@ -115,12 +120,39 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
     if not plan.is_data_prepared:
         yield partial(_check_tokenizer, plan.recipe)
         if not any(key.startswith("data.") for key in unseen):
-            yield partial(_check_examples, plan.recipe)
+            yield partial(check_examples, plan.recipe)
         yield lambda: _as_list(hub.check_data(plan.recipe.data.source, environment, home))
 
 
-def _check_examples(recipe: RecipeSpec) -> list[str]:
-    check_examples(recipe)
+def check_examples(recipe: RecipeSpec) -> list[str]:
+    """Check what can be known of the data at once: that files are files, and that their first rows can be used.
+
+    Raises:
+        NotFoundError: a file of examples is not there, or is a folder or a device.
+        DataError: a row can't be used as the recipe asks; with file and line.
+    """
+    source = recipe.data.source
+    for key, path in local_paths(recipe):
+        about = stat_path(key, path) if key in EXAMPLE_KEYS else None
+        if about is not None and not stat.S_ISREG(about.st_mode):
+            raise NotFoundError(
+                f"{key}: {path} is {'a folder' if stat.S_ISDIR(about.st_mode) else 'no ordinary file'}",
+                fix=f"give a .jsonl file: {key}=FILE",
+            )
+    rows = peek_rows(source)
+    form = resolve_format(recipe.data.format, rows[:DETECTION_ROWS]) if rows else recipe.data.format
+    num_bad = 0
+    for row in rows:
+        try:
+            with errors_at(row):
+                read_example(row.columns, recipe.data, form)
+        except DataError:
+            num_bad += 1
+            if num_bad > recipe.data.skip_bad:
+                raise
+    for row in rows[-1:] if recipe.evaluation.sql_execution else ():  # of the held-out file, where there is one
+        with errors_at(row):
+            read_question(row.columns)
     return []
 
 
