@@ -13,6 +13,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter
@@ -172,9 +173,14 @@ Record = (
     | EndRecord
 )
 
-_KINDS: dict[str, TypeAdapter[Record]] = {kind.event: TypeAdapter(kind) for kind in get_args(Record)}
+_KINDS: dict[str, type[Record]] = {kind.event: kind for kind in get_args(Record)}
 _STEP_LINE = b'{"event": "step"'
 """How `to_line` begins a step's record."""
+
+
+@cache
+def _adapter(kind: type[Record]) -> TypeAdapter[Record]:
+    return TypeAdapter(kind)
 
 
 def to_line(record: Record) -> str:
@@ -186,7 +192,7 @@ def from_line(line: str | bytes) -> Record | None:
     """Read a line back; None for a line that is cut off, damaged, or that another version wrote."""
     try:
         values = from_json(line)
-        return _KINDS[values.pop("event")].validate_python(values)
+        return _adapter(_KINDS[values.pop("event")]).validate_python(values)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -149,12 +149,12 @@ def test_a_folder_with_too_many_files_for_a_data_set_is_refused(
         data_stamp(recipe)
 
 
-def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+def test_a_path_that_can_not_be_read_is_reported_with_its_key(tmp_path: Path) -> None:
     deep = "/".join([str(tmp_path), *["x" * 200] * 30])
     recipe = recipe_with_source(kind="files", train="rows.jsonl", num_heldout=100)
     source = recipe.data.source.model_copy(update={"train": deep})
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": source})})
-    with pytest.raises(NotFoundError, match=r"data\.source\.train: can't look at .*: File name too long"):
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: can't read .*: File name too long"):
         data_stamp(recipe)
 
 
