@@ -179,8 +179,8 @@ _STEP_LINE = b'{"event": "step"'
 
 
 @cache
-def _adapter(kind: type[Record]) -> TypeAdapter[Record]:
-    return TypeAdapter(kind)
+def _adapter(event: str) -> TypeAdapter[Record]:
+    return TypeAdapter(_KINDS[event])
 
 
 def to_line(record: Record) -> str:
@@ -192,7 +192,7 @@ def from_line(line: str | bytes) -> Record | None:
     """Read a line back; None for a line that is cut off, damaged, or that another version wrote."""
     try:
         values = from_json(line)
-        return _adapter(_KINDS[values.pop("event")]).validate_python(values)
+        return _adapter(values.pop("event")).validate_python(values)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
