@@ -75,6 +75,9 @@ CASES = {
     "olmo3-7b-8layers": Case("olmo3-7b", ("model.architecture.num_hidden_layers=8", SHORT)),
     "gemma3-12b-lora": Case("gemma3-12b", ("training.method=lora", *ADAPTED)),
     "gemma3-12b-qlora": Case("gemma3-12b", ("training.method=qlora", *ADAPTED)),
+    "llama3.3-70b-lora": Case(
+        "llama3.3-70b", ("training.method=lora", SHORT, "training.learning_rate=1e-4", CHECKPOINTED)
+    ),
     "llama3-8b": Case("llama3-8b", (SHORT,)),
     "olmo3-32b": Case("olmo3-32b", (SHORT, CHECKPOINTED)),
     "olmo3-32b-65k": Case("olmo3-32b", (LONG, CHECKPOINTED)),

@@ -209,7 +209,7 @@ class Trainer:
             micro_batch_size=self.plan.batch.micro_batch_size,
             sequence_length=recipe.training.sequence_length,
         )
-        checks |= verify_isolation(probe) | verify_logits(probe)
+        checks |= verify_isolation(probe, shares_scales=recipe.training.precision == "fp8") | verify_logits(probe)
         self.recorder.write(VerificationRecord(time.time(), checks))
         log.info("verified: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
 

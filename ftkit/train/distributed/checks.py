@@ -32,6 +32,9 @@ GRADIENT_TOLERANCE = 1e-3
 STATE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest change of a token's hidden state, relative to its norm, that another order of sums explains: after 32 layers
 in bf16 0.05 was seen. Attention that ignores documents changes it by 0.3 and more."""
+TENSORWISE_TOLERANCE = 0.5
+"""The same where all tokens of a micro-batch are rounded with one scale (precision fp8): a neighbor's largest number
+changes the rounding of all. There the gradient alone is the check."""
 LOGITS_TOLERANCE = 2e-2
 """Largest change of a token's logits, relative to their norm, that rounding in bf16 explains."""
 
@@ -199,12 +202,16 @@ def _states_and_gradients(
     return states.detach(), gradients.flatten(0, 1)
 
 
-def verify_isolation(probe: ProbeResult) -> dict[str, str]:
+def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict[str, str]:
     """Prove that documents in one pack do not see each other, neither forward nor backward.
 
     Hidden states of a document must not change with its neighbors, and their gradients to the neighbors must be zero.
     The gradient is the sharper of the two: it is exactly zero unless something is seen. Hidden states come out alike
     where each kernel sums in a fixed order; elsewhere rounding grows from layer to layer.
+
+    Args:
+        probe: what the model did.
+        shares_scales: tokens of different documents are rounded with one scale, as with precision fp8.
 
     Raises:
         TrainingError: they do.
@@ -214,7 +221,7 @@ def verify_isolation(probe: ProbeResult) -> dict[str, str]:
     change = _largest_ratio((one - other).norm(dim=1), one.norm(dim=1))
     norms = probe.gradients.float().norm(dim=1)
     leak = _largest_ratio(norms[~kept], norms[kept].mean())
-    tolerance = STATE_TOLERANCE[probe.states[0].dtype]
+    tolerance = TENSORWISE_TOLERANCE if shares_scales else STATE_TOLERANCE[probe.states[0].dtype]
     if not (change <= tolerance and leak <= GRADIENT_TOLERANCE):  # not a number is no proof either
         raise TrainingError(
             f"documents in one pack see each other: with other neighbors, hidden states change by {change:.1e}, and "
