@@ -13,6 +13,8 @@ import pytest
 from ruamel.yaml import YAML
 from waiting import PATIENCE_SECONDS
 
+from ftkit.families import FAMILIES, MEASURED
+
 CHECKOUT = Path(__file__).parents[2]
 REFERENCE = CHECKOUT / "docs" / "reference"
 PAGES = [*CHECKOUT.glob("*.md"), *sorted((CHECKOUT / "docs").rglob("*.md"))]
@@ -93,6 +95,18 @@ def test_commands_and_recipe_keys_that_a_page_mentions_exist(page: Path) -> None
         command, key = re.match(r"ftkit ([a-z][\w-]*)\b", span), KEY.match(span)
         assert not command or command[1] in commands, f"`{span}`: there is no such command"
         assert not key or key[1] in keys, f"`{span}`: a recipe has no such key"
+
+
+def test_the_page_of_families_lists_those_that_ftkit_knows() -> None:
+    measured, counted, *_ = re.findall(
+        r"^\| (?:memory and speed|parameters counted).*?\| (.+) \|$",
+        (REFERENCE / "families.md").read_text(),
+        re.MULTILINE,
+    )
+    assert re.findall(r"`(\w+)`", measured) == sorted(MEASURED)
+    assert sorted(re.findall(r"`(\w+)`", counted)) == sorted(
+        name for name, family in FAMILIES.items() if family.has_formula and name not in MEASURED
+    )
 
 
 @every_page
