@@ -31,8 +31,7 @@ import numpy as np
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
-from ftkit.data.encoding import IGNORED
-from ftkit.data.store import DataManifest, PackStore, new_prepared_data
+from ftkit.data.store import TRAINED, DataManifest, DocumentBatch, PackWriter, new_prepared_data
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.planning.estimates.flops import document_flops
 from ftkit.planning.estimates.gpus import GPUS
@@ -164,19 +163,20 @@ def write_data(plan: RunPlan, num_documents: int) -> None:
     length = plan.recipe.training.sequence_length
     vocabulary = plan.recipe.model.architecture.vocab_size
     num_packs = 4 * plan.batch.global_batch_size
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (num_packs, length + 1), dtype=np.int32)
-    document = length // num_documents
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32) % document, (num_packs, length))
-    packs = np.stack([tokens[:, :-1], tokens[:, 1:], positions], axis=1)
-    packs[:, 1, document - 1 :: document] = IGNORED
+    size = length // num_documents
     num_documents *= num_packs
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (num_documents, size), dtype=np.uint32)
+    tokens[:, 1:] |= TRAINED
+    documents = DocumentBatch(
+        tokens.reshape(-1), np.full(num_documents, size, np.int64), np.zeros(num_documents, np.uint16)
+    )
     with new_prepared_data(plan.data_directory) as folder:
         learn_tokenizer(["random"], 300, "chatml").save_pretrained(folder.tokenizer)
-        PackStore.write(folder.train, packs)
-        PackStore.write(folder.validation, packs[:0])
+        with PackWriter(folder.train) as writer, PackWriter(folder.validation):
+            writer.write(documents, [num_documents // num_packs] * num_packs)
         folder.validation_rows.write_text("")
-        sizes = (num_documents, num_packs, num_packs * length, num_packs * length - num_documents)
-        folder.write_manifest(DataManifest(plan.fingerprint, length, *sizes, 0, 0, 0, document))
+        sizes = (num_documents, num_packs, tokens.size, tokens.size - num_documents)
+        folder.write_manifest(DataManifest(plan.fingerprint, length, *sizes, 0, 0, 0, size))
 
 
 def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, urlsplit
 
-from ftkit.config.data import HubSource
 from ftkit.config.model_config import find_contradictions, text_part
 from ftkit.config.paths import is_path
+from ftkit.config.sources import HubSource
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
 from ftkit.model_folder import (
     CONFIG_FILE,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from email.message import Message
 
-    from ftkit.config.data import Source
     from ftkit.config.model import ModelSpec
+    from ftkit.config.sources import Source
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT_SECONDS = 10

@@ -30,7 +30,7 @@ from trl import SFTConfig, SFTTrainer
 from ftkit.config.execution import GIB
 from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
-from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import RunPlan, read_plan
@@ -41,10 +41,10 @@ from ftkit.train.model.weights import init_weights, materialize
 
 def packs_as_dataset(plan: RunPlan, num_steps: int) -> Dataset:
     """Return the packs in the order in which ftkit trains on them, in the form that TRL's own packing has."""
-    store = PackStore(PreparedData(plan.data_directory).train)
+    store = PreparedData(plan.data_directory).read_train()
     seed = plan.recipe.training.seed
     order = [pack_at(index, len(store), seed) for index in range(num_steps * plan.batch.global_batch_size)]
-    tokens, next_tokens, positions = store.packs[order].swapaxes(0, 1)
+    tokens, next_tokens, positions, _ = store.read(order).swapaxes(0, 1)
     labels = np.full_like(next_tokens, IGNORED)
     labels[:, 1:] = next_tokens[:, :-1]  # TRL shifts them itself
     lengths = [np.diff(np.append(np.flatnonzero(row == 0), row.size)) for row in positions]

@@ -1,4 +1,4 @@
-"""The data: where examples come from, how they become conversations, what is trained on."""
+"""The data: where rows come from, how they become conversations, what is trained on."""
 
 from __future__ import annotations
 
@@ -8,93 +8,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ftkit.config.format_string import FormatString, JinjaText, columns_of, is_inline_template, variables_of
 from ftkit.config.paths import is_path
-from ftkit.config.strict import WHOLE_NUMBER, HubIdOrFolder, LocalPath, NonNegativeInt, PositiveInt, Seed, Spec
-
-
-class BinarySizes(Spec):
-    """Sizes of simulated binaries; all between the two are as likely."""
-
-    smallest: Annotated[int, Field(ge=1024), WHOLE_NUMBER] = 2048
-    """Bytes of the smallest binary."""
-    largest: Annotated[int, Field(ge=1024), WHOLE_NUMBER] = 6144
-    """Bytes of the largest binary."""
-
-    @model_validator(mode="after")
-    def _smallest_is_not_larger(self) -> Self:
-        if self.smallest > self.largest:
-            raise ValueError(f"smallest ({self.smallest}) is more than largest ({self.largest})")
-        return self
-
-
-class GeneratedSource(Spec):
-    """Examples made by a generator that ftkit ships."""
-
-    kind: Literal["generated"]
-    generator: Literal["text-to-sql", "malware-analysis"]
-    """The task. `text-to-sql`: columns sql_context, sql_prompt, sql. `malware-analysis`: columns binary (simulated, in
-    hexadecimal digits), verdict, analysis; every other one is malicious."""
-    binary_bytes: BinarySizes | None = None
-    """For generator malware-analysis, all sizes between the two being as likely; none: the defaults. A byte, which is
-    two hexadecimal digits, is about 1.2 tokens where up to three digits make a token, and 2 where each stands alone."""
-    num_train: PositiveInt
-    """Examples to train on."""
-    num_heldout: NonNegativeInt = 0
-    """Examples held out for evaluation; none of them is in the training part."""
-    seed: Seed = 0
-    """Another seed makes other examples."""
-
-    @property
-    def binary_sizes(self) -> BinarySizes:
-        """How large simulated binaries are."""
-        return self.binary_bytes or BinarySizes()
-
-    @model_validator(mode="after")
-    def _binaries_belong_to_malware_analysis(self) -> Self:
-        if self.generator != "malware-analysis" and self.binary_bytes is not None:
-            raise ValueError(f"binary_bytes has no effect with generator '{self.generator}': leave it out")
-        return self
-
-
-class FilesSource(Spec):
-    """Examples in JSON Lines files."""
-
-    kind: Literal["files"]
-    train: LocalPath
-    """A .jsonl file, one object a line; relative to the recipe's folder."""
-    heldout: LocalPath | None = None
-    """A .jsonl file to evaluate on; without it, `num_heldout` examples are taken from `train`."""
-    num_train: PositiveInt | None = None
-    """Take so many of the shuffled examples; none: all."""
-    num_heldout: NonNegativeInt = 0
-    """Hold so many examples of `train` out for evaluation; not together with `heldout`, which is taken whole."""
-    seed: Seed = 0
-    """Seed of the shuffle."""
-
-    @model_validator(mode="after")
-    def _examples_are_held_out_in_one_way(self) -> Self:
-        if self.heldout is not None and self.num_heldout:
-            raise ValueError(f"num_heldout ({self.num_heldout}) has no effect with heldout: leave one of them out")
-        return self
-
-
-class HubSource(Spec):
-    """Examples in a data set of the Hugging Face hub."""
-
-    kind: Literal["hub"]
-    dataset: HubIdOrFolder
-    """Hub id, or a folder that `datasets.load_dataset` reads (`./data`, relative to the recipe's folder)."""
-    subset: str | None = None
-    """Name of the data set's configuration."""
-    split: str = "train"
-    """Split to take examples from."""
-    revision: str | None = None
-    """Branch, tag or commit."""
-    num_train: PositiveInt | None = None
-    """Take so many of the shuffled examples; none: all."""
-    num_heldout: NonNegativeInt = 0
-    """Hold so many examples out for evaluation."""
-    seed: Seed = 0
-    """Seed of the shuffle."""
+from ftkit.config.sources import FilesSource, MixtureSource, SingleSource, Source, ValidationSpec
+from ftkit.config.strict import NonNegativeInt, Spec
 
 
 class AutoFormat(Spec):
@@ -200,7 +115,6 @@ class TextFormat(Spec):
         return [self.column]
 
 
-Source = Annotated[GeneratedSource | FilesSource | HubSource, Field(discriminator="kind")]
 _AnyFormat = Annotated[
     AutoFormat | MessagesFormat | AlpacaFormat | DollyFormat | PromptCompletionFormat | JinjaFormat | TextFormat,
     Field(discriminator="kind"),
@@ -239,7 +153,10 @@ class DataSpec(Spec):
     """The data to train and evaluate on."""
 
     source: Source
-    """Where examples come from."""
+    """Where rows come from: a path, an address or a hub id; a list of these, or of mappings `{source: …, weight: …}`;
+    or one mapping with a kind."""
+    validation: ValidationSpec | None = None
+    """The validation split; null: as the source's `num_heldout` or `heldout` say, none without."""
     format: Format = AutoFormat()
     """How an example becomes a conversation or a text; a name, or a mapping with the format's own fields. Left out, it
     is detected from the first rows."""
@@ -260,3 +177,48 @@ class DataSpec(Spec):
     fits, or (text only) split it. What was done is counted and shown."""
     skip_bad: NonNegativeInt = 0
     """So many examples that can't be used are left out, each shown with its place; one more is an error."""
+
+    @property
+    def sources(self) -> tuple[SingleSource, ...]:
+        """The sources, one or several."""
+        return self.source.sources if isinstance(self.source, MixtureSource) else (self.source,)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation split."""
+        return self.validation is not None or any(
+            source.num_heldout > 0 or _heldout_file(source) is not None for source in self.sources
+        )
+
+    @property
+    def num_validation_rows(self) -> int | None:
+        """Rows of the validation split; None if that is not known before the data is read."""
+        if self.validation is not None:
+            return self.validation.count
+        if any(_heldout_file(source) is not None for source in self.sources):
+            return None
+        return sum(source.num_heldout for source in self.sources)
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """Files, patterns and addresses to read, each after its key."""
+        listed = isinstance(self.source, MixtureSource)
+        files = []
+        for number, source in enumerate(self.sources):
+            key = f"data.source[{number}]" if listed else "data.source"
+            if isinstance(source, FilesSource):
+                files.append((f"{key}.train", source.train))
+                files += [(f"{key}.heldout", source.heldout)] if source.heldout else []
+        if self.validation and self.validation.file:
+            files.append(("data.validation.file", self.validation.file))
+        return files
+
+    @model_validator(mode="after")
+    def _validation_is_said_once(self) -> Self:
+        if self.validation is not None and any(source.num_heldout or _heldout_file(source) for source in self.sources):
+            raise ValueError("validation, and the source's num_heldout or heldout, say the same: keep one")
+        return self
+
+
+def _heldout_file(source: SingleSource) -> str | None:
+    return source.heldout if isinstance(source, FilesSource) else None

@@ -13,20 +13,20 @@ from ftkit import assets
 from ftkit.config import base_lock
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import list_images, list_names, search_folders
-from ftkit.config.data import FilesSource, HubSource
 from ftkit.config.format_string import is_inline_template
 from ftkit.config.image import ImageSpec
 from ftkit.config.image_reference import parse_image, parse_reference
 from ftkit.config.layers import Layers
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.paths import absolute_path, is_file, is_path, path_problem
+from ftkit.config.paths import absolute_path, is_address, is_file, is_path, path_problem
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
+from ftkit.config.sources import FilesSource, HubSource, MixtureSource, SingleSource, expand_source
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ftkit.config.context import Context
 
@@ -54,7 +54,7 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
     path = _find("recipe", name, ctx)
     typed = Layers()
     for override in overrides:
-        typed = _with_architecture(parse_override(override)).over(typed)
+        typed = _written_out(parse_override(override)).over(typed)
     layers = _over(typed, _read_extended("recipe", path, ctx))
     return Loaded(_with_absolute_paths(validate(RecipeSpec, layers), layers), layers)
 
@@ -164,7 +164,7 @@ def _closest(word: str, known: list[str], otherwise: str) -> str:
 
 def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] = ()) -> Layers:
     """Read a file and, under it, the one that its `extends` names."""
-    layers = _with_architecture(read_yaml(path))
+    layers = _written_out(read_yaml(path))
     parent = layers.values.get("extends")
     if parent is None:
         return layers
@@ -185,6 +185,15 @@ def _over(above: Layers, below: Layers) -> Layers:
         (other,) = set(_LENGTHS) - set(given)
         below = below.without(other)
     return above.over(below)
+
+
+def _written_out(layers: Layers) -> Layers:
+    """Replace short forms by what they are short for, so that other layers can change parts of it."""
+    data = layers.values.get("data")
+    if isinstance(data, dict) and "source" in data:
+        values = {**layers.values, "data": {**data, "source": expand_source(data["source"])}}
+        layers = Layers(values, layers.origins)
+    return _with_architecture(layers)
 
 
 def _with_architecture(layers: Layers) -> Layers:
@@ -230,12 +239,17 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
     if is_path(model.tokenizer.source):
         tokenizer = {"source": absolute(model.tokenizer.source, "model", "tokenizer", "source")}
         model = model.model_copy(update={"tokenizer": model.tokenizer.model_copy(update=tokenizer)})
-    if isinstance(source, FilesSource):
-        files = {key: getattr(source, key) for key in ("train", "heldout") if getattr(source, key)}
-        source = source.model_copy(update={key: absolute(value, "data", "source", key) for key, value in files.items()})
-    elif isinstance(source, HubSource):
-        source = source.model_copy(update={"dataset": hub_id_or_absolute(source.dataset, "data", "source", "dataset")})
-    data = recipe.data.model_copy(update={"source": source, "chat_template": _template_text(recipe, layers)})
+    validation = recipe.data.validation
+    if validation and validation.file and not is_address(validation.file):
+        file = {"file": absolute(validation.file, "data", "validation", "file")}
+        validation = validation.model_copy(update=file)
+    if isinstance(source, MixtureSource):
+        sources = tuple(_with_absolute_source(each, absolute, hub_id_or_absolute) for each in source.sources)
+        source = source.model_copy(update={"sources": sources})
+    else:
+        source = _with_absolute_source(source, absolute, hub_id_or_absolute)
+    template = _template_text(recipe, layers)
+    data = recipe.data.model_copy(update={"source": source, "validation": validation, "chat_template": template})
     return recipe.model_copy(update={"image": image, "model": model, "data": data})
 
 
@@ -255,3 +269,15 @@ def _template_text(recipe: RecipeSpec, layers: Layers) -> str:
     if problem:
         raise ConfigError([Problem(layers.origin(key), ".".join(key), problem)])
     return text
+
+
+def _with_absolute_source(
+    source: SingleSource, absolute: Callable[..., str], hub_id_or_absolute: Callable[..., str]
+) -> SingleSource:
+    key, change = ("data", "source"), {}
+    if isinstance(source, FilesSource):
+        files = {name: getattr(source, name) for name in ("train", "heldout")}
+        change = {name: absolute(file, *key, name) for name, file in files.items() if file and not is_address(file)}
+    elif isinstance(source, HubSource):
+        change = {"dataset": hub_id_or_absolute(source.dataset, *key, "dataset")}
+    return source.model_copy(update=change)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.data import FilesSource, HubSource
-from ftkit.config.paths import is_path
+from ftkit.config.paths import fixed_folder, is_address, is_path
+from ftkit.config.sources import HubSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from ftkit.config.cluster import ClusterProfile, NcclSpec
     from ftkit.config.recipe import RecipeSpec
@@ -31,13 +31,13 @@ def mounted_folders(
     nccl = nccl_for(cluster, num_nodes)
     if nccl and nccl.library_dir:
         yield "nccl.library_dir", nccl.library_dir
-    model, source = recipe.model, recipe.data.source
+    model = recipe.model
     for key, path in (("model.weights", model.weights), ("model.tokenizer.source", model.tokenizer.source)):
         if is_path(path):
             yield key, path
-    if isinstance(source, FilesSource):
-        for key, file in (("train", source.train), ("heldout", source.heldout)):
-            if file:
-                yield f"data.source.{key}", str(Path(file).parent)
-    elif isinstance(source, HubSource) and is_path(source.dataset):
-        yield "data.source.dataset", source.dataset
+    for key, file in recipe.data.files:
+        if not is_address(file):
+            yield key, str(fixed_folder(file))
+    for source in recipe.data.sources:
+        if isinstance(source, HubSource) and is_path(source.dataset):
+            yield "data.source.dataset", source.dataset

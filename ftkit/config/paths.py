@@ -18,6 +18,19 @@ def is_path(text: str) -> bool:
     return text.startswith(("/", "./", "../", "~"))
 
 
+def is_address(text: str) -> bool:
+    """Tell an address (`s3://bucket/chats.jsonl`) from a path."""
+    return "://" in text
+
+
+def fixed_folder(pattern: str) -> Path:
+    """Return the folder that holds all files of a path or pattern."""
+    path = Path(pattern)
+    while any(character in str(path) for character in "*?["):
+        path = path.parent
+    return path if str(path) != pattern else path.parent
+
+
 def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Path:
     """Make a path absolute: a relative one belongs to `folder`; `~` and `~user` are home folders.
 

@@ -60,7 +60,7 @@ def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
 RUN = "run:"
 """Begins the name of an earlier run where a model is asked for."""
 _RUN = re.compile(r"run:[A-Za-z0-9][A-Za-z0-9._-]*(@\d{1,18})?")
@@ -85,8 +85,19 @@ def _check_local_path(value: str) -> str:
     return value
 
 
+SCHEMES = ("s3", "gs", "hf")
+"""Of addresses that data may be read from."""
+
+
+def _check_data_path(value: str) -> str:
+    scheme, separator, rest = value.partition("://")
+    if separator and (scheme not in SCHEMES or not rest.strip("/")):
+        raise ValueError(f"an address of data is {', '.join(f'{each}://…' for each in SCHEMES)}; got {value[:80]!r}")
+    return value
+
+
 def _check_hub_id_or_folder(value: str) -> str:
-    if is_path(value) or _HUB_ID.fullmatch(value):
+    if is_path(value) or HUB_ID.fullmatch(value):
         return value
     if "://" in value:
         raise ValueError("addresses are not supported: give an id of the Hugging Face hub, or a folder")
@@ -112,6 +123,8 @@ Name = Annotated[str, AfterValidator(_check_name)]
 
 VariableName = Annotated[str, AfterValidator(_check_variable)]
 LocalPath = Annotated[str, AfterValidator(_check_local_path)]
+DataPath = Annotated[str, AfterValidator(_check_data_path)]
+"""A path, a pattern of paths, or an address."""
 HubIdOrFolder = Annotated[str, AfterValidator(_check_hub_id_or_folder)]
 Weights = Annotated[str, AfterValidator(_check_weights)]
 OneLine = Annotated[str, AfterValidator(_check_one_line)]

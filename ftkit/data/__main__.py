@@ -31,7 +31,7 @@ def main(plan_path: Path) -> int:
         home = Workspace(plan.workspace).hub_home
         warnings = [check_weights(plan.recipe.model, os.environ, home)]
         if not plan.is_data_prepared:
-            warnings.append(check_data(plan.recipe.data.source, os.environ, home))
+            warnings += [check_data(source, os.environ, home) for source in plan.recipe.data.sources]
         for warning in filter(None, warnings):
             report(f"warning: {warning}")
         prepare(plan, report)

@@ -1,20 +1,30 @@
-"""Put whole documents into packs of a fixed length."""
+"""Put whole documents into packs of a fixed length, a window of documents at a time."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ftkit.data.encoding import IGNORED
+from ftkit.data.store import DocumentBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from ftkit.data.encoding import Document
+
+WINDOW_TOKENS = 8 << 20
+"""Tokens that are packed at once: 32 MiB, and enough documents that packs are full."""
+_MIN_PACKS_OF_WINDOW = 128
+_FULL = 0.995
+"""A pack less full than this waits for the documents of the next window."""
+_MAX_WAITING = 0.25
+"""Part of a window that may wait."""
 
 
 def assign_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -39,7 +49,8 @@ def assign_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         else:
             room, pack = rooms.pop(tightest)
         packs[pack].append(document)
-        insort(rooms, (room - length, pack))
+        if room > length:
+            insort(rooms, (room - length, pack))
     return packs
 
 
@@ -47,8 +58,7 @@ def build_pack(documents: Sequence[Document], length: int, pad: int) -> NDArray[
     """Lay documents one after another.
 
     Returns:
-        int32 array of shape [3, length]: tokens, labels, positions. Positions restart at 0 with each document,
-        which is how the model tells them apart; the padding at the end is a document without labels.
+        int32 array of shape [3, length]: tokens, labels, positions, as `PackStore.read` returns them.
     """
     pack = np.empty((3, length), dtype=np.int32)
     pack[0], pack[1] = pad, IGNORED
@@ -63,8 +73,56 @@ def build_pack(documents: Sequence[Document], length: int, pad: int) -> NDArray[
     return pack
 
 
+@dataclass
+class Packer:
+    """Packs a stream of documents. Memory is that of a window; the result depends on the documents alone.
+
+    Documents of packs that are not full wait for the next window, so that windows cost no room.
+    """
+
+    capacity: int
+    window_tokens: int = 0
+    _waiting: list[DocumentBatch] = field(default_factory=list)
+    _num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.window_tokens = self.window_tokens or max(WINDOW_TOKENS, _MIN_PACKS_OF_WINDOW * self.capacity)
+
+    def add(self, documents: DocumentBatch) -> Iterator[tuple[DocumentBatch, list[int]]]:
+        """Take documents; yield those of full packs, in their order, and how many are in each pack."""
+        self._waiting.append(documents)
+        self._num_tokens += len(documents.tokens)
+        if self._num_tokens >= self.window_tokens:
+            yield from self._pack(is_last=False)
+
+    def finish(self) -> Iterator[tuple[DocumentBatch, list[int]]]:
+        """Yield what is left."""
+        if self._num_tokens:
+            yield from self._pack(is_last=True)
+
+    def _pack(self, *, is_last: bool) -> Iterator[tuple[DocumentBatch, list[int]]]:
+        window = DocumentBatch.join(self._waiting)
+        lengths = window.lengths.tolist()
+        packs = assign_packs(lengths, self.capacity)
+        waiting: list[int] = []
+        if not is_last:
+            done, room = [], _MAX_WAITING * self.window_tokens
+            for pack in reversed(packs):  # the packs that were opened last are the emptiest
+                size = sum(lengths[index] for index in pack)
+                if size < _FULL * self.capacity and room >= size:
+                    room -= size
+                    waiting += pack
+                else:
+                    done.append(pack)
+            packs = done[::-1]
+        self._waiting = [window.take(sorted(waiting))]
+        self._num_tokens = len(self._waiting[0].tokens)
+        if packs:
+            yield window.take([index for pack in packs for index in pack]), [len(pack) for pack in packs]
+
+
 def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Tell which tokens of packs, int32 [B, 3, T], are padding: one token again and again at the end, without labels.
+    """Tell which tokens of packs, int32 [B, 4, T], are padding: one token again and again at the end, without labels.
 
     Returns:
         bool array of shape [B, T].

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
+from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import texts_of
-from ftkit.data.encoding import RowEncoder, find_answer_end, shorten
-from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format, unused_columns
-from ftkit.data.packing import assign_packs, build_pack
-from ftkit.data.rows import errors_at, write_json_lines
-from ftkit.data.sources import read_splits
-from ftkit.data.store import DataManifest, PackStore, PreparedData, new_prepared_data
-from ftkit.data.tasks.sql_score import read_question
+from ftkit.data.encoding import RowEncoder, find_answer_end
+from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format
+from ftkit.data.packing import Packer
+from ftkit.data.rows import errors_at
+from ftkit.data.sources import first_rows, read_rows
+from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
 from ftkit.data.tokenizers import check_size, learn_tokenizer, load_tokenizer
-from ftkit.errors import DataError
+from ftkit.data.workers import BatchEncoder, encode_rows, num_usable_cpus
+from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from ftkit.config.data import Format
-    from ftkit.config.recipe import RecipePlan
-    from ftkit.data.encoding import Document
-    from ftkit.data.rows import Row
+    from ftkit.data.store import DocumentBatch
+    from ftkit.data.workers import EncodedRows
     from ftkit.planning.plan import RunPlan
 
-ROWS_AT_ONCE = 256
-"""Rows that the tokenizer is given at once."""
 
-
-def prepare(plan: RunPlan, report: Callable[[str], None]) -> PreparedData:
+def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | None = None) -> PreparedData:
     """Prepare the data of a plan, or find it prepared.
+
+    Args:
+        plan: of the run that the data is for.
+        report: is told what happens.
+        num_workers: processes that tokenize; null: one for each CPU. The result is the same for any number.
 
     Raises:
         DataError: the data can't be used as the recipe asks.
@@ -43,7 +44,7 @@ def prepare(plan: RunPlan, report: Callable[[str], None]) -> PreparedData:
         report(f"data {plan.fingerprint}: prepared before")
         return prepared
     with new_prepared_data(prepared.root) as folder:
-        manifest = _build(folder, plan, report)
+        manifest = _build(folder, plan, report, num_workers or num_usable_cpus())
         folder.write_manifest(manifest)
     if manifest.num_too_long:
         done = {"drop": "left out", "truncate": "cut after their last turn that fits", "split": "split"}
@@ -52,114 +53,167 @@ def prepare(plan: RunPlan, report: Callable[[str], None]) -> PreparedData:
         f"data {plan.fingerprint}: {manifest.num_train_documents:,} documents in {manifest.num_train_packs:,} packs of "
         f"{manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} full, {manifest.num_train_targets:,} targets"
     )
+    for source in manifest.sources if len(manifest.sources) > 1 else ():
+        share = source.num_tokens / max(1, manifest.num_train_tokens)
+        report(f"source {source.name}: {source.num_rows:,} rows, {source.num_tokens:,} tokens ({share:.1%})")
     return prepared
 
 
-def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None]) -> DataManifest:
+def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], num_workers: int) -> DataManifest:
     recipe, length = plan.recipe, plan.recipe.training.sequence_length
-    report("reading rows")
-    splits = read_splits(recipe.data.source)
-    form = resolve_format(recipe.data.format, splits.train[:DETECTION_ROWS])
-    report(f"format: {describe_format(form)}")
-    _report_unused_columns(form, splits.train, report)
-    for row in splits.validation if recipe.evaluation.sql_execution else ():
-        with errors_at(row):
-            read_question(row.columns)
-    tokenizer = _tokenizer(recipe, form, splits.train, report)
-    check_size(tokenizer, recipe.model.architecture.vocab_size, report)
-    encoder = RowEncoder.of(tokenizer, recipe.data, form, recipe.model.architecture.vocab_size)
+    report("reading the first rows")
+    formats = _formats(recipe, report)
+    tokenizer = _tokenizer(recipe, formats, report)
+    vocab_size = recipe.model.architecture.vocab_size
+    check_size(tokenizer, vocab_size, report)
+    encoders = {source: RowEncoder.of(tokenizer, recipe.data, form, vocab_size) for source, form in formats.items()}
     tokenizer.save_pretrained(folder.tokenizer)
-    report(f"tokenizing {len(splits.train) + len(splits.validation):,} examples")
-    bad: list[DataError] = []
-    train = _encode_all(encoder, splits.train, bad, report)
-    validation = _encode_all(encoder, splits.validation, bad, report)
-    num_rows = len(splits.train) + len(splits.validation) - len(bad)
-    if len(train) + len(validation) > num_rows:
-        report(
-            f"{num_rows:,} conversations became {len(train) + len(validation):,} documents: the chat template rewrites "
-            "earlier turns, and each trained turn is in the form in which inference sees it"
-        )
-    longest = max(len(document.tokens) for document in [*train, *validation])
-    fitting = _fitting(train, recipe, longest, tokenizer), _fitting(validation, recipe, longest, tokenizer)
-    report("packing")
-    packs = [_pack(documents, length, tokenizer.pad_token_id) for documents in fitting]
-    PackStore.write(folder.train, packs[0])
-    PackStore.write(folder.validation, packs[1])
-    write_json_lines(folder.validation_rows, splits.validation)
+    report(f"reading and tokenizing with {num_workers} {'process' if num_workers == 1 else 'processes'}")
+    encoder = BatchEncoder(recipe, encoders, find_answer_end(tokenizer))
+    totals = _Totals(recipe)
+    with ExitStack() as stack:
+        train = stack.enter_context(_SplitWriter(folder.train, length))
+        validation = stack.enter_context(_SplitWriter(folder.validation, length))
+        rows = stack.enter_context(folder.validation_rows.open("w", encoding="utf-8", newline="\n"))
+        for encoded in encode_rows(encoder, read_rows(recipe.data), num_workers):
+            totals.add(encoded, report)
+            train.add(encoded.train)
+            validation.add(encoded.validation)
+            rows.write(encoded.validation_rows)
+        train.finish()
+        validation.finish()
+    totals.check(train.writer.num_packs)
+    totals.report(report)
     return DataManifest(
         fingerprint=plan.fingerprint,
         sequence_length=length,
-        num_train_documents=len(fitting[0]),
-        num_train_packs=len(packs[0]),
-        num_train_tokens=sum(len(document.tokens) for document in fitting[0]),
-        num_train_targets=sum(document.num_targets for document in fitting[0]),
-        num_validation_documents=len(fitting[1]),
-        num_validation_packs=len(packs[1]),
-        num_too_long=sum(len(document.tokens) > length for document in [*train, *validation]),
-        longest_document=longest,
+        num_train_documents=train.writer.num_documents,
+        num_train_packs=train.writer.num_packs,
+        num_train_tokens=train.writer.num_tokens,
+        num_train_targets=train.writer.num_targets,
+        num_validation_documents=validation.writer.num_documents,
+        num_validation_packs=validation.writer.num_packs,
+        num_too_long=totals.num_too_long,
+        max_seqlen=totals.longest,
+        sources=tuple(totals.sources),
     )
 
 
-def _report_unused_columns(form: Format, rows: Sequence[Row], report: Callable[[str], None]) -> None:
-    unused = dict.fromkeys(name for row in rows for name in unused_columns(row.columns, form))
-    if unused:
-        report(f"columns that data.format does not use: {', '.join(sorted(unused))}")
+class _SplitWriter:
+    """Packs the documents of a split and writes them."""
+
+    def __init__(self, folder: Path, capacity: int) -> None:
+        self._packer, self.writer = Packer(capacity), PackWriter(folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.writer.close()
+
+    def add(self, documents: DocumentBatch) -> None:
+        for packs in self._packer.add(documents):
+            self.writer.write(*packs)
+
+    def finish(self) -> None:
+        for packs in self._packer.finish():
+            self.writer.write(*packs)
 
 
-def _tokenizer(recipe: RecipePlan, form: Format, train: Sequence[Row], report: Callable[[str], None]) -> Any:
+@dataclass
+class _Totals:
+    """What all rows came to."""
+
+    recipe: RecipePlan
+    sources: list[SourceStats] = field(init=False)
+    num_documents: int = 0
+    num_bad: int = 0
+    unused: set[str] = field(default_factory=set)
+    longest: int = 0
+
+    def __post_init__(self) -> None:
+        self.sources = [SourceStats(source.name) for source in self.recipe.data.sources]
+
+    @property
+    def num_too_long(self) -> int:
+        return sum(source.num_too_long for source in self.sources)
+
+    def add(self, encoded: EncodedRows, report: Callable[[str], None]) -> None:
+        """Add a batch; of rows that can't be used, raise the first that is more than `data.skip_bad`."""
+        for error in encoded.bad:
+            self.num_bad += 1
+            if self.num_bad > self.recipe.data.skip_bad:
+                raise error
+            report(f"left out: {one_line(error)}")
+        self.num_documents += encoded.num_documents
+        self.unused |= encoded.unused
+        self.longest = max(self.longest, encoded.longest)
+        for number in encoded.num_rows:
+            stats, train = self.sources[number], encoded.train
+            tokens, targets = train.count_tokens(number)
+            self.sources[number] = replace(
+                stats,
+                num_rows=stats.num_rows + encoded.num_rows[number],
+                num_documents=stats.num_documents + int((train.sources == number).sum()),
+                num_tokens=stats.num_tokens + tokens,
+                num_targets=stats.num_targets + targets,
+                num_too_long=stats.num_too_long + encoded.num_too_long[number],
+            )
+
+    def check(self, num_train: int) -> None:
+        """Refuse documents that are longer than a pack, if the recipe says so, and data without any that fits."""
+        length, num_too_long = self.recipe.training.sequence_length, self.num_too_long
+        if num_too_long and self.recipe.data.too_long == "error":
+            raise DataError(
+                f"{num_too_long:,} documents are longer than a pack of {length} tokens "
+                f"(the longest has {self.longest:,})",
+                meaning="cutting them would train the model on answers without an end",
+                fix="raise training.sequence_length, or set data.too_long: drop leaves them out, truncate cuts them "
+                "after the last turn that fits, split is for plain text",
+            )
+        if not num_train:
+            raise DataError(
+                f"no document fits a pack of {length} tokens (the longest has {self.longest:,})"
+                if num_too_long
+                else "there are no examples to train on",
+                fix="raise training.sequence_length" if num_too_long else "check data.source and data.validation",
+            )
+
+    def report(self, report: Callable[[str], None]) -> None:
+        """Say what is unexpected."""
+        num_rows = sum(source.num_rows for source in self.sources)
+        if self.num_documents > num_rows:
+            report(
+                f"{num_rows:,} conversations became {self.num_documents:,} documents: the chat template rewrites "
+                "earlier turns, and each trained turn is in the form in which inference sees it"
+            )
+        if self.unused:
+            report(f"columns that data.format does not use: {', '.join(sorted(self.unused))}")
+
+
+def _formats(recipe: RecipePlan, report: Callable[[str], None]) -> dict[int, Format]:
+    """Return the format of each source, detected from its first rows where the recipe leaves it open."""
+    formats = {}
+    for number, source in enumerate(recipe.data.sources):
+        rows = first_rows(recipe.data, number, DETECTION_ROWS)
+        formats[number] = resolve_format(recipe.data.format, rows)
+        name = f" of {source.name}" if len(recipe.data.sources) > 1 else ""
+        report(f"format{name}: {describe_format(formats[number])}")
+    return formats
+
+
+def _tokenizer(recipe: RecipePlan, formats: dict[int, Format], report: Callable[[str], None]) -> Any:
     vocab_size = recipe.model.tokenizer.vocab_size
     if vocab_size is None:
-        return load_tokenizer(recipe.model, None if form.kind == "text" else recipe.data.chat_template)
+        is_text = all(form.kind == "text" for form in formats.values())
+        return load_tokenizer(recipe.model, None if is_text else recipe.data.chat_template)
     report(f"learning a tokenizer of {vocab_size} tokens")
-    texts = (text for row in train for text in _texts(row, recipe, form))
-    return learn_tokenizer(texts, vocab_size, recipe.data.chat_template)
+    return learn_tokenizer(_train_texts(recipe, formats), vocab_size, recipe.data.chat_template)
 
 
-def _texts(row: Row, recipe: RecipePlan, form: Format) -> list[str]:
-    with errors_at(row):
-        return texts_of(read_example(row.columns, recipe.data, form))
-
-
-def _encode_all(
-    encoder: RowEncoder, rows: Sequence[Row], bad: list[DataError], report: Callable[[str], None]
-) -> list[Document]:
-    """Encode rows; those that can't be used are put to the others in `bad`, up to `data.skip_bad`."""
-    documents: list[Document] = []
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        for result in encoder.encode(rows[first : first + ROWS_AT_ONCE]):
-            if isinstance(result, list):
-                documents += result
-                continue
-            bad.append(result)
-            if len(bad) > encoder.data.skip_bad:
-                raise result
-            report(f"left out: {result.what}")
-    return documents
-
-
-def _fitting(documents: Sequence[Document], recipe: RecipePlan, longest: int, tokenizer: Any) -> list[Document]:
-    """Do with documents longer than a pack what the recipe says."""
-    length, too_long = recipe.training.sequence_length, recipe.data.too_long
-    num_longer = sum(len(document.tokens) > length for document in documents)
-    if num_longer and too_long == "error":
-        raise DataError(
-            f"{num_longer:,} of {len(documents):,} documents are longer than a pack of {length} tokens "
-            f"(the longest has {longest:,})",
-            meaning="cutting them would train the model on answers without an end",
-            fix="raise training.sequence_length, or set data.too_long: drop leaves them out, truncate cuts them after "
-            "the last turn that fits, split is for plain text",
-        )
-    end = find_answer_end(tokenizer)
-    fitting = [part for document in documents for part in shorten(document, length, too_long, end)]
-    if num_longer and not fitting:
-        raise DataError(
-            f"none of {len(documents):,} documents fits a pack of {length} tokens (the longest has {longest:,})",
-            fix="raise training.sequence_length",
-        )
-    return fitting
-
-
-def _pack(documents: Sequence[Document], length: int, pad: int) -> NDArray[np.int32]:
-    assignment = assign_packs([len(document.tokens) for document in documents], length)
-    packs = [build_pack([documents[index] for index in pack], length, pad) for pack in assignment]
-    return np.stack(packs) if packs else np.empty((0, 3, length), dtype=np.int32)
+def _train_texts(recipe: RecipePlan, formats: dict[int, Format]) -> Iterator[str]:
+    for source, split, raw in read_rows(recipe.data):
+        row = raw.parse() if split == "train" else None
+        if row is not None:
+            with errors_at(row):
+                yield from texts_of(read_example(row.columns, recipe.data, formats[source]))

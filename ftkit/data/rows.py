@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    Columns = dict[str, Any]
+Columns = dict[str, Any]
 
 MAX_DEPTH = 64
 """Lists and mappings inside each other: far more than a conversation has, far less than Python's stack."""
@@ -80,10 +80,21 @@ def write_json_lines(path: Path, rows: Iterable[Row]) -> None:
 def _parse(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
     """Parse lines that end at line feeds alone: U+2028, U+2029 and U+0085 may stand inside a JSON text."""
     for number, line in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        text = _decode(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, path, where)
-        if text.strip():
-            yield Row(_parse_object(text, path, where), where)
+        if not line.isspace():
+            row = parse_line(line, path, number)
+            if row is not None:
+                yield row
+
+
+def parse_line(line: bytes, path: Path, number: int) -> Row | None:
+    """Parse one line of a JSON Lines file; None if it is blank.
+
+    Raises:
+        DataError: it is not UTF-8, or not a JSON object that can be trained on.
+    """
+    where = f"{path}:{number}"
+    text = _decode(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, path, where)
+    return Row(_parse_object(text, path, where), where) if text.strip() else None
 
 
 def _decode(line: bytes, path: Path, where: str) -> str:

@@ -1,74 +1,304 @@
-"""Read examples from where the recipe says, shuffle them, and hold some out."""
+"""The rows of a recipe's sources: which are taken, in which split, and in which order.
+
+Everything is a stream: a row is read, given its split, and handed on.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from heapq import merge
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ftkit.config.data import FilesSource, GeneratedSource, HubSource
-from ftkit.data.rows import Row, read_first_rows, read_json_lines
+from ftkit.config.paths import is_address
+from ftkit.config.sources import FilesSource, GeneratedSource, HubSource, MixtureSource
+from ftkit.data.files import RawRow, count_rows, find_files, read_file
 from ftkit.data.tasks import malware_analysis, text_to_sql
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from ftkit.config.data import Source
+    from ftkit.config.data import DataSpec
+    from ftkit.config.sources import ValidationSpec
+    from ftkit.data.rows import Row
+
+Split = Literal["train", "validation"]
 
 FIRST_BYTES = 1 << 20
+FIRST_ROWS = 200
 """How much of a file is looked at before a job is submitted."""
 
 
+class SourceRow(NamedTuple):
+    """A row that is taken: the source's place in `data.source`, and its split; None where the row's content decides."""
+
+    source: int
+    split: Split | None
+    row: RawRow
+
+
+def read_rows(data: DataSpec) -> Iterator[SourceRow]:
+    """Yield the rows to train and to validate on, in an order that depends on the recipe and the data alone.
+
+    Raises:
+        DataError: a file is missing or malformed, the hub refuses, or there are too few rows.
+        PrerequisiteError: a package or credentials are missing.
+    """
+    if isinstance(data.source, GeneratedSource):
+        return _generate(data.source)
+    sources = _open_sources(data)
+    if len(sources) == 1:
+        rows = sources[0].taken()
+    else:
+        rows = (row for *_, row in merge(*(source.taken_evenly() for source in sources)))
+    if data.validation is not None:
+        rows = _split(rows, sources, data.validation)
+    whole = [(source.number, source.validation) for source in sources if source.validation]
+    if data.validation is not None and data.validation.file is not None:
+        whole.append((0, _Files(data.validation.file, "data.validation.file")))
+    return chain(rows, *(_whole(number, files) for number, files in whole))
+
+
+def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
+    """Read the first rows of a source. Raises as `read_rows` does."""
+    if isinstance(data.source, GeneratedSource):
+        raw = [row for _, _, row in _generate(data.source.model_copy(update={"num_train": 1, "num_heldout": 0}))]
+    else:
+        raw = list(islice(_open_sources(data, count=False)[source].rows.read(), num_rows))
+    return [row for each in raw if (row := each.parse())]
+
+
+def split_of(columns: Mapping[str, Any], validation: ValidationSpec) -> Split:
+    """Return the split of a row by its content, whatever the order of its columns or the format of its file."""
+    text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str)
+    digest = hashlib.blake2b(f"{validation.seed}\n{text}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    share = validation.fraction or 0.0
+    return "validation" if int.from_bytes(digest, "little") < share * 2**64 else "train"
+
+
+def peek_rows(data: DataSpec) -> list[Row]:
+    """Read what can be had at once: the first rows of files, one generated example, nothing of the hub.
+
+    Raises:
+        DataError: a file is missing, one of these rows is malformed, or small files have too few rows.
+        PrerequisiteError: a package or credentials are missing.
+    """
+    if isinstance(data.source, GeneratedSource):
+        one = data.source.model_copy(update={"num_train": 1, "num_heldout": 0})
+        return [row for each in _generate(one) if (row := each.row.parse())]
+    rows = []
+    files = [(file, key) for key, place in data.files for file in find_files(place, key)[:2]]
+    for file, key in files:
+        left = FIRST_BYTES
+        for number, raw in enumerate(read_file(file, key)):
+            left -= len(raw.content) if isinstance(raw.content, bytes) else 0
+            if left < 0 or number >= FIRST_ROWS:
+                break
+            row = raw.parse()
+            rows += [row] if row else []
+    are_local = not any(isinstance(source, HubSource) for source in data.sources) and all(
+        not is_address(place) for _, place in data.files
+    )
+    if are_local and sum(Path(f).stat().st_size for key, p in data.files for f in find_files(p, key)) <= FIRST_BYTES:
+        for _ in read_rows(data):  # counts them
+            pass
+    return rows
+
+
+# --- One source ----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Splits:
-    """The two parts of the data; no example is in both."""
+class _Files:
+    """The rows of files, one file after another."""
 
-    train: list[Row]
-    validation: list[Row]
+    place: str
+    key: str
+
+    def read(self) -> Iterator[RawRow]:
+        """Yield all rows."""
+        num_rows = 0
+        for file in find_files(self.place, self.key):
+            for row in read_file(file, self.key):
+                num_rows += 1
+                yield row
+        if not num_rows:
+            raise DataError(f"{self.place} has no rows", fix=f"correct {self.key}")
+
+    def count(self) -> int:
+        """Return how many there are."""
+        return sum(count_rows(file, self.key) for file in find_files(self.place, self.key))
 
 
-def read_splits(source: Source) -> Splits:
-    """Read the examples of a source, in the same order each time.
+@dataclass(frozen=True)
+class _Dataset:
+    """The rows of a data set of the hub."""
 
-    Raises:
-        DataError: a file is missing or malformed, the hub refuses, or there are too few examples.
+    source: HubSource
+
+    def read(self) -> Iterator[RawRow]:
+        """Yield all rows."""
+        name = f"data set '{self.source.dataset}', split {self.source.split}"
+        for number, columns in enumerate(_load(self.source)):
+            yield RawRow(name, ", row ", number, dict(columns))
+
+    def count(self) -> int:
+        """Return how many there are."""
+        return len(_load(self.source))
+
+
+@cache
+def _load(source: HubSource) -> Any:
+    import datasets  # noqa: PLC0415 - a second of imports that only this source needs
+
+    try:
+        return datasets.load_dataset(source.dataset, source.subset, split=source.split, revision=source.revision)
+    except Exception as error:  # the library raises whatever its many back-ends raise
+        raise DataError(
+            f"can't load the data set '{source.dataset}': {one_line(error)}",
+            meaning="it does not exist, is gated, or this machine can't reach the hub",
+            fix="check the name; set HF_TOKEN for a gated one; on a node without network, prepare where there is one",
+        ) from error
+
+
+@dataclass(frozen=True)
+class _OpenSource:
+    """A source, and how many of its rows are taken.
+
+    Attributes:
+        num_train: None: all that are not for validation.
+        validation: files that are validated on as a whole.
     """
-    match source:
-        case GeneratedSource():
-            return _generate(source)
-        case FilesSource(heldout=str(heldout)):
-            train, rows = _split(read_json_lines(Path(source.train)), source).train, read_json_lines(Path(heldout))
-            if not rows:
-                raise DataError(f"{heldout} has no examples", fix="correct data.source.heldout, or leave it out")
-            return Splits(train, rows)
-        case FilesSource():
-            return _split(read_json_lines(Path(source.train)), source)
-        case HubSource():
-            return _split(_read_hub(source), source)
+
+    number: int
+    key: str
+    rows: _Files | _Dataset
+    num_train: int | None
+    num_validation: int
+    seed: int
+    validation: _Files | None = None
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows that there are."""
+        return self.rows.count()
+
+    @property
+    def num_taken(self) -> int:
+        """Rows that are taken."""
+        return self.num_rows if self.num_train is None else self.num_train + self.num_validation
+
+    def taken(self) -> Iterator[SourceRow]:
+        """Yield the rows that are taken, in their order.
+
+        Which ones is drawn in one pass that keeps nothing: algorithm S of Knuth's "The Art of Computer Programming",
+        volume 2, section 3.4.2.
+        """
+        if self.num_train is None and not self.num_validation:
+            yield from (SourceRow(self.number, "train", row) for row in self.rows.read())
+            return
+        wanted = self.num_validation + (self.num_train or 1)
+        if self.num_rows < wanted:
+            raise DataError(
+                f"the data has {self.num_rows:,} examples, the recipe asks for {wanted:,} (num_train + num_heldout)",
+                fix=f"lower {self.key}.num_train or {self.key}.num_heldout",
+            )
+        draw = random.Random(self.seed)
+        validation, train = self.num_validation, self.num_taken - self.num_validation
+        for left, row in zip(range(self.num_rows, 0, -1), self.rows.read(), strict=False):
+            place = draw.random() * left
+            if place < validation:
+                validation -= 1
+                yield SourceRow(self.number, "validation", row)
+            elif place < validation + train:
+                train -= 1
+                yield SourceRow(self.number, "train", row)
+
+    def taken_evenly(self) -> Iterator[tuple[float, int, SourceRow]]:
+        """Yield the rows that are taken, each with its place between 0 and 1."""
+        for index, row in enumerate(self.taken()):
+            yield (index + 0.5) / self.num_taken, self.number, row
 
 
-def peek_rows(source: Source) -> list[Row]:
-    """Read what can be had at once: the first rows of local files, one generated example, nothing of the hub.
-
-    Raises:
-        DataError: a file is missing, one of these rows is malformed, or small files have too few examples.
-    """
-    match source:
-        case GeneratedSource():
-            return _generate(source.model_copy(update={"num_train": 1, "num_heldout": 0})).train
-        case FilesSource():
-            paths = [Path(path) for path in (source.train, source.heldout) if path is not None]
-            rows = [row for path in paths for row in read_first_rows(path, FIRST_BYTES)]
-            if all(path.stat().st_size <= FIRST_BYTES for path in paths):
-                read_splits(source)
-            return rows
-        case HubSource():
-            return []
+def _open_sources(data: DataSpec, *, count: bool = True) -> list[_OpenSource]:
+    listed = isinstance(data.source, MixtureSource)
+    sources = []
+    for number, source in enumerate(data.sources):
+        key = f"data.source[{number}]" if listed else "data.source"
+        validation = None
+        if isinstance(source, GeneratedSource):
+            raise TypeError("generated examples can't be mixed: a list of sources holds none")
+        rows = _Dataset(source) if isinstance(source, HubSource) else _Files(source.train, f"{key}.train")
+        if isinstance(source, FilesSource) and source.heldout is not None:
+            validation = _Files(source.heldout, f"{key}.heldout")
+        taken = source.num_train, source.num_heldout, source.seed
+        sources.append(_OpenSource(number, key, rows, *taken, validation))
+    weights = [source.weight for source in data.sources if not isinstance(source, GeneratedSource) and source.weight]
+    return _by_weight(sources, weights) if weights and count else sources
 
 
-def _generate(source: GeneratedSource) -> Splits:
+def _by_weight(sources: list[_OpenSource], weights: Sequence[float]) -> list[_OpenSource]:
+    """Take as many rows of each source as its weight and the scarcest source allow."""
+    rows = [source.num_rows - source.num_validation for source in sources]
+    scale = min(num / weight for num, weight in zip(rows, weights, strict=True))
+    nums = [min(num, round(scale * weight)) for num, weight in zip(rows, weights, strict=True)]
+    for source, num in zip(sources, nums, strict=True):
+        if num < 1:
+            raise DataError(
+                f"{source.key}: its weight gives it no row",
+                meaning="the weights are far apart for data of these sizes: " + ", ".join(f"{num:,}" for num in rows),
+                fix="raise its weight, or give num_train instead of weights",
+            )
+    return [
+        _OpenSource(each.number, each.key, each.rows, num, each.num_validation, each.seed, each.validation)
+        for each, num in zip(sources, nums, strict=True)
+    ]
+
+
+# --- The validation split ------------------------------------------------------------------------
+
+
+def _split(rows: Iterator[SourceRow], sources: list[_OpenSource], asked: ValidationSpec) -> Iterator[SourceRow]:
+    if asked.count is not None:
+        return _split_by_count(rows, sum(source.num_taken for source in sources), asked.count, asked.seed)
+    if asked.fraction is None:
+        return rows
+    if asked.by == "hash":
+        return (row._replace(split=None) for row in rows)
+    draw, fraction = random.Random(asked.seed), asked.fraction
+    return (row._replace(split="validation") if draw.random() < fraction else row for row in rows)
+
+
+def _split_by_count(rows: Iterator[SourceRow], num_rows: int, count: int, seed: int) -> Iterator[SourceRow]:
+    """Draw exactly `count` rows, by algorithm S."""
+    if num_rows <= count:
+        raise DataError(
+            f"the data has {num_rows:,} examples, data.validation.count is {count:,}: nothing is left to train on",
+            fix="lower data.validation.count",
+        )
+    draw = random.Random(seed)
+    for left, row in zip(range(num_rows, 0, -1), rows, strict=False):
+        if draw.random() * left < count:
+            count -= 1
+            yield row._replace(split="validation")
+        else:
+            yield row
+
+
+def _whole(number: int, files: _Files) -> Iterator[SourceRow]:
+    return (SourceRow(number, "validation", row) for row in files.read())
+
+
+# --- Generated examples --------------------------------------------------------------------------
+
+
+def _generate(source: GeneratedSource) -> Iterator[SourceRow]:
     task: text_to_sql.TextToSql | malware_analysis.MalwareAnalysis
     match source.generator:
         case "text-to-sql":
@@ -76,37 +306,10 @@ def _generate(source: GeneratedSource) -> Splits:
         case "malware-analysis":
             sizes = source.binary_sizes.smallest, source.binary_sizes.largest
             task = malware_analysis.generate(source.seed, source.num_train, source.num_heldout, sizes)
-    return Splits(_numbered(task.train, "generated example"), _numbered(task.heldout, "generated validation example"))
-
-
-def _numbered(examples: Sequence[text_to_sql.Example | malware_analysis.Example], what: str) -> list[Row]:
-    return [Row(asdict(example), f"{what} {number}") for number, example in enumerate(examples, start=1)]
-
-
-def _split(rows: list[Row], source: FilesSource | HubSource) -> Splits:
-    """Shuffle; the first `num_heldout` are held out, the next `num_train` (or all others) are trained on."""
-    wanted = source.num_heldout + (source.num_train or 1)
-    if len(rows) < wanted:
-        raise DataError(
-            f"the data has {len(rows):,} examples, the recipe asks for {wanted:,} (num_train + num_heldout)",
-            fix="lower data.source.num_train or data.source.num_heldout",
-        )
-    shuffled = list(rows)
-    random.Random(source.seed).shuffle(shuffled)
-    end = None if source.num_train is None else wanted
-    return Splits(shuffled[source.num_heldout : end], shuffled[: source.num_heldout])
-
-
-def _read_hub(source: HubSource) -> list[Row]:
-    import datasets  # noqa: PLC0415 - a second of imports that only this source needs
-
-    name = f"data set '{source.dataset}', split {source.split}, row"
-    try:
-        loaded = datasets.load_dataset(source.dataset, source.subset, split=source.split, revision=source.revision)
-        return [Row(dict(columns), f"{name} {number}") for number, columns in enumerate(loaded)]
-    except Exception as error:  # the library raises whatever its many back-ends raise
-        raise DataError(
-            f"can't load the data set '{source.dataset}': {one_line(error)}",
-            meaning="it does not exist, is gated, or this machine can't reach the hub",
-            fix="check the name; set HF_TOKEN for a gated one; on a node without network, prepare where there is one",
-        ) from error
+    splits: tuple[tuple[Split, str, Any], ...] = (
+        ("train", "generated example", task.train),
+        ("validation", "generated validation example", task.heldout),
+    )
+    for split, name, examples in splits:
+        for number, example in enumerate(examples, start=1):
+            yield SourceRow(0, split, RawRow(name, " ", number, asdict(example)))

@@ -1,16 +1,18 @@
-"""Prepared data on disk: packs as one array that is mapped, not read; written once, then never changed."""
+"""Prepared data on disk: memory-mapped arrays, written as a stream, then never changed."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.rows import read_json_lines
@@ -19,13 +21,87 @@ from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
 from ftkit.planning.layout import DataLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
+    from ftkit.data.encoding import Document
 
 
 _LEFTOVER_SECONDS = 24 * 3600
 """How long after its last write a folder that was not completed is taken for one of a killed preparation."""
+
+TRAINED: Final = np.uint32(1 << 31)
+"""The bit of a stored token that says that it counts in the loss."""
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """Consecutive documents.
+
+    Attributes:
+        tokens: uint32, the documents one after another; with `TRAINED` where a token counts in the loss.
+        lengths: int64, tokens of each document.
+        sources: uint16, the source of each document, as its place in `data.source`.
+    """
+
+    tokens: NDArray[np.uint32]
+    lengths: NDArray[np.int64]
+    sources: NDArray[np.uint16]
+
+    @classmethod
+    def of(cls, documents: Sequence[Document], source: int = 0) -> Self:
+        """Return documents of one source."""
+        lengths = np.array([len(document.tokens) for document in documents], np.int64)
+        tokens = np.empty(lengths.sum(dtype=np.int64), np.uint32)
+        end = 0
+        for document in documents:
+            begin, end = end, end + len(document.tokens)
+            tokens[begin:end] = document.tokens
+            tokens[begin + 1 : end][document.labels[:-1] != IGNORED] |= TRAINED
+        return cls(tokens, lengths, np.full(len(documents), source, np.uint16))
+
+    @classmethod
+    def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
+        """Put batches one after another."""
+        if len(batches) == 1:
+            return batches[0]
+        return DocumentBatch(
+            np.concatenate([batch.tokens for batch in batches]),
+            np.concatenate([batch.lengths for batch in batches]),
+            np.concatenate([batch.sources for batch in batches]),
+        )
+
+    def count_tokens(self, source: int) -> tuple[int, int]:
+        """Return the tokens of a source, and how many of them count in the loss."""
+        if (self.sources == source).all():
+            return len(self.tokens), int((self.tokens >= TRAINED).sum())
+        is_own = np.repeat(self.sources == source, self.lengths)
+        return int(is_own.sum()), int((self.tokens[is_own] >= TRAINED).sum())
+
+    def take(self, indices: Sequence[int]) -> DocumentBatch:
+        """Return some of the documents, in the order of `indices`."""
+        ends = np.cumsum(self.lengths)
+        begins = ends - self.lengths
+        pieces = [self.tokens[begins[index] : ends[index]] for index in indices]
+        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
+        chosen = np.asarray(indices, np.int64)
+        return DocumentBatch(tokens, self.lengths[chosen], self.sources[chosen])
+
+
+@dataclass(frozen=True)
+class SourceStats:
+    """What one source came to; tokens and targets are those of the training split.
+
+    Attributes:
+        num_targets: tokens that count in the loss.
+        num_too_long: documents longer than a pack.
+    """
+
+    name: str
+    num_rows: int = 0
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_targets: int = 0
+    num_too_long: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +117,8 @@ class DataManifest:
     num_validation_documents: int
     num_validation_packs: int
     num_too_long: int
-    longest_document: int
+    max_seqlen: int
+    sources: tuple[SourceStats, ...] = ()
 
     @property
     def fill_ratio(self) -> float:
@@ -49,21 +126,116 @@ class DataManifest:
         return self.num_train_tokens / max(1, self.num_train_packs * self.sequence_length)
 
 
-class PackStore:
-    """The packs of one part, as an int32 array of shape [packs, 3, length]: tokens, labels, positions."""
+# --- The packs of a split ------------------------------------------------------------------------
 
-    def __init__(self, path: Path) -> None:
-        self.packs: NDArray[np.int32] = np.load(path, mmap_mode="r")
-        self.num_targets: NDArray[np.int64] = np.load(path.with_suffix(".targets.npy"))
+_TOKENS, _DOCUMENTS, _SOURCES = "tokens.u32", "documents.i64", "sources.u16"
+_PACKS, _TARGETS = "packs.i64", "targets.i64"
+"""Little-endian arrays without a header: tokens; where each document ends in them; the source of each document; where
+each pack ends in the documents; the targets of each pack."""
+
+
+class PackWriter:
+    """Writes the packs of a split one after another; memory does not grow with them."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.num_documents = self.num_packs = self.num_tokens = self.num_targets = 0
+        self._stack = ExitStack()
+        names = (_TOKENS, _DOCUMENTS, _SOURCES, _PACKS, _TARGETS)
+        self._files = {name: self._stack.enter_context((folder / name).open("wb")) for name in names}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Bring the files to the disk and close them."""
+        with self._stack:
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+
+    def write(self, documents: DocumentBatch, pack_sizes: Sequence[int]) -> None:
+        """Append packs: of the documents, so many in each."""
+        ends = self.num_tokens + np.cumsum(documents.lengths, dtype=np.int64)
+        last = np.cumsum(pack_sizes, dtype=np.int64) - 1
+        trained = np.concatenate([[0], np.cumsum(documents.tokens >= TRAINED, dtype=np.int64)])
+        targets = np.diff(trained[ends[last] - self.num_tokens], prepend=0)
+        arrays = (
+            documents.tokens.astype("<u4", copy=False),
+            ends.astype("<i8", copy=False),
+            documents.sources.astype("<u2", copy=False),
+            (self.num_documents + last + 1).astype("<i8", copy=False),
+            targets.astype("<i8", copy=False),
+        )
+        for file, array in zip(self._files.values(), arrays, strict=True):
+            file.write(array.tobytes())
+        self.num_documents += len(documents.lengths)
+        self.num_packs += len(pack_sizes)
+        self.num_tokens += len(documents.tokens)
+        self.num_targets += int(targets.sum())
+
+
+class PackStore:
+    """The packs of a split, mapped into memory: a pack is read when it is asked for."""
+
+    def __init__(self, folder: Path, sequence_length: int) -> None:
+        self.sequence_length = sequence_length
+        self._tokens = _map(folder / _TOKENS, "<u4")
+        self._document_ends = _map(folder / _DOCUMENTS, "<i8")
+        self._sources = _map(folder / _SOURCES, "<u2")
+        self._pack_ends = _map(folder / _PACKS, "<i8")
+        self.num_targets: NDArray[np.int64] = _map(folder / _TARGETS, "<i8")
+        """Tokens of each pack that count in the loss."""
 
     def __len__(self) -> int:
-        return len(self.packs)
+        return len(self._pack_ends)
 
-    @staticmethod
-    def write(path: Path, packs: NDArray[np.int32]) -> None:
-        """Write packs of shape [packs, 3, length] and the number of targets of each."""
-        np.save(path, packs)
-        np.save(path.with_suffix(".targets.npy"), (packs[:, 1] != IGNORED).sum(axis=1, dtype=np.int64))
+    def read(self, packs: Sequence[int]) -> NDArray[np.int32]:
+        """Read packs.
+
+        Returns:
+            int32 [packs, 4, length]: tokens, labels, positions, sources. `labels[i]` is the token to predict after
+            `tokens[i]`, or `IGNORED`. Positions restart at 0 with each document, which is how the model tells them
+            apart; the padding at the end is a document without labels.
+        """
+        read = np.zeros((len(packs), 4, self.sequence_length), dtype=np.int32)
+        for into, pack in zip(read, packs, strict=True):
+            self._read_into(into, pack)
+        return read
+
+    def _read_into(self, into: NDArray[np.int32], pack: int) -> None:
+        first = int(self._pack_ends[pack - 1]) if pack else 0
+        last = int(self._pack_ends[pack])
+        begin = int(self._document_ends[first - 1]) if first else 0
+        ends = np.asarray(self._document_ends[first:last]) - begin
+        starts = np.concatenate([[0], ends])
+        length = int(ends[-1])
+        tokens = np.asarray(self._tokens[begin : begin + length])
+        into[0, :length] = tokens & ~TRAINED
+        into[1] = IGNORED
+        into[1, : length - 1] = np.where(tokens[1:] >= TRAINED, into[0, 1:length], IGNORED)
+        places = np.arange(self.sequence_length, dtype=np.int64)
+        into[2] = places - starts[np.searchsorted(starts, places, side="right") - 1]
+        into[3, :length] = np.repeat(self._sources[first:last], np.diff(starts))
+
+
+def _map(path: Path, kind: str) -> NDArray[Any]:
+    try:
+        if path.stat().st_size == 0:  # can't be mapped
+            return np.empty(0, kind)
+        return np.memmap(path, dtype=kind, mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the prepared data can't be read: {path}: {error}",
+            meaning="a file is missing or was cut",
+            fix=f"delete {path.parent.parent} and prepare again",
+        ) from error
+
+
+# --- The folder of prepared data -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,12 +257,12 @@ class PreparedData:
     @property
     def train(self) -> Path:
         """Packs to train on."""
-        return self.root / "train.npy"
+        return self.root / "train"
 
     @property
     def validation(self) -> Path:
         """Packs of the validation split."""
-        return self.root / "validation.npy"
+        return self.root / "validation"
 
     @property
     def validation_rows(self) -> Path:
@@ -101,6 +273,14 @@ class PreparedData:
     def is_complete(self) -> bool:
         """Whether preparation came to its end."""
         return self.manifest_path.is_file()
+
+    def read_train(self) -> PackStore:
+        """Open the packs to train on."""
+        return PackStore(self.train, self.read_manifest().sequence_length)
+
+    def read_validation(self) -> PackStore:
+        """Open the packs of the validation split."""
+        return PackStore(self.validation, self.read_manifest().sequence_length)
 
     def read_manifest(self) -> DataManifest:
         """Read the manifest.

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import stat
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.data import FilesSource, HubSource
-from ftkit.config.paths import is_path
+from ftkit.config.paths import fixed_folder, is_address, is_file, is_path
+from ftkit.config.sources import HubSource
+from ftkit.data.files import find_files, stamp, walk
 from ftkit.errors import NotFoundError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
     from ftkit.config.recipe import RecipeSpec
 
-MAX_FILES = 100_000
-"""In a data set's folder; a walk through so many takes seconds."""
-EXAMPLE_KEYS = ("data.source.train", "data.source.heldout")
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")
 
 
@@ -26,10 +25,14 @@ def data_stamp(recipe: RecipeSpec) -> str:
     """Return a value that changes when files that the prepared data depends on change.
 
     Raises:
-        NotFoundError: a file may not be looked at, or a folder is too large to be a data set's.
+        NotFoundError: a file may not be looked at, there is none, or a folder is too large to be a data set's.
+        PrerequisiteError: a package or credentials for an address are missing.
     """
-    stamps = []
-    files = {file: key for key, path in local_paths(recipe) for file in _files_of(key, path)}
+    stamps = [stamp(place, key) for key, place in recipe.data.files if is_address(place)]
+    keys = {key for key, _ in recipe.data.files}
+    paths = [(key, path) for key, path in local_paths(recipe) if key not in keys]
+    files = {file: key for key, path in paths for file in _files_of(key, path)}
+    files |= {file: key for key, file in data_files(recipe)}
     for file, key in sorted(files.items()):
         about = stat_path(key, file)
         if about is not None:
@@ -39,17 +42,24 @@ def data_stamp(recipe: RecipeSpec) -> str:
 
 def local_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
     """Yield the files and folders that a recipe names, each with its key."""
-    source, model = recipe.data.source, recipe.model
-    if isinstance(source, FilesSource):
-        yield "data.source.train", Path(source.train)
-        if source.heldout:
-            yield "data.source.heldout", Path(source.heldout)
-    if isinstance(source, HubSource) and is_path(source.dataset):
-        yield "data.source.dataset", Path(source.dataset)
+    model = recipe.model
+    for key, place in recipe.data.files:
+        if not is_address(place):
+            yield key, fixed_folder(place) if has_magic(place) and not is_file(Path(place)) else Path(place)
+    for source in recipe.data.sources:
+        if isinstance(source, HubSource) and is_path(source.dataset):
+            yield "data.source.dataset", Path(source.dataset)
     if is_path(model.weights):
         yield "model.weights", Path(model.weights)
     if is_path(model.tokenizer.source):
         yield "model.tokenizer.source", Path(model.tokenizer.source)
+
+
+def data_files(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
+    """Yield the data files on this machine, each with its key."""
+    for key, place in recipe.data.files:
+        if not is_address(place):
+            yield from ((key, Path(file)) for file in find_files(place, key))
 
 
 def _files_of(key: str, path: Path) -> list[Path]:
@@ -57,26 +67,22 @@ def _files_of(key: str, path: Path) -> list[Path]:
     about = stat_path(key, path)
     if about is None or not stat.S_ISDIR(about.st_mode):
         return [] if about is None else [path]
-    if key in EXAMPLE_KEYS:
-        return []
     if key == "data.source.dataset":
-        return _all_files(key, path)
+        return walk(path, key)
     return [file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()]
 
 
-def _all_files(key: str, folder: Path) -> list[Path]:
-    files: list[Path] = []
-    num_seen = 0
-    for where, folders, names in os.walk(folder):
-        files += [Path(where, name) for name in names]
-        num_seen += len(folders) + len(names)
-        if num_seen > MAX_FILES:
-            raise NotFoundError(
-                f"{key}: there are more than {MAX_FILES:,} files and folders in {folder}",
-                meaning="it is probably not the data set's own folder",
-                fix=f"give the data set's own folder: {key}=PATH",
-            )
-    return files
+def _look_at(key: str, path: Path) -> os.stat_result | None:
+    """Return what is at a path; None if nothing is."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise NotFoundError(
+            f"{key}: can't read {path}: {error.strerror}",
+            fix="check the path, and your permissions on its parent folders",
+        ) from error
 
 
 def stat_path(key: str, path: Path) -> os.stat_result | None:

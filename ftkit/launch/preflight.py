@@ -19,7 +19,7 @@ from ftkit.data.rows import errors_at
 from ftkit.data.sources import peek_rows
 from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
-from ftkit.launch.data_files import EXAMPLE_KEYS, local_paths, stat_path
+from ftkit.launch.data_files import data_files, local_paths, stat_path
 from ftkit.launch.slurm import sbatch_variables
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.layout import Workspace
@@ -128,18 +128,14 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
     """Check what can be known of the data at once: that files are files, and that their first rows can be used.
 
     Raises:
-        NotFoundError: a file of examples is not there, or is a folder or a device.
+        NotFoundError: a file of examples is not there, or is a device.
         DataError: a row can't be used as the recipe asks; with file and line.
     """
-    source = recipe.data.source
-    for key, path in local_paths(recipe):
-        about = stat_path(key, path) if key in EXAMPLE_KEYS else None
+    for key, path in data_files(recipe):
+        about = stat_path(key, path)
         if about is not None and not stat.S_ISREG(about.st_mode):
-            raise NotFoundError(
-                f"{key}: {path} is {'a folder' if stat.S_ISDIR(about.st_mode) else 'no ordinary file'}",
-                fix=f"give a .jsonl file: {key}=FILE",
-            )
-    rows = peek_rows(source)
+            raise NotFoundError(f"{key}: {path} is not a regular file", fix=f"give a file or a folder: {key}=PATH")
+    rows = peek_rows(recipe.data)
     form = resolve_format(recipe.data.format, rows[:DETECTION_ROWS]) if rows else recipe.data.format
     num_bad = 0
     for row in rows:

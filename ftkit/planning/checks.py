@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile
-from ftkit.config.data import GeneratedSource
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.mounts import mounted_folders
 from ftkit.config.recipe import RecipeSpec
+from ftkit.config.sources import GeneratedSource
 from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import Problem
 from ftkit.families import MEASURED
@@ -188,9 +188,10 @@ def _lengths(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
 
 def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
     source, evaluation, where = recipe.data.source, recipe.evaluation, f"recipe {recipe.name}"
-    has_heldout = source.num_heldout > 0 or getattr(source, "heldout", None) is not None
-    if evaluation.every_steps is not None and not has_heldout:
-        yield Problem(where, "evaluation.every_steps", "there is no held-out split.", "Set data.source.num_heldout.")
+    num_rows = recipe.data.num_validation_rows
+    without = "there is no validation split.", "Set data.validation, for example data.validation.count=200."
+    if evaluation.every_steps is not None and not recipe.data.has_validation:
+        yield Problem(where, "evaluation.every_steps", *without)
     asked = evaluation.sql_execution
     if asked is None:
         return
@@ -198,12 +199,12 @@ def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
         yield Problem(where, "evaluation.sql_execution", "needs data.format.kind 'prompt-completion'.")
     if isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
         yield Problem(where, "evaluation.sql_execution", f"there is no SQL in generator '{source.generator}'.")
-    if not has_heldout:
-        yield Problem(where, "evaluation.sql_execution", "there is no held-out split.", "Set data.source.num_heldout.")
-    elif getattr(source, "heldout", None) is None and asked.num_questions > source.num_heldout:
+    if not recipe.data.has_validation:
+        yield Problem(where, "evaluation.sql_execution", *without)
+    elif num_rows is not None and asked.num_questions > num_rows:
         yield Problem(
             where, "evaluation.sql_execution.num_questions",
-            f"{asked.num_questions} questions asked for, {source.num_heldout} are held out.",
+            f"{asked.num_questions} questions asked for, the validation split has {num_rows} rows.",
         )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ftkit.planning.estimates.gpus import Gpu
 
 PLAN_VERSION = 1
-PREPARATION_VERSION = 3
+PREPARATION_VERSION = 4
 """Part of the data's fingerprint: raise it when the same spec would be prepared into other packs."""
 
 

@@ -84,7 +84,7 @@ class Trainer:
             MemoryExhaustedError: with what to change.
         """
         began = time.time()
-        store = PackStore(self.data.train)
+        store = self.data.read_train()
         num_steps = self._num_steps(len(store))
         with out_of_memory_explained(self.plan, self.world, self.trace):
             self._stage("building the model")
@@ -231,7 +231,7 @@ class Trainer:
     def _evaluate(
         self, evaluator: Evaluator, engine: Engine, step: int, when: Literal["before", "after"]
     ) -> EvaluationRecord | None:
-        if len(PackStore(self.data.validation)) == 0:
+        if len(self.data.read_validation()) == 0:
             return None
         self._stage(f"evaluating on the held-out part, {when} training")
         record = evaluator.evaluate(engine, step, when)

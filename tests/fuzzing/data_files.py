@@ -6,10 +6,11 @@ import codecs
 import json
 from typing import TYPE_CHECKING
 
-from ftkit.config.data import DataSpec, FilesSource
+from ftkit.config.data import DataSpec
+from ftkit.config.sources import FilesSource
 from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.rows import errors_at
-from ftkit.data.sources import read_splits
+from ftkit.data.sources import read_rows
 from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import DataError
 from fuzzing.area import Area, Case
@@ -79,7 +80,8 @@ def _run(case: Case, folder: Path) -> bool:
     path = folder / "train.jsonl"
     path.write_bytes(case["train.jsonl"])
     try:
-        rows = read_splits(FilesSource(kind="files", train=str(path), num_heldout=1)).train
+        taken = read_rows(DataSpec(source=FilesSource(kind="files", train=str(path), num_heldout=1)))
+        rows = [row for _, split, raw in taken if split == "train" and (row := raw.parse())]
     except DataError as error:
         _check_message(error, path)
         return False

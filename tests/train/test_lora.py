@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from ftkit.data.encoding import IGNORED
-from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.store import PreparedData
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ WITH_DROPOUT = ("training.method=lora", "training.lora={rank: 4, dropout: 0.2}",
 
 
 def validation_loss(model: Any, run: Any) -> float:
-    store = PackStore(PreparedData(run.plan.data_directory).validation)
+    store = PreparedData(run.plan.data_directory).read_validation()
     total = 0.0
-    for tokens, labels, positions in torch.from_numpy(np.asarray(store.packs, dtype=np.int64)):
+    for tokens, labels, positions, _ in torch.from_numpy(store.read(range(len(store))).astype(np.int64)):
         with torch.no_grad():
             logits = model(tokens[None], position_ids=positions[None], use_cache=False).logits[0]
         total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))

@@ -10,8 +10,7 @@ from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan, RecipeSpec
 from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
-from ftkit.data.packing import build_pack
-from ftkit.data.store import PackStore
+from ftkit.data.store import DocumentBatch, PackStore, PackWriter
 from ftkit.planning.estimates.flops import mean_visible_keys, token_flops
 from ftkit.planning.plan import plan_model
 from ftkit.train.components.mfu import MfuMeter, make_mfu_meter
@@ -29,13 +28,13 @@ def plan_of(recipe: RecipeSpec) -> RecipePlan:
 def test_tokens_see_their_own_document_alone_and_targets_alone_are_projected(tmp_path: Path, world: World) -> None:
     ctx = Context(tmp_path, tmp_path, {})
     recipe = plan_of(load_recipe("olmo3-7b-full", ctx, ["model.architecture.sliding_window=8"]))
-    packs = np.zeros((200, 3, 32), dtype=np.int32)
-    packs[:, 1, ::2] = IGNORED
-    packs[:, 2] = np.arange(32) % 16
-    PackStore.write(tmp_path / "train.npy", packs)
-    measured = make_mfu_meter(recipe, PackStore(tmp_path / "train.npy"), world)
+    labels = np.where(np.arange(16) % 2, 0, IGNORED).astype(np.int32)
+    document = Document(np.zeros(16, dtype=np.int32), labels)
+    with PackWriter(tmp_path / "train") as writer:
+        writer.write(DocumentBatch.of([document] * 400), [2] * 200)
+    measured = make_mfu_meter(recipe, PackStore(tmp_path / "train", 32), world)
     keys, in_window = mean_visible_keys(16, None), mean_visible_keys(16, 8)
-    expected = token_flops(recipe.model.architecture, recipe.training, keys, in_window, target_ratio=0.5)
+    expected = token_flops(recipe.model.architecture, recipe.training, keys, in_window, target_ratio=7 / 16)
     assert measured.flops_per_pack == pytest.approx(32 * expected.total)
     assert measured.mfu(1000.0) is None  # a processor's peak is not known
 
@@ -45,9 +44,9 @@ def test_padding_is_no_work(tmp_path: Path, world: World) -> None:
     documents = [Document(np.arange(1, 9, dtype=np.int32), np.arange(2, 10, dtype=np.int32)) for _ in range(2)]
     flops = {}
     for length in (16, 64):
-        pack = build_pack(documents, length, pad=0)
-        PackStore.write(tmp_path / "train.npy", np.stack([pack, pack]))
-        flops[length] = make_mfu_meter(recipe, PackStore(tmp_path / "train.npy"), world).flops_per_pack
+        with PackWriter(tmp_path / str(length)) as writer:
+            writer.write(DocumentBatch.of(documents * 2), [2, 2])
+        flops[length] = make_mfu_meter(recipe, PackStore(tmp_path / str(length), length), world).flops_per_pack
     assert flops[64] == pytest.approx(flops[16])
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-import numpy as np
 from waiting import PATIENCE_SECONDS
 
 from ftkit.config.context import Context
@@ -17,7 +16,7 @@ from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.__main__ import main
 from ftkit.data.encoding import IGNORED
-from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer
 from ftkit.errors import DataError
 from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
@@ -69,7 +68,8 @@ def test_simulated_malware_is_packed_whole_and_its_analysis_is_trained_on(tmp_pa
     manifest = prepared.read_manifest()
     assert (manifest.num_train_documents, manifest.num_validation_documents, manifest.num_too_long) == (12, 4, 0)
     tokenizer = load_saved_tokenizer(prepared.tokenizer)
-    labels = np.asarray(PackStore(prepared.validation).packs[:, 1])
+    validation = prepared.read_validation()
+    labels = validation.read(range(len(validation)))[:, 1]
     trained = tokenizer.decode(labels[labels != IGNORED])
     analyses = [example["analysis"] for example in prepared.read_validation_rows()]
     assert sorted(trained.split(tokenizer.eos_token)) == sorted(["", *analyses])
@@ -137,7 +137,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_one_is_use
 def test_documents_that_all_are_too_long_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "train.jsonl", turns("7" * 5000, "a"))
     printed = refused(plan_for(tmp_path, *source_of(file), "training.sequence_length=512"), capsys)
-    assert "none of 1 documents fits a pack of 512 tokens (the longest has" in printed
+    assert "no document fits a pack of 512 tokens (the longest has" in printed
 
 
 def test_a_row_of_a_data_set_is_named_by_its_split_and_number(

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit.data.encoding import IGNORED
-from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.store import PreparedData
 from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
@@ -55,9 +55,9 @@ def test_held_out_questions_are_answered_and_judged(finished_run: Any) -> None:
 def test_the_export_is_the_trained_model(finished_run: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished_run.layout.export)
     assert model.config.architectures == ["Qwen3ForCausalLM"]
-    store = PackStore(PreparedData(finished_run.plan.data_directory).validation)
+    store = PreparedData(finished_run.plan.data_directory).read_validation()
     total = 0.0
-    for tokens, labels, positions in np.asarray(store.packs, dtype=np.int64):
+    for tokens, labels, positions, _ in store.read(range(len(store))).astype(np.int64):
         with torch.no_grad():
             logits = model(
                 torch.from_numpy(tokens)[None], position_ids=torch.from_numpy(positions)[None], use_cache=False
@@ -188,5 +188,5 @@ def test_accumulation_and_checkpointing_change_nothing_but_memory(
 def test_epochs_end_with_the_last_pack(make_run: Callable[..., Any]) -> None:
     run = make_run("epochs", "training.max_steps=null", "training.num_epochs=2", "evaluation.sql_execution=null")
     run.train()
-    num_packs = len(PackStore(PreparedData(run.plan.data_directory).train))
+    num_packs = len(PreparedData(run.plan.data_directory).read_train())
     assert len(run.losses()) == -(-2 * num_packs // 8)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED
-from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.store import PreparedData
 from ftkit.errors import TrainingError
 from ftkit.runs.records import EvaluationRecord
 from ftkit.train.causal_lm import CausalLM, MicroBatch
@@ -69,9 +69,9 @@ def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held_out_loss(model: Any, run: Any) -> float:
-    store = PackStore(PreparedData(run.plan.data_directory).validation)
+    store = PreparedData(run.plan.data_directory).read_validation()
     total = 0.0
-    for tokens, labels, positions in torch.from_numpy(np.asarray(store.packs, dtype=np.int64)):
+    for tokens, labels, positions, _ in torch.from_numpy(store.read(range(len(store))).astype(np.int64)):
         for document in torch.tensor_split(torch.arange(len(tokens)), torch.nonzero(positions == 0)[1:, 0]):
             with torch.no_grad():
                 logits = model(tokens[document][None], use_cache=False).logits[0]

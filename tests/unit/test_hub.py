@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit import hub
-from ftkit.config.data import HubSource
 from ftkit.config.model import ArchitectureSpec, ModelSpec
+from ftkit.config.sources import HubSource
 from ftkit.data.__main__ import main as prepare_data
 from ftkit.data.store import PreparedData
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError

@@ -80,18 +80,18 @@ class BatchSchedule:
     def step(self, step: int) -> StepBatch:
         """Return this process's part of a step, counted from 0, in main memory."""
         packs = self.packs_of_step(step)
-        micro, length = self._plan.micro_batch_size, self._store.packs.shape[2]
+        micro, length = self._plan.micro_batch_size, self._store.sequence_length
         micro_batches = []
         for accumulation in range(self._plan.accumulation_steps):
             begin = (accumulation * self._size + self._rank) * micro
             chosen = packs[begin : begin + micro]
-            rows = np.concatenate([self._store.packs[chosen], _empty_packs(micro - len(chosen), length)])
+            rows = np.concatenate([self._store.read(chosen), _empty_packs(micro - len(chosen), length)])
             micro_batches.append(to_micro_batch(rows, HOST))
         return StepBatch(micro_batches, int(self._store.num_targets[packs].sum()))
 
 
 def to_micro_batch(packs: NDArray[np.int32], device: torch.device) -> MicroBatch:
-    """Bring packs, int32 [B, 3, T], to a device in the form in which they are computed on."""
+    """Bring packs, as `PackStore.read` returns them, to a device in the form in which they are computed on."""
     labels = packs[:, 1].reshape(-1)
     index = np.flatnonzero(labels != IGNORED)
 
@@ -113,7 +113,7 @@ def to_micro_batch(packs: NDArray[np.int32], device: torch.device) -> MicroBatch
 
 
 def _empty_packs(num: int, length: int) -> NDArray[np.int32]:
-    packs = np.zeros((num, 3, length), dtype=np.int32)
+    packs = np.zeros((num, 4, length), dtype=np.int32)
     packs[:, 1] = IGNORED
     packs[:, 2] = np.arange(length)
     return packs

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ftkit.config.data import PromptCompletionFormat
 from ftkit.data.formats import read_prompt
 from ftkit.data.rendering import ChatRenderer
-from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.store import PreparedData
 from ftkit.data.tasks.sql_score import execution_match, read_question
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample
@@ -56,7 +56,7 @@ class Evaluator:
 
     def _loss(self, model: CausalLM) -> float:
         """Return the mean loss over the targets of the held-out packs."""
-        store = PackStore(self.data.validation)
+        store = self.data.read_validation()
         num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
         micro = self.plan.recipe.training.micro_batch_size
         total = torch.zeros((), device=self.world.device)
@@ -64,8 +64,8 @@ class Evaluator:
             # Ranks beyond the end compute the last packs again, and count them for nothing.
             begin = first + self.world.rank * micro
             counts = begin < num_packs
-            chosen = slice(begin, min(begin + micro, num_packs)) if counts else slice(num_packs - 1, num_packs)
-            loss = model(batch=to_micro_batch(store.packs[chosen], self.world.device))
+            chosen = range(begin, min(begin + micro, num_packs)) if counts else range(num_packs - 1, num_packs)
+            loss = model(batch=to_micro_batch(store.read(chosen), self.world.device))
             total += loss if counts else 0
         (summed,) = self.world.sum([float(total)])  # host sync: once an evaluation
         return summed / max(1, int(store.num_targets[:num_packs].sum()))

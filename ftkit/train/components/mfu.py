@@ -44,7 +44,7 @@ def make_mfu_meter(recipe: RecipePlan, store: PackStore, world: World) -> MfuMet
 
     Tokens see their own document alone, and the output projection is computed for targets alone.
     """
-    packs = store.packs[:: -(-len(store) // NUM_SAMPLED_PACKS)]
+    packs = store.read(range(0, len(store), -(-len(store) // NUM_SAMPLED_PACKS)))
     positions = packs[:, 2]
     is_real = ~find_padding(packs)
     keys = positions[is_real] + 1

@@ -16,7 +16,7 @@ from ftkit.config.strict import Spec
 from ftkit.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from ftkit.config.data import FilesSource
+    from ftkit.config.sources import FilesSource
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_micro_batch_is_a_number_or_auto(ctx: Context) -> None:
 
 def test_a_source_of_unknown_kind_names_the_known_ones(ctx: Context) -> None:
     (found,) = problems(ctx, "data.source.kind=hubb")
-    assert "'hubb' is none of 'generated', 'files', 'hub'. Did you mean 'hub'?" in found
+    assert "'hubb' is none of 'generated', 'files', 'hub', 'mixture'. Did you mean 'hub'?" in found
 
 
 def test_a_missing_key_is_named(ctx: Context) -> None:
@@ -251,11 +251,34 @@ def test_a_format_string_that_cannot_be_filled_is_refused_with_file_and_line(ctx
 
 
 @pytest.mark.parametrize("address", ["gs://bucket/data", "s3://bucket/data", "https://host/data.jsonl", "file:///data"])
-@pytest.mark.parametrize("key", ["model.weights", "model.tokenizer.source", "data.source.dataset", "data.source.train"])
+@pytest.mark.parametrize("key", ["model.weights", "model.tokenizer.source", "data.source.dataset"])
 def test_an_address_where_a_path_is_asked_for_is_refused_by_the_plan(ctx: Context, key: str, address: str) -> None:
-    overrides = ["data.source={kind: files}"] if key == "data.source.train" else []
-    (found,) = problems(ctx, *overrides, f"{key}={address}", recipe="olmo3-7b-full")
+    (found,) = problems(ctx, f"{key}={address}", recipe="olmo3-7b-full")
     assert found.startswith(f"command line: {key}: addresses are not supported")
+
+
+def test_data_may_be_at_an_address_of_a_known_scheme_and_no_other(ctx: Context) -> None:
+    recipe = load_recipe("olmo3-7b-full", ctx, ["data.source=s3://bucket/*.parquet"])
+    assert recipe.data.files == [("data.source.train", "s3://bucket/*.parquet")]
+    (found,) = problems(ctx, "data.source=https://host/data.jsonl", recipe="olmo3-7b-full")
+    assert "data.source.train: an address of data is s3://…, gs://…, hf://…" in found
+
+
+def test_a_source_has_short_forms_that_overrides_can_change(ctx: Context) -> None:
+    recipe = load_recipe("olmo3-7b-full", ctx, ["data.source=chats.jsonl", "data.source.num_heldout=5"])
+    source = recipe.data.source
+    assert (source.kind, source.num_heldout) == ("files", 5)
+    assert recipe.data.files == [("data.source.train", str(Path.cwd() / "chats.jsonl"))]
+    assert load_recipe("olmo3-7b-full", ctx, ["data.source=org/set"]).data.sources[0].kind == "hub"
+    mixed = load_recipe(
+        "olmo3-7b-full", ctx, ["data.source=[{source: a.jsonl, weight: 3}, {source: org/b, weight: 1}]"]
+    )
+    assert [(source.kind, source.name, source.weight) for source in mixed.data.sources] == [
+        ("files", "a.jsonl", 3.0),
+        ("hub", "b", 1.0),
+    ]
+    (found,) = problems(ctx, "data.source=[{source: a.jsonl, weight: 3}, b.jsonl]", recipe="olmo3-7b-full")
+    assert "a weight is given for a.jsonl alone: give every source one, or none" in found
 
 
 def test_a_hub_id_that_is_also_a_folder_beside_the_recipe_is_refused(ctx: Context) -> None:

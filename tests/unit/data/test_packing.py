@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.data.encoding import IGNORED, Document
-from ftkit.data.packing import assign_packs, build_pack, find_padding
+from ftkit.data.packing import Packer, assign_packs, build_pack, find_padding
+from ftkit.data.store import DocumentBatch
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
@@ -33,6 +34,37 @@ def test_packs_are_at_most_eleven_ninths_of_the_fewest_possible_and_one(case: tu
 def test_a_document_longer_than_a_pack_is_refused() -> None:
     with pytest.raises(ValueError, match="11 tokens does not fit a pack of 10"):
         assign_packs([3, 11], 10)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=300), st.integers(60, 400))
+def test_packing_in_windows_keeps_every_document_whole_and_once(lengths: list[int], window: int) -> None:
+    documents = [
+        DocumentBatch(np.full(length, number, np.uint32), np.array([length]), np.array([number % 7], np.uint16))
+        for number, length in enumerate(lengths)
+    ]
+    packer = Packer(50, window)
+    written = [pack for document in documents for pack in packer.add(document)] + list(packer.finish())
+    seen: list[int] = []
+    for batch, sizes in written:
+        assert sum(sizes) == len(batch.lengths)
+        ends = np.cumsum(sizes)
+        assert all(batch.lengths[end - size : end].sum() <= 50 for end, size in zip(ends, sizes, strict=True))
+        starts = np.cumsum(batch.lengths) - batch.lengths
+        seen += batch.tokens[starts].tolist()
+        assert np.array_equal(batch.tokens, np.repeat(batch.tokens[starts], batch.lengths))
+        assert np.array_equal(batch.sources, batch.tokens[starts] % 7)
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_windows_cost_hardly_any_room() -> None:
+    lengths = np.random.default_rng(0).lognormal(5.5, 0.9, 20_000).clip(8, 4096).astype(np.int64)
+    packer = Packer(4096, window_tokens=256 * 4096)
+    num_packs = 0
+    for length in np.split(lengths, 100):
+        batch = DocumentBatch(np.zeros(length.sum(), np.uint32), length, np.zeros(len(length), np.uint16))
+        num_packs += sum(len(sizes) for _, sizes in packer.add(batch))
+    num_packs += sum(len(sizes) for _, sizes in packer.finish())
+    assert lengths.sum() / (num_packs * 4096) > 0.99
 
 
 def test_positions_restart_with_each_document_and_padding_has_no_labels() -> None:

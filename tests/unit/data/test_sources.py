@@ -6,12 +6,33 @@ from typing import TYPE_CHECKING
 import pytest
 from pydantic import ValidationError
 
-from ftkit.config.data import FilesSource, GeneratedSource, HubSource
-from ftkit.data.sources import peek_rows, read_splits
+from ftkit.config.data import DataSpec, MessagesFormat
+from ftkit.config.sources import FilesSource, GeneratedSource, ValidationSpec
+from ftkit.data.sources import peek_rows, read_rows, split_of
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ftkit.data.rows import Row
+
+
+def spec(source: object, **more: object) -> DataSpec:
+    return DataSpec.model_validate({"source": source, "format": MessagesFormat(kind="messages"), **more})
+
+
+def read(source: object, **more: object) -> dict[str, list[Row]]:
+    """Return the rows of each split."""
+    splits: dict[str, list[Row]] = {"train": [], "validation": []}
+    for _, split, raw in read_rows(spec(source, **more)):
+        row = raw.parse()
+        if row is not None:
+            splits[split or "by content"].append(row)
+    return splits
+
+
+def ids(rows: list[Row]) -> list[int]:
+    return [row.columns["id"] for row in rows]
 
 
 def write_lines(path: Path, count: int) -> str:
@@ -21,8 +42,8 @@ def write_lines(path: Path, count: int) -> str:
 
 def test_validation_rows_are_not_trained_on(tmp_path: Path) -> None:
     source = FilesSource(kind="files", train=write_lines(tmp_path / "a.jsonl", 20), num_train=12, num_heldout=5)
-    splits = read_splits(source)
-    train, validation = ({row.columns["id"] for row in part} for part in (splits.train, splits.validation))
+    splits = read(source)
+    train, validation = ({row.columns["id"] for row in part} for part in (splits["train"], splits["validation"]))
     assert (len(train), len(validation)) == (12, 5)
     assert not train & validation
 
@@ -31,7 +52,7 @@ def test_the_same_seed_draws_the_same_examples_and_another_seed_others(tmp_path:
     path = write_lines(tmp_path / "a.jsonl", 50)
 
     def draw(seed: int) -> list[int]:
-        rows = read_splits(FilesSource(kind="files", train=path, num_train=10, seed=seed)).train
+        rows = read(FilesSource(kind="files", train=path, num_train=10, seed=seed))["train"]
         return [row.columns["id"] for row in rows]
 
     assert draw(1) == draw(1)
@@ -42,22 +63,22 @@ def test_a_file_of_its_own_is_held_out_whole(tmp_path: Path) -> None:
     source = FilesSource(
         kind="files", train=write_lines(tmp_path / "a.jsonl", 9), heldout=write_lines(tmp_path / "b.jsonl", 3)
     )
-    splits = read_splits(source)
-    assert (len(splits.train), len(splits.validation)) == (9, 3)
+    splits = read(source)
+    assert (len(splits["train"]), len(splits["validation"])) == (9, 3)
 
 
 def test_too_few_examples_are_refused_with_both_numbers(tmp_path: Path) -> None:
     source = FilesSource(kind="files", train=write_lines(tmp_path / "a.jsonl", 4), num_train=4, num_heldout=1)
     with pytest.raises(DataError, match=r"has 4 examples, the recipe asks for 5"):
-        read_splits(source)
+        read(source)
 
 
 def test_a_file_to_train_on_that_is_too_short_is_refused_beside_a_held_out_file_too(tmp_path: Path) -> None:
     train, heldout = write_lines(tmp_path / "a.jsonl", 4), write_lines(tmp_path / "b.jsonl", 0)
     with pytest.raises(DataError, match=r"has 4 examples, the recipe asks for 5"):
-        read_splits(FilesSource(kind="files", train=train, heldout=heldout, num_train=5))
-    with pytest.raises(DataError, match=r"b\.jsonl has no examples"):
-        read_splits(FilesSource(kind="files", train=train, heldout=heldout, num_train=4))
+        read(FilesSource(kind="files", train=train, heldout=heldout, num_train=5))
+    with pytest.raises(DataError, match=r"b\.jsonl has no rows"):
+        read(FilesSource(kind="files", train=train, heldout=heldout, num_train=4))
 
 
 def test_examples_are_held_out_in_one_way_only() -> None:
@@ -67,11 +88,11 @@ def test_examples_are_held_out_in_one_way_only() -> None:
 
 def test_the_first_examples_are_those_of_both_files_and_one_that_is_generated(tmp_path: Path) -> None:
     train, heldout = write_lines(tmp_path / "a.jsonl", 2), write_lines(tmp_path / "b.jsonl", 1)
-    rows = peek_rows(FilesSource(kind="files", train=train, heldout=heldout))
+    rows = peek_rows(spec(FilesSource(kind="files", train=train, heldout=heldout)))
     assert [row.where for row in rows] == [f"{train}:1", f"{train}:2", f"{heldout}:1"]
     source = GeneratedSource(kind="generated", generator="text-to-sql", num_train=10_000_000)
-    assert [row.where for row in peek_rows(source)] == ["generated example 1"]
-    assert peek_rows(HubSource(kind="hub", dataset="org/data")) == []
+    assert [row.where for row in peek_rows(spec(source))] == ["generated example 1"]
+    assert peek_rows(spec("org/data")) == []
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '"text"'])
@@ -79,18 +100,18 @@ def test_a_malformed_line_is_named_by_its_number(tmp_path: Path, line: str) -> N
     path = tmp_path / "bad.jsonl"
     path.write_text('{"ok": 1}\n\n' + line + "\n")
     with pytest.raises(DataError, match=r"bad\.jsonl:3: "):
-        read_splits(FilesSource(kind="files", train=str(path)))
+        read(FilesSource(kind="files", train=str(path)))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="can't read"):
-        read_splits(FilesSource(kind="files", train=str(tmp_path / "none.jsonl")))
+        read(FilesSource(kind="files", train=str(tmp_path / "none.jsonl")))
 
 
 def test_generated_examples_have_the_columns_of_the_task() -> None:
-    splits = read_splits(GeneratedSource(kind="generated", generator="text-to-sql", num_train=3, num_heldout=1))
-    assert [len(splits.train), len(splits.validation)] == [3, 1]
-    assert {"sql_prompt", "sql_context", "sql"} <= splits.train[0].columns.keys()
+    splits = read(GeneratedSource(kind="generated", generator="text-to-sql", num_train=3, num_heldout=1))
+    assert [len(splits["train"]), len(splits["validation"])] == [3, 1]
+    assert {"sql_prompt", "sql_context", "sql"} <= splits["train"][0].columns.keys()
 
 
 def test_simulated_malware_has_the_sizes_that_the_recipe_asks_for() -> None:
@@ -103,10 +124,10 @@ def test_simulated_malware_has_the_sizes_that_the_recipe_asks_for() -> None:
             "binary_bytes": {"smallest": 1500, "largest": 1500},
         }
     )
-    splits = read_splits(source)
-    assert [len(splits.train), len(splits.validation)] == [4, 2]
-    assert {len(row.columns["binary"]) for row in splits.train} == {3000}
-    assert splits.train[0].columns.keys() == {"binary", "verdict", "analysis"}
+    splits = read(source)
+    assert [len(splits["train"]), len(splits["validation"])] == [4, 2]
+    assert {len(row.columns["binary"]) for row in splits["train"]} == {3000}
+    assert splits["train"][0].columns.keys() == {"binary", "verdict", "analysis"}
 
 
 @pytest.mark.parametrize(
@@ -121,3 +142,53 @@ def test_sizes_of_binaries_that_make_no_sense_are_refused(changes: dict[str, obj
     fields = {"kind": "generated", "generator": "malware-analysis", "num_train": 1}
     with pytest.raises(ValidationError, match=message):
         GeneratedSource.model_validate(fields | changes)
+
+
+# --- Mixtures and the validation split -----------------------------------------------------------
+
+
+def test_weights_give_each_source_its_share_and_the_scarce_one_is_used_whole(tmp_path: Path) -> None:
+    big, small = write_lines(tmp_path / "big.jsonl", 1000), write_lines(tmp_path / "small.jsonl", 60)
+    mixed = [{"source": big, "weight": 3}, {"source": small, "weight": 1}]
+    taken = [source for source, _, _ in read_rows(spec(mixed))]
+    assert (taken.count(0), taken.count(1)) == (180, 60)
+    assert all(25 <= taken[begin : begin + 40].count(0) <= 35 for begin in range(0, 240, 40))  # evenly interleaved
+
+
+def test_counts_and_whole_sources_mix_and_the_order_is_always_the_same(tmp_path: Path) -> None:
+    first, second = write_lines(tmp_path / "a.jsonl", 50), write_lines(tmp_path / "b.jsonl", 20)
+    mixed = [{"source": first, "num_train": 10}, second]
+    rows = list(read_rows(spec(mixed)))
+    assert [source for source, _, _ in rows].count(0) == 10
+    assert rows == list(read_rows(spec(mixed)))
+
+
+def test_a_count_and_a_file_are_validated_on_exactly(tmp_path: Path) -> None:
+    path, other = write_lines(tmp_path / "a.jsonl", 100), write_lines(tmp_path / "b.jsonl", 7)
+    splits = read(path, validation={"count": 13})
+    assert (len(splits["train"]), len(splits["validation"])) == (87, 13)
+    splits = read(path, validation={"file": other})
+    assert (len(splits["train"]), len(splits["validation"])) == (100, 7)
+    with pytest.raises(DataError, match=r"100 examples, data\.validation\.count is 100: nothing is left"):
+        read(path, validation={"count": 100})
+
+
+def test_a_fraction_is_drawn_about_as_large_as_asked_for(tmp_path: Path) -> None:
+    splits = read(write_lines(tmp_path / "a.jsonl", 2000), validation={"fraction": 0.1})
+    assert 140 < len(splits["validation"]) < 260
+
+
+def test_a_row_keeps_its_split_by_hash_whatever_its_place_and_file_format() -> None:
+    validation = ValidationSpec(fraction=0.3, by="hash")
+    rows = [{"id": number, "text": "x"} for number in range(2000)]
+    splits = [split_of(row, validation) for row in rows]
+    assert 500 < splits.count("validation") < 700
+    assert splits == [split_of({"text": "x", "id": row["id"]}, validation) for row in rows]
+
+
+@pytest.mark.parametrize("given", [{}, {"count": 1, "fraction": 0.1}, {"count": 1, "by": "hash"}])
+def test_a_validation_split_is_said_in_one_way(given: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=r"give one of count, fraction and file|by: hash goes with fraction"):
+        ValidationSpec.model_validate(given)
+    with pytest.raises(ValidationError, match="say the same: keep one"):
+        spec({"kind": "files", "train": "a.jsonl", "num_heldout": 3}, validation={"count": 1})

@@ -1,28 +1,61 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ftkit.data.encoding import IGNORED
-from ftkit.data.store import DataManifest, PackStore, PreparedData, new_prepared_data
+from ftkit.data.encoding import IGNORED, Document
+from ftkit.data.packing import build_pack
+from ftkit.data.store import DataManifest, DocumentBatch, PackStore, PackWriter, PreparedData, new_prepared_data
 from ftkit.errors import DataError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MANIFEST = DataManifest("f", 4, 1, 1, 3, 2, 0, 0, 0, 3)
 
 
-def test_packs_are_read_back_with_their_targets(tmp_path: Path) -> None:
-    packs = np.zeros((2, 3, 4), np.int32)
-    packs[:, 1] = [[IGNORED, 1, 2, IGNORED], [IGNORED] * 4]
-    PackStore.write(tmp_path / "train.npy", packs)
-    store = PackStore(tmp_path / "train.npy")
-    assert np.array_equal(store.packs, packs)
-    assert store.num_targets.tolist() == [2, 0]
+def test_packs_are_read_back_with_labels_positions_and_sources(tmp_path: Path) -> None:
+    long = Document(np.array([5, 6, 7], np.int32), np.array([IGNORED, 7, IGNORED], np.int32))
+    short = Document(np.array([8, 9], np.int32), np.array([9, IGNORED], np.int32))
+    first, second = DocumentBatch.of([long, short], source=0), DocumentBatch.of([short], source=3)
+    with PackWriter(tmp_path / "train") as writer:
+        writer.write(first, [2])
+        writer.write(DocumentBatch.join([second, first]), [1, 2])
+    store = PackStore(tmp_path / "train", 8)
+    assert (len(store), store.num_targets.tolist()) == (3, [2, 1, 2])
+    both, one = store.read([2, 1])
+    assert both[0].tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
+    assert both[1].tolist() == [IGNORED, 7, IGNORED, 9, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert both[2].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert one[0].tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
+    assert one[3].tolist() == [3, 3, 0, 0, 0, 0, 0, 0]
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=6
+    )
+)
+def test_a_stored_pack_is_the_pack_of_its_documents(tokens: list[list[tuple[int, bool]]]) -> None:
+    documents = []
+    for document in tokens:
+        ids = np.array([token for token, _ in document], np.int32)
+        counts = np.array([counted for _, counted in document])
+        documents.append(Document(ids, np.append(np.where(counts[1:], ids[1:], IGNORED), IGNORED).astype(np.int32)))
+    with TemporaryDirectory() as folder:
+        with PackWriter(Path(folder, "train")) as writer:
+            writer.write(DocumentBatch.of(documents), [len(documents)])
+        (pack,) = PackStore(Path(folder, "train"), 60).read([0])
+    assert np.array_equal(pack[:3], build_pack(documents, 60, pad=0))
+
+
+def test_a_file_of_prepared_data_that_is_missing_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tokens\.u32") as caught:
+        PackStore(tmp_path / "f" / "train", 8)
+    assert f"delete {tmp_path / 'f'}" in caught.value.fix
 
 
 def test_a_folder_takes_its_name_when_it_is_complete(tmp_path: Path) -> None:

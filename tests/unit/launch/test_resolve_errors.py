@@ -124,15 +124,16 @@ def recipe_with_source(**source: object) -> RecipeSpec:
     return load_recipe("demo", NOWHERE, [f"data.source={json.dumps(source)}"])
 
 
-def test_a_folder_in_the_place_of_a_file_is_not_walked_but_refused(plan: RunPlan, tmp_path: Path) -> None:
+def test_a_folder_without_data_files_and_a_device_are_refused(plan: RunPlan, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "file").touch()
+    (tmp_path / "inner" / "README.md").touch()
     recipe = recipe_with_source(kind="files", train=str(tmp_path), num_heldout=100)
-    assert data_stamp(recipe) == ""
-    with pytest.raises(NotFoundError, match=r"data\.source\.train: .* is a folder\n.*\.jsonl file"):
-        check_sources(replace(plan, recipe=recipe), {})
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: .* has no data files"):
+        data_stamp(recipe)
+    (tmp_path / "inner" / "rows.jsonl.gz").touch()
+    assert str(tmp_path / "inner" / "rows.jsonl.gz") in data_stamp(recipe)
     device = recipe_with_source(kind="files", train="/dev/zero", num_heldout=100)
-    with pytest.raises(NotFoundError, match=r"data\.source\.train: /dev/zero is no ordinary file"):
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: /dev/zero is not a regular file"):
         check_sources(replace(plan, recipe=device), {})
 
 
@@ -144,7 +145,7 @@ def test_a_folder_with_too_many_files_for_a_data_set_is_refused(
         (tmp_path / name / "rows.jsonl").write_text("{}")
     recipe = recipe_with_source(kind="hub", dataset=str(tmp_path), num_heldout=100)
     assert data_stamp(recipe).count("rows.jsonl") == 3
-    monkeypatch.setattr("ftkit.launch.data_files.MAX_FILES", 5)
+    monkeypatch.setattr("ftkit.data.files.MAX_FILES", 5)
     with pytest.raises(NotFoundError, match=r"data\.source\.dataset: there are more than 5 files and folders in"):
         data_stamp(recipe)
 

@@ -122,7 +122,7 @@ def test_sql_is_not_asked_of_data_without_any() -> None:
 
 def test_no_more_questions_are_asked_than_are_held_out_of_a_file() -> None:
     source = "data.source={kind: files, train: /rows.jsonl, num_heldout: 7}"
-    assert "200 questions asked for, 7 are held out" in problems(demo(source))
+    assert "200 questions asked for, the validation split has 7 rows" in problems(demo(source))
     plan(demo(source, "data.source.num_heldout=0", "data.source.heldout=/heldout.jsonl"))
 
 
@@ -311,7 +311,7 @@ def test_copy_engines_need_several_gpus_of_one_node() -> None:
 
 def test_what_needs_held_out_data_is_refused_without_it() -> None:
     found = problems(demo("data.source.num_heldout=0", "evaluation.every_steps=5"))
-    assert found.count("no held-out split") == 2
+    assert found.count("no validation split") == 2
 
 
 def test_a_profile_that_cannot_be_taken_is_refused() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.config.cluster import NcclSpec
-from ftkit.config.data import FilesSource, HubSource
+from ftkit.config.sources import FilesSource, HubSource
 from ftkit.config.training import EvaluationSpec, ResourcesSpec
 from ftkit.launch.render import render_job
 

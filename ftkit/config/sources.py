@@ -1,0 +1,221 @@
+"""Where rows come from: files, addresses, the hub, a generator, and mixtures of them; and the validation split."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ftkit.config.strict import (
+    HUB_ID,
+    NUMBER,
+    WHOLE_NUMBER,
+    DataPath,
+    HubIdOrFolder,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    Spec,
+)
+
+
+class BinarySizes(Spec):
+    """Sizes of simulated binaries; all between the two are as likely."""
+
+    smallest: Annotated[int, Field(ge=1024), WHOLE_NUMBER] = 2048
+    """Bytes of the smallest binary."""
+    largest: Annotated[int, Field(ge=1024), WHOLE_NUMBER] = 6144
+    """Bytes of the largest binary."""
+
+    @model_validator(mode="after")
+    def _smallest_is_not_larger(self) -> Self:
+        if self.smallest > self.largest:
+            raise ValueError(f"smallest ({self.smallest}) is more than largest ({self.largest})")
+        return self
+
+
+class GeneratedSource(Spec):
+    """Examples made by a generator that ftkit ships."""
+
+    kind: Literal["generated"]
+    generator: Literal["text-to-sql", "malware-analysis"]
+    """The task. `text-to-sql`: columns sql_context, sql_prompt, sql. `malware-analysis`: columns binary (simulated, in
+    hexadecimal digits), verdict, analysis; every other one is malicious."""
+    binary_bytes: BinarySizes | None = None
+    """For generator malware-analysis, all sizes between the two being as likely; none: the defaults. A byte, which is
+    two hexadecimal digits, is about 1.2 tokens where up to three digits make a token, and 2 where each stands alone."""
+    num_train: PositiveInt
+    """Examples to train on."""
+    num_heldout: NonNegativeInt = 0
+    """Examples held out for evaluation; none of them is in the training part."""
+    seed: Seed = 0
+    """Another seed makes other examples."""
+
+    @property
+    def name(self) -> str:
+        """What plan and metrics call this source."""
+        return self.generator
+
+    @property
+    def binary_sizes(self) -> BinarySizes:
+        """How large simulated binaries are."""
+        return self.binary_bytes or BinarySizes()
+
+    @model_validator(mode="after")
+    def _binaries_belong_to_malware_analysis(self) -> Self:
+        if self.generator != "malware-analysis" and self.binary_bytes is not None:
+            raise ValueError(f"binary_bytes has no effect with generator '{self.generator}': leave it out")
+        return self
+
+
+_DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|tsv|arrow|feather)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+
+
+def _short_name(place: str) -> str:
+    """Return the last part of a path, address or id that says something."""
+    parts = [part for part in place.split("/") if part.strip("*.")]
+    return parts[-1] if parts else place
+
+
+class FilesSource(Spec):
+    """Rows in files: JSON Lines, JSON, Parquet, CSV, TSV or Arrow; each may be compressed (gz, bz2, xz, zst)."""
+
+    kind: Literal["files"]
+    train: DataPath
+    """A file, a folder, a pattern (`data/*.parquet`), relative to the recipe's folder; or an address (`s3://…`,
+    `gs://…`, `hf://…`). A name's ending says the format; without a known one it is JSON Lines."""
+    heldout: DataPath | None = None
+    """Files to evaluate on, like `train`; without it, `num_heldout` rows are taken from `train`."""
+    num_train: PositiveInt | None = None
+    """Sample so many of the rows; all if null."""
+    num_heldout: NonNegativeInt = 0
+    """Rows of `train` for the validation split; not together with `heldout`, which is taken whole."""
+    weight: PositiveFloat | None = None
+    """Share of this source in a list of sources, relative to the weights of the others; not with `num_train`."""
+    seed: Seed = 0
+    """Seed of the sample."""
+
+    @property
+    def name(self) -> str:
+        """What plan and metrics call this source."""
+        return _short_name(self.train)
+
+    @model_validator(mode="after")
+    def _rows_are_chosen_in_one_way(self) -> Self:
+        if self.heldout is not None and self.num_heldout:
+            raise ValueError(f"num_heldout ({self.num_heldout}) has no effect with heldout: leave one of them out")
+        if self.weight is not None and self.num_train is not None:
+            raise ValueError("weight and num_train both say how many rows to take: leave one of them out")
+        return self
+
+
+class HubSource(Spec):
+    """Rows of a data set of the Hugging Face hub."""
+
+    kind: Literal["hub"]
+    dataset: HubIdOrFolder
+    """Hub id, or a folder that `datasets.load_dataset` reads (`./data`, relative to the recipe's folder)."""
+    subset: str | None = None
+    """Name of the data set's configuration."""
+    split: str = "train"
+    """Split to take rows from."""
+    revision: str | None = None
+    """Branch, tag or commit."""
+    num_train: PositiveInt | None = None
+    """Sample so many of the rows; all if null."""
+    num_heldout: NonNegativeInt = 0
+    """Rows for the validation split."""
+    weight: PositiveFloat | None = None
+    """Share of this source in a list of sources, relative to the weights of the others; not with `num_train`."""
+    seed: Seed = 0
+    """Seed of the sample."""
+
+    @property
+    def name(self) -> str:
+        """What plan and metrics call this source."""
+        return _short_name(self.dataset) + (f"/{self.subset}" if self.subset else "")
+
+    @model_validator(mode="after")
+    def _rows_are_chosen_in_one_way(self) -> Self:
+        if self.weight is not None and self.num_train is not None:
+            raise ValueError("weight and num_train both say how many rows to take: leave one of them out")
+        return self
+
+
+_ListedSource = Annotated[FilesSource | HubSource, Field(discriminator="kind")]
+
+
+class MixtureSource(Spec):
+    """Several sources, interleaved evenly.
+
+    With weights, each source gives its share of the rows: none is repeated, so the one that is scarce for its weight is
+    used whole and the others are sampled. Without, each gives all its rows, or `num_train` of them.
+    """
+
+    kind: Literal["mixture"]
+    sources: Annotated[tuple[_ListedSource, ...], Field(min_length=1, max_length=1000)]
+    """The sources."""
+
+    @model_validator(mode="after")
+    def _all_have_weights_or_none(self) -> Self:
+        weighted = [source.name for source in self.sources if source.weight is not None]
+        if weighted and len(weighted) < len(self.sources):
+            raise ValueError(f"a weight is given for {', '.join(weighted)} alone: give every source one, or none")
+        return self
+
+    @property
+    def seed(self) -> int:
+        """The first source's."""
+        return self.sources[0].seed
+
+
+def expand_source(value: object) -> object:
+    """Read the short forms of `data.source`: a path, an address, a hub id, or a list of these and of mappings."""
+    if isinstance(value, str):
+        is_hub = HUB_ID.fullmatch(value) and not _DATA_FILE.search(value)
+        return {"kind": "hub", "dataset": value} if is_hub else {"kind": "files", "train": value}
+    if isinstance(value, list | tuple):
+        return {"kind": "mixture", "sources": [_expand_listed(each) for each in value]}
+    return value
+
+
+def _expand_listed(value: object) -> object:
+    """Read `{source: chats.jsonl, weight: 2}` of a list, and the short forms."""
+    if isinstance(value, dict) and isinstance(value.get("source"), str):
+        rest = {key: each for key, each in value.items() if key != "source"}
+        expanded = expand_source(value["source"])
+        return {**expanded, **rest} if isinstance(expanded, dict) else value
+    return expand_source(value) if isinstance(value, str) else value
+
+
+_AnySource = Annotated[GeneratedSource | FilesSource | HubSource | MixtureSource, Field(discriminator="kind")]
+_ShortSource = str | list[str | dict[str, Any]]
+Source = Annotated[_AnySource, BeforeValidator(expand_source, json_schema_input_type=_AnySource | _ShortSource)]
+SingleSource = GeneratedSource | FilesSource | HubSource
+
+
+class ValidationSpec(Spec):
+    """The validation split: one of `count`, `fraction` and `file`."""
+
+    count: PositiveInt | None = None
+    """So many rows, of all sources together."""
+    fraction: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
+    """Part of the rows: each row is drawn with this chance."""
+    by: Literal["draw", "hash"] = "draw"
+    """With `fraction`. `draw`: by the row's place and the seed. `hash`: by the row's content alone, so that a row stays
+    in its split when the data grows or moves, and equal rows are in one split."""
+    file: DataPath | None = None
+    """Files or an address, as in a source; taken whole."""
+    seed: Seed = 0
+    """Another seed draws other rows."""
+
+    @model_validator(mode="after")
+    def _rows_are_chosen_in_one_way(self) -> Self:
+        given = [key for key in ("count", "fraction", "file") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of count, fraction and file; got {', '.join(given) or 'none'}")
+        if self.by == "hash" and self.fraction is None:
+            raise ValueError("by: hash goes with fraction")
+        return self

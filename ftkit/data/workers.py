@@ -1,0 +1,210 @@
+"""Rows become documents in worker processes: batches go out in order and come back in order."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Final
+
+from ftkit.config.recipe import RecipePlan
+from ftkit.data.encoding import RowEncoder, shorten
+from ftkit.data.formats import unused_columns
+from ftkit.data.rows import Row, errors_at
+from ftkit.data.sources import split_of
+from ftkit.data.store import DocumentBatch
+from ftkit.data.tasks.sql_score import read_question
+from ftkit.errors import DataError, MemoryExhaustedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ftkit.data.encoding import Document
+    from ftkit.data.sources import SourceRow, Split
+
+_BATCH_ROWS = 64
+_BATCH_BYTES = 1 << 18
+_BATCHES_BEFORE_WORKERS = 4
+"""Less is done sooner than workers are started."""
+_BATCHES_OF_WORKER = 4
+"""Batches that are under way for each worker: so many rows are in memory."""
+_PR_SET_PDEATHSIG: Final = 1
+
+
+@dataclass
+class EncodedRows:
+    """What a batch of rows became.
+
+    Attributes:
+        num_rows: rows that could be used, by source.
+        num_documents: documents that they became, before any was shortened or left out.
+        num_too_long: documents that are longer than a pack, by source.
+        longest: tokens of the longest document.
+        unused: names of columns that their format leaves out.
+        validation_rows: the rows of the validation split as JSON Lines.
+        bad: why rows can't be used, in their order.
+    """
+
+    train: DocumentBatch
+    validation: DocumentBatch
+    num_rows: Counter[int] = field(default_factory=Counter)
+    num_documents: int = 0
+    num_too_long: Counter[int] = field(default_factory=Counter)
+    longest: int = 0
+    unused: set[str] = field(default_factory=set)
+    validation_rows: str = ""
+    bad: list[DataError] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class BatchEncoder:
+    """Turns batches of rows into documents, as a recipe says.
+
+    Attributes:
+        encoders: by source: each may have a format of its own.
+        end_of_turn: the token that ends an assistant turn.
+    """
+
+    recipe: RecipePlan
+    encoders: Mapping[int, RowEncoder]
+    end_of_turn: int | None
+
+    def encode(self, batch: Sequence[SourceRow]) -> EncodedRows:
+        """Return the documents of rows, in their order."""
+        documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
+        encoded = EncodedRows(DocumentBatch.of([]), DocumentBatch.of([]))
+        lines = []
+        for (source, split, _), row, result in self._results(batch):
+            if isinstance(result, DataError):
+                encoded.bad.append(result)
+                continue
+            encoded.num_rows[source] += 1
+            encoded.unused.update(unused_columns(row.columns, self.encoders[source].format))
+            into = split or self._split_of(row)
+            if into == "validation":
+                lines.append(json.dumps(row.columns, ensure_ascii=False, default=str) + "\n")
+            documents[into].append(DocumentBatch.of(self._shortened(result, source, encoded), source))
+        encoded.validation_rows = "".join(lines)
+        encoded.train, encoded.validation = (
+            DocumentBatch.join(documents[split] or [DocumentBatch.of([])]) for split in ("train", "validation")
+        )
+        return encoded
+
+    def _results(self, batch: Sequence[SourceRow]) -> Iterator[tuple[SourceRow, Row, list[Document] | DataError]]:
+        rows: list[tuple[SourceRow, Row, DataError | None]] = []
+        for taken in batch:
+            row = Row({}, "")
+            error: DataError | None = None
+            try:
+                parsed = taken.row.parse()
+                if parsed is None:
+                    continue
+                row = parsed
+                if taken.split == "validation" and self.recipe.evaluation.sql_execution:
+                    with errors_at(row):
+                        read_question(row.columns)
+            except DataError as caught:
+                error = caught
+            rows.append((taken, row, error))
+        good: dict[int, list[Row]] = {}
+        for taken, row, error in rows:
+            if error is None:
+                good.setdefault(taken.source, []).append(row)
+        encoded = {source: iter(self.encoders[source].encode(each)) for source, each in good.items()}
+        for taken, row, error in rows:
+            yield taken, row, error or next(encoded[taken.source])
+
+    def _shortened(self, documents: Sequence[Document], source: int, encoded: EncodedRows) -> list[Document]:
+        length, too_long = self.recipe.training.sequence_length, self.recipe.data.too_long
+        fitting = []
+        for document in documents:
+            encoded.num_documents += 1
+            encoded.num_too_long[source] += len(document.tokens) > length
+            encoded.longest = max(encoded.longest, len(document.tokens))
+            fitting += shorten(document, length, too_long, self.end_of_turn)
+        return fitting
+
+    def _split_of(self, row: Row) -> Split:
+        validation = self.recipe.data.validation
+        return split_of(row.columns, validation) if validation else "train"
+
+
+def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: int) -> Iterator[EncodedRows]:
+    """Yield what batches of rows became, in their order, which does not depend on the number of workers.
+
+    Raises:
+        MemoryExhaustedError: a worker was killed.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # these processes are the parallelism
+    batches = _batches(rows)
+    first = list(islice(batches, _BATCHES_BEFORE_WORKERS))
+    if num_workers == 1 or len(first) < _BATCHES_BEFORE_WORKERS:
+        yield from map(encoder.encode, chain(first, batches))
+        return
+    # Forked, a worker has the tokenizer at once; started anew, it would import transformers for seconds.
+    workers = ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("fork"), initializer=_begin_worker, initargs=(encoder, os.getpid())
+    )
+    try:
+        pending = deque(workers.submit(_encode_in_worker, batch) for batch in first)
+        for batch in batches:
+            pending.append(workers.submit(_encode_in_worker, batch))
+            if len(pending) >= _BATCHES_OF_WORKER * num_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise MemoryExhaustedError(
+            "a worker process of the preparation was killed",
+            meaning="usually the machine or the job is out of memory",
+            fix="give it more memory, or fewer workers: ftkit data prepare --workers 1",
+        ) from error
+    finally:
+        workers.shutdown(wait=True, cancel_futures=True)
+
+
+def num_usable_cpus() -> int:
+    """Return the CPUs that this process may use, which a job's allocation limits."""
+    return len(os.sched_getaffinity(0))
+
+
+def _batches(rows: Iterable[SourceRow]) -> Iterator[list[SourceRow]]:
+    batch: list[SourceRow] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += len(row.row.content) if isinstance(row.row.content, bytes) else _BATCH_BYTES // _BATCH_ROWS
+        if size >= _BATCH_BYTES or len(batch) == _BATCH_ROWS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+_encoder: BatchEncoder | None = None
+"""A worker's own."""
+
+
+def _begin_worker(encoder: BatchEncoder, parent: int) -> None:
+    """Keep the encoder; end with the parent, which may be killed without a word; leave Ctrl-C to the parent."""
+    global _encoder  # noqa: PLW0603 - the executor passes nothing else on to its tasks
+    _encoder = encoder
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _encode_in_worker(batch: list[SourceRow]) -> EncodedRows:
+    if _encoder is None:
+        raise RuntimeError("the worker did not begin")
+    return _encoder.encode(batch)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.data.files import count_rows, find_files, read_file
+from ftkit.errors import DataError, NotFoundError, PrerequisiteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROWS = [{"id": str(number), "text": f"é\u2028 {number}"} for number in range(700)]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [row.columns for raw in read_file(str(path)) if (row := raw.parse())]
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "text"], delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_zstd(path: Path) -> None:
+    with pa.CompressedOutputStream(str(path), "zstd") as file:
+        file.write(lines(ROWS))
+
+
+def write_arrow(path: Path, make: Callable[..., Any]) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=99)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "rows.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + lines(ROWS)),
+    "rows.data": lambda path: path.write_bytes(lines(ROWS)),
+    "rows.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines(ROWS[:300])) + gzip.compress(lines(ROWS[300:]))),
+    "rows.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(lines(ROWS))),
+    "rows.jsonl.xz": lambda path: path.write_bytes(lzma.compress(lines(ROWS))),
+    "rows.jsonl.zst": write_zstd,
+    "rows.json": lambda path: path.write_text(json.dumps(ROWS, indent=1)),
+    "lines.json": lambda path: path.write_bytes(lines(ROWS)),
+    "rows.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
+    "rows.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=100),
+    "rows.csv": write_csv,
+    "rows.tsv": write_csv,
+    "file.arrow": lambda path: write_arrow(path, pa.ipc.new_file),
+    "stream.arrow": lambda path: write_arrow(path, pa.ipc.new_stream),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_rows_in_order(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    assert read(tmp_path / name) == ROWS
+    assert count_rows(str(tmp_path / name)) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in WRITERS if not name.endswith((".jsonl", ".data", "lines.json", "sv"))]
+)
+def test_a_file_that_is_cut_is_an_error_with_its_name_and_never_fewer_rows(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    WRITERS[name](path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(path) in caught.value.what
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(
+    st.lists(st.dictionaries(st.text(max_size=5), json_values, max_size=4), max_size=8),
+    st.booleans(),
+    st.integers(0, 2),
+)
+def test_an_array_of_any_objects_is_read_element_by_element(rows: list[Any], escaped: bool, indent: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        path.write_text("\n " + json.dumps(rows, ensure_ascii=escaped, indent=indent or None), "utf-8", "surrogatepass")
+        assert [raw.content for raw in read_file(str(path))] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"id,text\n1,a\n2,b,c\n", r"a\.csv:3: more columns"),
+        ("a.csv", b"id,text\n1,a\n2\n", r"a\.csv:3: fewer columns"),
+        ("a.csv", b"id,text\n1,\xff\n", r"a\.csv: after line 1: not UTF-8"),
+        ("a.json", b'[{"a": 1}, 2]', r"a\.json, element 2: not a JSON object"),
+        ("a.json", b'[{"a": 1} {"a": 2}]', r"a\.json"),
+        ("a.parquet", b"PAR1", r"a\.parquet can't be read to its end"),
+        ("a.parquet", b"", r"a\.parquet can't be read to its end"),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz can't be read to its end"),
+        ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst can't be read to its end"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_place(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / name)
+
+
+def test_a_row_of_another_shape_late_in_a_file_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines(ROWS) + b"\n[1, 2]\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:702: not a JSON object"):
+        read(path)
+
+
+def test_folders_and_patterns_are_their_data_files_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for name in ("b/2.parquet", "a.jsonl.gz", "README.md", ".hidden.jsonl", "_SUCCESS", "c.jsonl"):
+        (tmp_path / name).touch()
+    names = [str(tmp_path / name) for name in ("a.jsonl.gz", "b/2.parquet", "c.jsonl")]
+    assert find_files(str(tmp_path), "k") == names
+    assert find_files(str(tmp_path / "**" / "*.parquet"), "k") == names[1:2]
+    assert find_files(str(tmp_path / "none.jsonl"), "k") == [str(tmp_path / "none.jsonl")]
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: .*\*\.csv has no data files"):
+        find_files(str(tmp_path / "*.csv"), "data.source.train")
+
+
+def test_an_address_without_its_package_or_credentials_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    def missing(scheme: str) -> object:
+        raise ImportError(f"install something to read {scheme}")
+
+    class Refusing:
+        def isdir(self, _: str) -> bool:
+            raise PermissionError("Unable to locate credentials")
+
+    monkeypatch.setattr(fsspec, "filesystem", missing)
+    with pytest.raises(
+        PrerequisiteError, match=r"data\.source\.train: reading s3:// needs the package s3fs\n.*ftkit\[storage\]"
+    ):
+        find_files("s3://bucket/rows.jsonl", "data.source.train")
+    monkeypatch.setattr(fsspec, "filesystem", lambda _: Refusing())
+    with pytest.raises(
+        PrerequisiteError, match=r"can't read s3://bucket/rows\.jsonl: Unable to locate cred[\s\S]*AWS_PROFILE"
+    ):
+        find_files("s3://bucket/rows.jsonl", "data.source.train")
+
+
+def test_rows_are_read_at_an_address_as_in_a_file() -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    for name in ("b.jsonl", "a.parquet"):
+        with TemporaryDirectory() as folder:
+            WRITERS[f"rows{Path(name).suffix}"](Path(folder, name))
+            system.pipe_file(f"/bucket/{name}", Path(folder, name).read_bytes())
+    files = find_files("memory://bucket", "k")
+    assert files == ["memory:///bucket/a.parquet", "memory:///bucket/b.jsonl"]
+    for file in files:
+        assert [row.columns for raw in read_file(file) if (row := raw.parse())] == ROWS
