@@ -103,7 +103,10 @@ def resume(plan: RunPlan, environment: Mapping[str, str]) -> SubmittedRun:
             fix="end that job first (Slurm's list of yours: squeue --me), or let it end",
         )
     revoke(layout)  # nobody trains any more: the next job need not find that out by watching
-    for path in (layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state):
+    ended = [layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state]
+    if submission:
+        ended += [layout.job_exit_code(submission.job_id), layout.job_stop_request(submission.job_id)]
+    for path in ended:
         path.unlink(missing_ok=True)
     return _submit(plan, environment, earlier=submission)
 

@@ -60,7 +60,7 @@ class LocalScheduler:
             if _wait_until_gone(run.submission, self.grace_seconds):
                 break
         if current_holder(run.layout):  # in a container, say: no signal from here reaches it, but a file does
-            run.layout.stop_request.touch()
+            run.layout.job_stop_request(run.submission.job_id).touch()
 
 
 def _is_alive(submission: Submission) -> bool:

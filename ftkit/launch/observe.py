@@ -102,7 +102,7 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
         last = replace(last, state=state, reason=stopped_at)
     if last.state is RunState.FAILED and run.layout.disk_full.exists():
         return replace(last, reason=EXIT_CODES[DiskFullError.exit_code], exit_code=DiskFullError.exit_code)
-    return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run.layout))
+    return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run))
 
 
 def _still_trains(run: SubmittedRun, seen: Observation | None) -> Holder | None:
@@ -118,7 +118,7 @@ def _still_trains(run: SubmittedRun, seen: Observation | None) -> Holder | None:
 
 def _by_its_files(run: SubmittedRun, stopped_at: str) -> Observation:
     """Judge a job that its scheduler does not know."""
-    exit_code = _exit_code(run.layout)
+    exit_code = _exit_code(run)
     if exit_code is not None or stopped_at:
         state = RunState.FAILED if exit_code else RunState.COMPLETED
         return Observation(state, is_final=True, exit_code=exit_code)
@@ -133,7 +133,7 @@ def _by_its_files(run: SubmittedRun, stopped_at: str) -> Observation:
 
 def _completed_by_its_files(run: SubmittedRun) -> Observation | None:
     """Recognise a run that did all it should without asking anyone, and write that down."""
-    if _exit_code(run.layout) != 0:
+    if _exit_code(run) != 0:
         return None
     end = _end(run.layout)
     if end is None or end.outcome != "completed":
@@ -149,12 +149,15 @@ def _end(layout: RunLayout) -> EndRecord | None:
     return last if isinstance(last, EndRecord) else None
 
 
-def _exit_code(layout: RunLayout) -> int | None:
-    try:
-        code = int(read_small(layout.exit_code))
-    except (OSError, ValueError):
-        return None
-    return code if code in range(256) else None
+def _exit_code(run: SubmittedRun) -> int | None:
+    """Return the exit code that the run's job left; None if it left none."""
+    for path in (run.layout.job_exit_code(run.submission.job_id), run.layout.exit_code):
+        try:
+            code = int(read_small(path))
+        except (OSError, ValueError):
+            continue
+        return code if code in range(256) else None
+    return None
 
 
 def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Observation | None:

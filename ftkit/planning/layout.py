@@ -158,6 +158,10 @@ class RunLayout:
         """A file whose existence asks the trainer to write a checkpoint and stop."""
         return self.root / "stop-requested"
 
+    def job_stop_request(self, job_id: str) -> Path:
+        """Return the file that asks the trainer of one job, a Slurm job or a process, as `stop_request` does."""
+        return self.root / f"{self.stop_request.name}-{job_id}"
+
     @property
     def leases(self) -> Path:
         """Who trains here: `ftkit.runs.lease`."""
@@ -165,8 +169,12 @@ class RunLayout:
 
     @property
     def exit_code(self) -> Path:
-        """The exit code of the job script, written when it ends."""
+        """Where job scripts of earlier versions wrote their exit code."""
         return self.root / "exit-code"
+
+    def job_exit_code(self, job_id: str) -> Path:
+        """Return where the script of one job, a Slurm job or a process, writes its exit code when it ends."""
+        return self.root / f"{self.exit_code.name}-{job_id}"
 
     @property
     def disk_full(self) -> Path:

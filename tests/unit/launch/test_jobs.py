@@ -78,14 +78,15 @@ def test_a_resumed_run_forgets_how_it_ended_and_remembers_its_jobs(
 ) -> None:
     run = make_run(job_id="1")
     layout = run.layout
-    for path in (layout.cancelled, layout.stop_request, layout.exit_code):
+    left = (layout.cancelled, layout.stop_request, layout.job_stop_request("1"), layout.job_exit_code("1"))
+    for path in (*left, layout.exit_code):
         path.write_text("1")
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, "FAILED"))
     programs.answer("sbatch", "2\n")
     again = resume(read_plan(layout), os.environ)
     assert (again.submission.job_id, again.submission.earlier_job_ids) == ("2", ("1",))
-    assert not any(path.exists() for path in (layout.cancelled, layout.stop_request, layout.exit_code, layout.state))
+    assert not any(path.exists() for path in (*left, layout.exit_code, layout.state))
     programs.answer("squeue", squeue_line(again, "RUNNING"))
     with pytest.raises(SubmitError, match="is running"):
         resume(read_plan(layout), os.environ)

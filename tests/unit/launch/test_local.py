@@ -131,4 +131,4 @@ def test_a_trainer_that_no_signal_reaches_is_asked_by_the_stop_file(make_run: Ru
     inside = Holder("container", "another process namespace", 7, "1", "", 0.0)
     (run.layout.leases / "000001.json").write_text(json.dumps(asdict(inside)))
     assert cancel(run) is None
-    assert run.layout.stop_request.exists()
+    assert run.layout.job_stop_request(run.submission.job_id).exists()

@@ -139,8 +139,9 @@ def test_where_slurm_knows_nothing_any_more_the_exit_code_tells(
     make_run: RunMaker, slurm_says: Callable[..., None], exit_code: str | None, state: RunState
 ) -> None:
     run = make_run()
+    run.layout.job_exit_code("999").write_text("3")  # of another job, which was refused
     if exit_code:
-        run.layout.exit_code.write_text(exit_code)
+        run.layout.job_exit_code(run.submission.job_id).write_text(exit_code)
     slurm_says(run)
     seen = observe(run)
     assert seen.state is state

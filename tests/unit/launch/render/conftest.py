@@ -147,6 +147,16 @@ class Machine:
             _, said = job.communicate(timeout=PATIENCE_SECONDS)
         return job.returncode, said
 
+    def job_id(self, plan: RunPlan) -> str:
+        """Return the id of the job that was started last."""
+        is_slurm = plan.cluster.scheduler == "slurm"
+        return self._environment()["SLURM_JOB_ID"] if is_slurm else str(self.started[-1].pid)
+
+    def exit_code(self, plan: RunPlan) -> int | None:
+        """Return the exit code that the job that was started last has written."""
+        path = plan.layout.job_exit_code(self.job_id(plan))
+        return int(path.read_text(encoding="utf-8")) if path.exists() else None
+
     def wait_for_call(self, number: int, name: str = "python3") -> None:
         """Wait until a stand-in is called for the `number`-th time, counted from 0."""
         environment = self.root / "record" / f"{name}.{number}" / "environment"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,10 @@ CASES = [
 
 @pytest.mark.parametrize(("cluster", "num_nodes"), CASES)
 def test_the_script_is_the_golden_one(cluster: str, num_nodes: int, make_plan: PlanMaker) -> None:
-    script = render_job(make_plan(cluster, num_nodes))
+    plan = replace(
+        make_plan(cluster, num_nodes), fingerprint="0123456789abcdef"
+    )  # that of the data has tests of its own
+    script = render_job(plan)
     golden = GOLDEN / f"{cluster}-{num_nodes}.sbatch"
     if os.environ.get("FTKIT_UPDATE_GOLDEN"):
         golden.write_text(script, encoding="utf-8")

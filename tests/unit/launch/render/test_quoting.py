@@ -123,7 +123,7 @@ def test_hostile_values_stay_one_word_when_the_script_runs(
     assert train.words[-3:] == ["-m", "ftkit.train", str(plan.layout.plan)]
     assert train.environment["VALUE"] == prepare.environment["VALUE"] == value
     assert train.environment["HF_HOME"] == f"{plan.workspace}/huggingface"
-    assert plan.layout.exit_code.read_text(encoding="utf-8") == "0\n"
+    assert machine.exit_code(plan) == 0
 
 
 def _hostile_path_to_python(machine: Machine) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -46,7 +45,7 @@ def _end(outcome: str) -> str:
     return f"echo '{line}' >metrics.jsonl"
 
 
-WAIT_FOR_REQUEST = 'until [[ -e "${FTKIT_STOP_FILE:-stop-requested}" || ! -e /proc/$TESTS ]]; do sleep 0.01; done; '
+WAIT_FOR_REQUEST = 'until [[ -e "$FTKIT_STOP_FILE" || ! -e /proc/$TESTS ]]; do sleep 0.01; done; '
 """What a trainer does that is asked to stop; it does not outlive tests that are killed."""
 
 
@@ -84,17 +83,37 @@ def test_data_is_prepared_once_and_then_each_node_trains(make_plan: PlanMaker, m
 def test_the_exit_code_of_a_stage_becomes_the_job_s(stage: str, code: int, plan: RunPlan, machine: Machine) -> None:
     machine.environment = {stage: f"exit {code}"}
     assert machine.run(plan)[0] == code
-    assert plan.layout.exit_code.read_text(encoding="utf-8") == f"{code}\n"
+    assert machine.exit_code(plan) == code
     assert len(machine.calls("python3")) == (1 if stage == "FAKE_PREPARE" else 2)
 
 
-def test_what_an_earlier_start_left_is_removed(plan: RunPlan, machine: Machine) -> None:
-    plan.layout.root.mkdir(parents=True)
-    job = "-12345" if plan.cluster.scheduler == "slurm" else ""
-    Path(f"{plan.layout.stop_request}{job}").touch()
-    plan.layout.exit_code.write_text("1\n", encoding="utf-8")
-    machine.environment = {"FAKE_PREPARE": "! compgen -G 'stop-requested*' && [[ ! -e exit-code ]] || exit 99"}
-    assert machine.run(plan)[0] == 0
+def test_a_requeued_job_forgets_its_stop_request_and_its_exit_code(slurm_plan: RunPlan, machine: Machine) -> None:
+    layout, job_id = slurm_plan.layout, machine.job_id(slurm_plan)
+    layout.root.mkdir(parents=True)
+    layout.job_stop_request(job_id).touch()
+    layout.job_exit_code(job_id).write_text("1\n", encoding="utf-8")
+    machine.environment = {"FAKE_PREPARE": "! compgen -G 'stop-requested*' && ! compgen -G 'exit-code*' || exit 99"}
+    assert machine.run(slurm_plan)[0] == 0
+
+
+def test_a_second_job_that_is_refused_leaves_the_files_of_the_first_alone(plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {"FAKE_TRAINER": "until [[ -e go || ! -e /proc/$TESTS ]]; do sleep 0.01; done"}
+    job, first = machine.start(plan), machine.job_id(plan)
+    machine.wait_for_call(1)
+    plan.layout.stop_request.touch()
+    plan.layout.job_stop_request(first).touch()
+
+    machine.environment = {"FAKE_PREPARE": "exit 9", "SLURM_JOB_ID": "12346"}
+    assert machine.run(plan)[0] == 9
+    assert machine.exit_code(plan) == 9
+    assert plan.layout.stop_request.exists()
+    assert plan.layout.job_stop_request(first).exists()
+    assert not plan.layout.job_exit_code(first).exists()
+
+    plan.layout.job_stop_request(first).unlink()  # with it, the job would be requeued
+    (plan.layout.root / "go").touch()
+    _finish(job)
+    assert plan.layout.job_exit_code(first).read_text(encoding="utf-8") == "0\n"
 
 
 def test_near_the_time_limit_the_trainer_stops_and_the_job_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
@@ -102,7 +121,7 @@ def test_near_the_time_limit_the_trainer_stops_and_the_job_is_requeued(slurm_pla
     assert _signal_while_training(machine, slurm_plan, signal.SIGUSR1)[0] == 0
     assert _requeued(machine)
     assert not list(slurm_plan.layout.root.glob("stop-requested*"))
-    assert not slurm_plan.layout.exit_code.exists(), "a run that goes on has no exit code"
+    assert machine.exit_code(slurm_plan) is None, "a run that goes on has no exit code"
 
 
 @pytest.mark.parametrize("why_not", ["completed", "failed", "cancelled", "SIGTERM"])
@@ -114,7 +133,7 @@ def test_a_job_is_not_requeued_when_there_is_no_reason_to(why_not: str, slurm_pl
     number = signal.SIGTERM if why_not == "SIGTERM" else signal.SIGUSR1
     assert _signal_while_training(machine, slurm_plan, number)[0] == code
     assert not _requeued(machine)
-    assert slurm_plan.layout.exit_code.read_text(encoding="utf-8") == f"{code}\n"
+    assert machine.exit_code(slurm_plan) == code
 
 
 def _signal_the_task(machine: Machine, plan: RunPlan, number: int = signal.SIGTERM, stage: int = 1) -> tuple[int, str]:
@@ -134,7 +153,7 @@ def test_a_job_that_slurm_pre_empts_stops_and_is_requeued(code: int, slurm_plan:
     machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}{_end('stopped')}; exit {code}"}
     assert _signal_the_task(machine, slurm_plan)[0] == 0
     assert _requeued(machine)
-    assert not slurm_plan.layout.exit_code.exists()
+    assert machine.exit_code(slurm_plan) is None
 
 
 @pytest.mark.parametrize("job", ["PreemptTime=None", "PreemptTime=2026-01-02T03:04:05"])
@@ -190,7 +209,7 @@ def test_a_job_that_lost_a_node_is_requeued(slurm_plan: RunPlan, machine: Machin
     assert code == 0
     assert "a node of this job no longer answers" in said
     assert _requeued(machine)
-    assert not slurm_plan.layout.exit_code.exists()
+    assert machine.exit_code(slurm_plan) is None
 
 
 def test_slurm_is_left_to_requeue_a_job_that_lost_a_node_itself(slurm_plan: RunPlan, machine: Machine) -> None:
@@ -222,7 +241,7 @@ def test_a_failure_with_all_nodes_there_stays_a_failure(
     machine.environment = {"FAKE_TRAINER": "exit 1", **environment}
     assert machine.run(slurm_plan)[0] == 1, why_not
     assert not _requeued(machine)
-    assert slurm_plan.layout.exit_code.read_text(encoding="utf-8") == "1\n"
+    assert machine.exit_code(slurm_plan) == 1
 
 
 def test_a_job_of_one_node_has_no_peers_to_look_for(make_plan: PlanMaker, machine: Machine) -> None:
@@ -236,7 +255,7 @@ def test_a_refused_requeue_is_a_failure(slurm_plan: RunPlan, machine: Machine) -
     code, said = _signal_while_training(machine, slurm_plan, signal.SIGUSR1)
     assert code == 1
     assert "refused to requeue" in said
-    assert slurm_plan.layout.exit_code.read_text(encoding="utf-8") == "1\n"
+    assert machine.exit_code(slurm_plan) == 1
 
 
 def test_data_is_prepared_to_the_end_before_a_job_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
@@ -254,7 +273,7 @@ def test_here_the_first_sigterm_asks_for_a_checkpoint(make_plan: PlanMaker, mach
     plan = make_plan("local", 1, node_local_dir=machine.local_disk)
     machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped")}
     assert _signal_while_training(machine, plan, signal.SIGTERM)[0] == 0
-    assert plan.layout.exit_code.read_text(encoding="utf-8") == "0\n"
+    assert machine.exit_code(plan) == 0
 
 
 def test_here_a_second_sigterm_ends_all_processes(make_plan: PlanMaker, machine: Machine) -> None:
@@ -263,10 +282,10 @@ def test_here_a_second_sigterm_ends_all_processes(make_plan: PlanMaker, machine:
     job = machine.start(plan)
     machine.wait_for_call(1)
     os.kill(job.pid, signal.SIGTERM)
-    wait_until(plan.layout.stop_request.exists)
+    wait_until(plan.layout.job_stop_request(machine.job_id(plan)).exists)
     os.kill(job.pid, signal.SIGTERM)
     assert _finish(job)[0] == 143
-    assert plan.layout.exit_code.read_text(encoding="utf-8") == "143\n"
+    assert machine.exit_code(plan) == 143
 
 
 def test_here_sigterm_ends_the_preparation_of_data_at_once(make_plan: PlanMaker, machine: Machine) -> None:
