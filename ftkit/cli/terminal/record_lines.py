@@ -28,7 +28,7 @@ def record_line(record: Record) -> str:
         case StartRecord():
             line = start_line(record)
         case VerificationRecord():
-            line = "proven: " + "; ".join(f"{name}: {value}" for name, value in record.checks.items())
+            line = "checks passed: " + "; ".join(f"{name}: {value}" for name, value in record.checks.items())
         case MemoryRecord():
             line = (
                 f"memory after {record.stage}: {record.largest_allocated_gib:.2f} GiB, "
@@ -62,14 +62,14 @@ def start_line(record: StartRecord) -> str:
     """Say how training begins."""
     where = f"{plural(record.world_size, 'process')}, {record.device}, {record.engine}"
     if record.resumed_from:
-        return f"training goes on after step {record.resumed_from} of {record.num_steps}: {where}"
+        return f"training continues after step {record.resumed_from} of {record.num_steps}: {where}"
     return f"training begins, {plural(record.num_steps, 'step')}: {where}"
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
     """Say what was measured."""
     when = f"at step {record.step}" if record.when == "during" else f"{record.when} training"
-    return f"held-out {when}: {measured(record)}"
+    return f"validation {when}: {measured(record)}"
 
 
 def measured(record: EvaluationRecord) -> str:

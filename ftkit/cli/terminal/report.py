@@ -92,7 +92,7 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
         facts.append(("loss", f"{first.loss:.4f} → {last.loss:.4f}"))
     if summary.before or summary.after:
         moments = [measured(record) for record in (summary.before, summary.after) if record]
-        facts.append(("held-out", " → ".join(moments)))
+        facts.append(("validation", " → ".join(moments)))
     if summary.end:
         facts.append(("time", f"{duration(summary.end.training_seconds)} of training"))
     if summary.checkpoint:
@@ -109,7 +109,7 @@ def profile_facts(layout: RunLayout) -> list[tuple[str, Cell]]:
 
 
 def show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: bool) -> None:
-    """Show two held-out questions with the model's answers."""
+    """Show two questions of the validation split with the completions."""
     for sample in choose_samples(evaluation.samples):
         verdict: Cell = Styled("correct", "green") if sample.correct else Styled("wrong", "red")
         facts: list[tuple[str, Cell]] = [("question", sample.question), ("answer", sample.answer), ("", verdict)]

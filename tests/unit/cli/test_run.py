@@ -97,7 +97,7 @@ def test_a_followed_run_shows_what_it_learnt(
     for part in (
         "packing",
         "training begins, 20 steps: 2 processes, cpu, fsdp2",
-        "held-out before training: perplexity 812.5, execution accuracy 0%",
+        "validation before training: perplexity 812.5, execution accuracy 0%",
         "step 10/20 loss 3.2500",
         "loss 3.2500 → 0.7500",
         "perplexity 812.5, execution accuracy 0% → perplexity 1.62, execution accuracy 85%",
