@@ -1,22 +1,18 @@
-"""Whether weights and data can be had, asked before a GPU is held: a missing right must not cost a night.
+"""Whether weights and data can be had, checked before a GPU is held: a missing right must not cost a night.
 
-Asked twice, where the job is submitted and by its first stage; of the standard library alone.
+Checked twice, where the job is submitted and by its first stage. Requests and cache are huggingface_hub's, which is
+imported when it is needed: that takes a third of a second.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
-from urllib.parse import quote, urlsplit
+from typing import TYPE_CHECKING, Any, Literal
 
-from ftkit.config.model_config import find_contradictions, text_part
+from ftkit.config.model_config import find_contradictions
 from ftkit.config.paths import is_path
 from ftkit.config.sources import HubSource
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
@@ -31,17 +27,17 @@ from ftkit.model_folder import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from email.message import Message
 
     from ftkit.config.model import ModelSpec
     from ftkit.config.sources import Source
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT_SECONDS = 10
-MAX_CONFIG_BYTES = 1 << 20
 FALSE = ("", "0", "no", "off", "false")
 CARD = "README.md"
 """Of a data set: what `datasets` asks for first, gated with the rest. One without it may be read as well."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CACHE_OF_MODELS = ("hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 
 
 def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
@@ -49,7 +45,7 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
 
     Args:
         model: its weights are a folder, a hub id, or random.
-        environment: where the hub, its token and its cache are named, as Hugging Face's libraries read them.
+        environment: the variables that Hugging Face's libraries read: the hub's address, its token, its cache.
         default_home: where the job keeps what it downloads, unless HF_HOME is set.
 
     Returns:
@@ -57,7 +53,7 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
 
     Raises:
         NotFoundError: there is no such folder, model or revision.
-        PrerequisiteError: this token, or nobody without one, may read it.
+        PrerequisiteError: the model is gated, or there is no right to it.
         ConfigError: their configuration can be read, and `model.architecture` contradicts it.
     """
     if model.weights == "random":
@@ -67,31 +63,31 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
         _check_shape(model, read_model_config(Path(model.weights)))
         return None
     wanted = _Repository("model", "model.weights", model.weights, model.revision)
-    cache = _cache(environment, default_home, "hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
-    snapshot = _snapshot(cache, model)
-    if (snapshot / CONFIG_FILE).is_file():
-        _check_shape(model, read_model_config(snapshot))
-    if not missing_files(snapshot):
-        return None
+    cache = _cache(environment, default_home, *_CACHE_OF_MODELS)
+    folder = find_folder(model, environment, default_home)
+    if folder is not None:
+        _check_shape(model, read_model_config(folder))
+        if not missing_files(folder):
+            return None
     if offline := _offline(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         return _not_cached(wanted, cache, offline, f"HF_HUB_CACHE={cache} hf download {model.weights}")
-    warning, missing = _ask(wanted, (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX), environment)
-    _check_complete(wanted, missing)
-    if warning is None:
-        _check_shape(model, _download_config(wanted, environment))
-    return warning
+    answer = _ask(wanted, (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX), environment)
+    _check_complete(wanted, answer.missing)
+    if answer.warning is None and (fetched := fetch_config(model, environment, default_home)):
+        _check_shape(model, fetched)
+    return answer.warning
 
 
 def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
     """Refuse a shape that would have no effect: what is trained is what the weights' configuration says."""
-    found = find_contradictions(model.architecture, text_part(config))
-    where, fix = f"{CONFIG_FILE} of {model.weights}", "Correct the recipe; what it leaves out has a default."
+    found = find_contradictions(model.architecture, config)
+    where, fix = f"{CONFIG_FILE} of {model.weights}", "Correct the recipe, or leave it out."
     if found:
         raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
 
 
 def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
-    """Return the folder of a model's files that is on this machine: the one that is named, or the hub's cache.
+    """Return the folder of a model's files that is on this machine: the given one, or the hub's cache.
 
     Arguments as `check_weights` has them. None: there is none, or no config.json in it.
     """
@@ -99,9 +95,63 @@ def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: 
         return None
     if is_path(model.weights):
         folder = Path(model.weights)
-    else:
-        folder = _snapshot(_cache(environment, default_home, "hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"), model)
-    return folder if (folder / CONFIG_FILE).is_file() else None
+        return folder if (folder / CONFIG_FILE).is_file() else None
+    cache = _cache(environment, default_home, *_CACHE_OF_MODELS)
+    if not (cache / f"models--{model.weights.replace('/', '--')}").is_dir():  # as for most models: nothing to import
+        return None
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    found = try_to_load_from_cache(model.weights, CONFIG_FILE, cache_dir=cache, revision=model.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def find_commit(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
+    """Return the commit that a model's revision is: in the cache, or by asking the hub; None: neither tells.
+
+    Arguments as `check_weights` has them; raises as it does.
+    """
+    if model.weights == "random" or is_path(model.weights) or _COMMIT.fullmatch(model.revision or ""):
+        return model.revision
+    if (folder := find_folder(model, environment, default_home)) is not None and _COMMIT.fullmatch(folder.name):
+        return folder.name
+    if _offline(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        return None
+    wanted = _Repository("model", "model.weights", model.weights, model.revision)
+    return _ask(wanted, (CONFIG_FILE,), environment).commit
+
+
+def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> dict[str, Any] | None:
+    """Return the configuration of a model of the hub by one small request, which leaves it in the cache.
+
+    Arguments as `check_weights` has them. None: the hub can't be asked from here, or has nothing sensible.
+
+    Raises:
+        NotFoundError: there is no such model or revision, or it has no configuration.
+        PrerequisiteError: the model is gated, or there is no right to it.
+    """
+    if _offline(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        return None
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+    wanted = _Repository("model", "model.weights", model.weights, model.revision)
+    token = read_token(environment)
+    try:
+        file = hf_hub_download(
+            model.weights, CONFIG_FILE, revision=model.revision, endpoint=_endpoint(environment),
+            cache_dir=_cache(environment, default_home, *_CACHE_OF_MODELS), token=token or False,
+            etag_timeout=TIMEOUT_SECONDS,
+        )  # fmt: skip
+        return read_model_config(Path(file).parent)
+    except NotFoundError:
+        return None
+    except Exception as error:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
+        refused = _read_refusal(error)
+        if refused is None:
+            return None
+        if refused.code == "EntryNotFound":
+            _check_complete(wanted, [CONFIG_FILE])
+        _explain(wanted, refused, has_token=token is not None)
+        return None
 
 
 def check_data(source: Source, environment: Mapping[str, str], default_home: Path) -> str | None:
@@ -115,7 +165,7 @@ def check_data(source: Source, environment: Mapping[str, str], default_home: Pat
     if offline := _offline(environment, "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         load = f"import datasets; datasets.load_dataset({source.dataset!r}, {source.subset!r})"
         return _not_cached(wanted, cache, offline, f'HF_DATASETS_CACHE={cache} python -c "{load}"')
-    return _ask(wanted, (CARD,), environment)[0]
+    return _ask(wanted, (CARD,), environment).warning
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
@@ -153,12 +203,6 @@ def _cache(environment: Mapping[str, str], default_home: Path, name: str, *varia
     return Path(named or Path(environment.get("HF_HOME") or default_home, name)).expanduser()
 
 
-def _snapshot(cache: Path, model: ModelSpec) -> Path:
-    """Return where a model's files are once they are downloaded."""
-    folder, revision = cache / f"models--{model.weights.replace('/', '--')}", model.revision or "main"
-    return folder / "snapshots" / (_read(folder / "refs" / revision) or revision)
-
-
 def _bare(name: str) -> str:
     """Return what `datasets` leaves of a name in its cache, where `org/MyData` is `org___my_data`."""
     return re.sub("[/_]", "", name).lower()
@@ -185,85 +229,75 @@ def _not_cached(wanted: _Repository, cache: Path, offline: str, command: str) ->
 
 @dataclass(frozen=True)
 class _Repository:
-    """What a recipe names of the hub, and under which key."""
+    """What a recipe asks for of the hub, and under which key."""
 
     kind: Literal["model", "data set"]
     key: str
     name: str
     revision: str | None
 
-    def address(self, endpoint: str) -> str:
-        """Return where its files are."""
-        folder = "" if self.kind == "model" else "datasets/"
-        return f"{endpoint}/{folder}{quote(self.name)}/resolve/{quote(self.revision or 'main', safe='')}"
-
 
 @dataclass(frozen=True)
 class _Refusal:
+    """How the hub refuses: its own code, or the HTTP status alone."""
+
     status: int
     code: str
 
 
-class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows a renamed model. A redirect to another host is an answer: the file may be read, and the token stays."""
+@dataclass(frozen=True)
+class _Answer:
+    """What the hub says of a repository: a warning if it can't be asked, the files it lacks, the revision's commit."""
 
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
-    ) -> urllib.request.Request | None:
-        del fp, code, msg, headers
-        if urlsplit(newurl)[:2] != urlsplit(req.full_url)[:2]:
-            return None
-        return urllib.request.Request(newurl, headers=dict(req.headers), method=req.get_method())  # noqa: S310 - the same host
+    warning: str | None
+    missing: list[str]
+    commit: str | None = None
 
 
-def _ask(wanted: _Repository, files: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str | None, list[str]]:
-    """Ask for files, not about the repository: of a gated one, everybody may know that it is there.
+def _endpoint(environment: Mapping[str, str]) -> str:
+    return (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
-    Returns:
-        A warning, if there is no answer; and the files that are not there.
-    """
-    folder = wanted.address((environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"))
-    token = read_token(environment)
+
+def _ask(wanted: _Repository, files: tuple[str, ...], environment: Mapping[str, str]) -> _Answer:
+    """Ask for files, not about the repository: of a gated one, everybody may know that it is there."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
+
+    token, endpoint = read_token(environment), _endpoint(environment)
+    kind = "model" if wanted.kind == "model" else "dataset"
     missing: list[str] = []
+    commit = None
     for file in files:
+        url = hf_hub_url(wanted.name, file, repo_type=kind, revision=wanted.revision, endpoint=endpoint)
         try:
-            refused = _head(f"{folder}/{file}", token)
-        except (OSError, ValueError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            return f"can't ask the hub whether '{wanted.name}' may be read ({reason}): the job will find out", missing
-        if refused and refused.code != "EntryNotFound":
-            return _explain(wanted, refused, has_token=token is not None), missing
-        missing += [file] if refused else []
-    return None, missing
+            found = get_hf_file_metadata(url, token=token or False, timeout=TIMEOUT_SECONDS)
+            commit = commit or found.commit_hash
+        except Exception as error:  # noqa: BLE001 - of the client, and of the HTTP library below it
+            refused = _read_refusal(error)
+            if refused is None:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                warning = f"can't ask the hub whether '{wanted.name}' may be read ({reason}): the job will find out"
+                return _Answer(warning, missing)
+            if refused.code != "EntryNotFound":
+                return _Answer(_explain(wanted, refused, has_token=token is not None), missing)
+            missing.append(file)
+    return _Answer(None, missing, commit)
 
 
-def _open(address: str, token: str | None, method: Literal["GET", "HEAD"]) -> HTTPResponse:
-    authorization = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(address, headers=authorization, method=method)  # noqa: S310 - the user's setting
-    answer: HTTPResponse = urllib.request.build_opener(_SameHost).open(request, timeout=TIMEOUT_SECONDS)
-    return answer
+def _read_refusal(error: Exception) -> _Refusal | None:
+    """Return how the hub refused; None: the error is another."""
+    from huggingface_hub import errors  # noqa: PLC0415
 
-
-def _head(address: str, token: str | None) -> _Refusal | None:
-    """Ask whether a file may be read."""
-    try:
-        with _open(address, token, "HEAD"):
+    codes: dict[str, type[Exception]] = {
+        "GatedRepo": errors.GatedRepoError, "RepoNotFound": errors.RepositoryNotFoundError,
+        "RevisionNotFound": errors.RevisionNotFoundError, "EntryNotFound": errors.EntryNotFoundError,
+    }  # fmt: skip
+    while not isinstance(error, errors.HfHubHTTPError):  # a download wraps the reason why it found nothing
+        if not isinstance(error.__cause__, Exception):
             return None
-    except urllib.error.HTTPError as error:
-        error.close()
-        is_refusal = error.code >= HTTPStatus.BAD_REQUEST
-        return _Refusal(error.code, error.headers.get("X-Error-Code", "")) if is_refusal else None
-
-
-def _download_config(wanted: _Repository, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return a model's configuration, or nothing if that can't be had: the job will find out."""
-    folder = wanted.address((environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"))
-    try:
-        with _open(f"{folder}/{CONFIG_FILE}", read_token(environment), "GET") as answer:
-            config = json.loads(answer.read(MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError, HTTPException):
-        return {}
-    return config if isinstance(config, dict) else {}
+        error = error.__cause__
+    code = next((name for name, kind in codes.items() if isinstance(error, kind)), "")
+    response = getattr(error, "response", None)
+    return _Refusal(0 if response is None else int(response.status_code), code)
 
 
 def _check_complete(wanted: _Repository, missing: list[str]) -> None:

@@ -48,29 +48,50 @@ class CountedModel:
 
 
 def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: Workspace) -> ModelPlan:
-    """Find out a model's shape and count its parameters.
+    """Find out a model's shape, count its parameters, and resolve its revision to a commit where that is known here.
 
-    Families with a formula need nothing but their config.json. Others are counted on their own class, without weights,
-    where torch is installed: in a process of its own, as neither the plan nor the command line imports torch. What it
-    says is cached by the digest of the configuration. Elsewhere the parameters are estimated by config.json.
+    The configuration is that in its folder, in the hub's cache, in what ftkit ships, or on the hub. Families with a
+    formula need nothing else. Others are counted on their own class, without weights, where torch is installed: in a
+    process of its own, as neither the plan nor the command line imports torch. What it says is cached by the digest of
+    the configuration. Elsewhere the parameters are estimated by config.json.
 
     Raises:
         ConfigError: the recipe contradicts the configuration, or nothing tells the whole shape.
-        NotFoundError: the configuration can't be read.
+        NotFoundError: the hub has no such model, or the configuration can't be read.
+        PrerequisiteError: the model is gated, or there is no right to it.
     """
-    folder = find_folder(model, environment, workspace.hub_home)
-    config = None if folder is None else read_json_if_valid(folder / CONFIG_FILE, dict[str, Any])
+    home = workspace.hub_home
+    folder = find_folder(model, environment, home)
+    config = None if folder is None else read_model_config(folder)
+    if folder is None and model.weights != "random" and not is_path(model.weights):
+        config = _shipped_config(model)
+        if config is None and not isinstance(model.architecture, ArchitectureSpec):
+            config = fetch_config(model, environment, home)
+            folder = find_folder(model, environment, home)
+    plan = _plan(model, config, environment)
+    if folder is None or is_path(model.weights):
+        return plan
+    return plan.model_copy(update={"revision": find_commit(model, environment, home)})
+
+
+def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[str, str]) -> ModelPlan:
+    counted = None
     if config is not None:
-        if family_of(str(text_part(config).get("model_type"))).has_formula:
-            return plan_model(model, config)
-        counted = _count({"config": config}, environment)
-    elif isinstance(model.architecture, ArchitectureSpec) and not family_of(model.architecture.family).has_formula:
-        asked = {"architecture": model.architecture.model_dump(mode="json")}
-        counted = _count(asked, environment) if model.weights == "random" else None
-        return plan_model(model, None, None if counted is None else counted.counts)
-    else:
-        return plan_model(model, None)
-    return plan_model(model, config) if counted is None else plan_model(model, counted.config, counted.counts)
+        if not family_of(str(text_part(config).get("model_type"))).has_formula:
+            counted = _count({"config": config}, environment)
+    elif model.weights == "random" and isinstance(model.architecture, ArchitectureSpec):
+        if not family_of(model.architecture.family).has_formula:
+            counted = _count({"architecture": model.architecture.model_dump(mode="json")}, environment)
+    if counted is None:
+        return plan_model(model, config)
+    return plan_model(model, None if config is None else counted.config, counted.counts)
+
+
+def _shipped_config(model: ModelSpec) -> dict[str, Any] | None:
+    """Return the configuration that ftkit ships of a model of the hub; None for another, or another revision."""
+    if model.revision is not None:
+        return None
+    return next((config for weights, config in read_shipped_models() if model.weights in weights), None)
 
 
 def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | None:

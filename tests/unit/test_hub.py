@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,6 +19,8 @@ from ftkit.data.__main__ import main as prepare_data
 from ftkit.data.store import PreparedData
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
 from ftkit.hub import check_data, read_token
+from ftkit.launch.model import resolve_model
+from ftkit.planning.layout import Workspace
 from ftkit.launch.preflight import source_checks
 from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.planning.plan import plan_to_json
@@ -36,6 +39,7 @@ CONFIG = {
     "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ANSWERS = {
     "org/open": (307, ""),
     "org/small": (200, ""),
@@ -48,8 +52,8 @@ RENAMED = {"org/old": "org/gated"}
 NOWHERE = Path("/nowhere")
 
 
-def check_weights(spec: ModelSpec, environment: dict[str, str], home: Path = NOWHERE) -> str | None:
-    return hub.check_weights(spec, environment, home)
+def check_weights(spec: ModelSpec, environment: dict[str, str], home: Path | None = None) -> str | None:
+    return hub.check_weights(spec, environment, home or Path(environment["HOME"], "empty"))
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -75,15 +79,21 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header("X-Error-Code", code)
         if status == 307:
             self.send_header("Location", "http://elsewhere.invalid/config.json")
-        self.end_headers()
+        self._describe_file()
 
     def do_GET(self) -> None:
         if not self.path.startswith("/org/small/") or self.headers.get("Authorization") not in (None, "Bearer secret"):
             self.send_error(404)
             return
         self.send_response(200)
-        self.end_headers()
+        self._describe_file()
         self.wfile.write(self.config)
+
+    def _describe_file(self) -> None:
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(self.config).hexdigest()}"')  # noqa: S324 - as git names a file
+        self.send_header("Content-Length", str(len(self.config)))
+        self.end_headers()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -111,7 +121,7 @@ def test_a_model_that_may_be_read_is_passed_and_no_redirect_is_followed(
 ) -> None:
     assert check_weights(model(weights), environment | {"HF_TOKEN": "secret"}) is None
     folder = f"/{weights}/resolve/main"
-    assert Hub.asked == [(f"{folder}/{name}", "Bearer secret") for name in (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX)]
+    assert set(Hub.asked) == {(f"{folder}/{name}", "Bearer secret") for name in (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX)}
 
 
 def test_a_renamed_model_is_asked_for_by_its_new_name_with_the_token(environment: dict[str, str]) -> None:
@@ -199,6 +209,45 @@ def test_a_shape_that_the_configuration_here_contradicts_is_refused(
     for weights in ("org/model", str(snapshot)):
         with pytest.raises(ConfigError, match=r"architecture\.num_key_value_heads: 4 in the recipe, 2 in"):
             check_weights(ModelSpec.model_validate({"weights": weights, "architecture": other}), environment, tmp_path)
+
+
+def test_a_configuration_is_fetched_once_and_tells_the_whole_shape(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hub, "config", json.dumps(CONFIG).encode())
+    named = ModelSpec(weights="org/small")
+    workspace = Workspace(tmp_path)
+    resolved = resolve_model(named, environment, workspace)
+    assert resolved.architecture.head_dim == 8
+    assert resolved.revision == COMMIT
+    assert resolved.architecture.counts is not None
+    Hub.asked.clear()
+    assert resolve_model(named, environment | {"HF_HUB_OFFLINE": "1"}, workspace) == resolved
+    assert not Hub.asked
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        ("org/gated", PrerequisiteError, "'org/gated' is gated, and there is no token"),
+        ("org/nowhere", NotFoundError, "the hub has no model 'org/nowhere'"),
+        ("org/empty", NotFoundError, r"'org/empty' has no config\.json"),
+        ("org/broken", ConfigError, "can't be read from here"),
+    ],
+)
+def test_a_model_whose_configuration_cannot_be_had_is_refused_before_it_is_planned(
+    weights: str, error: type[Exception], message: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        resolve_model(ModelSpec(weights=weights), environment, Workspace(tmp_path))
+
+
+def test_a_revision_is_the_commit_that_the_hub_or_the_cache_has(environment: dict[str, str], tmp_path: Path) -> None:
+    assert hub.find_commit(model("org/small", "v1"), environment, tmp_path) == COMMIT
+    assert hub.find_commit(model("org/small", COMMIT), {}, tmp_path) == COMMIT
+    assert hub.find_commit(model("org/small"), environment | {"HF_HUB_OFFLINE": "1"}, tmp_path) is None
+    with pytest.raises(NotFoundError, match="has no revision 'gone'"):
+        hub.find_commit(model("org/small", "gone"), environment, tmp_path)
 
 
 def test_nobody_is_asked_for_random_weights(environment: dict[str, str]) -> None:
