@@ -17,11 +17,13 @@ from ftkit.config.format_string import is_inline_template
 from ftkit.config.image import ImageSpec
 from ftkit.config.image_reference import parse_image, parse_reference
 from ftkit.config.layers import Layers
-from ftkit.config.model import ArchitectureSpec
+from ftkit.config.model_config import read_shape
 from ftkit.config.paths import absolute_path, is_address, is_file, is_path, path_problem
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
+from ftkit.config.shipped import read_shipped
 from ftkit.config.sources import FilesSource, HubSource, MixtureSource, SingleSource, expand_source
+from ftkit.config.strict import RUN
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 
@@ -54,7 +56,7 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
     path = _find("recipe", name, ctx)
     typed = Layers()
     for override in overrides:
-        typed = _written_out(parse_override(override)).over(typed)
+        typed = _model_over(_written_out(parse_override(override)), typed)
     layers = _over(typed, _read_extended("recipe", path, ctx))
     return Loaded(_with_absolute_paths(validate(RecipeSpec, layers), layers), layers)
 
@@ -184,7 +186,23 @@ def _over(above: Layers, below: Layers) -> Layers:
     if len(given) == 1:
         (other,) = set(_LENGTHS) - set(given)
         below = below.without(other)
-    return above.over(below)
+    return _model_over(above, below)
+
+
+def _model_over(above: Layers, below: Layers) -> Layers:
+    """Lay one source of values over another. A model that the upper one names replaces the lower's whole."""
+    if isinstance(above.values.get("model"), str):
+        below = below.without(("model",))
+    return _with_weights(above).over(_with_weights(below))
+
+
+def _with_weights(layers: Layers) -> Layers:
+    """Write out the short form of a model, which is its weights alone."""
+    weights = layers.values.get("model")
+    if not isinstance(weights, str):
+        return layers
+    origins = layers.origins | {("model", "weights"): layers.origin(("model",))}
+    return Layers({**layers.values, "model": {"weights": weights}}, origins)
 
 
 def _written_out(layers: Layers) -> Layers:
@@ -208,11 +226,10 @@ def _with_architecture(layers: Layers) -> Layers:
         known = sorted(file.stem for file in assets.ARCHITECTURES.glob("*.yaml"))
         fix = _closest(name, known, f"Known: {', '.join(known)}; or give the fields themselves.")
         raise ConfigError([Problem(where, "model.architecture", f"there is no architecture '{name}'.", fix)])
-    shape = read_yaml(path)
     # All fields, so that nothing of an architecture in a layer below is left.
-    defaults = {key: field.default for key, field in ArchitectureSpec.model_fields.items() if not field.is_required()}
-    origins = {("model", "architecture", *key): origin for key, origin in shape.origins.items()}
-    named = {**layers.values, "model": {**layers.values["model"], "architecture": defaults | shape.values}}
+    shape = read_shape(read_shipped(path)[0], name).model_dump()
+    origins = {("model", "architecture", key): str(path) for key in shape}
+    named = {**layers.values, "model": {**layers.values["model"], "architecture": shape}}
     return Layers(named, layers.origins | origins)
 
 
@@ -234,7 +251,7 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
     image, model, source = recipe.image, recipe.model, recipe.data.source
     if image is not None:
         image = str(parse_image(image, layers.folder(("image",)), layers.origin(("image",)), "image"))
-    if model.weights != "random":
+    if model.weights != "random" and not model.weights.startswith(RUN):
         model = model.model_copy(update={"weights": hub_id_or_absolute(model.weights, "model", "weights")})
     if is_path(model.tokenizer.source):
         tokenizer = {"source": absolute(model.tokenizer.source, "model", "tokenizer", "source")}

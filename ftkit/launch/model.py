@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ftkit import process
 from ftkit.config.model import ArchitectureSpec, ModelCounts
 from ftkit.config.model_config import text_part
+from ftkit.config.paths import is_path
+from ftkit.config.shipped import shipped_config
 from ftkit.errors import FtkitError
 from ftkit.families import family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
-from ftkit.hub import find_folder
-from ftkit.model_folder import CONFIG_FILE
+from ftkit.hub import fetch_config, find_commit, find_folder
+from ftkit.model_folder import read_model_config
 from ftkit.planning.plan import plan_model
 
 if TYPE_CHECKING:
@@ -75,13 +77,12 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
 
 
 def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[str, str]) -> ModelPlan:
-    counted = None
+    shape, asked = model.architecture, None
     if config is not None:
-        if not family_of(str(text_part(config).get("model_type"))).has_formula:
-            counted = _count({"config": config}, environment)
-    elif model.weights == "random" and isinstance(model.architecture, ArchitectureSpec):
-        if not family_of(model.architecture.family).has_formula:
-            counted = _count({"architecture": model.architecture.model_dump(mode="json")}, environment)
+        asked = None if family_of(str(text_part(config).get("model_type"))).has_formula else {"config": config}
+    elif model.weights == "random" and not family_of(str(shape.family)).has_formula:
+        asked = {"architecture": shape.model_dump(mode="json")}
+    counted = None if asked is None else _count(asked, environment)
     if counted is None:
         return plan_model(model, config)
     return plan_model(model, None if config is None else counted.config, counted.counts)
@@ -89,9 +90,7 @@ def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[
 
 def _shipped_config(model: ModelSpec) -> dict[str, Any] | None:
     """Return the configuration that ftkit ships of a model of the hub; None for another, or another revision."""
-    if model.revision is not None:
-        return None
-    return next((config for weights, config in read_shipped_models() if model.weights in weights), None)
+    return shipped_config(model.weights) if model.revision is None else None
 
 
 def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | None:

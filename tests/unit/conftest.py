@@ -15,10 +15,10 @@ import pytest
 from ftkit import assets
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
-from ftkit.config.model import ArchitectureSpec
+from ftkit.config.model_config import read_shape
 from ftkit.config.request import RunRequest
+from ftkit.config.shipped import read_shipped
 from ftkit.config.training import TrainingPlan
-from ftkit.config.yaml_files import read_yaml
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
 from ftkit.runs.records import EndRecord, StepRecord, to_line
@@ -27,6 +27,7 @@ from ftkit.runs.submission import Submission, SubmittedRun, write_submission
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ftkit.config.model import ArchitectureSpec
     from ftkit.runs.records import Record
 
 NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
@@ -186,7 +187,7 @@ def read_json() -> Callable[[Path], Any]:
 @pytest.fixture(scope="session")
 def architecture() -> Callable[[str], ArchitectureSpec]:
     """Read a shipped architecture."""
-    return lambda name: ArchitectureSpec.model_validate(read_yaml(assets.ARCHITECTURES / f"{name}.yaml").values)
+    return lambda name: read_shape(read_shipped(assets.ARCHITECTURES / f"{name}.yaml")[0], name)
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,9 @@ from ftkit.data.store import PreparedData
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
 from ftkit.hub import check_data, read_token
 from ftkit.launch.model import resolve_model
-from ftkit.planning.layout import Workspace
 from ftkit.launch.preflight import source_checks
 from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import plan_to_json
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def check_weights(spec: ModelSpec, environment: dict[str, str], home: Path | Non
 
 class Hub(BaseHTTPRequestHandler):
     asked: list[tuple[str, str | None]] = []  # noqa: RUF012 - one server a test
-    config = b"{}"
+    config = json.dumps(CONFIG).encode()
 
     def do_HEAD(self) -> None:
         token = self.headers.get("Authorization")
@@ -82,9 +82,6 @@ class Hub(BaseHTTPRequestHandler):
         self._describe_file()
 
     def do_GET(self) -> None:
-        if not self.path.startswith("/org/small/") or self.headers.get("Authorization") not in (None, "Bearer secret"):
-            self.send_error(404)
-            return
         self.send_response(200)
         self._describe_file()
         self.wfile.write(self.config)
@@ -121,7 +118,9 @@ def test_a_model_that_may_be_read_is_passed_and_no_redirect_is_followed(
 ) -> None:
     assert check_weights(model(weights), environment | {"HF_TOKEN": "secret"}) is None
     folder = f"/{weights}/resolve/main"
-    assert set(Hub.asked) == {(f"{folder}/{name}", "Bearer secret") for name in (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX)}
+    assert set(Hub.asked) == {
+        (f"{folder}/{name}", "Bearer secret") for name in (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX)
+    }
 
 
 def test_a_renamed_model_is_asked_for_by_its_new_name_with_the_token(environment: dict[str, str]) -> None:
@@ -183,19 +182,20 @@ def test_what_is_in_the_cache_is_not_asked_for_and_offline_it_must_be_there(
 
 
 def test_a_shape_that_the_configuration_on_the_hub_contradicts_is_refused(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = json.dumps(CONFIG | {"hidden_size": 64, "num_key_value_heads": 4}).encode()
-    for config in (other, b"{" * 9999, b"[]", b"\xff"):
+    for number, config in enumerate((other, b"{" * 9999, b"[]", b"\xff")):
+        home = tmp_path / str(number)
         monkeypatch.setattr(Hub, "config", config)
         if config[-1:] == b"}":
             with pytest.raises(ConfigError) as caught:
-                check_weights(model("org/small"), environment)
+                check_weights(model("org/small"), environment, home)
             found = {problem.key for problem in caught.value.problems}
             assert found == {f"model.architecture.{key}" for key in ("hidden_size", "head_dim", "num_key_value_heads")}
             assert "32 in the recipe, 64 in the weights" in str(caught.value)
         else:
-            assert check_weights(model("org/small"), environment) is None
+            assert check_weights(model("org/small"), environment, home) is None
 
 
 def test_a_shape_that_the_configuration_here_contradicts_is_refused(

@@ -11,12 +11,10 @@ from ftkit import assets
 from ftkit.config.context import Context, list_images, list_names
 from ftkit.config.image_reference import NamedImage
 from ftkit.config.load import load_cluster, load_image, load_recipe
-from ftkit.config.model import ArchitectureSpec
-from ftkit.config.problems import validate
 from ftkit.config.request import RunRequest
-from ftkit.config.yaml_files import read_yaml
+from ftkit.config.shipped import read_shipped, shipped_config
 from ftkit.planning.estimates.gpus import GPUS
-from ftkit.planning.estimates.parameters import count_parameters
+from ftkit.planning.estimates.parameters import count_by_config
 from ftkit.planning.plan import RunPlan, plan_run
 
 SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
@@ -26,6 +24,14 @@ IMAGES = list_images(SHIPPED_ONLY)
 FOR_CONTAINERS = [name for name in RECIPES if load_recipe(name, SHIPPED_ONLY).image]
 
 BILLIONS_OF_PARAMETERS = {
+    "gemma4-26b-a4b": 25.23,
+    "gemma4-31b": 30.70,
+    "gpt-oss-120b": 116.83,
+    "gpt-oss-20b": 20.91,
+    "ministral3-8b": 8.49,
+    "qwen3-30b-a3b": 30.53,
+    "qwen3.5-35b-a3b": 34.66,
+    "qwen3.5-9b": 8.95,
     "gemma3-12b": 11.77,
     "gemma3-1b": 1.00,
     "gemma3-4b": 3.88,
@@ -74,8 +80,11 @@ def test_a_recipe_s_image_is_shipped_and_serves_its_model(name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(assets.ARCHITECTURES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_an_architecture_has_as_many_parameters_as_its_model(path: Path) -> None:
-    shape = validate(ArchitectureSpec, read_yaml(path))
-    assert round(count_parameters(shape) / 1e9, 2) == BILLIONS_OF_PARAMETERS[path.stem]
+    config, models = read_shipped(path)
+    assert models
+    assert all(shipped_config(weights) == config for weights in models)
+    assert count_by_config(config).is_exact
+    assert round(count_by_config(config).total / 1e9, 2) == BILLIONS_OF_PARAMETERS[path.stem]
 
 
 def _plan(recipe_name: str, cluster_name: str, num_nodes: int | None) -> RunPlan:

@@ -8,10 +8,10 @@ from ftkit import assets
 from ftkit.config.context import Context
 from ftkit.config.execution import GIB
 from ftkit.config.load import load_recipe
-from ftkit.config.model import ArchitectureSpec
+from ftkit.config.model_config import read_shape
 from ftkit.config.quantization import nf4_parts
+from ftkit.config.shipped import read_shipped
 from ftkit.config.training import LoraSpec, TrainingPlan
-from ftkit.config.yaml_files import read_yaml
 from ftkit.errors import ConfigError
 from ftkit.planning.engine_choice import choose_engine, least_memory, with_resharding
 from ftkit.planning.estimates.gpus import GPUS
@@ -21,13 +21,14 @@ from ftkit.planning.setup import Setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel
+    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.recipe import RecipeSpec
     from ftkit.planning.engine_choice import EnginePlan
     from ftkit.planning.estimates.gpus import Gpu
 
 
 def architecture(name: str) -> ArchitectureSpec:
-    return ArchitectureSpec.model_validate(read_yaml(assets.ARCHITECTURES / f"{name}.yaml").values)
+    return read_shape(read_shipped(assets.ARCHITECTURES / f"{name}.yaml")[0], name)
 
 
 def training(**changes: object) -> TrainingPlan:
