@@ -37,6 +37,7 @@ _SECTIONS = {
         LazyCommand("logs", "ftkit.cli.logs", "Print the log of a run."),
         LazyCommand("recipes", "ftkit.cli.recipes", "List recipes: what to train, and how."),
         LazyCommand("clusters", "ftkit.cli.clusters", "List cluster profiles: where to train."),
+        LazyCommand("data", "ftkit.cli.data", "See and check data before it is trained on."),
     ),
     "Images": (
         LazyCommand("images", "ftkit.cli.images", "List training images and where each one is."),

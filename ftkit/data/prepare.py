@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,7 +11,6 @@ from ftkit.data.conversations import texts_of
 from ftkit.data.encoding import RowEncoder, find_answer_end
 from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format
 from ftkit.data.packing import Packer
-from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, read_rows
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
 from ftkit.data.tokenizers import check_size, learn_tokenizer, load_tokenizer
@@ -61,15 +60,9 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
 
 def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], num_workers: int) -> DataManifest:
     recipe, length = plan.recipe, plan.recipe.training.sequence_length
-    report("reading the first rows")
-    formats = _formats(recipe, report)
-    tokenizer = _tokenizer(recipe, formats, report)
-    vocab_size = recipe.model.architecture.vocab_size
-    check_size(tokenizer, vocab_size, report)
-    encoders = {source: RowEncoder.of(tokenizer, recipe.data, form, vocab_size) for source, form in formats.items()}
-    tokenizer.save_pretrained(folder.tokenizer)
+    encoder = open_encoder(recipe, report)
+    encoder.encoders[0].tokenizer.save_pretrained(folder.tokenizer)
     report(f"reading and tokenizing with {num_workers} {'process' if num_workers == 1 else 'processes'}")
-    encoder = BatchEncoder(recipe, encoders, find_answer_end(tokenizer))
     totals = _Totals(recipe)
     with ExitStack() as stack:
         train = stack.enter_context(_SplitWriter(folder.train, length))
@@ -97,6 +90,21 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         max_seqlen=totals.longest,
         sources=tuple(totals.sources),
     )
+
+
+def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEncoder:
+    """Detect the formats of a recipe's sources, load or learn its tokenizer, and return what encodes its rows.
+
+    Raises:
+        DataError: a format is not known, or the tokenizer can't be had or does not suit the chat template.
+    """
+    report("reading the first rows")
+    formats = _formats(recipe, report)
+    tokenizer = _tokenizer(recipe, formats, report)
+    vocab_size = recipe.model.architecture.vocab_size
+    check_size(tokenizer, vocab_size, report)
+    encoders = {source: RowEncoder.of(tokenizer, recipe.data, form, vocab_size) for source, form in formats.items()}
+    return BatchEncoder(recipe, encoders, find_answer_end(tokenizer))
 
 
 class _SplitWriter:
@@ -213,7 +221,7 @@ def _tokenizer(recipe: RecipePlan, formats: dict[int, Format], report: Callable[
 
 def _train_texts(recipe: RecipePlan, formats: dict[int, Format]) -> Iterator[str]:
     for source, split, raw in read_rows(recipe.data):
-        row = raw.parse() if split == "train" else None
-        if row is not None:
-            with errors_at(row):
+        with suppress(DataError):  # whoever encodes the row says why it is bad
+            row = raw.parse() if split == "train" else None
+            if row is not None:
                 yield from texts_of(read_example(row.columns, recipe.data, formats[source]))

@@ -82,7 +82,7 @@ class BatchEncoder:
         documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
         encoded = EncodedRows(DocumentBatch.of([]), DocumentBatch.of([]))
         lines = []
-        for (source, split, _), row, result in self._results(batch):
+        for (source, split, _), row, result in self.results(batch):
             if isinstance(result, DataError):
                 encoded.bad.append(result)
                 continue
@@ -98,7 +98,8 @@ class BatchEncoder:
         )
         return encoded
 
-    def _results(self, batch: Sequence[SourceRow]) -> Iterator[tuple[SourceRow, Row, list[Document] | DataError]]:
+    def results(self, batch: Sequence[SourceRow]) -> Iterator[tuple[SourceRow, Row, list[Document] | DataError]]:
+        """Yield each row that is not blank with its documents, or why it can't be used."""
         rows: list[tuple[SourceRow, Row, DataError | None]] = []
         for taken in batch:
             row = Row({}, "")

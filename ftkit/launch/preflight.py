@@ -11,12 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit.config.data import AutoFormat
 from ftkit.config.paths import is_path
+from ftkit.config.sources import HubSource
 from ftkit.config.tracking import check_access, check_packages
 from ftkit.data.chat_templates import check_tokenizer_folder
-from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
+from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format
 from ftkit.data.rows import errors_at
-from ftkit.data.sources import peek_rows
+from ftkit.data.sources import first_rows, peek_rows
 from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_files, local_paths, stat_path
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.data import DataSpec, Format
     from ftkit.config.recipe import RecipeSpec
+    from ftkit.data.rows import Row
     from ftkit.planning.plan import RunPlan
 
 
@@ -135,10 +139,9 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
         about = stat_path(key, path)
         if about is not None and not stat.S_ISREG(about.st_mode):
             raise NotFoundError(f"{key}: {path} is not a regular file", fix=f"give a file or a folder: {key}=PATH")
-    rows = peek_rows(recipe.data)
-    form = resolve_format(recipe.data.format, rows[:DETECTION_ROWS]) if rows else recipe.data.format
+    rows = peek_rows(recipe.data)  # of all files, also those to validate on
     num_bad = 0
-    for row in rows:
+    for row, form in _with_formats(recipe.data, rows):
         try:
             with errors_at(row):
                 read_example(row.columns, recipe.data, form)
@@ -150,6 +153,31 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
         with errors_at(row):
             read_question(row.columns)
     return []
+
+
+def _with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format]]:
+    """Yield rows with their format; where each of several sources may have its own, the first rows of each."""
+    if not rows:
+        return
+    if isinstance(data.format, AutoFormat) and len(data.sources) > 1:
+        local = [number for number, source in enumerate(data.sources) if not isinstance(source, HubSource)]
+        groups = [first_rows(data, number, DETECTION_ROWS) for number in local]
+    else:
+        groups = [rows]
+    for group in groups:
+        form = resolve_format(data.format, group[:DETECTION_ROWS])
+        yield from ((row, form) for row in group)
+
+
+def describe_data(data: DataSpec) -> str:
+    """Return the format of a recipe's data in one line, from the first rows if the recipe leaves it open."""
+    if not isinstance(data.format, AutoFormat):
+        return describe_format(data.format)
+    try:
+        forms = [describe_format(form) for _, form in _with_formats(data, peek_rows(data))]
+    except FtkitError:
+        return "of no known format"  # the checks say why
+    return f"{', '.join(dict.fromkeys(forms))} (detected)" if forms else "format detected once rows are read"
 
 
 def _check_tokenizer(recipe: RecipeSpec) -> list[str]:

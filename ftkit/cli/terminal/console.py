@@ -99,6 +99,18 @@ class Terminal:
             grid.add_row(_text(name), _text(value))
         _print(self._out if is_data else self.talk, grid)
 
+    def passages(self, rows: Sequence[tuple[str, Sequence[Styled]]]) -> None:
+        """Write names with texts in several styles to stdout, line breaks and spaces kept."""
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(style="bold", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, parts in rows:
+            grid.add_row(_text(name), Text.assemble(*(_text(part) for part in parts)))
+        _print(self._out, grid)
+
     def text(self, cell: Cell = "", *, is_data: bool) -> None:
         """Write a paragraph: to stdout if it is the command's data, else to stderr."""
         _print(self._out if is_data else self.talk, _text(cell))

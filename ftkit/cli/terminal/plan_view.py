@@ -135,7 +135,10 @@ def _runtime(plan: RunPlan) -> str:
 
 
 def _data(plan: RunPlan) -> str:
-    return "prepared," if plan.is_data_prepared else "to be prepared,"
+    from ftkit.launch.preflight import describe_data
+
+    state = "prepared" if plan.is_data_prepared else "to be prepared"
+    return f"{describe_data(plan.recipe.data)}; {state}"
 
 
 def _image(plan: RunPlan) -> str:

@@ -1,0 +1,23 @@
+"""`ftkit data`: see and check data before it is trained on."""
+
+from __future__ import annotations
+
+import click
+
+from ftkit.cli.commands import LazyCommand, LazyGroup
+
+_SECTIONS = {
+    "Commands": (
+        LazyCommand("show", "ftkit.cli.data.show", "Print samples as they will be trained."),
+        LazyCommand("stats", "ftkit.cli.data.stats", "Count tokens, lengths, duplicates and packs."),
+        LazyCommand("check", "ftkit.cli.data.check", "Check every row."),
+    ),
+}
+
+
+@click.group("data", cls=LazyGroup, sections=_SECTIONS)
+def command() -> None:
+    """See and check data before it is trained on. No GPU is needed.
+
+    Each command takes the arguments of 'ftkit run': a recipe, and overrides of its keys.
+    """

@@ -1,0 +1,55 @@
+"""`ftkit data check`: whether every row can be trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ftkit.cli.arguments import json_option, run_options
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.format import plural
+
+
+@click.command(
+    "check",
+    cls=ExamplesCommand,
+    short_help="Check every row.",
+    examples=("ftkit data check demo", "ftkit data check mine.yaml --skip-bad 10", "ftkit data check mine.yaml --json"),
+)
+@run_options
+@click.option("--skip-bad", metavar="N", type=click.IntRange(min=0), help="Bad rows that are no error (data.skip_bad).")
+@json_option
+def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **options: Any) -> None:
+    """Check every training row: that it is read, understood, rendered and tokenized as the recipe says.
+
+    Prints each bad row with its file, line and reason. Fails with exit code 8 if there are more than data.skip_bad.
+    """
+    from ftkit.cli.data.open import open_data
+    from ftkit.errors import DataError
+
+    terminal = Terminal()
+    plan, inspector = open_data(terminal, words, **options)
+    allowed = plan.recipe.data.skip_bad if skip_bad is None else skip_bad
+    num_rows, bad = inspector.bad_rows()
+    if as_json:
+        places = [(*error.what.split(": ", 1), error.fix) for error in bad]
+        terminal.json(
+            {"rows": num_rows, "bad": [dict(zip(("where", "reason", "fix"), each, strict=True)) for each in places]}
+        )
+    else:
+        for error in bad:
+            place, reason = error.what.split(": ", 1)
+            terminal.text(Styled(place, "bold"), is_data=True)
+            terminal.text(f"  {reason}", is_data=True)
+            terminal.text(f"  {error.fix}", is_data=True)
+    if len(bad) > allowed:
+        raise DataError(
+            f"{len(bad):,} of {plural(num_rows, 'row')} can't be used"
+            + (f", {allowed:,} are allowed" if allowed else ""),
+            fix=f"correct them, or leave them out: data.skip_bad={len(bad)}",
+        )
+    terminal.say(
+        f"{plural(num_rows, 'row')}: all can be used" if not bad else f"{len(bad):,} of {num_rows:,} are left out"
+    )

@@ -1,0 +1,81 @@
+"""`ftkit data show`: samples as they will be trained."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftkit.cli.arguments import json_option, run_options
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.terminal.console import Styled, Terminal
+
+if TYPE_CHECKING:
+    from ftkit.data.inspection import Sample, Segment
+
+
+@click.command(
+    "show",
+    cls=ExamplesCommand,
+    short_help="Print samples as they will be trained.",
+    examples=(
+        "ftkit data show demo",
+        "ftkit data show mine.yaml -n 10 data.train_on=last",
+        "ftkit data show demo --json",
+    ),
+)
+@run_options
+@click.option("-n", "--rows", "num_rows", metavar="N", type=click.IntRange(min=1), default=3, help="Rows (default 3).")
+@json_option
+def command(words: tuple[str, ...], *, num_rows: int, as_json: bool, **options: Any) -> None:
+    """Print samples as they will be trained: the text that the chat template makes, turn by turn.
+
+    What counts in the loss is green, and between ⟦ and ⟧. Special tokens are shown as they are; ↵ is a line break.
+    """
+    from ftkit.cli.data.open import open_data
+
+    terminal = Terminal()
+    plan, inspector = open_data(terminal, words, **options)
+    samples = list(inspector.samples(num_rows))
+    if as_json:
+        terminal.json([asdict(sample) for sample in samples])
+        return
+    terminal.say(f"trained: {_describe(plan.recipe.data.train_on)}")
+    if any(sample.num_renderings > 1 for sample in samples):
+        terminal.say(
+            "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn is in the "
+            "form in which inference sees it."
+        )
+    for sample in samples:
+        _show(sample, terminal)
+
+
+def _describe(train_on: str | list[Any]) -> str:
+    if isinstance(train_on, list):
+        return f"turns of {', '.join(train_on)}"
+    return {
+        "assistant": "assistant turns", "last": "the last assistant turn", "completion": "the completion",
+        "all": "all tokens",
+    }[train_on]  # fmt: skip
+
+
+def _show(sample: Sample, terminal: Terminal) -> None:
+    part = f", document {sample.number} of {sample.num_renderings}" if sample.num_renderings > 1 else ""
+    title = f"{sample.where}{part}: {sample.num_tokens:,} tokens, {sample.num_trained:,} trained"
+    terminal.text(Styled(title, "bold"), is_data=True)
+    if sample.fate:
+        terminal.text(Styled(sample.fate, "yellow"), is_data=True)
+    rows = []
+    for _, turn in groupby(sample.segments, key=lambda segment: segment.turn):
+        segments = list(turn)
+        rows.append((segments[0].role, [_shown(segment, is_last=segment is segments[-1]) for segment in segments]))
+    terminal.passages(rows)
+    terminal.text(is_data=True)
+
+
+def _shown(segment: Segment, *, is_last: bool) -> Styled:
+    text = segment.text.replace("\n", "↵\n")
+    text = text.removesuffix("\n") if is_last else text
+    return Styled(f"⟦{text}⟧", "green") if segment.is_trained else Styled(text, "")

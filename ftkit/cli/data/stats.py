@@ -1,0 +1,83 @@
+"""`ftkit data stats`: how many tokens there are, and what an epoch takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftkit.cli.arguments import json_option, run_options
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.terminal.console import Cell, Terminal
+from ftkit.cli.terminal.format import count, duration, plural
+
+if TYPE_CHECKING:
+    from ftkit.data.inspection import DataStats
+    from ftkit.planning.plan import RunPlan
+
+_BAR = 30
+
+
+@click.command(
+    "stats",
+    cls=ExamplesCommand,
+    short_help="Count tokens, lengths, duplicates and packs.",
+    examples=("ftkit data stats demo", "ftkit data stats mine.yaml --cluster slurm --json"),
+)
+@run_options
+@json_option
+def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
+    """Count tokens, lengths, duplicates and packs of the training rows, and what an epoch takes on the cluster."""
+    from ftkit.cli.data.open import open_data
+
+    terminal = Terminal()
+    plan, inspector = open_data(terminal, words, **options)
+    stats = inspector.stats()
+    if as_json:
+        terminal.json(asdict(stats) | {"epoch": _epoch(stats, plan)})
+        return
+    terminal.facts(_facts(stats, plan), is_data=True)
+    most = max((each.count for each in stats.histogram), default=0)
+    bars: list[tuple[str, Cell]] = [
+        (f"{each.start:,}-{each.end:,} tokens", f"{'█' * -(-each.count * _BAR // most)} {each.count:,}")
+        for each in stats.histogram
+    ]
+    terminal.text(is_data=True)
+    terminal.facts(bars, is_data=True)
+
+
+def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
+    length = plan.recipe.training.sequence_length
+    num_rows = sum(source.num_rows for source in stats.sources)
+    rewritten = f", from {stats.num_renderings:,} renderings" if stats.num_renderings != stats.num_documents else ""
+    facts: list[tuple[str, Cell]] = [
+        ("format", ", ".join(dict.fromkeys(stats.formats))),
+        ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} bad ones are left out" if stats.num_bad else "")),
+        ("documents", f"{stats.num_documents:,}{rewritten}"),
+        ("lengths", f"median {stats.median:,.0f}, mean {stats.mean:,.0f}, longest {stats.longest:,} tokens"),
+        ("too long", f"{stats.num_too_long:,} for packs of {length:,} (data.too_long: {stats.too_long})"),
+        ("duplicates", f"{stats.num_duplicates:,}"),
+        ("tokens", f"{stats.num_tokens:,}, {stats.num_trained:,} of them trained"),
+        ("packs", f"{stats.num_packs:,} of {length:,} tokens, {stats.fill_ratio:.1%} full"),
+    ]
+    if len(stats.sources) > 1:
+        shares = [f"{source.num_tokens / max(1, stats.num_tokens):.1%}" for source in stats.sources]
+        facts += [
+            (source.name, f"{source.num_rows:,} rows, {source.num_tokens:,} tokens ({share})")
+            for source, share in zip(stats.sources, shares, strict=True)
+        ]
+    epoch = _epoch(stats, plan)
+    text = plural(epoch["steps"], "step")
+    if epoch["seconds"] is not None:
+        text += f", {duration(epoch['seconds'])}, {epoch['gpu_hours']:,.1f} GPU hours on {plan.cluster.name}"
+    facts.append(("an epoch", f"{text}; {count(stats.num_tokens)} tokens"))
+    return facts
+
+
+def _epoch(stats: DataStats, plan: RunPlan) -> dict[str, Any]:
+    """Return the steps of an epoch, and what they take where the plan predicts a step."""
+    steps = -(-stats.num_packs // plan.batch.global_batch_size)
+    seconds = steps * plan.speed.step_seconds if plan.speed else None
+    gpu_hours = None if seconds is None else seconds * plan.placement.world_size / 3600
+    return {"steps": steps, "seconds": seconds, "gpu_hours": gpu_hours}

@@ -1,0 +1,268 @@
+"""Look at data before it is trained on: samples as the model will see them, statistics, and every row that is bad."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import groupby, islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ftkit.config.recipe import RecipePlan
+from ftkit.data.conversations import Conversation
+from ftkit.data.encoding import IGNORED, RowEncoder, shorten
+from ftkit.data.formats import describe_format, read_example
+from ftkit.data.packing import Packer
+from ftkit.data.sources import read_rows
+from ftkit.data.store import SourceStats
+from ftkit.data.workers import BatchEncoder, EncodedRows, encode_rows, num_usable_cpus
+from ftkit.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ftkit.data.encoding import Document
+    from ftkit.data.rows import Row
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a text: in which turn it is, whose that is, and whether it is trained."""
+
+    turn: int
+    role: str
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A document as it will be trained.
+
+    Attributes:
+        where: the row's place.
+        number: which rendering of the row it is, from 1, of `num_renderings`.
+        fate: what `data.too_long` does with it; empty if it fits.
+    """
+
+    where: str
+    number: int
+    num_renderings: int
+    num_tokens: int
+    num_trained: int
+    segments: tuple[Segment, ...]
+    fate: str = ""
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """How many documents have from `start` to `end` tokens."""
+
+    start: int
+    end: int
+    count: int
+
+
+@dataclass(frozen=True)
+class DataStats:
+    """What a recipe's training data is, in tokens.
+
+    Attributes:
+        num_renderings: documents before any is dropped, cut or split; more than rows where the template rewrites turns.
+        num_documents: documents after that.
+        num_duplicates: documents that are the same as an earlier one, token for token.
+        fill_ratio: part of the packs that is not padding.
+        longest: tokens of the longest document, before it was cut.
+    """
+
+    formats: tuple[str, ...]
+    sources: tuple[SourceStats, ...]
+    num_bad: int
+    num_renderings: int
+    num_documents: int
+    num_tokens: int
+    num_trained: int
+    num_too_long: int
+    too_long: str
+    num_duplicates: int
+    longest: int
+    mean: float
+    median: float
+    num_packs: int
+    fill_ratio: float
+    histogram: tuple[LengthBin, ...]
+
+
+@dataclass(frozen=True)
+class DataInspector:
+    """The data of a recipe, opened."""
+
+    recipe: RecipePlan
+    encoder: BatchEncoder
+
+    @property
+    def formats(self) -> list[str]:
+        """The formats of the sources, in their order."""
+        return [describe_format(encoder.format) for encoder in self.encoder.encoders.values()]
+
+    def samples(self, num_rows: int) -> Iterator[Sample]:
+        """Yield the documents of the first rows.
+
+        Raises:
+            DataError: one of these rows can't be used.
+        """
+        rows = (row for row in read_rows(self.recipe.data) if row.split != "validation")
+        for taken, row, documents in islice(self.encoder.results(list(islice(rows, num_rows))), num_rows):
+            if isinstance(documents, DataError):
+                raise documents
+            for number, document in enumerate(documents, start=1):
+                yield Sample(
+                    row.where, number, len(documents), len(document.tokens), document.num_targets,
+                    tuple(self._segments(self.encoder.encoders[taken.source], row, document)), self._fate(document),
+                )  # fmt: skip
+
+    def bad_rows(self) -> tuple[int, list[DataError]]:
+        """Encode all rows; return how many there are, and why some can't be used."""
+        num_rows, bad = 0, []
+        for encoded in encode_rows(self.encoder, read_rows(self.recipe.data), num_usable_cpus()):
+            num_rows += encoded.num_rows.total() + len(encoded.bad)
+            bad += encoded.bad
+        return num_rows, bad
+
+    def _fate(self, document: Document) -> str:
+        length, too_long = self.recipe.training.sequence_length, self.recipe.data.too_long
+        if len(document.tokens) <= length:
+            return ""
+        if too_long == "error":
+            return f"longer than sequence_length {length:,}: an error"
+        parts = shorten(document, length, too_long, self.encoder.end_of_turn)
+        kept = " and ".join(f"{len(part.tokens):,}" for part in parts)
+        return f"longer than sequence_length {length:,}: " + (
+            f"{too_long}, {kept} tokens are kept" if kept else "dropped"
+        )
+
+    def _segments(self, encoder: RowEncoder, row: Row, document: Document) -> Iterator[Segment]:
+        """Divide a document's text where turns and what is trained begin and end; trained is what has a label."""
+        tokenizer = encoder.tokenizer
+        trained = [False, *(document.labels[:-1] != IGNORED).tolist()]
+        runs = []
+        for flag, group in groupby(zip(document.tokens.tolist(), trained, strict=True), key=lambda pair: pair[1]):
+            ids = [token for token, _ in group]
+            runs.append((str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)), flag))
+        turns = self._turns(encoder, row, "".join(text for text, _ in runs))
+        ends = [end for end, _ in turns]
+        position = 0
+        for text, flag in runs:
+            start, stop = position, position + len(text)
+            position = stop
+            while start < stop:
+                turn = min(bisect_left(ends, start + 1), len(turns) - 1)
+                end = stop if turn == len(turns) - 1 else min(stop, ends[turn])
+                yield Segment(
+                    turn, turns[turn][1], text[start - position + len(text) : end - position + len(text)], flag
+                )
+                start = end
+
+    def _turns(self, encoder: RowEncoder, row: Row, text: str) -> list[tuple[int, str]]:
+        """Return where each turn ends in a document's text, and whose it is; the last one ends with the text."""
+        example = read_example(row.columns, self.recipe.data, encoder.format)
+        if not isinstance(example, Conversation) or encoder.renderer is None:
+            return [(len(text), "text")]
+        turns: list[tuple[int, str]] = []
+        position = 0
+        messages = example.messages
+        for number, message in enumerate(messages, start=1):
+            try:
+                shown = encoder.renderer.render(Conversation(messages[:number], example.tools)).rstrip()
+            except DataError:
+                continue
+            if not text.startswith(shown):  # rewritten since: look for what it says
+                found = text.find(message.content.strip(), position)
+                if found < 0:
+                    continue
+                shown = text[: _end_of_line(text, found + len(message.content.strip()))]
+            if len(shown) > position:
+                position = len(shown) + (text[len(shown) : len(shown) + 1] == "\n")
+                turns.append((position, message.role))
+            if position >= len(text):
+                break
+        return turns or [(len(text), "text")]
+
+    def stats(self) -> DataStats:
+        """Encode all rows, and count those of the training split.
+
+        Raises:
+            DataError: more rows are bad than `data.skip_bad`.
+        """
+        data, length = self.recipe.data, self.recipe.training.sequence_length
+        encoder = self.encoder
+        if data.too_long == "error":  # counted all the same
+            dropping = self.recipe.model_copy(update={"data": data.model_copy(update={"too_long": "drop"})})
+            encoder = replace(encoder, recipe=dropping)
+        sources = [SourceStats(source.name) for source in data.sources]
+        lengths: list[int] = []
+        seen: set[bytes] = set()
+        packer = Packer(length)
+        num_renderings = num_packs = longest = num_bad = 0
+        for encoded in encode_rows(encoder, read_rows(data), num_usable_cpus()):
+            num_bad += len(encoded.bad)
+            if num_bad > data.skip_bad:
+                raise encoded.bad[-1]
+            sources = [_added(source, number, encoded) for number, source in enumerate(sources)]
+            num_renderings += encoded.num_documents
+            longest = max(longest, encoded.longest)
+            lengths += encoded.train.lengths.tolist()
+            ends = np.cumsum(encoded.train.lengths)
+            documents = np.split(encoded.train.tokens, ends[:-1]) if len(ends) else []
+            seen.update(blake2b(document.tobytes(), digest_size=16).digest() for document in documents)
+            num_packs += sum(len(sizes) for _, sizes in packer.add(encoded.train))
+        num_packs += sum(len(sizes) for _, sizes in packer.finish())
+        num_tokens = sum(source.num_tokens for source in sources)
+        return DataStats(
+            formats=tuple(self.formats),
+            sources=tuple(sources),
+            num_bad=num_bad,
+            num_renderings=num_renderings,
+            num_documents=len(lengths),
+            num_tokens=num_tokens,
+            num_trained=sum(source.num_targets for source in sources),
+            num_too_long=sum(source.num_too_long for source in sources),
+            too_long=data.too_long,
+            num_duplicates=len(lengths) - len(seen),
+            longest=longest,
+            mean=float(np.mean(lengths)) if lengths else 0.0,
+            median=float(np.median(lengths)) if lengths else 0.0,
+            num_packs=num_packs,
+            fill_ratio=num_tokens / max(1, num_packs * length),
+            histogram=tuple(_histogram(lengths)),
+        )
+
+
+def _added(source: SourceStats, number: int, encoded: EncodedRows) -> SourceStats:
+    """Return the counts of a source with a batch of rows added."""
+    if not encoded.num_rows[number]:
+        return source
+    tokens, targets = encoded.train.count_tokens(number)
+    return SourceStats(
+        source.name,
+        source.num_rows + encoded.num_rows[number],
+        source.num_documents + int((encoded.train.sources == number).sum()),
+        source.num_tokens + tokens,
+        source.num_targets + targets,
+        source.num_too_long + encoded.num_too_long[number],
+    )
+
+
+def _end_of_line(text: str, position: int) -> int:
+    end = text.find("\n", position)
+    return len(text) if end < 0 else end
+
+
+def _histogram(lengths: Sequence[int]) -> Iterator[LengthBin]:
+    """Yield bins by powers of two, without empty ones at the ends."""
+    counts = Counter(max(0, (length - 1).bit_length()) for length in lengths)
+    for power in range(min(counts, default=0), max(counts, default=-1) + 1):
+        yield LengthBin((1 << power) // 2 + 1, 1 << power, counts[power])

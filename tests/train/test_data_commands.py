@@ -1,0 +1,142 @@
+"""`ftkit data`: samples as they will be trained, statistics, and every bad row, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.cli.main import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is <|im_end|>?"},
+    {"role": "assistant", "content": "A token.", "reasoning_content": "Easy."},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+REWRITING = (
+    "{% for turn in messages %}<|im_start|>{{ turn.role }}\n"
+    "{% if turn.reasoning_content and loop.last %}<think>{{ turn.reasoning_content }}</think>{% endif %}"
+    "{{ turn.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+
+
+def call(capsys: pytest.CaptureFixture[str], command: str, file: Path, *words: str) -> tuple[int, str, str]:
+    source = f"data.source={{kind: files, train: {file}}}"
+    small = ("data.format=auto", "data.chat_template=chatml", "evaluation.sql_execution=null")
+    code = main(["data", command, "demo", source, *small, *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_sample_is_shown_turn_by_turn_with_what_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "chats.jsonl", {"messages": TALK})
+    code, out, err = call(capsys, "show", file)
+    assert code == 0
+    assert "format: openai turns in column 'messages'" in err
+    assert "trained: assistant turns" in err
+    title, *lines = out.splitlines()
+    assert title.startswith(f"{file}:1: ")
+    assert [line.rstrip() for line in lines if line] == [
+        "system     <|im_start|>system↵",
+        "           Be brief.<|im_end|>↵",
+        "user       <|im_start|>user↵",
+        "           What is <|im_end|>?<|im_end|>↵",
+        "assistant  <|im_start|>assistant↵",
+        "           ⟦<think>↵",
+        "           Easy.↵",
+        "           </think>↵",
+        "           ↵",
+        "           A token.<|im_end|>⟧↵",
+        "user       <|im_start|>user↵",
+        "           And 2+2?<|im_end|>↵",
+        "assistant  <|im_start|>assistant↵",
+        "           ⟦4<|im_end|>⟧",
+    ]
+
+
+def test_renderings_of_a_template_that_rewrites_are_shown_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ftkit.data.tokenizers import learn_tokenizer
+
+    tokenizer = learn_tokenizer(["what"], 300, "chatml")
+    tokenizer.chat_template = REWRITING
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    file = write(tmp_path / "chats.jsonl", {"messages": TALK})
+    own = (f"model.tokenizer={{source: {tmp_path}/tokenizer, vocab_size: null}}", "data.chat_template=model")
+    code, out, err = call(capsys, "show", file, *own, "training.sequence_length=40", "data.too_long=drop")
+    assert code == 0
+    assert "The chat template rewrites earlier turns" in err
+    assert "document 1 of 2" in out
+    assert "document 2 of 2" in out
+    assert "⟦<think>Easy.</think>A token.<|im_end|>⟧" in out
+    assert "longer than sequence_length 40: dropped" in out
+    code, out, _ = call(capsys, "show", file, *own, "--json")
+    samples = json.loads(out)
+    trained = ["".join(s["text"] for s in sample["segments"] if s["is_trained"]) for sample in samples]
+    assert trained == ["<think>Easy.</think>A token.<|im_end|>", "4<|im_end|>"]
+    assert {segment["role"] for segment in samples[1]["segments"]} == {"system", "user", "assistant"}
+
+
+def test_statistics_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = [{"messages": TALK}] * 3 + [{"messages": TALK[:1] + TALK[3:]}, {"messages": TALK[:2]}]
+    file = write(tmp_path / "chats.jsonl", *rows)
+    code, out, _ = call(capsys, "stats", file, "data.skip_bad=1", "training.sequence_length=80", "data.too_long=drop",
+                        "--json")  # fmt: skip
+    assert code == 0
+    stats = json.loads(out)
+    assert (stats["sources"][0]["num_rows"], stats["num_bad"], stats["num_duplicates"]) == (4, 1, 0)
+    assert (stats["num_renderings"], stats["num_too_long"], stats["num_documents"]) == (4, 3, 1)
+    assert sum(each["count"] for each in stats["histogram"]) == 1
+    assert (stats["num_packs"], stats["epoch"]["steps"]) == (1, 1)
+    assert stats["num_tokens"] == pytest.approx(stats["fill_ratio"] * 80)
+    code, out, _ = call(capsys, "stats", file, "data.skip_bad=1")
+    assert code == 0
+    assert "rows        4; 1 bad ones are left out" in out
+    assert "duplicates  2" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_each_bad_row_is_printed_with_its_place_and_ends_in_exit_code_8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(
+        tmp_path / "chats.jsonl",
+        {"messages": TALK},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "mood": 1}]},
+        {"messages": TALK[:2]},
+    )
+    code, out, err = call(capsys, "check", file)
+    assert code == 8
+    assert f"{file}:2\n  turn 2: a turn has keys that are not understood: mood\n" in out
+    assert f"{file}:3\n  nothing to train on in the turns system, user\n" in out
+    assert "error: 2 of 3 rows can't be used" in err
+    code, out, _ = call(capsys, "check", file, "--skip-bad", "2", "--json")
+    assert code == 0
+    assert sorted(each["where"] for each in json.loads(out)["bad"]) == [f"{file}:2", f"{file}:3"]
+    assert json.loads(out)["rows"] == 3
+
+
+def test_rows_that_are_all_good_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "check", write(tmp_path / "chats.jsonl", {"messages": TALK}))
+    assert (code, out) == (0, "")
+    assert "1 row: all can be used" in err
