@@ -25,9 +25,12 @@ class LazyCommand:
 class LazyGroup(click.Group):
     """Lists its commands in sections without importing them."""
 
-    def __init__(self, *args: Any, sections: dict[str, Sequence[LazyCommand]], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, sections: dict[str, Sequence[LazyCommand]], examples: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.sections = sections
+        self.examples = examples
         self._by_name = {command.name: command for section in sections.values() for command in section}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -62,6 +65,17 @@ class LazyGroup(click.Group):
             with formatter.section(title):
                 formatter.write_dl([(command.name, command.help) for command in commands])
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        del ctx
+        _write_examples(self.examples, formatter)
+
+
+def _write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> None:
+    with formatter.section("Examples"):
+        for example in examples:
+            formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+
 
 class ExamplesCommand(click.Command):
     """A command whose help ends with examples, printed verbatim."""
@@ -73,6 +87,4 @@ class ExamplesCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""
         del ctx
-        with formatter.section("Examples"):
-            for example in self.examples:
-                formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+        _write_examples(self.examples, formatter)

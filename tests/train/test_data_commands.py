@@ -140,3 +140,13 @@ def test_rows_that_are_all_good_are_said_to_be(tmp_path: Path, capsys: pytest.Ca
     code, out, err = call(capsys, "check", write(tmp_path / "chats.jsonl", {"messages": TALK}))
     assert (code, out) == (0, "")
     assert "1 row: all can be used" in err
+
+
+@pytest.mark.parametrize("command", ["show", "stats", "check"])
+def test_the_help_of_each_command_has_examples_and_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main(["data", command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"\n  ftkit data {command} demo\n" in out
+    assert max(map(len, out.splitlines())) <= 80

@@ -15,7 +15,13 @@ _SECTIONS = {
 }
 
 
-@click.group("data", cls=LazyGroup, sections=_SECTIONS)
+@click.group(
+    "data",
+    cls=LazyGroup,
+    sections=_SECTIONS,
+    short_help="See and check data before it is trained on.",
+    examples=("ftkit data show demo", "ftkit data stats mine.yaml", "ftkit data check mine.yaml --json"),
+)
 def command() -> None:
     """See and check data before it is trained on. No GPU is needed.
 
