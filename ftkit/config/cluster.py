@@ -40,19 +40,19 @@ class ClusterProfile(Spec):
     runtime: Literal["none", "pyxis", "docker", "apptainer"]
     """What runs the container: pyxis, docker, Apptainer or Singularity, or none (the Python that ftkit runs in)."""
     device: Device = "cuda"
-    """What training runs on; `auto`: the GPUs of this machine if there are any, else its processors."""
+    """What training runs on; `auto`: the GPUs of this machine if there are any, else its CPUs."""
     gpu: GpuModel | None = None
-    """Model of the GPUs, for memory plans and MFU; none: unknown."""
+    """Model of the GPUs, for memory plans and MFU. Unknown if null."""
     gpus_per_node: PositiveInt
     """GPUs of a node; on `cpu`, processes of a node."""
     network_gbps: PositiveFloat | None = None
-    """Bandwidth of a node's network for GPUs, in Gbit/s, for predicted step times; none: unknown."""
+    """Bandwidth of a node's network for GPUs, in Gbit/s, for predicted step times. Unknown if null."""
     max_nodes: PositiveInt | None = None
-    """Nodes of the cluster; none: unknown."""
+    """Nodes of the cluster. Unknown if null."""
     cpus_per_node: PositiveInt | None = None
-    """Processors to ask for on a node; none: the site's default."""
+    """CPUs to request per node. The site's default if null."""
     partition: OneLine | None = None
-    """Slurm partition; none: the site's default."""
+    """Slurm partition. The site's default if null."""
     account: OneLine | None = None
     """Slurm account."""
     qos: OneLine | None = None
@@ -60,7 +60,7 @@ class ClusterProfile(Spec):
     reservation: OneLine | None = None
     """Slurm reservation."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
-    """Time limit when the recipe names none."""
+    """Time limit if the recipe sets none."""
     exclusive: bool = True
     """Ask for whole nodes."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"

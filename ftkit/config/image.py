@@ -17,7 +17,7 @@ class BaseImageSpec(Spec):
     reference: str
     """Registry, path and tag, such as `nvcr.io/nvidia/pytorch:25.02-py3`."""
     digest: Digest | None = None
-    """Digest of the base; none: unpinned."""
+    """Digest of the base. Unpinned if null."""
 
 
 class ImageSpec(Spec):

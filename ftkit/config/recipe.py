@@ -27,7 +27,7 @@ class RecipeSpec(Spec):
     description: str = ""
     """One line for `ftkit recipes`."""
     image: str | None = None
-    """Image to run in when neither the command line nor the configuration names one."""
+    """Image to run in if neither the command line nor the settings set one."""
     model: Annotated[ModelSpec, BeforeValidator(_with_weights, json_schema_input_type=str | ModelSpec)]
     """The model to fine-tune: its weights alone (`model: Qwen/Qwen3-8B`), or its fields."""
     data: DataSpec
@@ -35,13 +35,13 @@ class RecipeSpec(Spec):
     training: TrainingSpec
     """The optimization."""
     evaluation: EvaluationSpec = EvaluationSpec.model_construct()
-    """What is measured on the held-out split."""
+    """What is measured on the validation split."""
     tracking: TrackingSpec = TrackingSpec.model_construct()
     """Experiment trackers that the run's numbers go to."""
     profile: ProfileSpec = ProfileSpec.model_construct()
     """The profiler."""
     resources: ResourcesSpec = ResourcesSpec.model_construct()
-    """How much of a cluster the recipe was made for."""
+    """What the recipe asks of a cluster."""
 
 
 class RecipePlan(RecipeSpec):

@@ -22,7 +22,7 @@ from ftkit.config.strict import (
 
 
 class BinarySizes(Spec):
-    """Sizes of simulated binaries; all between the two are as likely."""
+    """Sizes of simulated binaries, drawn uniformly between the two."""
 
     smallest: Annotated[int, Field(ge=1024), WHOLE_NUMBER] = 2048
     """Bytes of the smallest binary."""
@@ -44,12 +44,12 @@ class GeneratedSource(Spec):
     """The task. `text-to-sql`: columns sql_context, sql_prompt, sql. `malware-analysis`: columns binary (simulated, in
     hexadecimal digits), verdict, analysis; every other one is malicious."""
     binary_bytes: BinarySizes | None = None
-    """For generator malware-analysis, all sizes between the two being as likely; none: the defaults. A byte, which is
-    two hexadecimal digits, is about 1.2 tokens where up to three digits make a token, and 2 where each stands alone."""
+    """For generator malware-analysis: sizes are drawn uniformly between the two. Default if null. A byte, which is two
+    hexadecimal digits, is about 1.2 tokens if a token can hold three digits, and 2 if it holds one."""
     num_train: PositiveInt
     """Examples to train on."""
     num_heldout: NonNegativeInt = 0
-    """Examples held out for evaluation; none of them is in the training part."""
+    """Examples of the validation split; none of them is in the training split."""
     seed: Seed = 0
     """Another seed makes other examples."""
 
@@ -202,7 +202,7 @@ class ValidationSpec(Spec):
     count: PositiveInt | None = None
     """So many rows, of all sources together."""
     fraction: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
-    """Part of the rows: each row is drawn with this chance."""
+    """Fraction of the rows: each row is drawn with this probability."""
     by: Literal["draw", "hash"] = "draw"
     """With `fraction`. `draw`: by the row's place and the seed. `hash`: by the row's content alone, so that a row stays
     in its split when the data grows or moves, and equal rows are in one split."""

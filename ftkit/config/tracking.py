@@ -36,9 +36,9 @@ class TrackingSpec(Spec):
     sinks: tuple[SinkName, ...] = ()
     """Any of `tensorboard`, `wandb` and `mlflow`; each is an extra of ftkit."""
     project: OneLine | None = None
-    """W&B's project and MLflow's experiment; none: `WANDB_PROJECT` and `MLFLOW_EXPERIMENT_NAME`, else `ftkit`."""
+    """W&B's project and MLflow's experiment. `WANDB_PROJECT` and `MLFLOW_EXPERIMENT_NAME`, else `ftkit`, if null."""
     mlflow_uri: OneLine | None = None
-    """MLflow's tracking server, without user and password; none: `MLFLOW_TRACKING_URI`."""
+    """MLflow's tracking server, without user and password. `MLFLOW_TRACKING_URI` if null."""
 
     @model_validator(mode="after")
     def _each_sink_once(self) -> Self:

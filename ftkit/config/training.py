@@ -54,13 +54,13 @@ class LoraSpec(Spec):
     alpha: PositiveInt = 16
     """The adapters' output is scaled by alpha / rank, or alpha / sqrt(rank) with use_rslora."""
     dropout: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.0
-    """Part of an adapter's inputs that is left out at random in training."""
+    """Dropout probability of an adapter's inputs during training."""
     targets: tuple[ProjectionName, ...] = Field(default=ALL_PROJECTIONS, min_length=1)
-    """Projections of each decoder layer that get an adapter; families other than the four have names of their own."""
+    """Projections of each decoder layer that get an adapter; other families may name theirs differently."""
     use_rslora: bool = False
-    """Rank-stabilised scaling (Kalajdzievski 2023)."""
+    """Rank-stabilized scaling (Kalajdzievski 2023)."""
     use_dora: bool = False
-    """Train the length of each output's weights apart from their direction (Liu et al. 2024)."""
+    """Train the magnitude of each output's weights separately from their direction (Liu et al. 2024)."""
 
     @model_validator(mode="after")
     def _each_target_once(self) -> Self:
@@ -70,14 +70,14 @@ class LoraSpec(Spec):
 
 
 class TrainingSpec(Spec):
-    """The optimisation."""
+    """The optimization."""
 
     method: Method = "full"
-    """Which parameters are trained: all, adapters alone, or adapters on weights of 4 bits (NF4)."""
+    """Which parameters are trained: all, adapters only, or adapters on 4-bit weights (NF4)."""
     lora: LoraSpec | None = None
-    """The adapters of methods lora and qlora; none: the defaults."""
+    """The adapters of methods lora and qlora. Default if null."""
     engine: EngineChoice = "auto"
-    """How the model is spread over processes; `auto` chooses, and the plan says why."""
+    """What shards the model over processes; `auto` chooses, and the plan says why."""
     offload: Offload = "none"
     """What waits in main memory: nothing, the optimizer's states, or parameters and gradients too."""
     precision: TrainingPrecision = "bf16"
@@ -90,25 +90,25 @@ class TrainingSpec(Spec):
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER]
     """Tokens in a pack."""
     micro_batch_size: Annotated[PositiveInt | Auto, BeforeValidator(_check_micro_batch_size)] = "auto"
-    """Packs that one process computes at a time; `auto`: as many as are fastest on the cluster's GPUs, by prediction,
-    with memory to spare. It changes speed and memory alone: the optimizer sees `global_batch_size`."""
+    """Packs that one process computes at a time; `auto`: the number predicted to be the fastest on the cluster's GPUs
+    with memory to spare. It changes only speed and memory: the optimizer sees `global_batch_size`."""
     global_batch_size: PositiveInt
     """Packs in an optimizer step, over all processes and accumulation steps."""
     max_steps: PositiveInt | None = None
-    """Train for so many optimizer steps, going over the data as often as that takes. Give this or num_epochs; in an
-    override, or in a recipe that extends another, it replaces the num_epochs below."""
+    """Optimizer steps; the data is repeated as often as needed. Give this or num_epochs; in an override, or in a recipe
+    that extends another, it replaces num_epochs."""
     num_epochs: PositiveInt | None = None
-    """Go over the data so many times. Give this or max_steps; it replaces a max_steps below in the same way."""
+    """Passes over the data. Give this or max_steps; it replaces max_steps in the same way."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat
     """Highest learning rate, reached after the warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    """How the learning rate goes on after the warm-up."""
+    """How the learning rate changes after the warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.03
-    """Part of all steps in which the learning rate rises from 0."""
+    """Fraction of all steps in which the learning rate rises from 0."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.0
-    """Where cosine and linear end, as a part of the highest."""
+    """Where cosine and linear end, as a fraction of the highest learning rate."""
     betas: tuple[Float, Float] = (0.9, 0.95)
     """AdamW's decay rates."""
     weight_decay: NonNegativeFloat = 0.0
@@ -117,31 +117,31 @@ class TrainingSpec(Spec):
     """Gradients are clipped to this norm."""
     attention: AttentionChoice = "auto"
     """Attention kernel: `flash4` (flash-attn-4, Hopper and newer), `flex` (any CUDA device), `sdpa` (any device);
-    `auto` takes the fastest that is there."""
+    `auto` takes the fastest that works on the GPU and the model; `eager` works for any."""
     compile: Literal["auto", "layers", "none"] = "auto"
-    """`layers`: compile each decoder layer, which fuses its element-wise work; `auto`: on GPUs, with engine fsdp2."""
+    """`layers`: compile each decoder layer, which fuses element-wise operations; `auto`: on GPUs, with engine fsdp2."""
     activation_checkpointing: ActivationCheckpointingChoice = "auto"
-    """What the backward pass computes again: nothing (`none`); the cheap operations between matrix products and
-    attention (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory
-    and a third more time. `auto`: whichever is fastest on the cluster's GPUs, by prediction, with memory to spare."""
+    """What the backward pass recomputes: nothing (`none`); the cheap operations between matmuls and attention
+    (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory and a
+    third more time. `auto`: the one that is predicted to be the fastest on the cluster's GPUs with memory to spare."""
     activation_offload: bool = False
     """With `full` checkpointing: the inputs of decoder layers wait in main memory for the backward pass."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Whether decoder layers give their gathered weights back after the forward pass and gather them again for the
-    backward pass. `never`, with engine fsdp2: they are kept, less traffic for more memory; `auto`: kept if the GPU
-    has memory to spare."""
+    """Whether decoder layers are resharded after the forward pass and all-gathered again for the backward pass.
+    `never`, with engine fsdp2: they stay unsharded, for less traffic and more memory; `auto`: `never` if the GPU has
+    memory to spare."""
     reduce_precision: Precision = "fp32"
-    """Precision in which gradients are summed over the processes; `bf16`: half the traffic, and each sum rounded."""
+    """Precision in which gradients are reduced over the processes; `bf16`: half the traffic, and each sum rounded."""
     collectives: Literal["auto", "nccl", "copy_engine"] = "auto"
-    """What moves weights and gradients between GPUs, with engine fsdp2: NCCL, whose kernels take processors from the
-    arithmetic beside them, or the copy engines, on one host with NVLink (torch 2.11 or newer); `auto`: copy engines
-    where they work. They move gradients in the precision of training, and add them up in `reduce_precision`."""
+    """What moves weights and gradients between GPUs, with engine fsdp2: NCCL, whose kernels occupy SMs that
+    matmuls could use, or the copy engines, on one host with NVLink (torch 2.11 or newer); `auto`: copy engines where
+    they work. They move gradients in the precision of training, and sum them in `reduce_precision`."""
     checkpoint_every_steps: PositiveInt = 300
-    """A checkpoint every so many steps; there is always one at the end."""
+    """Steps between checkpoints; there is always one at the end."""
     keep_checkpoints: PositiveInt = 2
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints to keep."""
     log_every_steps: PositiveInt = 10
-    """A record in metrics.jsonl every so many steps."""
+    """Steps between records in metrics.jsonl."""
     seed: Seed = 0
     """Seed of the initial weights and of the order of the data."""
 
@@ -251,7 +251,7 @@ class TrainingPlan(TrainingSpec):
     micro_batch_size: PositiveInt = 1
     """Packs that one process computes at a time."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """What the backward pass computes again."""
+    """What the backward pass recomputes."""
 
     @classmethod
     def of(
@@ -263,31 +263,31 @@ class TrainingPlan(TrainingSpec):
 
 
 class SqlExecutionSpec(Spec):
-    """Run the model's SQL in sqlite and compare the rows with those of the reference answer."""
+    """Execute the model's SQL in SQLite and compare the rows with those of the reference."""
 
     num_questions: PositiveInt = 100
-    """Held-out questions to ask."""
+    """Questions of the validation split to ask."""
     max_new_tokens: PositiveInt = 128
-    """Longest answer."""
+    """Longest completion, in tokens."""
 
 
 class EvaluationSpec(Spec):
-    """What is measured on the held-out part, before training and after it."""
+    """What is measured on the validation split, before and after training."""
 
     every_steps: PositiveInt | None = None
-    """Held-out perplexity every so many steps as well."""
+    """Also measure the perplexity of the validation split every so many steps."""
     max_packs: PositiveInt = 64
-    """Held-out packs that the perplexity is measured on, at most."""
+    """Measure perplexity on at most this many packs of the validation split."""
     sql_execution: SqlExecutionSpec | None = None
     """For text-to-SQL data."""
 
 
 class ResourcesSpec(Spec):
-    """How much of a cluster the recipe was made for; options of `ftkit run` come after it."""
+    """What the recipe asks of a cluster; options of `ftkit run` take precedence."""
 
     num_nodes: Annotated[int, Field(gt=0, le=2**16), WHOLE_NUMBER] = 1
-    """Nodes."""
+    """Number of nodes."""
     gpus_per_node: PositiveInt | None = None
-    """GPUs, and so processes, on each node; none: what the cluster's nodes have."""
+    """GPUs per node, one process each. All of the node's if null."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
-    """Slurm's words: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`; none: the profile's."""
+    """Slurm's words: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`. The profile's if null."""

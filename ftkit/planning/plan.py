@@ -150,7 +150,7 @@ def plan_run(
     training, execution = choose_execution(recipe.training, lightest)
     setup = with_resharding(replace(lightest, training=training))
     if setup.keeps_weights:
-        engine = replace(engine, reason=f"{engine.reason}; layers keep gathered weights", keeps_weights=True)
+        engine = replace(engine, reason=f"{engine.reason}; layers stay unsharded", keeps_weights=True)
     planned, memory = RecipePlan.of(recipe, model, training), predict_memory(setup)
     name = request.name or recipe.name
     return RunPlan(

@@ -99,7 +99,7 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
     room = ROOM if count_model(lightest.shape).is_exact else ROOM_IF_ESTIMATED
     best = _fastest(_options(lightest, gpu, sizes, modes), room * gpu.usable_gib)
     if best is None:
-        return resolved, ExecutionPlan(chosen, f"the least memory: nothing leaves {1 - room:.0%} of the GPU's free")
+        return resolved, ExecutionPlan(chosen, f"the least memory: no choice leaves {1 - room:.0%} of the GPU free")
     speedup = _predict(lightest, gpu).step_seconds / best.step_seconds
     gain = f", {speedup:.1f} times as fast as what takes the least memory" if speedup >= WORTHWHILE else ""
     return best.training, ExecutionPlan(

@@ -100,7 +100,7 @@ def _steps(plan: RunPlan) -> str:
     training = plan.recipe.training
     epochs = plural(training.num_epochs, "epoch") if training.num_epochs else ""
     if plan.num_steps is None:
-        return f"{epochs}: as many as the data gives, known once it is prepared"
+        return f"{epochs}; the step count is known once the data is prepared"
     tokens = f"{count(plan.num_steps * plan.batch.tokens_per_step)} tokens"
     return f"{plan.num_steps:,} ({f'{epochs}, ' if epochs else ''}{tokens})"
 

@@ -291,7 +291,7 @@ def test_without_gpus_a_few_packs_at_a_time_are_computed_once() -> None:
 def test_where_nothing_fits_the_least_memory_is_taken_and_said() -> None:
     training, execution = choose(load_recipe("llama3.3-70b-full", NOWHERE), H100)
     assert (training.micro_batch_size, training.activation_checkpointing) == (1, "full")
-    assert "nothing leaves 15% of the GPU's free" in execution.reason
+    assert "no choice leaves 15% of the GPU free" in execution.reason
 
 
 def test_a_huge_global_batch_is_resolved_at_once() -> None:
