@@ -149,6 +149,9 @@ ChatTemplateText = Annotated[str, AfterValidator(_check_chat_template)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
+Packing = Literal["auto", "off"]
+
+
 class DataSpec(Spec):
     """The data to train and evaluate on."""
 
@@ -177,6 +180,10 @@ class DataSpec(Spec):
     fits, or (text only) split it. What was done is counted and shown."""
     skip_bad: NonNegativeInt = 0
     """So many examples that can't be used are left out, each shown with its place; one more is an error."""
+    packing: Packing = "auto"
+    """`auto`: several documents in a row, where the model keeps them apart; otherwise, and with `off`, a row for each
+    document, padded on the right, which is slower. Steps hold the same documents either way. A check before step 1
+    decides."""
 
     @property
     def sources(self) -> tuple[SingleSource, ...]:

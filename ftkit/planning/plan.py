@@ -221,7 +221,7 @@ def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
     """Return the name of the prepared data: the same for whatever leads to the same packs."""
     parts = (
         str(PREPARATION_VERSION),
-        recipe.data.model_dump_json(),
+        recipe.data.model_dump_json(exclude={"packing"}),  # documents are packed on disk in any case
         model.tokenizer.model_dump_json(),
         f"{model.weights}@{model.revision}" if model.tokenizer.source == "model" else "",
         str(recipe.training.sequence_length),

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ftkit.train.model.build import find_decoder
+from ftkit.train.model.attention import packed_masks
+from ftkit.train.model.build import accepted_inputs, find_decoder, has_recurrent_layers
 from ftkit.train.model.linear_cross_entropy import LogitTransform, linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one process computes at a time: B packs of T tokens, with N labels.
+    """What one process computes at a time: B packs of T tokens, or B padded rows of one document each, with N labels.
 
     Attributes:
         input_ids: int64 [B, T].
@@ -31,6 +32,7 @@ class MicroBatch:
         labels: int64 [N], these next tokens.
         cu_seqlens: int32, where each document begins in the flattened tokens, and B * T at the end.
         max_seqlen: no document is longer.
+        attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
     """
 
     input_ids: torch.Tensor
@@ -39,6 +41,7 @@ class MicroBatch:
     labels: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
+    attention_mask: torch.Tensor | None = None
 
     def pinned(self) -> MicroBatch:
         """Return it in pinned memory, from which copies to a GPU don't stop the host."""
@@ -47,23 +50,6 @@ class MicroBatch:
     def on(self, device: torch.device) -> MicroBatch:
         """Return it on a device; from pinned memory, the copies are only queued."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def decoder_inputs(self) -> dict[str, Any]:
-        """Return the keyword arguments of a transformers model.
-
-        There is never an attention mask and never a cache: with either, transformers ignores where packed documents
-        end. Kernels find the ends in the positions, or in `cu_seqlens`.
-        """
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "attention_mask": None,
-            "use_cache": False,
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
-        }
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         changed: dict[str, Any] = {
@@ -122,10 +108,36 @@ class CausalLM(nn.Module):
 
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""
-        hidden: torch.Tensor = find_decoder(self.hf_model)(**batch.decoder_inputs()).last_hidden_state
+        decoder = find_decoder(self.hf_model)
+        hidden: torch.Tensor = decoder(**model_inputs(decoder, batch)).last_hidden_state
         return hidden
 
     def generate(self, **inputs: Any) -> torch.Tensor:
         """Return what transformers' `generate` does: int64 [B, T + new]. Within `forward` only."""
         tokens: torch.Tensor = self.hf_model.generate(**inputs)
         return tokens
+
+
+def model_inputs(module: Any, batch: MicroBatch) -> dict[str, Any]:
+    """Return the keyword arguments with which a transformers model computes a micro-batch, of those that it takes.
+
+    Packs come without an attention mask and without a cache: with either, transformers ignores where packed documents
+    end. Attention kernels find the ends in the positions or in `cu_seqlens`; layers that carry a state along the row
+    take all packs as one row, since their kernels want `cu_seqlens` of a single one.
+    """
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    if batch.attention_mask is not None:
+        inputs["attention_mask"] = batch.attention_mask
+    else:
+        if has_recurrent_layers(module.config):
+            inputs |= {name: inputs[name].view(1, -1) for name in ("input_ids", "position_ids")}
+            starts = (inputs["position_ids"] == 0).int()
+            inputs["seq_idx"] = (starts.cumsum(1) - 1).int()
+        inputs |= {
+            "attention_mask": packed_masks(module, inputs["position_ids"]),
+            "cu_seq_lens_q": batch.cu_seqlens,
+            "cu_seq_lens_k": batch.cu_seqlens,
+            "max_length_q": batch.max_seqlen,
+            "max_length_k": batch.max_seqlen,
+        }
+    return accepted_inputs(module, inputs)

@@ -32,7 +32,13 @@ from ftkit.train.components.metrics import Recorder
 from ftkit.train.components.mfu import make_mfu_meter
 from ftkit.train.components.profiler import check_profile
 from ftkit.train.components.trackers.worker import open_trackers
-from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding, verify_targets
+from ftkit.train.distributed.checks import (
+    verify_causality,
+    verify_isolation,
+    verify_logits,
+    verify_sharding,
+    verify_targets,
+)
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.loop import Outcome, TrainingLoop
 from ftkit.train.memory.oom import out_of_memory_explained
@@ -41,6 +47,7 @@ from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
 from ftkit.train.model.build import TextConfig, build_empty, has_random_weights, make_config, read_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
+from ftkit.train.packing import choose_packing
 from ftkit.train.param_count import count_method, count_modules
 from ftkit.train.world import World
 
@@ -95,12 +102,12 @@ class Trainer:
 
     def _train(self, engine: Engine, built: BuiltModel, store: PackStore, num_steps: int) -> tuple[Outcome, int]:
         """Do all that follows once there is an engine; return how it ended, and after which step."""
-        self._verify(engine, built.expected, store)
+        is_packed = self._verify(engine, built.expected, store)
         self.trace.begin("loading the newest checkpoint")
         state = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
         state = state or TrainState(step=0, fingerprint=self.plan.fingerprint)
         self._record_start(num_steps, state, built.num_parameters)
-        evaluator = Evaluator(self.plan, self.data, self.tokenizer, built.generation, self.world)
+        evaluator = Evaluator(self.plan, self.data, self.tokenizer, built.generation, self.world, is_packed)
         if state.step == 0:
             self._evaluate(evaluator, engine, 0, "before")
         training_began = time.time()
@@ -109,7 +116,7 @@ class Trainer:
                 self.plan,
                 self.world,
                 engine,
-                self._batches(store),
+                self._batches(store, is_packed=is_packed),
                 evaluator,
                 self.recorder,
                 self.trace,
@@ -138,7 +145,7 @@ class Trainer:
         check_profile(self.plan.recipe.profile, num_steps)
         return num_steps
 
-    def _batches(self, store: PackStore) -> BatchSchedule:
+    def _batches(self, store: PackStore, *, is_packed: bool) -> BatchSchedule:
         training = self.plan.recipe.training
         return BatchSchedule(
             store,
@@ -147,6 +154,7 @@ class Trainer:
             num_packs_in_run=None if training.num_epochs is None else training.num_epochs * len(store),
             rank=self.world.rank,
             size=self.world.size,
+            is_packed=is_packed,
         )
 
     def _build_engine(self) -> tuple[Engine, BuiltModel]:
@@ -197,21 +205,28 @@ class Trainer:
         )
         return made, built
 
-    def _verify(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> None:
+    def _verify(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> bool:
+        """Verify what must be true before step 1; return whether documents are trained in packs."""
         self._stage("verifying sharding and document isolation")
         recipe = self.plan.recipe
         checks = verify_sharding(engine.sharding_stats(), recipe.training, expected)
         checks |= verify_targets(store.num_targets)
-        probe = run_probe(
+        packing = choose_packing(
             engine,
             self.world,
+            recipe.data.packing,
             recipe.model.architecture.vocab_size,
-            micro_batch_size=self.plan.batch.micro_batch_size,
-            sequence_length=recipe.training.sequence_length,
+            self.plan.batch,
+            recipe.training,
         )
-        checks |= verify_isolation(probe, shares_scales=recipe.training.precision == "fp8") | verify_logits(probe)
+        if packing.reason is not None:
+            log.info("documents are padded rows instead of packs, which is slower: %s", packing.reason)
+        checks |= {"documents are": "packed" if packing.is_packed else "padded rows"}
+        checks |= verify_causality(packing.probe) | verify_logits(packing.probe)
+        checks |= verify_isolation(packing.probe, shares_scales=recipe.training.precision == "fp8")
         self.recorder.write(VerificationRecord(time.time(), checks))
         log.info("verified: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
+        return packing.is_packed
 
     def _record_start(self, num_steps: int, state: TrainState, num_parameters: int) -> None:
         record = StartRecord(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, get_args
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig
 
 from ftkit.config.execution import ParameterCounts
 from ftkit.config.model import ArchitectureSpec, ModelSpec
@@ -24,12 +25,16 @@ from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
 from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import count_parameters, method_counts
+from ftkit.planning.plan import BatchPlan
 from ftkit.train.causal_lm import CausalLM
-from ftkit.train.components.batches import to_micro_batch
+from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
+from ftkit.train.components.padding import pad_documents
 from ftkit.train.distributed.checks import (
     ProbeResult,
-    _probe_rows,
+    _packed_layout,
+    _padded_layout,
     run_probe,
+    verify_causality,
     verify_isolation,
     verify_logits,
     verify_sharding,
@@ -40,6 +45,7 @@ from ftkit.train.engine import ShardingStats
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel, generation_attention
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config, read_config
 from ftkit.train.model.weights import load_weights
+from ftkit.train.packing import PackingChoice, choose_packing
 from ftkit.train.param_count import count_method
 
 if TYPE_CHECKING:
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from ftkit.config.data import Packing
     from ftkit.train.world import World
 
 OTHERS = ("gpt_neox", "mistral", "phi3", "qwen2", "qwen3_moe")
@@ -214,15 +221,83 @@ def test_documents_that_see_each_other_are_noticed(
         verify_isolation(probe(engine, world))
 
 
-def test_a_model_that_passes_documents_on_by_convolution_is_refused(
-    tokenizer: PreTrainedTokenizerBase, world: World
-) -> None:
-    config = make_config(architecture("lfm2", initializer_range=0.2), tokenizer)
+BATCH = BatchPlan(micro_batch_size=2, accumulation_steps=1, global_batch_size=2, tokens_per_step=512)
+
+
+def packing_of(model: Any, world: World, wanted: Packing = "auto") -> PackingChoice:
+    model.config.use_cache = False
+    choice = choose_packing(
+        Fsdp2Engine(model.train(), TRAINING, world),
+        world,
+        wanted,
+        320,
+        BATCH,
+        TRAINING.model_copy(update={"sequence_length": 256}),
+    )
+    verify_causality(choice.probe)
+    verify_isolation(choice.probe)
+    verify_logits(choice.probe)
+    return choice
+
+
+def convolving(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A model that passes documents on by convolution."""
+    config = make_config(architecture("lfm2", initializer_range=0.2, max_position_embeddings=256), tokenizer)
     config.layer_types = ["conv", "full_attention"] * 2
     torch.manual_seed(3)
-    engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), TRAINING, world)
-    with pytest.raises(TrainingError, match="documents in one pack see each other"):
-        verify_isolation(probe(engine, world))
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_a_model_that_sees_across_documents_of_a_pack_is_trained_on_padded_rows(
+    tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    choice = packing_of(convolving(tokenizer), world)
+    assert not choice.is_packed
+    # transformers says so itself where kernels for packs exist, and is found out where they don't.
+    assert re.search("see each other|can't keep packed sequences apart", str(choice.reason))
+    assert packing_of(build("llama", tokenizer), world).is_packed
+    assert packing_of(build("llama", tokenizer), world, "off").reason == "the recipe asks for it"
+
+
+def test_a_model_that_takes_no_positions_is_trained_on_padded_rows(
+    tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    bloom = AutoModelForCausalLM.from_config(make_config(architecture("bloom"), tokenizer))
+    assert packing_of(bloom, world).reason == "BloomModel does not take the positions of packed documents"
+
+
+def test_a_model_that_sees_later_tokens_is_refused(world: World) -> None:
+    bert = AutoModelForCausalLM.from_config(
+        BertConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    )
+    with pytest.raises(TrainingError, match="tokens see the ones that follow them"):
+        packing_of(bert, world)
+
+
+def test_packs_of_gpt_oss_are_isolated_by_masks_of_ftkit(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    shape = architecture("gpt_oss", sliding_window=6, full_attention_every=2)
+    config = make_config(shape, tokenizer)
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    assert packing_of(AutoModelForCausalLM.from_config(config), world).is_packed
+
+
+def test_the_loss_of_padded_rows_is_that_of_packs(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    generator = np.random.default_rng(0)
+    documents = [generator.integers(0, 320, length).astype(np.int32) for length in (9, 14, 5, 30, 250, 3)]
+    packs = np.stack(
+        [
+            build_pack([Document(each, np.append(each[1:], -100).astype(np.int32)) for each in pack], 256, pad=0)
+            for pack in (documents[:4], documents[4:])
+        ]
+    )
+    model = Fsdp2Engine(build("olmo3", tokenizer, max_position_embeddings=256), TRAINING, world).model
+    with torch.no_grad():
+        packed = model(batch=to_micro_batch(packs, world.device))
+        rows = [to_padded_micro_batch(each, world.device) for each in pad_documents(packs, 256, 2)]
+        padded = [model(batch=each) for each in rows]
+    assert [tuple(each.input_ids.shape) for each in rows] == [(1, 256), (2, 128), (2, 128), (2, 128)]
+    assert float(sum(padded)) == pytest.approx(float(packed), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -323,14 +398,26 @@ def test_a_bias_of_the_output_projection_counts_in_the_loss(tokenizer: PreTraine
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 64, 1000, 20480])
-def test_a_probe_fills_rows_with_kept_documents_and_their_neighbors_in_turn(length: int) -> None:
-    kept, begins = _probe_rows(3, length)
-    assert kept.shape == (3, length)
-    assert (kept[0] == ~kept[1]).all()
-    assert (kept[0] == kept[2]).all()
-    assert 0 < kept[0].sum() < length
+def test_a_probe_fills_packs_with_kept_documents_and_their_neighbors_in_turn(length: int) -> None:
+    layout = _packed_layout(3, length)
+    chosen, begins = layout.is_kept | layout.is_later, np.flatnonzero(layout.positions[0] == 0)
+    assert chosen.shape == layout.positions.shape == (3, length)
+    assert (chosen[0] == ~chosen[1]).all()
+    assert (chosen[0] == chosen[2]).all()
+    assert 0 < layout.is_kept[0].sum() < length
+    assert not (layout.is_kept & layout.is_later).any()
     assert begins[0] == 0
     assert not np.any(begins[1:] % 2 == 0)  # never at the border of a kernel's tile
+
+
+@pytest.mark.parametrize("length", [2, 7, 300, 1000])
+def test_a_probe_of_padded_rows_keeps_every_other_row(length: int) -> None:
+    layout = _padded_layout(2, length)
+    assert layout.lengths is not None
+    assert layout.is_kept.shape[0] * layout.is_kept.shape[1] <= 2 * length
+    assert layout.is_kept[0].any()
+    assert not layout.is_kept[1::2].any()
+    assert not (layout.is_kept | layout.is_later)[0, layout.lengths[0] :].any()
 
 
 @pytest.mark.parametrize(
@@ -338,7 +425,6 @@ def test_a_probe_fills_rows_with_kept_documents_and_their_neighbors_in_turn(leng
     [
         ("t5", "sdpa", "can't build a 't5' with attention 'sdpa'"),
         ("gpt_oss", "sdpa", "can't build a 'gpt_oss'.*\n.*\n.*attention=auto"),
-        ("bloom", "eager", "BloomModel does not take the positions of packed documents"),
     ],
 )
 def test_a_model_that_cannot_take_packs_is_refused(

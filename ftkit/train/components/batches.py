@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
 from ftkit.train.causal_lm import MicroBatch
+from ftkit.train.components.padding import PaddedRows, pad_documents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +51,16 @@ class BatchSchedule:
     takes part in every collective.
     """
 
-    def __init__(
-        self, store: PackStore, plan: BatchPlan, *, seed: int, num_packs_in_run: int | None, rank: int, size: int
+    def __init__(  # noqa: PLR0913 - what is dealt out, and this process's place among the others
+        self,
+        store: PackStore,
+        plan: BatchPlan,
+        *,
+        seed: int,
+        num_packs_in_run: int | None,
+        rank: int,
+        size: int,
+        is_packed: bool = True,
     ) -> None:
         self._store = store
         self._plan = plan
@@ -59,6 +68,7 @@ class BatchSchedule:
         self._end = num_packs_in_run
         self._rank = rank
         self._size = size
+        self._is_packed = is_packed
 
     def packs_of_step(self, step: int) -> list[int]:
         """Return the packs of a step over all processes; fewer than a full batch at the end of the last epoch."""
@@ -80,14 +90,18 @@ class BatchSchedule:
     def step(self, step: int) -> StepBatch:
         """Return this process's part of a step, counted from 0, in main memory."""
         packs = self.packs_of_step(step)
+        num_targets = int(self._store.num_targets[packs].sum())
         micro, length = self._plan.micro_batch_size, self._store.sequence_length
+        if not self._is_packed:
+            rows = pad_documents(self._store.read(packs), micro * length, self._size)[self._rank :: self._size]
+            return StepBatch([to_padded_micro_batch(each, HOST) for each in rows], num_targets)
         micro_batches = []
         for accumulation in range(self._plan.accumulation_steps):
             begin = (accumulation * self._size + self._rank) * micro
             chosen = packs[begin : begin + micro]
-            rows = np.concatenate([self._store.read(chosen), _empty_packs(micro - len(chosen), length)])
-            micro_batches.append(to_micro_batch(rows, HOST))
-        return StepBatch(micro_batches, int(self._store.num_targets[packs].sum()))
+            rows_of_packs = np.concatenate([self._store.read(chosen), _empty_packs(micro - len(chosen), length)])
+            micro_batches.append(to_micro_batch(rows_of_packs, HOST))
+        return StepBatch(micro_batches, num_targets)
 
 
 def to_micro_batch(packs: NDArray[np.int32], device: torch.device) -> MicroBatch:
@@ -110,6 +124,14 @@ def to_micro_batch(packs: NDArray[np.int32], device: torch.device) -> MicroBatch
         max_seqlen=packs.shape[2],
     )
     return batch.on(device)
+
+
+def to_padded_micro_batch(rows: PaddedRows, device: torch.device) -> MicroBatch:
+    """Bring padded rows to a device in the form in which they are computed on."""
+    batch = to_micro_batch(rows.values, HOST)
+    # A row without a document has one token too: attention needs something to attend to.
+    mask = np.arange(rows.values.shape[2]) < np.maximum(1, rows.lengths)[:, None]
+    return replace(batch, attention_mask=torch.from_numpy(mask.astype(np.int64))).on(device)
 
 
 def _empty_packs(num: int, length: int) -> NDArray[np.int32]:

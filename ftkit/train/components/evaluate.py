@@ -18,8 +18,9 @@ from ftkit.data.tasks.sql_score import execution_match, read_question
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample
 from ftkit.train.causal_lm import CausalLM
-from ftkit.train.components.batches import to_micro_batch
+from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.generation import Generation
+from ftkit.train.components.padding import pad_documents
 from ftkit.train.model.attention import generation_attention
 from ftkit.train.world import World
 
@@ -41,6 +42,7 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase
     generation: Generation
     world: World
+    is_packed: bool = True
 
     def evaluate(self, engine: Engine, step: int, when: Literal["before", "during", "after"]) -> EvaluationRecord:
         """Measure perplexity; before and after training, also execute the model's SQL if the recipe asks."""
@@ -61,6 +63,12 @@ class Evaluator:
         micro = self.plan.recipe.training.micro_batch_size
         total = torch.zeros((), device=self.world.device)
         for first in range(0, num_packs, micro * self.world.size):
+            if not self.is_packed:
+                packs = store.read(range(first, min(first + micro * self.world.size, num_packs)))
+                rows = pad_documents(packs, micro * packs.shape[2], self.world.size)
+                for own in rows[self.world.rank :: self.world.size]:
+                    total += model(batch=to_padded_micro_batch(own, self.world.device))
+                continue
             # Ranks beyond the end compute the last packs again, and count them for nothing.
             begin = first + self.world.rank * micro
             counts = begin < num_packs

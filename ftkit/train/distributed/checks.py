@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from ftkit.data.encoding import IGNORED
 from ftkit.errors import TrainingError
-from ftkit.train.causal_lm import CausalLM, MicroBatch
-from ftkit.train.components.batches import to_micro_batch
-from ftkit.train.model.build import find_decoder, find_decoder_layers
+from ftkit.train.causal_lm import CausalLM, MicroBatch, model_inputs
+from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
+from ftkit.train.components.padding import PaddedRows, row_width
+from ftkit.train.model.build import accepted_inputs, find_decoder, find_decoder_layers
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import nn
 
     from ftkit.config.execution import ParameterCounts
@@ -103,10 +104,11 @@ def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a model does with two micro-batches that differ in some of their documents alone; N tokens are in each.
+    """What a model does with two micro-batches that differ only in some of their tokens; N tokens are in each.
 
     Attributes:
-        is_kept: bool [N], tokens of documents that both micro-batches hold; the others are their neighbors.
+        is_kept: bool [N], tokens that both micro-batches hold: the first part of every other document.
+        is_later: bool [N], what follows them in the same document. All other tokens are their neighbors.
         states: hidden states of each micro-batch, [N, H].
         gradients: of the second one's kept hidden states to the first layer's output at all of its tokens, [N, H].
         own_logits: what the model's own class computes for the last tokens of each row of the first, [M, V].
@@ -114,6 +116,7 @@ class ProbeResult:
     """
 
     is_kept: torch.Tensor
+    is_later: torch.Tensor
     states: tuple[torch.Tensor, torch.Tensor]
     gradients: torch.Tensor
     own_logits: torch.Tensor
@@ -121,26 +124,32 @@ class ProbeResult:
 
 
 def run_probe(
-    engine: Engine, world: World, vocab_size: int, *, micro_batch_size: int, sequence_length: int
+    engine: Engine,
+    world: World,
+    vocab_size: int,
+    *,
+    micro_batch_size: int,
+    sequence_length: int,
+    is_packed: bool = True,
 ) -> ProbeResult:
     """Run a model on two micro-batches as it is trained: in their shape, compiled, with gradients and all kernels.
 
-    Rows are filled with documents that end at uneven places, longer and shorter than most windows. Weights don't
-    change. Costs a backward pass and two forward passes of a micro-batch.
+    Packs are filled with documents that end at uneven places, longer and shorter than most windows; padded rows are of
+    half the length of a pack. Weights don't change. Costs a backward pass and two forward passes of a micro-batch.
     """
-    kept, rows = _probe_rows(micro_batch_size, sequence_length)
-    first, second = (_probe_batch(rows, kept, vocab_size, seed, world) for seed in (1, 2))
-    is_kept = torch.from_numpy(kept.reshape(-1)).to(world.device)
+    layout = (_packed_layout if is_packed else _padded_layout)(micro_batch_size, sequence_length)
+    first, second = (_probe_batch(layout, vocab_size, seed, world) for seed in (1, 2))
+    is_kept, is_later = (torch.from_numpy(of.reshape(-1)).to(world.device) for of in (layout.is_kept, layout.is_later))
     with torch.random.fork_rng(devices=[] if world.device.type == "cpu" else [world.device]):
-        torch.manual_seed(0)  # for dropout in adapters
+        torch.manual_seed(0)  # for dropout
         with engine.probe() as model:
             states, own_logits, expected_logits = model(
-                compute=_class_logits, batch=first, num_logits=min(32, sequence_length)
+                compute=_class_logits, batch=first, num_logits=min(32, layout.is_kept.shape[1])
             )
         torch.manual_seed(0)
         with engine.probe() as model:
             other_states, gradients = _states_and_gradients(model, second, is_kept)
-    return ProbeResult(is_kept, (states, other_states), gradients, own_logits, expected_logits)
+    return ProbeResult(is_kept, is_later, (states, other_states), gradients, own_logits, expected_logits)
 
 
 def _class_logits(
@@ -169,7 +178,8 @@ def _class_logits(
         find_decoder(hf_model).register_forward_hook(watch_decoder),
         hf_model.get_output_embeddings().register_forward_hook(watch_projection),
     ):
-        logits = hf_model(**batch.decoder_inputs(), logits_to_keep=num_logits).logits[:, -num_logits:]
+        inputs = model_inputs(hf_model, batch) | accepted_inputs(hf_model, {"logits_to_keep": num_logits})
+        logits = hf_model(**inputs).logits[:, -num_logits:]
     return states[0].flatten(0, 1), logits.detach().flatten(0, 1), expected[0].flatten(0, 1)
 
 
@@ -202,8 +212,25 @@ def _states_and_gradients(
     return states.detach(), gradients.flatten(0, 1)
 
 
+def verify_causality(probe: ProbeResult) -> dict[str, str]:
+    """Verify that no token sees the ones that follow it: hidden states have no gradient to them.
+
+    Raises:
+        TrainingError: they have. The loss would fall since the model sees the tokens that it is to predict.
+    """
+    leak = _leak(probe, probe.is_later)
+    if not leak <= GRADIENT_TOLERANCE:
+        raise TrainingError(
+            f"tokens see the ones that follow them: {leak:.1e} of the gradient of hidden states goes to later tokens; "
+            f"rounding explains {GRADIENT_TOLERANCE:.0e}",
+            meaning="this model's attention is not causal: it would learn to copy the tokens that it is to predict",
+            fix="choose a causal language model, or try another training.attention",
+        )
+    return {"later tokens unseen": f"gradient {leak:.0e}"}
+
+
 def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict[str, str]:
-    """Prove that documents in one pack do not see each other, neither forward nor backward.
+    """Verify that documents of a micro-batch do not see each other, neither forward nor backward.
 
     Hidden states of a document must not change with its neighbors, and their gradients to the neighbors must be zero.
     The gradient is the sharper of the two: it is exactly zero unless something is seen. Hidden states come out alike
@@ -219,18 +246,23 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict
     kept = probe.is_kept
     one, other = (states[kept].float() for states in probe.states)
     change = _largest_ratio((one - other).norm(dim=1), one.norm(dim=1))
-    norms = probe.gradients.float().norm(dim=1)
-    leak = _largest_ratio(norms[~kept], norms[kept].mean())
+    leak = _leak(probe, ~(kept | probe.is_later))
     tolerance = TENSORWISE_TOLERANCE if shares_scales else STATE_TOLERANCE[probe.states[0].dtype]
     if not (change <= tolerance and leak <= GRADIENT_TOLERANCE):  # not a number is no proof either
         raise TrainingError(
             f"documents in one pack see each other: with other neighbors, hidden states change by {change:.1e}, and "
             f"{leak:.1e} of their gradient goes to the neighbors; rounding explains {tolerance:.0e} and "
             f"{GRADIENT_TOLERANCE:.0e}",
-            meaning="this model's attention, or another of its layers, ignores where packed documents end",
-            fix="try another training.attention, update transformers, or choose another model",
+            meaning="this model's attention, or another of its layers, ignores where documents end",
+            fix="set data.packing=auto, try another training.attention, or choose another model",
         )
     return {"documents isolated": f"difference {change:.0e}, gradient {leak:.0e}"}
+
+
+def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
+    """Return the largest gradient at some tokens, relative to the mean at the kept ones."""
+    norms = probe.gradients.float().norm(dim=1)
+    return _largest_ratio(norms[to], norms[probe.is_kept].mean())
 
 
 def verify_logits(probe: ProbeResult) -> dict[str, str]:
@@ -254,31 +286,67 @@ def verify_logits(probe: ProbeResult) -> dict[str, str]:
 
 
 def _largest_ratio(values: torch.Tensor, whole: torch.Tensor) -> float:
+    if not values.numel():
+        return 0.0
     return float((values / whole.clamp_min(torch.finfo(torch.float32).tiny)).max())  # host sync: before step 1
 
 
 _DOCUMENT_SHARES = (0.05, 0.62, 0.03, 0.11)
-"""Of a row, a document each; a fifth one takes the rest."""
+"""Of a pack, a document each; a fifth one takes the rest."""
+_ROW_SHARES = (0.93, 0.61)
+"""Of a padded row, its document, in turn; the rest is padding."""
+_KEPT_SHARE = 0.75
+"""Of a kept document, its first part. What follows differs: no token may see it."""
 
 
-def _probe_rows(micro_batch_size: int, length: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Lay out the probe: which tokens belong to documents that are kept, bool [B, T], and where documents begin."""
+@dataclass(frozen=True)
+class _Layout:
+    """How documents lie in a probe's micro-batch.
+
+    Attributes:
+        is_kept, is_later: as in `ProbeResult`, bool [B, T].
+        positions: int32 [B, T], within documents.
+        lengths: int64 [B], tokens of each row's document; None for packs.
+    """
+
+    is_kept: NDArray[np.bool_]
+    is_later: NDArray[np.bool_]
+    positions: NDArray[np.int32]
+    lengths: NDArray[np.int64] | None
+
+
+def _packed_layout(micro_batch_size: int, length: int) -> _Layout:
+    """Lay out packs. Every other document is kept, those of the other parity in the next row."""
     ends = np.cumsum(_DOCUMENT_SHARES) * length
     begins = np.unique(np.concatenate([[0], ends.astype(np.int64) | 1]))  # at odd places: no tile of a kernel's
     begins = begins[begins < length]
     document = np.searchsorted(begins, np.arange(length), side="right") - 1
-    rows = np.arange(micro_batch_size)[:, None]
-    return (document + rows) % 2 == 1, begins
+    lengths = np.diff(np.append(begins, length))
+    positions = np.arange(length) - begins[document]
+    is_chosen = (document + np.arange(micro_batch_size)[:, None]) % 2 == 1
+    is_first_part = positions < np.ceil(_KEPT_SHARE * lengths[document])
+    every_row = np.broadcast_to(positions.astype(np.int32), is_chosen.shape)
+    return _Layout(is_chosen & is_first_part, is_chosen & ~is_first_part, every_row, None)
 
 
-def _probe_batch(
-    begins: NDArray[np.int64], kept: NDArray[np.bool_], vocab_size: int, seed: int, world: World
-) -> MicroBatch:
-    """Return random documents; those that are kept are the same with every seed."""
+def _padded_layout(micro_batch_size: int, length: int) -> _Layout:
+    """Lay out padded rows, of which every other one is kept."""
+    width = row_width(-(-length // 2), length)
+    num_rows = micro_batch_size * length // width
+    rows, places = np.arange(num_rows)[:, None], np.arange(width)
+    lengths = np.maximum(1, np.resize(_ROW_SHARES, num_rows) * width).astype(np.int64)
+    is_chosen = (rows % 2 == 0) & (places < lengths[:, None])
+    is_first_part = places < np.ceil(_KEPT_SHARE * lengths)[:, None]
+    every_row = np.broadcast_to(places.astype(np.int32), is_chosen.shape)
+    return _Layout(is_chosen & is_first_part, is_chosen & ~is_first_part, every_row, lengths)
+
+
+def _probe_batch(layout: _Layout, vocab_size: int, seed: int, world: World) -> MicroBatch:
+    """Return random documents; what is kept of them is the same with every seed."""
+    kept = layout.is_kept
     same, other = (np.random.default_rng(number).integers(0, vocab_size, kept.shape) for number in (0, seed))
     tokens = np.where(kept, same, other).astype(np.int32)
-    lengths = np.diff(np.append(begins, kept.shape[1]))
-    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
-    labels = np.full_like(tokens, IGNORED)
-    packs = np.stack([tokens, labels, np.broadcast_to(positions, tokens.shape)], axis=1)
-    return to_micro_batch(packs, world.device)
+    values = np.stack([tokens, np.full_like(tokens, IGNORED), layout.positions], axis=1)
+    if layout.lengths is None:
+        return to_micro_batch(values, world.device)
+    return to_padded_micro_batch(PaddedRows(values, layout.lengths), world.device)

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import AttentionInterface
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
+from ftkit.train.private_apis import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,10 @@ _CHANGES_SCORES = {"attn_logit_softcapping": "caps its attention scores"}
 _HAS_SINKS = ("gpt_oss",)
 """Families with attention sinks; no key of their configuration says so."""
 
+_IGNORES_POSITIONS = ("gpt_oss",)
+"""Families whose decoder builds its masks without `position_ids` (transformers 5.23): packed documents would attend to
+each other."""
+
 FLEX_MINIMUM = 128
 """Tokens from which on flex attention has one kernel for training and inference. For fewer queries torch takes a
 decoding kernel without gradients, which ignores documents or fails to compile (seen with torch 2.11)."""
@@ -54,23 +59,43 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
         TrainingError: the recipe asks for a kernel that can't compute this model.
         PrerequisiteError: it asks for flash-attn-4, which does not run here.
     """
-    special = _changed_scores(config)
+    special, has = _changed_scores(config), _kernels_of_class(config)
     if training.attention != "auto":
         _check_wanted(training, special, config, world)
         return training.attention, "the recipe asks for it"
+    if has == {"eager"}:
+        return "eager", "the model's class in transformers has no other"
     if world.device.type != "cuda":
+        special = special or (None if "sdpa" in has else "does not have SDPA")
         return ("eager", f"CPU; the model {special}") if special else ("sdpa", "the fastest one on CPUs")
     if special or training.compute_precision != "bf16":
         failure = f"the model {special}" if special else f"it does not compute in {training.compute_precision}"
+    elif "flash4" not in has:
+        failure = "the model's class in transformers computes its attention itself"
     elif (tried := _flash4_failure(config, world)) is None:
         return "flash4", f"{torch.cuda.get_device_name()} and flash-attn-4 is installed"
     else:
         failure = tried
-    if training.sequence_length >= FLEX_MINIMUM:
+    if training.sequence_length >= FLEX_MINIMUM and "flex" in has:
         return "flex", f"flash-attn-4 can't be used: {failure}"
-    if special:
-        return "eager", f"the model {special}, and flex attention needs {FLEX_MINIMUM} tokens"
-    return "sdpa", f"packs of {training.sequence_length} tokens: flex attention needs {FLEX_MINIMUM}"
+    flex = (
+        f"flex attention needs packs of {FLEX_MINIMUM} tokens" if "flex" in has else "its class has no flex attention"
+    )
+    return ("eager", f"the model {special}, and {flex}") if special or "sdpa" not in has else ("sdpa", flex)
+
+
+def _kernels_of_class(config: PretrainedConfig) -> set[Kernel]:
+    """Return the kernels that a model's class in transformers has."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:  # building it will fail, and say why
+        return {"flash4", "flex", "sdpa", "eager"}
+    flags: dict[Kernel, bool] = {
+        "flash4": kind._supports_attention_backend,  # noqa: SLF001 - no public name
+        "flex": kind._supports_flex_attn,  # noqa: SLF001
+        "sdpa": kind._supports_sdpa,  # noqa: SLF001
+        "eager": True,
+    }
+    return {kernel for kernel, is_there in flags.items() if is_there}
 
 
 def _changed_scores(config: PretrainedConfig) -> str | None:
@@ -139,13 +164,14 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention within documents: flash-attn-4 behind transformers' attention interface.
 
-    Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D].
+    Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D]. Without `cu_seq_lens_q`, each row is a
+    document: padding on its right is seen by none of its tokens.
     """
     for name in _UNKNOWN_TO_FLASH4:
         if unused.get(name) is not None:
@@ -155,10 +181,39 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
             )
     del module, attention_mask, unused
     batch, _, length, width = query.shape
+    if cu_seq_lens_q is None or max_length_q is None:
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+        cu_seq_lens_q, max_length_q = rows * length, length
     flat = [tensor.transpose(1, 2).reshape(batch * length, -1, width) for tensor in (query, key, value)]
     scale = scaling if scaling is not None else 1 / math.sqrt(width)
     output, _ = _varlen(*flat, cu_seq_lens_q, max_length_q, scale, sliding_window)
     return output.view(batch, length, -1, width), None
+
+
+def packed_masks(module: Any, position_ids: torch.Tensor) -> dict[str, Any] | None:
+    """Return attention masks of packs, [1, T], for families that build them without positions; None for all others.
+
+    Other decoders find where documents begin in `position_ids`, since they get no mask.
+    """
+    if module.config.model_type not in _IGNORES_POSITIONS or not CONVERTS_WEIGHTS:
+        return None
+    from transformers.masking_utils import (  # noqa: PLC0415 - transformers 4 has other parameters
+        create_causal_mask,
+        create_sliding_window_causal_mask,
+    )
+
+    weight = next(module.parameters())
+    inputs: dict[str, Any] = {
+        "config": module.config,
+        "inputs_embeds": torch.empty(*position_ids.shape, 0, dtype=weight.dtype, device=position_ids.device),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": position_ids,
+    }
+    return {
+        "full_attention": create_causal_mask(**inputs),
+        "sliding_attention": create_sliding_window_causal_mask(**inputs),
+    }
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
     """Build a model with its parameters on the meta device; its buffers are real.
 
     Raises:
-        TrainingError: it is not a causal language model that takes packed documents with this attention kernel.
+        TrainingError: it is not a causal language model, or does not have this attention kernel.
     """
     try:
         with init_empty_weights(include_buffers=False):
@@ -145,7 +145,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
             fix="set training.attention=auto, or choose another model",
         ) from error
     built.tie_weights()  # tied parameters became separate objects
-    _check_takes_packs(built)
+    _check_has_decoder(built)
     _avoid_grouped_mm_of_odd_sizes(built)
     return _prepared(built)
 
@@ -162,17 +162,49 @@ def _avoid_grouped_mm_of_odd_sizes(model: Any) -> None:
         model.set_experts_implementation("eager")
 
 
-def _check_takes_packs(model: Any) -> None:
-    """Refuse a model whose decoder takes neither `position_ids` nor arguments for attention kernels."""
+def _check_has_decoder(model: Any) -> None:
+    """Refuse a model whose hidden states can't be computed without its output projection."""
     decoder = find_decoder(model)
-    taken = inspect.signature(decoder.forward).parameters.values()
-    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken)
-    if decoder is model or not takes_more or not any(each.name == "position_ids" for each in taken):
+    if decoder is model or model.get_output_embeddings() is None:
         raise TrainingError(
-            f"{type(decoder).__name__} does not take the positions of packed documents",
-            meaning="it keeps no track of positions, or its class in transformers is of an older kind",
+            f"{type(model).__name__} has no decoder apart from its output projection",
+            meaning="its class in transformers is of another kind than a causal language model's",
             fix="choose another model, or an image with a newer transformers",
         )
+
+
+def why_not_packed(model: Any) -> str | None:
+    """Say why a model can't be told where packed documents begin; None if it may be."""
+    decoder = find_decoder(model)
+    taken = _parameters(decoder)
+    if taken is None or "position_ids" in taken:
+        return None
+    return f"{type(decoder).__name__} does not take the positions of packed documents"
+
+
+def accepted_inputs(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the keyword arguments that a module's forward takes."""
+    taken = _parameters(module)
+    if taken is None:
+        return inputs
+    return {name: value for name, value in inputs.items() if name in taken}
+
+
+def _parameters(module: nn.Module) -> frozenset[str] | None:
+    """Return the parameters of a module's forward; None if it takes any.
+
+    A forward that lists its inputs, but no positions, has `**kwargs` for other purposes: it may refuse them.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    is_listed = "input_ids" in parameters and "position_ids" not in parameters
+    return None if takes_any and not is_listed else frozenset(parameters)
+
+
+def has_recurrent_layers(config: Any) -> bool:
+    """Tell whether some layers carry a state from token to token, beside or instead of attention."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return any("attention" not in kind or "linear" in kind for kind in kinds)
 
 
 def _prepared(model: Any) -> nn.Module:
@@ -183,37 +215,40 @@ def _prepared(model: Any) -> nn.Module:
 
 
 def find_decoder(model: Any) -> Any:
-    """Return the module under the output projection.
+    """Return the module under the output projection; the model itself if there is none.
 
-    In transformers 4, `get_decoder` of some models returns the whole model.
+    `get_decoder` of some models returns the whole model: in transformers 4, and Llama 4's text model, whose
+    `base_model_prefix` is another one's.
     """
     decoder = model.get_decoder()
-    return model.base_model if decoder is model else decoder
+    if decoder is model:
+        decoder = model.base_model
+    if decoder is model:
+        layers = find_decoder_layers(model)
+        decoder = next((child for child in model.children() if any(part is layers for part in child.modules())), model)
+    return decoder
 
 
 def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers.
 
-    Found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit.
+    Found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit. Layers may be
+    of several classes, as in models that mix attention with other layers.
 
     Raises:
         TrainingError: the model has no such list of layers.
     """
-    lists = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
-    ]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     expected = getattr(model.config, "num_hidden_layers", None)
     matching = [layers for layers in lists if len(layers) == expected]
     if not matching:
         found = ", ".join(f"{len(layers)} x {type(layers[0]).__name__}" for layers in lists) or "none"
         raise TrainingError(
-            f"the model's {expected} decoder layers were not found; lists of equal modules in it: {found}",
-            meaning="this model is not built as a decoder of equal layers",
+            f"the model's {expected} decoder layers were not found; lists of modules in it: {found}",
+            meaning="this model is not built as a decoder of layers",
             fix="choose a model of another family",
         )
-    return max(matching, key=lambda layers: sum(parameter.numel() for parameter in layers[0].parameters()))
+    return max(matching, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
 def has_random_weights(model: ModelSpec) -> bool:
