@@ -1,0 +1,64 @@
+"""Documents of packs as padded rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.data.encoding import IGNORED
+from ftkit.train.components.padding import MIN_WIDTH, pad_documents, row_width
+
+LENGTH = 300
+
+
+def pack(lengths: list[int], first: int) -> np.ndarray:
+    """Return a pack of documents that are numbered from `first` on: token and label say which."""
+    values = np.zeros((3, LENGTH), dtype=np.int32)
+    values[1], begin = IGNORED, 0
+    for number, length in enumerate(lengths, start=first):
+        values[0, begin : begin + length] = number
+        values[1, begin : begin + length - 1] = number
+        values[2, begin : begin + length] = np.arange(length)
+        begin += length
+    values[2, begin:] = np.arange(LENGTH - begin)
+    return values
+
+
+@given(
+    st.lists(st.lists(st.integers(2, 75), min_size=1, max_size=4) | st.just([300]), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_each_document_is_one_row_and_ranks_have_equally_many_micro_batches(
+    lengths: list[list[int]], micro_batch_size: int, num_ranks: int
+) -> None:
+    firsts = np.cumsum([1, *map(len, lengths)])
+    packs = np.stack([pack(each, first) for each, first in zip(lengths, firsts, strict=False)])
+    groups = pad_documents(packs, micro_batch_size * LENGTH, num_ranks)
+    assert len(groups) % num_ranks == 0
+    found = {}
+    for group in groups:
+        rows, _, width = group.values.shape
+        assert rows * width <= micro_batch_size * LENGTH
+        for values, length in zip(group.values, group.lengths, strict=True):
+            assert (values[1, length:] == IGNORED).all()
+            if length:
+                number = int(values[0, 0])
+                assert number not in found
+                assert (values[0, :length] == number).all()
+                assert (values[1] != IGNORED).sum() == length - 1
+                found[number] = int(length)
+    assert found == dict(enumerate((length for each in lengths for length in each), start=1))
+    longest = [group.lengths.max() for group in groups]
+    assert longest == sorted(longest, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("length", "longest", "width"),
+    [(1, 4096, 128), (129, 4096, 256), (2049, 4096, 4096), (9, 100, 100), (76, 300, 150)],
+)
+def test_rows_have_one_of_few_widths(length: int, longest: int, width: int) -> None:
+    assert row_width(length, longest) == width
+    assert width >= min(MIN_WIDTH, longest)
