@@ -47,8 +47,11 @@ class FtkitError(Exception):
         return "\n".join(part for part in (self.what, self.meaning, self.fix) if part)
 
 
-def one_line(error: BaseException) -> str:
-    """Return what an exception says on one line of at most 200 characters: the system's words, or its type's name."""
+def one_line(error: BaseException | str) -> str:
+    """Return an exception's message on one line of at most 200 characters.
+
+    Of a system call's error that is the system's reason; an exception without a message is named by its type.
+    """
     text = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_ONE_LINE else text[: _MAX_ONE_LINE - 1] + "…"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.digest import Digest
-from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
+from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
 from ftkit.images.oci import credentials as who
 from ftkit.images.oci.documents import RunConfig, read_run_config
 from ftkit.images.oci.rootfs import ImageConfig
@@ -88,10 +88,6 @@ def _knock() -> None:
 
 def _address() -> str:
     return os.environ.get("DOCKER_HOST") or _DEFAULT_HOST
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or _first_line(error)
 
 
 def inspect(client: APIClient, name: str) -> DockerImage | None:
@@ -235,12 +231,12 @@ def run_inside(client: APIClient, image: str, command: list[str]) -> tuple[int, 
 
 def as_image_error(error: Exception, what: str) -> ImageError:
     """Turn an error of the SDK into ours."""
-    return ImageError(f"{what}: {_first_line(error)}", fix="see 'docker info' and the engine's own log")
+    return ImageError(f"{what}: {_reason(error)}", fix="see 'docker info' and the engine's own log")
 
 
-def _first_line(error: Exception) -> str:
-    said = str(getattr(error, "explanation", None) or error)
-    return said.strip().splitlines()[0] if said.strip() else type(error).__name__
+def _reason(error: Exception) -> str:
+    """Return the engine's own words, without the HTTP library's around them."""
+    return one_line(getattr(error, "explanation", None) or error)
 
 
 def _epoch(value: object) -> int:

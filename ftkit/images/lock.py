@@ -91,7 +91,7 @@ def read_lock(definition: ImageDefinition) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ImageError(f"{spec.reference} has no lock: can't read {path}: {error.strerror}", fix=fix) from error
+        raise ImageError(f"{spec.reference} has no lock: can't read {path}: {one_line(error)}", fix=fix) from error
     replaced = sorted(set(parse_pins(text)) & {normalize_name(name) for name in spec.provided})
     if replaced:
         raise ImageError(

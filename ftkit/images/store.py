@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from ftkit.config.digest import Digest
 from ftkit.config.image_reference import ImageFormat, NamedImage
-from ftkit.errors import PrerequisiteError
+from ftkit.errors import PrerequisiteError, one_line
 from ftkit.files import mode_of_new_files, publish, read_json_if_valid, remove, sync, write_file, write_json
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ImageStore:
             probe.unlink()
         except OSError as error:
             raise PrerequisiteError(
-                f"can't write images to {self.root}: {error.strerror or error}",
+                f"can't write images to {self.root}: {one_line(error)}",
                 meaning="the workspace is read-only or full, belongs to someone else, or is not mounted here",
                 fix="see with 'ftkit config' where the workspace is; set FTKIT_WORKSPACE or 'workspace:' in ftkit.yaml",
             ) from error

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from ftkit.config.digest import shortened
 from ftkit.config.image_reference import is_loopback
-from ftkit.errors import ImageError, NotFoundError, PrerequisiteError
+from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
 from ftkit.images.oci import credentials as who
 from ftkit.images.oci.documents import read_answer
 from ftkit.images.oci.transfer import DeadlineError, StalledError, TransientError, within
@@ -331,5 +331,4 @@ def _last_reason(error: BaseException) -> str:
     """Return the innermost reason of an error of the HTTP library, which wraps it several times."""
     while inner := error.__cause__ or error.__context__:
         error = inner
-    said = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-    return "".join(character if character.isprintable() else " " for character in said[:200])
+    return "".join(character if character.isprintable() else " " for character in one_line(error))

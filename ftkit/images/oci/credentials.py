@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ftkit.config.image_reference import DOCKER_HUB
-from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.errors import ImageError, PrerequisiteError, one_line
 
 if TYPE_CHECKING:
     from ftkit.config.image_reference import RegistryImage
@@ -57,7 +57,7 @@ def find(host: str) -> Credentials | None:
         found = auth.load_config().resolve_authconfig(entry)
     except DockerException as error:
         raise PrerequisiteError(
-            f"docker's credential helper for {host} failed: {str(error).splitlines()[0]}",
+            f"docker's credential helper for {host} failed: {one_line(error)}",
             meaning="docker's config.json names a helper that is not installed or not logged in",
             fix=f"see 'credsStore' and 'credHelpers' in ~/.docker/config.json, or run 'docker login {host}'",
         ) from error

@@ -13,6 +13,8 @@ from ftkit.train.private_apis import compile_failures
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+from ftkit.errors import one_line
+
 log = logging.getLogger(__name__)
 
 
@@ -37,7 +39,7 @@ class CompiledForward:
             return self._compiled(*args, **kwargs)
         except self._failures as error:
             is_limit = isinstance(error, self._failures[1])
-            reason = "It is called in more ways than torch compiles." if is_limit else str(error).splitlines()[0]
+            reason = "It is called in more ways than torch compiles." if is_limit else one_line(error)
             _warn_once(self._name, reason)
             self._compiled = torch.compile(self._forward)
         return self._compiled(*args, **kwargs)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ftkit.config.paths import is_path
-from ftkit.errors import NotFoundError, TrainingError
+from ftkit.errors import NotFoundError, TrainingError, one_line
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
@@ -56,7 +56,7 @@ def _download(model: ModelSpec, patterns: list[str]) -> None:
         snapshot_download(model.weights, revision=model.revision, allow_patterns=patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise NotFoundError(
-            f"can't download '{model.weights}': {str(error).splitlines()[0]}",
+            f"can't download '{model.weights}': {one_line(error)}",
             meaning="the name is wrong, the model is gated and HF_TOKEN may not read it, or the hub is out of reach",
             fix="accept the model's license on the hub and set HF_TOKEN; or give model.weights a local folder",
         ) from error
