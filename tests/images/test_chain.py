@@ -150,7 +150,7 @@ def test_an_import_that_is_there_is_not_made_again(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.ok("import", "tiny:1")
     again = project.ok("import", "tiny:1")
-    assert "is there already" in again.stderr
+    assert "is already imported" in again.stderr
     assert "packing" not in again.stderr
 
 

@@ -172,7 +172,7 @@ def test_a_tracker_that_is_gone_is_a_warning_once_and_no_secret_is_in_it(
     with caplog.at_level(logging.WARNING):
         send(plan_with("tensorboard"), world, [start(), step(1, 4.0), step(2, 3.0), *REST])
     (warning,) = [record for record in caplog.records if record.name == worker.__name__]
-    assert "the training goes on: ConnectionError" in warning.message
+    assert "training continues: ConnectionError" in warning.message
     assert "hunter2" not in warning.message
     train, held_out, outcome = taken
     assert (train["train/loss"], held_out["eval/loss"], outcome) == (1.0, 2.0, "completed")
@@ -196,7 +196,7 @@ def test_a_tracker_that_hangs_does_not_hold_the_run_up(
     monkeypatch.setitem(worker.TRACKERS, "tensorboard", lambda _: Hanging())
     monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.05)
     send(plan_with("tensorboard"), world, BEGINNING + REST)
-    assert "did not take everything in time" in caplog.text
+    assert "did not take all records in time" in caplog.text
     answer.set()
 
 

@@ -1,4 +1,4 @@
-"""The trained model in the formats that others load: Hugging Face's for a whole one, peft's for adapters."""
+"""Export the trained model: in Hugging Face's format, or peft's for adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportedParts:
-    """What belongs to a model besides its weights."""
+    """Everything of an exported model besides its weights."""
 
     recipe: RecipePlan
     config: TextConfig
@@ -39,9 +39,9 @@ class ExportedParts:
 
 
 def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> None:
-    """Write weights, configurations and tokenizer into a folder, in the precision that was trained in.
+    """Write weights, configurations and tokenizer into a folder, in the precision of training.
 
-    Every rank must call it. The folder takes its final name when all is written.
+    Collective: every rank must call it. The folder appears complete, and replaces a former export.
     """
     weights = engine.trained_weights()
     if world.is_first:
@@ -59,16 +59,16 @@ def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> 
 
 
 def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor that has all of its memory, as files want it.
+    """Return a contiguous tensor that owns all of its storage, as safetensors requires.
 
-    Where rows don't divide by the number of ranks, what was gathered is a part of a larger tensor.
+    Where the number of ranks does not divide the rows, a gathered tensor is a view of a larger one.
     """
     stored = tensor.to(dtype).contiguous()
     return stored if stored.untyped_storage().nbytes() == stored.nbytes else stored.clone()
 
 
 def _let_others_read(folder: Path) -> None:
-    """Give all files the mode of new ones: safetensors' are their owner's alone, whatever the umask says."""
+    """Give all files the mode of new files: safetensors makes its files private, whatever the umask is."""
     mode = mode_of_new_files(folder)
     for path in folder.rglob("*"):
         if path.is_file():
@@ -76,7 +76,7 @@ def _let_others_read(folder: Path) -> None:
 
 
 def _write_model(weights: Mapping[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
-    """Write what `AutoModelForCausalLM.from_pretrained` loads: the text model, whatever was around it."""
+    """Write what `AutoModelForCausalLM.from_pretrained` loads: the text model, also of a multimodal one."""
     config = parts.config.text
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     save_torch_state_dict({name: tensor for name, tensor in weights.items() if name not in tied}, folder)
@@ -86,7 +86,7 @@ def _write_model(weights: Mapping[str, torch.Tensor], parts: ExportedParts, fold
 
 
 def _write_adapters(weights: dict[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
-    """Write what `PeftModel.from_pretrained` loads on top of the pretrained model, the multimodal one if it is."""
+    """Write what `PeftModel.from_pretrained` loads on top of the pretrained model, which may be multimodal."""
     lora = parts.recipe.training.adapters
     if lora is None:
         raise AssertionError("there are adapters to write, or the whole model is written")

@@ -1,4 +1,4 @@
-"""How the trained model's answers are generated: by ftkit's evaluation, and by whoever loads the export."""
+"""Generation settings of the trained model, for ftkit's evaluation and for the export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step."""
+"""The learning rate schedule: the only place that computes a step's learning rate."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ if TYPE_CHECKING:
 
 
 def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float:
-    """Return the learning rate of a step, counted from 0.
+    """Return the learning rate of a step.
 
-    Rises linearly over the first `warmup_ratio` of all steps, and reaches its height with the last of them; then
-    stays, or falls to `min_learning_rate_ratio` along a line or half a cosine (Loshchilov & Hutter 2017, eq. 5).
+    It rises linearly over the first `warmup_ratio` of all steps, to `learning_rate` at the last of these. Then it stays
+    constant, or decays to `min_learning_rate_ratio` of that, linearly or along a cosine (Loshchilov & Hutter 2017,
+    eq. 5).
+
+    Args:
+        step: counted from 0.
+        num_steps: of the run.
+        training: the schedule.
     """
     warmup = round(training.warmup_ratio * num_steps)
     if step < warmup:

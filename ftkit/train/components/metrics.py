@@ -1,4 +1,4 @@
-"""What the steps report: reduced over the ranks, written to metrics.jsonl, and never in the device's way."""
+"""Metrics of the steps: reduced over the ranks, written to metrics.jsonl, and never waited for by the device."""
 
 from __future__ import annotations
 
@@ -41,24 +41,29 @@ class StepOutcome:
 
 
 class Recorder:
-    """Appends records to metrics.jsonl on rank 0, and passes them on; the other ranks write nothing."""
+    """Append records to metrics.jsonl on rank 0, and send them to the trackers; other ranks write nothing."""
 
-    def __init__(self, path: Path, world: World, pass_on: Callable[[Record], None]) -> None:
+    def __init__(self, path: Path, world: World, send: Callable[[Record], None]) -> None:
         self._path = path if world.is_first else None
-        self._pass_on = pass_on
+        self._send = send
 
     def write(self, record: Record) -> None:
-        """Append a record."""
+        """Append a record, and send it."""
         if self._path is not None:
             append_record(self._path, record)
-            self._pass_on(record)
+            self._send(record)
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Seconds of one step on the host's clock: in all, of forward, backward and optimizer, and without a batch.
+    """Seconds of one step on the host's clock.
 
     The host runs ahead of a GPU by a step at most, so over several steps these are the GPU's seconds too.
+
+    Attributes:
+        seconds: the step, without checkpoints and evaluations.
+        work_seconds: forward, backward and optimizer.
+        wait_seconds: waiting for a batch.
     """
 
     seconds: float
@@ -67,7 +72,7 @@ class StepTiming:
 
 
 class Stopwatch:
-    """Tells the time of the work proper (forward, backward, optimizer) and of waiting from that of the rest."""
+    """Measure a step's time: of forward, backward and optimizer, of waiting for a batch, and in all."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
@@ -77,21 +82,21 @@ class Stopwatch:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Count what is inside as work."""
+        """Count the block as forward, backward and optimizer."""
         begin = time.perf_counter()
         yield
         self._work += time.perf_counter() - begin
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count what is inside as waiting for a batch."""
+        """Count the block as waiting for a batch."""
         begin = time.perf_counter()
         yield
         self._wait += time.perf_counter() - begin
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what is inside out: checkpoints and evaluations report their own time."""
+        """Leave the block out: checkpoints and evaluations report their own time."""
         begin = time.perf_counter()
         yield
         self._paused += time.perf_counter() - begin
@@ -128,11 +133,11 @@ class _Pending:
 
 
 class StepReducer:
-    """Sums losses and the request to stop over the ranks.
+    """Sum losses and requests to stop over the ranks, one step behind.
 
-    A GPU runs behind the host. A step's sums are read when the next step is queued, by waiting for their own copy
-    and not for the queue: the device goes on, and a step is reported when the device has done it. All ranks read the
-    same numbers, so all stop after the same step.
+    A GPU runs behind the host. The sums of a step are read once the next step is queued, by waiting for the copy of
+    the sums and not for the queue, so that the device never idles. All ranks read the same numbers, and so stop after
+    the same step.
     """
 
     def __init__(self) -> None:
@@ -140,7 +145,7 @@ class StepReducer:
         self._buffer: torch.Tensor | None = None
 
     def push(self, step: int, num_targets: int, outcome: StepOutcome, timing: StepTiming, *, stop: bool) -> None:
-        """Start the sums of a step. The one before must have been returned."""
+        """Start the sums of a step. Collective; the step before must have been popped."""
         sums = torch.stack([outcome.loss, torch.full_like(outcome.loss, float(stop))])
         dist.all_reduce(sums)
         numbers = torch.cat([sums, outcome.grad_norm.to(sums).reshape(1)])
@@ -155,13 +160,13 @@ class StepReducer:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is a step to be returned without waiting for it."""
+        """Whether `pop` would return a step without waiting."""
         if self._pending is None:
             return False
         return self._pending.copied is None or bool(self._pending.copied.query())  # type: ignore[no-untyped-call]
 
     def pop(self) -> StepResult | None:
-        """Return the step that was pushed last, if it was not returned yet."""
+        """Wait for the step that was pushed last, and return it; None if it was popped already."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -174,7 +179,7 @@ class StepReducer:
 
 
 class StepReporter:
-    """Writes a record every so many steps, with speeds over the steps since the last one."""
+    """Write a record every few steps, with the throughput since the last record."""
 
     def __init__(
         self, recorder: Recorder, trace: MemoryTrace, mfu_meter: MfuMeter, num_steps: int, tokens_per_step: int
@@ -188,12 +193,12 @@ class StepReporter:
         self._num_packs = 0
 
     def count(self, result: StepResult, num_packs: int) -> None:
-        """Take a step's time, and the packs that it worked on over all ranks, into the next record."""
+        """Add a step's time, and its packs over all ranks, to the next record."""
         self._timings.append(result.timing)
         self._num_packs += num_packs
 
     def report(self, result: StepResult, epoch: float) -> None:
-        """Write the record of the step that was counted last."""
+        """Write the record of the step that was counted last; `epoch` is how often the data was seen by then."""
         seconds = sum(timing.seconds for timing in self._timings)
         work = sum(timing.work_seconds for timing in self._timings)
         wait = sum(timing.wait_seconds for timing in self._timings)

@@ -1,4 +1,4 @@
-"""How much of the GPUs' peak a run makes use of (MFU)."""
+"""Model FLOPs utilization: the share of the GPUs' peak that a run uses (MFU; Chowdhery et al. 2022, appendix B)."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ NUM_SAMPLED_PACKS = 64
 
 @dataclass(frozen=True)
 class MfuMeter:
-    """What a pack costs on average, and what all GPUs could do.
+    """Turn a throughput into MFU.
 
     Attributes:
-        flops_per_pack: operations, forward and backward (`ftkit.planning.estimates.flops`), of documents; padding is
-            computed too, for nothing.
-        peak_flops: of all GPUs, a second; none: their kind is not known, or the operations are an estimate.
+        flops_per_pack: FLOPs of an average pack, forward and backward (`ftkit.planning.estimates.flops`); of its
+            documents alone: padding is computed too, but is no useful work.
+        peak_flops: FLOPs a second of all GPUs; None if the GPU is unknown, or the model's FLOPs are an estimate.
     """
 
     flops_per_pack: float
     peak_flops: float | None
 
     def mfu(self, packs_per_second: float) -> float | None:
-        """Return which part of the peak a speed is. Never a guess: without a known peak there is none."""
+        """Return MFU from 0 to 1; None without a known peak."""
         return None if self.peak_flops is None else packs_per_second * self.flops_per_pack / self.peak_flops
 
 
 def make_mfu_meter(recipe: RecipePlan, store: PackStore, world: World) -> MfuMeter:
-    """Count what a pack costs on average, from packs spread evenly over the data.
+    """Count the FLOPs of an average pack, on packs spread evenly over the data.
 
-    Tokens see their own document alone, and the output projection is computed for targets alone.
+    A token attends to its own document alone, and the output projection is computed for targets alone.
     """
     packs = store.read(range(0, len(store), -(-len(store) // NUM_SAMPLED_PACKS)))
     positions = packs[:, 2]

@@ -1,4 +1,4 @@
-"""AdamW: which parameters decay, and where its states wait between steps."""
+"""AdamW: its parameter groups, and optimizer states in main memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str, Any]]:
-    """Return the trained parameters: matrices, which decay, and the rest, which do not."""
+    """Return the trained parameters in two groups: matrices with weight decay, vectors and scalars without."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if _num_dimensions(parameter) >= 2]  # noqa: PLR2004
     vectors = [parameter for parameter in trained if _num_dimensions(parameter) < 2]  # noqa: PLR2004
@@ -29,10 +29,10 @@ def _num_dimensions(parameter: torch.Tensor) -> int:
 
 
 class HostStateAdamW(torch.optim.AdamW):
-    """AdamW whose states wait in main memory; a parameter's come to the device for its update alone."""
+    """AdamW with its states in main memory: a parameter's are on the device during its update alone."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
-        """Update parameter by parameter."""
+        """Update one parameter after the other."""
         groups = self.param_groups
         try:
             for group in groups:
@@ -45,7 +45,7 @@ class HostStateAdamW(torch.optim.AdamW):
             self.param_groups = groups
 
     def to_host(self) -> None:
-        """Send all states back: loading leaves them on the device."""
+        """Move all states to main memory: loading a checkpoint leaves them on the device."""
         for parameter in self.state:
             self._move_states(parameter, torch.device("cpu"))
 

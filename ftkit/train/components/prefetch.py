@@ -1,4 +1,4 @@
-"""Batches of the steps to come, built by a thread while the device works on the step at hand."""
+"""Prefetch batches: a thread builds those of the next steps while the device works on this one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from ftkit.train.components.batches import StepBatch
 
 NUM_AHEAD = 2
-"""Batches that are ready or being built: one for a slow read of the disk, one more for a slower one."""
+"""Batches that are ready or being built; a second one covers a slow read of the disk."""
 
 
 @contextmanager
 def prefetched(
     build: Callable[[int], StepBatch], steps: Iterable[int], device: torch.device
 ) -> Iterator[Iterator[StepBatch]]:
-    """Give the batches of `steps`, in order. `build` makes one in main memory; it is called in the thread alone.
+    """Yield an iterator over the batches of `steps`, on `device`.
 
-    What `build` raises comes out where its batch would have. The thread ends with the block, however that ends.
+    `build` makes a batch in main memory, and is called in the thread. An exception of `build` is raised where its batch
+    would be returned. The thread ends with the block.
     """
     builder = ThreadPoolExecutor(1, "batches", _start_thread, (device,))
     try:

@@ -1,4 +1,4 @@
-"""torch's profiler around the training loop, on the ranks and for the steps that the recipe names."""
+"""Profile the training loop with torch.profiler, on the ranks and steps that the recipe sets."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_MEMORY_EVENTS = 500_000
-"""Allocations and frees that a snapshot remembers: some hundred MB of main memory at most."""
+"""Allocations and frees that a memory snapshot records: a few hundred MB of main memory at most."""
 
 
 def check_profile(spec: ProfileSpec, num_steps: int) -> None:
-    """Check that a run is long enough, where only the prepared data tells how long it is.
+    """Check that the run has enough steps for the profile: its length is known once the data is prepared.
 
     Raises:
-        TrainingError: it is not.
+        TrainingError: the run is too short.
     """
     if spec.enabled and spec.num_steps > num_steps:
         raise TrainingError(
@@ -41,7 +41,7 @@ def check_profile(spec: ProfileSpec, num_steps: int) -> None:
 
 @contextmanager
 def profiled(spec: ProfileSpec, layout: RunLayout, world: World) -> Iterator[Callable[[], object]]:
-    """Give what tells the profiler that a step has ended. A run that is resumed is profiled once."""
+    """Yield a function to call at the end of each step. A resumed run is not profiled again."""
     is_done = layout.profile_trace(world.rank, spec.cycles - 1).exists()
     if not spec.enabled or world.rank not in spec.ranks or is_done:
         yield lambda: None
@@ -76,7 +76,7 @@ def profiled(spec: ProfileSpec, layout: RunLayout, world: World) -> Iterator[Cal
 
 @contextmanager
 def _memory_history(layout: RunLayout, world: World) -> Iterator[None]:
-    """Remember allocations, and write them down at the end, also when that is an out-of-memory error."""
+    """Record allocations, and write the snapshot at the end, after an out-of-memory error too."""
     torch.cuda.memory._record_memory_history(max_entries=NUM_MEMORY_EVENTS, stacks="python")  # noqa: SLF001
     try:
         yield

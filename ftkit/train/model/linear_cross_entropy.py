@@ -1,4 +1,4 @@
-"""Output projection and cross-entropy in one, a chunk of tokens at a time: the logits are never there as a whole."""
+"""Output projection and cross-entropy fused, a chunk of tokens at a time, so that no tensor holds all logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model makes of its output projection's products before they are logits: it scales them, then caps them.
+    """How a model turns the products of its output projection into logits: it scales them, then soft-caps them.
 
     A cap `c` is `c * tanh(x / c)`, as in Gemma 2.
     """
@@ -30,7 +30,7 @@ class LogitTransform:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> LogitTransform:
-        """Return a model's, by what families call it in their configurations."""
+        """Read the transform from a model's configuration, where families name it differently."""
         divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
         factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
         return cls(factor / divisor, getattr(config, "final_logit_softcapping", None))
@@ -41,23 +41,23 @@ class LogitTransform:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def derivative(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Return that of `apply`, from what it returned."""
+        """Return the derivative of `apply`, from the logits that it returned."""
         return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
 
 
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform = LogitTransform()
 ) -> torch.Tensor:
-    """Return the cross-entropy of the logits of `hidden @ weight.T` against the targets, summed, in fp32.
+    """Return the summed cross-entropy of the logits of `hidden @ weight.T`, in fp32.
 
-    The gradients are computed in the forward pass, while a chunk's logits are there: one pass over them instead of
-    keeping or recomputing them.
+    The forward pass computes the gradients too, while a chunk's logits exist, so that they are neither kept nor
+    recomputed.
 
     Args:
         hidden: [N, H].
         weight: [V, H].
-        targets: int64 [N].
-        transform: what makes logits of the products.
+        targets: int64 [N], token ids below V.
+        transform: from products to logits.
     """
     loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
     return loss
@@ -127,10 +127,10 @@ def _plain(
     places = torch.arange(products.shape[1], device=products.device)
     logits = transform.apply(products.float())
     exact = logits.masked_fill(places >= vocabulary, -torch.inf)
-    normaliser = exact.logsumexp(dim=-1, keepdim=True)
+    lse = exact.logsumexp(dim=-1, keepdim=True)
     chosen = exact.gather(1, targets[:, None])
-    gradient = (exact - normaliser).exp() - (places == targets[:, None]).float()
-    return (normaliser - chosen).sum(), (gradient * transform.derivative(logits)).to(products.dtype)
+    gradient = (exact - lse).exp() - (places == targets[:, None]).float()
+    return (lse - chosen).sum(), (gradient * transform.derivative(logits)).to(products.dtype)
 
 
 @cache

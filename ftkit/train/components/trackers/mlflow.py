@@ -1,4 +1,4 @@
-"""MLflow, at a tracking server or whatever else its client can write to."""
+"""MLflow, at a tracking server or any other store of its client."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _RUN_TAG = "ftkit.run"
 _STATUSES = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _PARAMETERS_AT_ONCE = 100
 _LONGEST_PARAMETER = 500
-"""Servers take so many characters, older ones too."""
+"""Characters that every server accepts, older ones too."""
 
 
 class MlflowTracker:
-    """A run in an experiment of MLflow, which makes up ids itself: a tag says which of its runs this one is."""
+    """A run in an experiment of MLflow. MLflow chooses its id; a tag has ftkit's."""
 
     def __init__(self, run: TrackerRun) -> None:
         from mlflow import MlflowClient  # noqa: PLC0415 - an extra
@@ -43,12 +43,12 @@ class MlflowTracker:
         return str(begun.info.run_id)
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        """Send numbers in one request."""
+        """Send the scalars of a step in one request."""
         from mlflow.entities import Metric  # noqa: PLC0415
 
         now = int(time.time() * 1000)
         self._client.log_batch(self._run_id, metrics=[Metric(key, value, now, step) for key, value in scalars.items()])
 
     def close(self, outcome: Outcome) -> None:
-        """Say how the run ended."""
+        """Set the status of the run."""
         self._client.set_terminated(self._run_id, _STATUSES[outcome])

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker:
-    """Writes event files, a further one each time that the run goes on."""
+    """Event files, one more each time that the run is resumed."""
 
     def __init__(self, run: TrackerRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
         resumed_from = run.start.resumed_from
-        # Steps that an earlier start took after its last checkpoint are taken again: viewers shall forget them.
+        # Steps after the last checkpoint are done again: viewers drop the first ones.
         self._writer = SummaryWriter(
             str(run.plan.layout.tensorboard), purge_step=resumed_from + 1 if resumed_from else 0
         )
@@ -25,10 +25,10 @@ class TensorBoardTracker:
         self._writer.add_text("config", text, resumed_from)
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        """Add numbers to the file; it is written every few seconds."""
+        """Add the scalars of a step; the file is written every few seconds."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, outcome: Outcome) -> None:  # noqa: ARG002 - TensorBoard knows no outcome
-        """Write the rest."""
+        """Write what is left."""
         self._writer.close()

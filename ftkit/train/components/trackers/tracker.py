@@ -1,4 +1,4 @@
-"""What a tracker is told of a run, and what it must be able to do."""
+"""The interface of a tracker, and what it shows of a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NOT_MEASURED = {"time", "step", "num_steps"}
 
 @dataclass(frozen=True)
 class TrackerRun:
-    """A run as trackers show it. Its id is theirs too, so a run that goes on does so under the same one."""
+    """A run as trackers show it. It has the same id there, so a resumed run continues its record."""
 
     plan: RunPlan
     start: StartRecord
 
     def config(self) -> dict[str, Any]:
-        """Return what the run is made of: the recipe, where it runs and with which versions."""
+        """Return the configuration: recipe, cluster, image, engine, device and versions."""
         plan, start = self.plan, self.start
         return {
             "run": plan.id,
@@ -42,17 +42,17 @@ class TrackerRun:
 
 
 class Tracker(Protocol):
-    """A tracker that a run is open in. Its methods may raise whatever the tracker raises, and may take their time."""
+    """A tracker in which a run is open. Its methods may raise any exception, and may take long."""
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        """Send numbers of a step."""
+        """Send the scalars of a step."""
 
     def close(self, outcome: Outcome) -> None:
         """Send what is left and close the run."""
 
 
 def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
-    """Return the numbers of a record as trackers name them: train/loss, eval/perplexity and so on."""
+    """Return the numbers of a record by their names in trackers: train/loss, eval/perplexity and so on."""
     prefix = "train" if isinstance(record, StepRecord) else "eval"
     return {
         f"{prefix}/{name}": value
@@ -62,7 +62,7 @@ def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values under dotted keys, as overrides on the command line have them."""
+    """Flatten nested values into dotted keys, as overrides on the command line."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

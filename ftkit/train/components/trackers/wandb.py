@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline as WANDB_MODE says."""
+"""Weights & Biases, online or offline (WANDB_MODE)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class WandbTracker:
-    """A run at W&B; what it keeps on disk lies in the run's folder."""
+    """A run of W&B, whose local files are in the run's folder."""
 
     def __init__(self, run: TrackerRun) -> None:
         import wandb  # noqa: PLC0415 - an extra
@@ -30,10 +30,10 @@ class WandbTracker:
         )
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        """Hand numbers to W&B's own process."""
+        """Send the scalars of a step to W&B's own process."""
         self._run.log(scalars, step=step)
 
     def close(self, outcome: Outcome) -> None:
-        """Wait until all is sent, or on disk when offline."""
+        """Wait until everything is sent, or on disk when offline."""
         self._run.finish(exit_code=1 if outcome == "failed" else 0)
         self._teardown()  # W&B's process writes its last when it ends; the trainer leaves without exit handlers

@@ -1,4 +1,4 @@
-"""Feeds the trackers that a recipe names, each from a thread of its own: none can stop or slow the training."""
+"""Send records to the trackers of a recipe, each from a thread of its own: none can stop or slow training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 60.0
-"""How long the end of a run waits for its trackers, all together."""
+"""Seconds that the end of a run waits for all of its trackers together."""
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
@@ -43,7 +43,7 @@ TRACKERS: dict[SinkName, Callable[[TrackerRun], Tracker]] = {
 
 @contextmanager
 def open_trackers(plan: RunPlan, world: World) -> Iterator[Callable[[Record], None]]:
-    """Give what passes a record on to the trackers; on other ranks than 0 it does nothing.
+    """Yield a function that sends a record to the trackers; on ranks other than 0 it does nothing.
 
     Raises:
         PrerequisiteError: a tracker's package, key or address is missing.
@@ -52,12 +52,12 @@ def open_trackers(plan: RunPlan, world: World) -> Iterator[Callable[[Record], No
     names = plan.recipe.tracking.sinks if world.is_first else ()
     workers = [TrackerWorker(name, plan, TRACKERS[name]) for name in names]
 
-    def pass_on(record: Record) -> None:
+    def send(record: Record) -> None:
         for worker in workers:
             worker.put(record)
 
     try:
-        yield pass_on
+        yield send
     finally:
         for worker in workers:
             worker.end()
@@ -67,7 +67,7 @@ def open_trackers(plan: RunPlan, world: World) -> Iterator[Callable[[Record], No
 
 
 def check_trackers(tracking: TrackingSpec) -> None:
-    """Check everything about the trackers that can be known before the model is built, on each rank alike.
+    """Check packages, keys and addresses of the trackers before the model is built, the same on each rank.
 
     Raises:
         PrerequisiteError: a tracker's package, key or address is missing.
@@ -77,10 +77,10 @@ def check_trackers(tracking: TrackingSpec) -> None:
 
 
 class TrackerWorker:
-    """A tracker and the thread that alone talks to it.
+    """The thread that talks to one tracker.
 
-    What goes wrong in it is said once. A later record tries again, opening the tracker anew if need be; what was
-    lost in between is in metrics.jsonl.
+    The first error is logged as a warning. The next record tries again, and opens the tracker if it is not open.
+    metrics.jsonl has the records that a tracker lost.
     """
 
     def __init__(self, name: str, plan: RunPlan, open_tracker: Callable[[TrackerRun], Tracker]) -> None:
@@ -100,14 +100,14 @@ class TrackerWorker:
         self._records.put(record)
 
     def end(self) -> None:
-        """Queue the end."""
+        """Queue the end of the run."""
         self._records.put(None)
 
     def join(self, seconds: float) -> None:
-        """Wait for the end, but not for ever."""
+        """Wait at most so many seconds until the tracker has taken all records."""
         self._thread.join(seconds)
         if self._thread.is_alive():
-            log.warning("tracker %s did not take everything in time: the rest is in metrics.jsonl alone", self._name)
+            log.warning("tracker %s did not take all records in time: metrics.jsonl has them", self._name)
 
     def _work(self) -> None:
         while (record := self._records.get()) is not None:
@@ -131,8 +131,8 @@ class TrackerWorker:
     def _warning_once(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - trackers raise anything; the training goes on
+        except Exception as error:  # noqa: BLE001 - trackers raise anything, and training continues
             if not self._has_warned:
                 what = _CREDENTIALS.sub("***", f"{type(error).__name__}: {error}")
-                log.warning("tracker %s failed, the training goes on: %s", self._name, what)
+                log.warning("tracker %s failed, training continues: %s", self._name, what)
             self._has_warned = True
