@@ -1,4 +1,4 @@
-"""The only place that knows where shipped files are: in an installed wheel or in a checkout."""
+"""Paths of the shipped files, in an installed wheel or in a checkout: only here."""
 
 from __future__ import annotations
 

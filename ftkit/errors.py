@@ -30,7 +30,7 @@ class FtkitError(Exception):
 
     exit_code: int = 1
     is_outside: ClassVar[bool] = False
-    """Whether the cause lies outside of what was asked for: the same may succeed once it is mended."""
+    """Whether the cause is outside of the request: the same request may succeed once the cause is fixed."""
 
     def __init__(self, what: str, *, meaning: str = "", fix: str = "") -> None:
         super().__init__(what)
@@ -40,7 +40,7 @@ class FtkitError(Exception):
 
     @property
     def can_resume(self) -> bool:
-        """Whether a run that this error ended can go on once the cause is mended; else it needs another plan."""
+        """Whether a run that this error ended can be resumed once the cause is fixed; else it needs another plan."""
         return self.is_outside or "ftkit resume" in self.fix
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ def one_line(error: BaseException | str) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong in what the user gave: where it stands, what it is, what to do."""
+    """One problem in the user's input: its place, its key, the message, and what to do."""
 
     where: str
     key: str
@@ -72,7 +72,7 @@ class Problem:
 
 
 class ConfigError(FtkitError):
-    """Files, options or their combination are wrong. Holds every problem found, not only the first."""
+    """Files, options or their combination are wrong; with every problem found, not only the first."""
 
     exit_code = 3
 
@@ -86,27 +86,27 @@ class ConfigError(FtkitError):
 
 
 class NotFoundError(FtkitError):
-    """A run, recipe, cluster, image or file that was named does not exist."""
+    """A run, recipe, cluster, image or file does not exist."""
 
     exit_code = 4
     is_outside = True
 
 
 class PrerequisiteError(FtkitError):
-    """A program, a Python package or a right that the command needs is missing on this machine."""
+    """A program, a Python package or a permission that the command needs is missing on this machine."""
 
     exit_code = 5
     is_outside = True
 
 
 class SubmitError(FtkitError):
-    """The scheduler refused the job or could not be asked."""
+    """The scheduler refused the job, or did not answer."""
 
     exit_code = 6
 
 
 class RunFailedError(FtkitError):
-    """A run that was waited for ended in failure; with the exit code of what ended it, if that is known."""
+    """A run that the command followed failed; with the exit code of its error, if that is known."""
 
     exit_code = 7
 
@@ -116,42 +116,42 @@ class RunFailedError(FtkitError):
 
 
 class DataError(FtkitError):
-    """The data can't be read, formatted, tokenised or packed as the recipe asks."""
+    """The data can't be read, formatted, tokenized or packed as the recipe sets it."""
 
     exit_code = 8
 
 
 class TrainingError(FtkitError):
-    """The trainer refused to start or to go on: a proof failed, or a checkpoint does not fit."""
+    """The trainer refused to start or to continue: a check failed, or a checkpoint does not fit."""
 
     exit_code = 9
 
 
 class ImageError(FtkitError):
-    """An image can't be built, pushed, imported or trusted."""
+    """An image can't be built, pushed, imported or verified."""
 
     exit_code = 10
 
 
 class MemoryExhaustedError(FtkitError):
-    """The run needs more memory than its devices, or its machines, have."""
+    """The run needs more memory than its GPUs or machines have."""
 
     exit_code = 11
 
 
 class DiskFullError(FtkitError):
-    """A disk is full, or its quota is used up."""
+    """A disk is full, or a quota is used up."""
 
     exit_code = 12
     is_outside = True
 
 
 def as_disk_full(error: Exception) -> Exception:
-    """Return that a disk is full if an error or one of its causes says so; else the error itself."""
+    """Return a `DiskFullError` if an error or one of its causes says that a disk is full; else the error itself."""
     if isinstance(error, DiskFullError):
         return error
     for cause in _causes(error):
-        if _says_disk_full(cause):
+        if _is_disk_full(cause):
             path = cause.filename if isinstance(cause, OSError) else None
             return DiskFullError(
                 "the disk is full, or its quota is used up" + (f": can't write {path}" if path else ""),
@@ -163,10 +163,10 @@ def as_disk_full(error: Exception) -> Exception:
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written|unexpected pos \d+ vs \d+|database or disk is full")
-"""What numpy, torch and sqlite say of a write that was cut short, without the system's reason."""
+"""Messages of numpy, torch and sqlite about a short write, without the system's reason."""
 
 
-def _says_disk_full(error: BaseException) -> bool:
+def _is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         return True
     text = str(error)
@@ -174,7 +174,7 @@ def _says_disk_full(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and all that led to it."""
+    """Yield an error and all of its causes."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -193,12 +193,12 @@ EXIT_CODES: dict[int, str] = {
     2: "wrong usage of the command line",
     ConfigError.exit_code: "a recipe, profile, option or their combination is wrong",
     NotFoundError.exit_code: "a run, recipe, cluster, image or file was not found",
-    PrerequisiteError.exit_code: "a program, package or right is missing on this machine",
-    SubmitError.exit_code: "the scheduler refused the job or could not be asked",
+    PrerequisiteError.exit_code: "a program, package or permission is missing on this machine",
+    SubmitError.exit_code: "the scheduler refused the job or did not answer",
     RunFailedError.exit_code: "the run that was followed was cancelled, or failed otherwise",
     DataError.exit_code: "the data can't be used as the recipe asks",
-    TrainingError.exit_code: "the trainer refused to start or to go on",
-    ImageError.exit_code: "an image can't be built, pushed, imported or trusted",
+    TrainingError.exit_code: "the trainer refused to start or to continue",
+    ImageError.exit_code: "an image can't be built, pushed, imported or verified",
     MemoryExhaustedError.exit_code: "the run needs more memory than there is",
     DiskFullError.exit_code: "a disk is full, or its quota is used up",
     130: "interrupted from the keyboard",
@@ -209,12 +209,12 @@ EXIT_CODES: dict[int, str] = {
 
 _HIDDEN = "***"
 _SHORTEST_SECRET = 8
-"""Letters. Shorter values of variables are not looked for in a text: they may be words of it."""
-_TELLING_NAME = (
+"""Letters. Shorter values of variables are not searched for: they may be ordinary words."""
+_SENSITIVE_NAME = (
     r"(?:(?<!bos_)(?<!cls_)(?<!eos_)(?<!pad_)(?<!sep_)(?<!unk_)token|secret|passw(?:or)?d|passphrase|"
     r"(?:access|account|api|private|secret)[_-]?key(?:[_-]?id)?|credentials?|signature)"
 )
-_SECRET_KEY = re.compile(rf"{_TELLING_NAME}$", re.IGNORECASE)
+_SECRET_KEY = re.compile(rf"{_SENSITIVE_NAME}$", re.IGNORECASE)
 _QUOTED_OR_WORD = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'&;,)\]}]+)"""
 _SECRETS = tuple(
     (re.compile(pattern), shown)
@@ -230,18 +230,18 @@ _SECRETS = tuple(
         # Authorization: SCHEME VALUE; NAME=VALUE; "NAME": VALUE; --NAME VALUE.
         (r"(?i)\b((?:authorization|cookie)[\"']?\s*[:=]\s*[\"']?)[^\n\"']+", rf"\1{_HIDDEN}"),
         (r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}", rf"\1{_HIDDEN}"),
-        (rf"(?i)({_TELLING_NAME}(?:[\"']?\s?=\s?|[\"']:\s?)){_QUOTED_OR_WORD}", rf"\1{_HIDDEN}"),
-        (rf"(?i)(--[\w-]*{_TELLING_NAME}\s+){_QUOTED_OR_WORD}", rf"\1{_HIDDEN}"),
+        (rf"(?i)({_SENSITIVE_NAME}(?:[\"']?\s?=\s?|[\"']:\s?)){_QUOTED_OR_WORD}", rf"\1{_HIDDEN}"),
+        (rf"(?i)(--[\w-]*{_SENSITIVE_NAME}\s+){_QUOTED_OR_WORD}", rf"\1{_HIDDEN}"),
     )
 )
 
 
 def redact(text: str, environment: Mapping[str, str]) -> str:
-    """Replace what looks like a secret by `***`, for whatever is written down or printed of errors and commands.
+    """Replace secrets by `***`, before an error or a command is printed or written to a file.
 
     Args:
         text: a message, a traceback, or part of a command line.
-        environment: its variables whose names promise a secret are looked for by their values.
+        environment: the values of its variables with the name of a secret (`..._TOKEN`) are replaced too.
     """
     for name, value in environment.items():
         if len(value) >= _SHORTEST_SECRET and _SECRET_KEY.search(name):
@@ -252,7 +252,7 @@ def redact(text: str, environment: Mapping[str, str]) -> str:
 
 
 def redact_command(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Replace secrets in a command line, word by word, also the word after an option that promises one."""
+    """Replace secrets in a command line, word by word, and the word after an option such as `--token`."""
     shown = []
     is_secret = False
     for word in words:

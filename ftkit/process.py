@@ -1,4 +1,4 @@
-"""The only place that starts other programs. Never through a shell."""
+"""Start other programs: only here, and never through a shell."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _STOP_SECONDS: Final = 60
-"""Time that an interrupted program gets to clean up."""
+"""Time for an interrupted program to clean up."""
 
 
 @dataclass(frozen=True)
 class ProgramOutput:
-    """What a program that ended left behind."""
+    """Exit status and output of a program that has ended."""
 
     returncode: int
     stdout: str
@@ -32,7 +32,7 @@ class ProgramOutput:
 
 
 class ProgramTimeoutError(FtkitError):
-    """A program did not answer in time."""
+    """A program did not end in time."""
 
     exit_code = PrerequisiteError.exit_code
 
@@ -46,7 +46,7 @@ def run(
 ) -> ProgramOutput:
     """Run a program to its end and return what it printed, whatever its exit status.
 
-    `environment` replaces that of this process; none: the program inherits it.
+    `environment` replaces that of this process, which the program inherits if it is null.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
@@ -94,11 +94,11 @@ def run_stoppable(
     environment: Mapping[str, str] | None = None,
     stop: Callable[[], object] | None = None,
 ) -> ProgramOutput:
-    """Run a program that has something to clean up when it is interrupted; otherwise as `run` does.
+    """Run a program that cleans up when it is interrupted; otherwise as `run` does.
 
-    The program leads a process group, so that Ctrl-C reaches only this process. When this process is interrupted,
-    or the time is over, it calls `stop`, sends SIGTERM to the group, waits until all of it has ended, and kills what
-    is left.
+    The program leads a process group of its own, so that Ctrl-C reaches only this process. When this process is
+    interrupted, or the time is over, it calls `stop`, sends SIGTERM to the group, waits until the group has ended, and
+    kills what is left.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
@@ -121,12 +121,12 @@ def run_stoppable(
             raise
         stdout.seek(0)
         stderr.seek(0)
-        said = (stream.read().decode(errors="replace") for stream in (stdout, stderr))
-        return ProgramOutput(started.returncode, *said)
+        outputs = (stream.read().decode(errors="replace") for stream in (stdout, stderr))
+        return ProgramOutput(started.returncode, *outputs)
 
 
 def _end_group(leader: subprocess.Popen[bytes], stop: Callable[[], object] | None) -> None:
-    """Ask the group of `leader` to end, wait for it, and kill what is left; a second interruption kills at once."""
+    """Terminate the group of `leader`, wait for it, and kill what is left; a second interruption kills at once."""
     try:
         if stop:
             stop()
@@ -141,15 +141,15 @@ def _end_group(leader: subprocess.Popen[bytes], stop: Callable[[], object] | Non
 
 @contextmanager
 def exit_on_termination() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process by `SystemExit`, so that it cleans up; ignored signals stay ignored."""
+    """Raise `SystemExit` on SIGTERM and SIGHUP, so that this process cleans up; ignored signals stay ignored."""
 
-    def leave(number: int, _: object) -> NoReturn:
+    def exit_by(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler is signal.SIG_DFL:
-            signal.signal(number, leave)
+            signal.signal(number, exit_by)
     try:
         yield
     finally:
@@ -158,44 +158,43 @@ def exit_on_termination() -> Iterator[None]:
                 signal.signal(number, signal.SIG_DFL)
 
 
-def run_fed(
+def run_with_input(
     args: Sequence[str], feed: Callable[[IO[bytes]], None], environment: Mapping[str, str] | None = None
 ) -> ProgramOutput:
-    """Run a program to its end while `feed` writes its standard input; `environment` as `run` has it.
+    """Run a program to its end while `feed` writes its standard input; `environment` as for `run`.
 
-    A program that ends early is no error here: its exit status and message tell more than a broken pipe.
-    It is killed if `feed` raises.
+    Its output and errors are both in the result's `stderr`. A program that ends early is no error here: its exit status
+    and message tell more than a broken pipe. It is killed if `feed` raises.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
     """
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         try:
-            started = subprocess.Popen(list(args), stdin=subprocess.PIPE, stdout=said, stderr=said, env=environment)
+            started = subprocess.Popen(list(args), stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment)
         except FileNotFoundError as error:
             raise _not_found(args[0]) from error
         with started:
-            entrance = started.stdin
-            if entrance is None:
+            stdin = started.stdin
+            if stdin is None:
                 raise AssertionError("a pipe was asked for")
             try:
-                feed(entrance)
-                entrance.close()
+                feed(stdin)
+                stdin.close()
             except BrokenPipeError:
                 with contextlib.suppress(BrokenPipeError):
-                    entrance.close()
+                    stdin.close()
             except BaseException:
                 started.kill()
                 raise
-        said.seek(0)
-        return ProgramOutput(started.returncode, "", said.read().decode(errors="replace"))
+        output.seek(0)
+        return ProgramOutput(started.returncode, "", output.read().decode(errors="replace"))
 
 
 def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]) -> int:
     """Start a program that outlives this one and its terminal; return its process id.
 
-    Its output goes to the end of `log`. It leads a process group of its own, so that the whole
-    group can be signalled.
+    Its output is appended to `log`. It leads a process group of its own, to which signals can be sent.
     """
     with log.open("ab") as output:
         started = subprocess.Popen(
@@ -208,14 +207,14 @@ def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Ma
             env=dict(environment),
         )
     pid = started.pid
-    started.returncode = 0  # nobody will wait for it; without this its destructor would warn of that
+    started.returncode = 0  # nobody waits for it; without this its destructor would warn
     return pid
 
 
 def start_time(pid: int) -> str | None:
-    """Return a value that tells this process from a later one with the same id; None if it is gone.
+    """Return a value that tells a process from a later one with the same id; None if it has ended.
 
-    It is the start time in clock ticks, field 22 of /proc/PID/stat (proc(5)). A zombie counts as gone.
+    It is the start time in clock ticks, field 22 of /proc/PID/stat (proc(5)). A zombie has ended.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - hot path
@@ -226,7 +225,7 @@ def start_time(pid: int) -> str | None:
 
 
 def group_members(pid: int) -> list[int]:
-    """Return the processes of the group that `pid` leads or led; zombies don't count."""
+    """Return the processes of the group that `pid` leads or led, without zombies."""
     members = []
     for name in os.listdir("/proc"):  # noqa: PTH208 - names are all that is needed
         try:
@@ -240,7 +239,7 @@ def group_members(pid: int) -> list[int]:
 
 
 def signal_group(pid: int, signal_number: int) -> None:
-    """Send a signal to the process group that `pid` leads; a group already gone is no error."""
+    """Send a signal to the process group that `pid` leads; that the group has ended is no error."""
     try:
         os.killpg(pid, signal_number)
     except ProcessLookupError:

@@ -135,7 +135,7 @@ def run_tool(
         feed(entrance)
 
     environment = os.environ | {"SOURCE_DATE_EPOCH": str(created)} if tool.clamps_times else None
-    done = process.run_fed(tool.command(output), widened, environment)
+    done = process.run_with_input(tool.command(output), widened, environment)
     if done.returncode != 0:
         raise explain_failure(tool.program, done.stderr, output, count_bytes())
     check_squashfs(output)
