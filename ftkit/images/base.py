@@ -1,4 +1,4 @@
-"""The image that another is built on: exactly which one, and how it comes into the docker engine."""
+"""The base image of a build: select it by digest, pull it, and record its digest."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BaseRequest:
-    """What was asked for.
+    """Options of a build about its base.
 
     Args:
         name: another base than the definition's.
-        repin: take what the tag is now, whatever was recorded.
-        from_docker: take what the docker engine has under this name, and ask no registry for its digest.
+        repin: resolve the tag again, whatever digest is recorded.
+        from_docker: take the image that the docker engine has under this name, and ask no registry for its digest.
     """
 
     name: str | None = None
@@ -49,9 +49,9 @@ class SelectedBase:
     """The base to build on.
 
     Args:
-        image: which one; without a digest only where the engine is to be taken at its word.
+        image: its reference; without a digest only with `BaseRequest.from_docker`.
         is_recorded: a lock records its digest.
-        is_to_be_recorded: no lock does so yet, nor does the definition.
+        is_to_be_recorded: neither a lock nor the definition has its digest yet.
     """
 
     image: RegistryImage
@@ -60,12 +60,12 @@ class SelectedBase:
 
 
 def select_base(definition: ImageDefinition, request: BaseRequest, report: Report) -> SelectedBase:
-    """Return the base by digest: as it was written, as a lock records it, or as the registry has the tag now.
+    """Return the base by digest: the digest in the definition, in a lock, or of the tag in the registry.
 
     Raises:
-        ConfigError: its digest is written down, and was to be taken anew.
+        ConfigError: the definition sets the digest, so it can't be resolved again.
         NotFoundError: the registry has no such base.
-        ImageError: the registry does not tell its digest.
+        ImageError: the registry does not return its digest.
     """
     spec = definition.spec
     written = parse_reference(request.name or spec.base.reference)
@@ -79,7 +79,7 @@ def select_base(definition: ImageDefinition, request: BaseRequest, report: Repor
         where, fix = ("--base", "Give it without a digest.") if request.name else (
             str(definition.base_file), "Change it there, or leave it out and let the build record it.",
         )  # fmt: skip
-        raise ConfigError([Problem(where, "--repin", f"the base's digest is written down: {digest}.", fix)])
+        raise ConfigError([Problem(where, "--repin", f"the base has a fixed digest: {digest}.", fix)])
     if digest and not request.repin:
         return SelectedBase(replace(written, digest=digest), is_recorded=is_recorded)
     if request.from_docker:
@@ -89,7 +89,7 @@ def select_base(definition: ImageDefinition, request: BaseRequest, report: Repor
 
 
 def current_digest_if_moved(base: SelectedBase) -> Digest | None:
-    """Return the digest that the base's tag has by now, if it is another; none if it is not, or nobody can tell."""
+    """Return the digest of the base's tag in the registry if it differs; None if it does not, or can't be resolved."""
     tag = replace(base.image, digest=None)
     try:
         with Registry(tag, credentials.find(tag.host), ignore_progress, waits=()) as registry:
@@ -100,7 +100,7 @@ def current_digest_if_moved(base: SelectedBase) -> Digest | None:
 
 
 def ensure_base(client: APIClient, wanted: RegistryImage, written: str, report: Report) -> DockerImage:
-    """Return the base, pulled if the engine does not have it."""
+    """Return the base; pull it if the docker engine does not have it."""
     for name in (wanted.pinned, written):
         found = docker_engine.inspect(client, name)
         if found and (name == wanted.pinned or not wanted.digest):
@@ -125,7 +125,7 @@ def ensure_base(client: APIClient, wanted: RegistryImage, written: str, report: 
 
 
 def digest_of(image: DockerImage, wanted: RegistryImage) -> Digest | None:
-    """Return the digest that the image has in the registry that it came from."""
+    """Return the digest of the image in the repository that it was pulled from; None if the engine has none."""
     for repository, digest in image.repo_digests:
         if parse_reference(repository).repository == wanted.repository:
             return digest
@@ -133,7 +133,7 @@ def digest_of(image: DockerImage, wanted: RegistryImage) -> Digest | None:
 
 
 def record(definition: ImageDefinition, base: RegistryImage) -> Path:
-    """Write which image the base is into the lock beside the definition, or, if that is not the user's, their own.
+    """Record the base's digest in the lock beside the definition, or in the user's own lock if that is read-only.
 
     Raises:
         ImageError: neither can be written.
@@ -145,7 +145,7 @@ def record(definition: ImageDefinition, base: RegistryImage) -> Path:
         if base.tagged in read_base_lock(before):
             raise ImageError(
                 f"{before} records another digest of {base.tagged}, and is not yours to change",
-                fix="ask its owner to pin the base anew, or define an image of your own with 'extends:'",
+                fix="ask its owner to pin the base again, or define an image of your own with 'extends:'",
             )
     write_lock_file(path, base_lock_text({**read_base_lock(path), base.tagged: base.digest}))
     return path
@@ -157,7 +157,7 @@ def _recorded(definition: ImageDefinition, base: RegistryImage) -> Digest | None
 
 
 def _is_users_own(path: Path) -> bool:
-    """Tell whether a lock may be written: what ftkit ships stays as it is, in a checkout too."""
+    """Tell whether a lock may be written: the ones that ftkit ships are never changed, in a checkout either."""
     return os.access(path.parent, os.W_OK) and not path.is_relative_to(assets.CONTAINERS)
 
 
@@ -167,7 +167,7 @@ def _resolve(reference: str, base: RegistryImage, report: Report) -> Digest:
             return registry.resolve()
         except (ImageError, NotFoundError) as error:
             raise type(error)(
-                f"{base.host} does not tell which image {base.tagged} is, the base of {reference}: {error.what}",
+                f"{base.host} does not resolve {base.tagged}, the base of {reference}: {error.what}",
                 meaning=error.meaning,
                 fix=f"{error.fix}; or, if the docker engine here has the base: --allow-unpinned",
             ) from error

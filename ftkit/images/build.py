@@ -1,4 +1,4 @@
-"""Build an image from its definition."""
+"""Build an image from its definition, with the docker engine."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SELF_CHECK = ("python3", "-m", "ftkit.images.self_check")
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build came to.
+    """The result of a build.
 
     Args:
-        name: what the engine calls the image.
+        name: the image's name in the docker engine.
         image: the image.
-        base: what it was built on, with the digest if that is known.
+        base: its base, with the digest if that is known.
         is_new: whether anything was built.
-        recorded: the lock that the base's digest was written into; none: it was there already, or there is none.
-        moved_to: the digest that the base's tag has in its registry by now, if it is another than the recorded one.
+        recorded: the lock that now records the base's digest; None if none had to.
+        moved_to: the digest of the base's tag in its registry, if it differs from the recorded one.
     """
 
     name: str
@@ -57,12 +57,12 @@ def build(
     no_cache: bool = False,
     report: Report = ignore_progress,
 ) -> BuildResult:
-    """Build an image, unless nothing changed since it was built.
+    """Build an image, unless nothing changed since the last build.
 
     Raises:
-        ConfigError: the name can't be that of an image, or the base can't be pinned anew.
-        ImageError: the registry does not tell the base's digest, the lock is stale, a step failed, or the image fails
-            its self-check.
+        ConfigError: no image can have the name, or the base's digest is fixed and can't be resolved again.
+        ImageError: the base's digest can't be resolved, the lock is stale, a step failed, or the image fails its
+            self-check.
         NotFoundError: there is no such base.
         PrerequisiteError: no docker engine answers.
     """
@@ -97,7 +97,7 @@ def _run_build(
     no_cache: bool,
     report: Report,
 ) -> DockerImage:
-    """Build, check, and only then give the image its name."""
+    """Build and check the image; name it only if both succeed."""
     import docker  # noqa: PLC0415
 
     arguments = {**context.arguments, "BASE_IMAGE": base_id}
@@ -128,14 +128,14 @@ def check_inside(client: APIClient, image: str, reference: str) -> None:
     Raises:
         ImageError: with everything that is wrong.
     """
-    code, said = docker_engine.run_inside(client, image, list(SELF_CHECK))
-    said = said.strip() or f"the self-check ended with {code} and said nothing"
-    if code != 0 or PASSED not in said:
-        lines = "\n".join(f"    {line}" for line in said.splitlines()[-20:])
+    code, output = docker_engine.run_inside(client, image, list(SELF_CHECK))
+    output = output.strip() or f"the self-check ended with exit status {code} and no output"
+    if code != 0 or PASSED not in output:
+        lines = "\n".join(f"    {line}" for line in output.splitlines()[-20:])
         raise ImageError(
-            f"{reference} is not as its definition says:\n{lines}",
+            f"{reference} differs from its definition:\n{lines}",
             meaning="a package was replaced, is missing, or does not work with the base",
-            fix="change its packages and lock it again; the image was not given its name",
+            fix="change its packages and lock it again; the image was not named",
         )
 
 
@@ -147,7 +147,7 @@ _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass
 class BuildFollower:
-    """Follows a build."""
+    """Follow the engine's events of a build."""
 
     report: Report
     step: str = "sending the build context"
@@ -155,7 +155,7 @@ class BuildFollower:
     image_id: Digest | None = None
 
     def follow(self, events: Iterable[dict[str, Any]]) -> Digest:
-        """Follow the build to its end; return the image's id.
+        """Follow a build to its end, and return the image's id.
 
         Raises:
             ImageError: a step failed; with its last lines.
@@ -163,13 +163,13 @@ class BuildFollower:
         for event in events:
             if "error" in event:
                 raise self._failed(event)
-            self._hear(str(event.get("stream", "")))
+            self._take(str(event.get("stream", "")))
             self.image_id = docker_engine.as_digest((event.get("aux") or {}).get("ID")) or self.image_id
         if not self.image_id:
             raise ImageError("docker ended the build without an image", fix="see the engine's log, and try again")
         return self.image_id
 
-    def _hear(self, text: str) -> None:
+    def _take(self, text: str) -> None:
         for line in _COLOURS.sub("", text).splitlines():
             if line.startswith("Step "):
                 self.step = _one_line(line)
@@ -202,4 +202,4 @@ def _advice(said: str) -> str:
         return "the build could not reach the package index: check the network, or set PIP_INDEX_URL"
     if "python3: not found" in lower or "no module named pip" in lower:
         return "the base needs python3 with pip: take another with --base"
-    return "the lines above say what went wrong; --no-cache runs every step anew"
+    return "see the lines above; --no-cache runs every step again"

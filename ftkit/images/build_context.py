@@ -1,4 +1,8 @@
-"""What the docker engine is sent to build an image: Dockerfile, lock, one wheel, the image's own facts."""
+"""The build context of an image: Dockerfile, lock, definition, and a wheel of ftkit.
+
+The wheel is zipped from the very files that run here. So it works from a checkout, an editable install and an installed
+wheel alike, needs no build tool and no network, and the same files give the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +36,10 @@ _INDEX_VARIABLES: Final = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
 
 @dataclass(frozen=True)
 class BuildContext:
-    """A build's input.
+    """The input of a build.
 
     Args:
-        files: what is sent.
+        files: their content by name.
         arguments: values for the Dockerfile's ARGs.
         lock_sha256: digest of the lock.
     """
@@ -45,7 +49,7 @@ class BuildContext:
     lock_sha256: str
 
     def digest(self, base: str) -> str:
-        """Return a digest of all that the image depends on; `base` says which base."""
+        """Return a digest of everything that the image depends on; `base` identifies the base."""
         running = hashlib.sha256(base.encode())
         for name, data in sorted(self.files.items()):
             running.update(f"\n{name} {len(data)}\n".encode())
@@ -77,7 +81,7 @@ def assemble(definition: ImageDefinition) -> BuildContext:
         "Dockerfile": dockerfile(definition.spec).encode(),
         "requirements.lock": lock,
         wheel_name(): make_wheel(),
-        "image.json": (json.dumps(_facts(definition.spec), indent=1, sort_keys=True) + "\n").encode(),
+        "image.json": (json.dumps(_definition(definition.spec), indent=1, sort_keys=True) + "\n").encode(),
     }
     arguments = _index_arguments()
     bundle = os.environ.get("PIP_CERT")
@@ -93,7 +97,7 @@ def dockerfile(spec: ImageSpec) -> str:
     return assets.DOCKERFILE.read_text(encoding="utf-8") + "".join(lines)
 
 
-def _facts(spec: ImageSpec) -> dict[str, object]:
+def _definition(spec: ImageSpec) -> dict[str, object]:
     return spec.model_dump(
         mode="json", include={"name", "tag", "description", "families", "default_recipe", "provided", "imports"}
     )
@@ -105,7 +109,7 @@ def _quoted(value: str) -> str:
 
 
 def _index_arguments() -> dict[str, str]:
-    """Pass the site's package index on. Arguments can be read in the image's history: passwords are refused."""
+    """Return build arguments for the site's package index. The image's history shows them: passwords are refused."""
     found = {}
     for variable in _INDEX_VARIABLES:
         value = os.environ.get(variable)

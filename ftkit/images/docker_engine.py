@@ -1,4 +1,4 @@
-"""The docker engine, through its SDK; its errors in ftkit's words."""
+"""The docker engine, through its SDK, with errors as ftkit reports them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OWNER = "ftkit.process"
 
 @dataclass(frozen=True)
 class DockerImage:
-    """An image as the engine has it; `repo_digests`: which manifest it is in which repository."""
+    """An image in the docker engine; `repo_digests`: the digest of its manifest in each repository."""
 
     id: Digest
     size: int
@@ -52,7 +52,7 @@ class DockerImage:
 
 @contextmanager
 def connect() -> Iterator[APIClient]:
-    """Connect to the engine that docker's own variables and files name.
+    """Connect to the engine that docker's own variables and files set.
 
     Raises:
         PrerequisiteError: the SDK is not installed, or no engine answers.
@@ -91,7 +91,7 @@ def _address() -> str:
 
 
 def inspect(client: APIClient, name: str) -> DockerImage | None:
-    """Look an image up; None if the engine has none of that name."""
+    """Inspect an image; None if the engine has none of that name."""
     import docker  # noqa: PLC0415
 
     try:
@@ -112,10 +112,10 @@ def inspect(client: APIClient, name: str) -> DockerImage | None:
 
 
 def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:
-    """Look an image up that has to be there.
+    """Inspect an image that has to exist.
 
     Raises:
-        NotFoundError: it is not.
+        NotFoundError: the engine does not have it.
     """
     image = inspect(client, name)
     if image is None:
@@ -124,7 +124,7 @@ def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:
 
 
 def image_config(config: RunConfig, created: object) -> ImageConfig:
-    """Return what an image says about how it is run."""
+    """Return an image's configuration to run it."""
     return ImageConfig(
         environment=config.environment,
         entrypoint=config.entrypoint,
@@ -153,7 +153,7 @@ def _image_id(text: object, name: str) -> Digest:
 
 @contextmanager
 def container(client: APIClient, image: str, **options: Any) -> Iterator[str]:
-    """Make a container, and remove it at the end whatever happens."""
+    """Create a container, and remove it at the end of the block."""
     import docker  # noqa: PLC0415
 
     remove_abandoned(client)
@@ -171,7 +171,7 @@ def container(client: APIClient, image: str, **options: Any) -> Iterator[str]:
 
 
 def remove_abandoned(client: APIClient) -> None:
-    """Remove the containers of processes of this machine that were killed: each holds on to its image."""
+    """Remove containers of killed processes of this machine, each of which keeps its image from being removed."""
     import docker  # noqa: PLC0415
 
     for made in client.containers(all=True, filters={"label": _OWNER}):
@@ -215,7 +215,7 @@ class _Body(io.RawIOBase):
 
 
 def run_inside(client: APIClient, image: str, command: list[str]) -> tuple[int, str]:
-    """Run a program in a container without network; return its exit status and what it printed."""
+    """Run a program in a container without network; return its exit status and output."""
     import docker  # noqa: PLC0415
 
     options = {"command": command, "entrypoint": [], "network_disabled": True}
@@ -223,10 +223,10 @@ def run_inside(client: APIClient, image: str, command: list[str]) -> tuple[int, 
         try:
             client.start(made)
             code = int(client.wait(made)["StatusCode"])
-            said = client.logs(made, stdout=True, stderr=True)
+            output = client.logs(made, stdout=True, stderr=True)
         except docker.errors.APIError as error:
             raise as_image_error(error, f"docker can't run '{command[0]}' in {image}") from error
-    return code, said.decode(errors="replace")
+    return code, output.decode(errors="replace")
 
 
 def as_image_error(error: Exception, what: str) -> ImageError:
@@ -288,7 +288,7 @@ _TRANSIENT: Final = (
 def follow_transfer(
     events: Iterable[dict[str, Any]], stage: str, report: Report, reference: RegistryImage, known: Credentials | None
 ) -> Digest | None:
-    """Follow a pull or push to its end; return the digest that it told.
+    """Follow a pull or push to its end, and return the digest of the manifest; None if the engine sent none.
 
     Raises:
         ImageError: the registry does not let us in.
@@ -326,23 +326,23 @@ def as_digest(told: object) -> Digest | None:
         return None
 
 
-def explain_transfer(said: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:
-    """Turn what the engine says of a registry into an error."""
-    lower = said.lower()
+def explain_transfer(message: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:
+    """Turn the engine's message about a registry into an error."""
+    lower = message.lower()
     if "no space left" in lower:
-        return ImageError(f"the docker engine's disk is full: {said}", fix="make room: docker system df")
+        return ImageError(f"the docker engine's disk is full: {message}", fix="make room: docker system df")
     if any(word in lower for word in _REFUSED):
-        return who.access_denied(reference, known, said)
+        return who.access_denied(reference, known, message)
     if any(word in lower for word in _UNKNOWN):
         return NotFoundError(
-            f"there is no image {reference}: {said}",
+            f"there is no image {reference}: {message}",
             meaning="the name, tag or digest is wrong, or the repository is private",
             fix=f"see which tags it has; if it is private: docker login {reference.host}",
         )
     if any(word in lower for word in _TRANSIENT):
         return TransientError(
-            f"lost the connection to {reference.host}: {said}",
+            f"lost the connection to {reference.host}: {message}",
             meaning="the registry or the network between is down, or the host's name is wrong",
             fix="try again: what was transferred is not transferred again",
         )
-    return ImageError(f"{reference.host}: {said}", fix="see the registry's log")
+    return ImageError(f"{reference.host}: {message}", fix="see the registry's log")

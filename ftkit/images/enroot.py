@@ -1,4 +1,4 @@
-"""Let enroot import an image: here, or on a compute node through Slurm."""
+"""Import an image with enroot, on this machine or on a compute node through Slurm."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ import left is removed by the next one on that node.
 
 @dataclass(frozen=True)
 class Address:
-    """What enroot is asked for.
+    """The address that enroot is given.
 
     Args:
         uri: the address of exactly one image, by digest or by the engine's id.
@@ -106,14 +106,14 @@ class Address:
 
 @dataclass(frozen=True)
 class ComputeNode:
-    """How to get at a compute node: sbatch's options, and its own disk."""
+    """A compute node to import on: options of sbatch, and the node's own disk."""
 
     options: tuple[str, ...]
     local_folder: str
 
 
 def is_installed() -> bool:
-    """Tell whether this machine has enroot."""
+    """Tell whether enroot is installed on this machine."""
     return shutil.which("enroot") is not None
 
 
@@ -132,7 +132,7 @@ def address_in_registry(
 
 
 def compute_node(cluster: ClusterProfile) -> ComputeNode:
-    """Return how to get at a compute node of a cluster."""
+    """Return the compute node of a cluster to import on."""
     options = ["--nodes=1", "--ntasks=1", "--export=ALL"]
     named = {
         "partition": cluster.partition,
@@ -207,14 +207,14 @@ def _cancel(job: str) -> None:
 
 
 def _environment(address: Address) -> dict[str, str]:
-    """Return enroot's variables. SOURCE_DATE_EPOCH would make it date every file anew, and compiled Python stale."""
+    """Return enroot's variables. With SOURCE_DATE_EPOCH it would set all times, and make compiled Python stale."""
     inherited = {key: value for key, value in os.environ.items() if key != "SOURCE_DATE_EPOCH"}
     plain = {"ENROOT_ALLOW_HTTP": "yes"} if address.is_http else {}
     return inherited | plain | {"ENROOT_SQUASH_OPTIONS": squashfs.ENROOT_OPTIONS}
 
 
 def _explain(address: Address, done: process.ProgramOutput, output: Path) -> ImageError:
-    """Turn what enroot said into an error: it says nothing at all when credentials are wrong."""
+    """Turn enroot's output into an error: with wrong credentials it has none."""
     said = done.stdout + done.stderr
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = lines[-1] if lines else ""

@@ -1,4 +1,4 @@
-"""What may go from the folder of imported images, and from the docker engine."""
+"""Find and remove images that nothing uses, in the folder of imported images and in the docker engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Removable:
-    """One thing that may go: files, or an image of the engine, and why."""
+    """Files, or an image of the docker engine, that may be removed, and why."""
 
     name: str
     reason: str
@@ -29,7 +29,7 @@ class Removable:
 
 
 def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]:
-    """Return what may go: no link and no run points at it, or a killed import left it."""
+    """Return what may be removed: no link and no run uses it, or a killed import left it."""
     used = {path.resolve() for path in in_use}
     pointed = {path.resolve() for path in store.links().values()}
     found = []
@@ -39,13 +39,13 @@ def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]
         manifest = read_manifest(path)
         name = manifest.reference if manifest else path.name
         belongs = (path, manifest_file(path), sbom_file(path))
-        found.append(Removable(name, "no name points at it any more", path.stat().st_size, belongs))
+        found.append(Removable(name, "no name points to it", path.stat().st_size, belongs))
     found += [Removable(path.name, "a killed import left it", _size(path), (path,)) for path in store.leftovers()]
     return found + _dangling_in_docker()
 
 
 def _dangling_in_docker() -> list[Removable]:
-    """Return images that ftkit built and that lost their name to a newer one."""
+    """Return images of ftkit whose name a newer build has now."""
     try:
         with docker_engine.connect() as client:
             docker_engine.remove_abandoned(client)  # they would keep their images
@@ -63,7 +63,7 @@ def _dangling_in_docker() -> list[Removable]:
 
 
 def remove_all(removables: Iterable[Removable]) -> int:
-    """Remove them; return the bytes that were freed. What is gone or in use already is passed over."""
+    """Remove them, and return the freed bytes; images that are in use are skipped."""
     freed = 0
     for removable in removables:
         for path in removable.paths:

@@ -1,4 +1,4 @@
-"""Import an image: one file on the shared file system, whose content is known."""
+"""Import an image into one file on the shared file system, with a manifest of its content."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What an import came to."""
+    """The result of an import."""
 
     file: Path
     link: Path
@@ -40,11 +40,11 @@ def import_image(
     force: bool = False,
     report: Report = ignore_progress,
 ) -> ImportResult:
-    """Import `source` as `NAME:TAG`, unless the same image is there already.
+    """Import `source` as `NAME:TAG`, unless the same image is imported already.
 
     Raises:
         PrerequisiteError: the folder can't be written to, or a program is missing.
-        ImageError: the source broke off, or the disk is full.
+        ImageError: the source ended early, or the disk is full.
     """
     final = store.file(source.image_id, source.format)
     found = None if force else _existing(reference, source, store)
@@ -56,21 +56,23 @@ def import_image(
         if found:
             return found
         if store.older_file(source.image_id, source.format).exists():
-            report(ProgressEvent(f"{reference} was imported by an older ftkit, which compared less: importing it anew"))
-        with store.partial(final) as partial, _full_disk_is_said(store.root):
+            report(
+                ProgressEvent(f"{reference} was imported by an older ftkit, which verified less: importing it again")
+            )
+        with store.partial(final) as partial, _explain_full_disk(store.root):
             made = source.make_file(partial, report)
-            # Whether Apptainer compares layers with the configuration depends on its release: its file is taken anew.
+            # Not every release of Apptainer compares layers with the configuration: its file is always made again.
             is_compared = source.format == "sqsh"
             if found := _under_another_manifest(reference, source, store) if is_compared and not force else None:
                 return found
-            manifest = _describe(reference, source, partial, final.name, made, report)
+            manifest = _make_manifest(reference, source, partial, final.name, made, report)
             store.publish(partial, manifest, made.contents.sbom)
     return ImportResult(final, store.link(reference, source.format), manifest, is_new=True)
 
 
 @contextmanager
-def _full_disk_is_said(folder: Path) -> Iterator[None]:
-    """Turn the system's error for a full disk into ours."""
+def _explain_full_disk(folder: Path) -> Iterator[None]:
+    """Turn the system's error for a full disk into an `ImageError`."""
     try:
         yield
     except OSError as error:
@@ -80,10 +82,10 @@ def _full_disk_is_said(folder: Path) -> Iterator[None]:
 
 
 def _existing(reference: str, source: ImageSource, store: ImageStore) -> ImportResult | None:
-    """Return the import that is there, with a link of this name.
+    """Return a former import of the same image, with a link of this name.
 
-    Of a registry's image, only reading its layers shows that they are those of its configuration: without that, what
-    is there is the same image only if it came from the same manifest.
+    Only reading the layers of a registry's image shows that they are those of its configuration. Without that, a former
+    import is the same image only if it came from the same manifest.
     """
     manifest = manifest_if_intact(store.file(source.image_id, source.format))
     if manifest is None or not (source.is_vouched_for or manifest.registry_digest == source.registry_digest):
@@ -92,9 +94,9 @@ def _existing(reference: str, source: ImageSource, store: ImageStore) -> ImportR
 
 
 def _under_another_manifest(reference: str, source: ImageSource, store: ImageStore) -> ImportResult | None:
-    """Return the import that is there, now that the source turned out to be the same image under another manifest.
+    """Return a former import of the same image, once the layers showed that only the manifest differs.
 
-    The file stays as it is: jobs may have it open.
+    The file is not replaced: jobs may have it open.
     """
     manifest = manifest_if_intact(store.file(source.image_id, source.format))
     if manifest is None:
@@ -105,7 +107,7 @@ def _under_another_manifest(reference: str, source: ImageSource, store: ImageSto
 
 
 def _found(reference: str, source: ImageSource, store: ImageStore, manifest: ImportManifest) -> ImportResult:
-    """Point the link of this name at the file that is there."""
+    """Point the link of this name to the file of a former import."""
     final = store.file(source.image_id, source.format)
     link = store.link(reference, source.format)
     if not link.is_symlink() or link.readlink().name != final.name:
@@ -114,7 +116,7 @@ def _found(reference: str, source: ImageSource, store: ImageStore, manifest: Imp
     return ImportResult(final, link, manifest, is_new=False)
 
 
-def _describe(
+def _make_manifest(
     reference: str, source: ImageSource, partial: Path, file: str, made: MadeFile, report: Report
 ) -> ImportManifest:
     digests = digest_file(partial, advance=ByteCounter(report, "computing digests", partial.stat().st_size).advance)
@@ -122,7 +124,7 @@ def _describe(
         reference=reference,
         image_id=source.image_id,
         registry_digest=source.registry_digest,
-        source=source.describe(),
+        source=source.origin,
         made_by=made.made_by,
         format=source.format,
         file=file,

@@ -1,4 +1,4 @@
-"""The labels of an image: what it was made from."""
+"""The labels of an image, which record what it was built from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CheckoutCommit:
 
 @dataclass(frozen=True)
 class BaseInfo:
-    """The base that an image was built on; its digest may be known without having been held to it."""
+    """The base of an image; `is_pinned`: the build selected it by its digest."""
 
     reference: str
     digest: Digest | None
@@ -43,7 +43,7 @@ class BaseInfo:
 
 
 def checkout_commit() -> CheckoutCommit:
-    """Look at the checkout, if ftkit runs from one."""
+    """Read the commit of the checkout that ftkit runs from; empty for an installed wheel."""
     checkout = Path(ftkit.__file__).resolve().parents[1]
     if not (checkout / ".git").exists():
         return CheckoutCommit()

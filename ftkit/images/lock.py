@@ -1,7 +1,7 @@
 """Locks: every package that an image adds to its base, with hashes.
 
-A lock never names what the base provides (torch, triton, numpy): those are taken out of the resolution, or
-held at the base's version, and the build refuses a lock that has one of them all the same.
+A lock has none of the packages that the base provides (torch, triton, numpy): these are excluded from the resolution,
+or pinned to the base's version, and the build refuses a lock that has one of them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _PLATFORM: Final = "x86_64-manylinux_2_28"
 
 
 def write_lock(definition: ImageDefinition) -> dict[str, str]:
-    """Resolve the packages of an image and write its lock; return what is pinned.
+    """Resolve the packages of an image and write its lock; return the pinned versions.
 
     Raises:
-        PrerequisiteError: uv is not there, or the file can't be written.
-        ImageError: the packages can't be had together.
+        PrerequisiteError: uv is not installed.
+        ImageError: the packages can't be resolved.
     """
     spec = definition.spec
     with tempfile.TemporaryDirectory() as folder:
@@ -53,9 +53,9 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
             command += ["--no-emit-package", name]
         done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS, environment=os.environ)
     if done.returncode != 0:
-        said = done.stderr.strip().removeprefix("error: ")
+        message = done.stderr.strip().removeprefix("error: ")
         raise ImageError(
-            f"the packages of {spec.reference} can't be had together:\n    {said}",
+            f"the packages of {spec.reference} can't be resolved:\n    {message}",
             meaning="one does not exist, two want different versions of a third, or the index can't be reached",
             fix=f"change 'packages:' in {definition.lock_file.with_suffix('.yaml')}",
         )
@@ -101,7 +101,7 @@ def read_lock(definition: ImageDefinition) -> str:
         )
     if f"{_INPUTS}{inputs_digest(spec)}\n" not in text:
         raise ImageError(
-            f"{path} was not made from the packages that {spec.reference} names now",
+            f"{path} was not made from the packages that {spec.reference} lists now",
             meaning="'packages:', 'provided:' or 'python:' changed, or ftkit needs other packages than it did",
             fix=fix,
         )
@@ -113,21 +113,21 @@ def read_lock(definition: ImageDefinition) -> str:
 
 
 def inputs_digest(spec: ImageSpec) -> str:
-    """Return a digest of everything that a lock is made from."""
+    """Return a digest of all inputs of a lock."""
     provided = [f"{name}={version}" for name, version in sorted(spec.provided.items())]
     return hashlib.sha256("\n".join([spec.python, *_requirements(spec), "--", *provided]).encode()).hexdigest()
 
 
 def _requirements(spec: ImageSpec) -> list[str]:
-    """Return what the image asks for, and what ftkit itself needs."""
+    """Return the packages of the image, and the dependencies of ftkit."""
     own = [line for line in metadata.requires("ftkit") or () if "extra ==" not in line]
     return sorted({*spec.packages, *own})
 
 
 def _overrides(spec: ImageSpec) -> list[str]:
-    """Return what stands instead of the base's packages: its release, so that others fit it, or nothing at all.
+    """Return what replaces the base's packages in the resolution: their version, or an exclusion.
 
-    Nothing, where the index has no such version: NVIDIA's pre-releases of torch are in none.
+    An exclusion where no index has the version, as NVIDIA's pre-releases of torch.
     """
     return [
         f"{name}=={version}" if re.fullmatch(r"\d+(\.\d+)+", version) and name == "numpy" else f"{name}; {_NEVER}"

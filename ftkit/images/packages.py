@@ -1,6 +1,6 @@
-"""What is in an image: its Python and Debian packages, as CycloneDX JSON.
+"""Packages: the pinned ones of a lock, and all of an image as an SBOM (CycloneDX JSON).
 
-Run in the image, by the Dockerfile: `python3 -m ftkit.images.packages FILE`. Standard library only.
+The Dockerfile runs `python3 -m ftkit.images.packages FILE` in the image. Standard library only, for the self-check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PYPI = "pkg:pypi/"
 
 
 def make_sbom(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dict[str, Any]:
-    """Return the document. It holds no time, so that the same packages give the same bytes."""
+    """Return the SBOM of this Python and system. It has no time, so that the same packages give the same bytes."""
     components = [*_python_packages(), *_debian_packages(dpkg, os_release)]
     return {
         "bomFormat": "CycloneDX",
@@ -33,10 +33,7 @@ def make_sbom(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dict[str, A
 
 
 def python_packages(document: Path) -> frozenset[str] | None:
-    """Return the Python packages that a bill of materials lists; none: there is no such file, or it is none.
-
-    Names are as the package index compares them.
-    """
+    """Return the normalized names of the Python packages in an SBOM; None if the file is missing or damaged."""
     try:
         urls = [str(component["purl"]) for component in json.loads(document.read_bytes())["components"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -95,10 +92,10 @@ _PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTI
 
 
 def parse_pins(text: str) -> dict[str, str]:
-    """Return the packages that a lock or `pip list` names, with their versions."""
+    """Return the pinned packages of a lock, or of `pip list --format freeze`, with their versions."""
     return {normalize_name(name): version for name, version in _PIN.findall(text)}
 
 
 def normalize_name(name: str) -> str:
-    """Write the name of a package as the index compares it."""
+    """Normalize the name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

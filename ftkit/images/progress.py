@@ -1,4 +1,4 @@
-"""What a long step says while it works; the command line draws it."""
+"""Progress of long steps, which the command line shows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _SECONDS_BETWEEN_REPORTS = 0.1
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """One thing that moves.
+    """One report of a long step.
 
     Args:
-        stage: what is being done, such as `pulling nvcr.io/nvidia/pytorch:25.02-py3`.
-        item: the part that moves, such as a layer's short id; empty for the stage as a whole.
-        text: what it does now, or a line that it printed.
-        done: how many bytes are through; none where that is not counted.
-        total: how many bytes there are; none: unknown.
-        is_over: nothing more will be heard of this part.
+        stage: the step, such as `pulling nvcr.io/nvidia/pytorch:25.02-py3`.
+        item: a part of it, such as a layer's short id; empty for all of the step.
+        text: its current action, or a line of its output.
+        done: bytes done; None if they are not counted.
+        total: bytes in all; None if unknown.
+        is_over: whether this is the last report of the part.
     """
 
     stage: str
@@ -34,13 +34,13 @@ Report = Callable[[ProgressEvent], None]
 
 
 def ignore_progress(progress: ProgressEvent) -> None:
-    """Report to nobody."""
+    """Ignore all reports."""
     del progress
 
 
 @dataclass
 class ByteCounter:
-    """Reports bytes, a few times a second."""
+    """Count bytes, and report them ten times a second at most."""
 
     report: Report
     stage: str
@@ -49,7 +49,7 @@ class ByteCounter:
     shown: float = 0.0
 
     def advance(self, num_bytes: int) -> None:
-        """Count."""
+        """Add bytes."""
         self.done += num_bytes
         now = time.monotonic()
         if now - self.shown > _SECONDS_BETWEEN_REPORTS:

@@ -64,5 +64,5 @@ def push(
 
         digest = retry(attempt, report, stage)
     if not digest:
-        raise ImageError(f"{wanted.host} took {wanted} without telling its digest", fix="see the registry's log")
+        raise ImageError(f"{wanted.host} took {wanted} without returning its digest", fix="see the registry's log")
     return PushResult(wanted, digest)

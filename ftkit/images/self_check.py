@@ -1,6 +1,6 @@
-"""Whether an image is what its definition says: `python3 -m ftkit.images.self_check`, run inside it.
+"""Check inside an image that it matches its definition: `python3 -m ftkit.images.self_check`.
 
-Standard library, `ftkit.process` and `ftkit.images.packages` only, apart from the modules that the definition names.
+Standard library, `ftkit.process` and `ftkit.images.packages` only, and the modules that the definition lists.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ftkit import process
 from ftkit.images.packages import normalize_name, parse_pins
 
 TRAINER = "ftkit.train.trainer"
-"""An image that names this module among its imports can train, and is asked to show it."""
+"""An image with this module among its imports can train, and takes a training step in the check."""
 
 PASSED = "ftkit: the image is as its definition says"
-"""The sentence that tells that the check ran to its end. Images say it to later releases too: it does not change."""
+"""The last line of a check that passed. It never changes, as later releases read it from older images."""
 
 _FOLDER = Path("/opt/ftkit")
 
 
 def find_issues(folder: Path = _FOLDER) -> list[str]:
-    """Return everything that is not as the definition says."""
+    """Return everything that differs from the definition."""
     image = json.loads((folder / "image.json").read_text(encoding="utf-8"))
     base = parse_pins((folder / "base-packages.txt").read_text(encoding="utf-8"))
     return [
@@ -45,7 +45,7 @@ def _lock_issues(lock: str) -> list[str]:
 
 
 def _base_issues(provided: dict[str, str], base: dict[str, str]) -> list[str]:
-    """Compare with what the base had. Versions by their beginning: NVIDIA's end in a name of the release."""
+    """Compare with the base's packages. Versions are compared by their beginning: NVIDIA's end in a build name."""
     issues = []
     for name, expected in provided.items():
         before, now = base.get(normalize_name(name)), _version(name)
@@ -69,7 +69,7 @@ def _import_issues(modules: list[str]) -> list[str]:
 def _training_issues() -> list[str]:
     """Take a training step with each family."""
     done = process.run([sys.executable, "-m", "ftkit.train", "--self-check"], timeout_seconds=600)
-    last = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
+    last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
     return [] if done.returncode == 0 else [f"ftkit.train --self-check ended with {done.returncode}: {last}"]
 
 

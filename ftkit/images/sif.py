@@ -46,16 +46,16 @@ def find_program() -> str:
             return found
     raise PrerequisiteError(
         "neither 'apptainer' nor 'singularity' was found on PATH",
-        meaning="SIF files are made by that program",
+        meaning="that program makes SIF files",
         fix="install it, or log in where it is; often: module load apptainer",
     )
 
 
 class SifSource:
-    """An image that Apptainer or Singularity fetches; what it is, the engine or the registry says.
+    """An image that Apptainer or Singularity pulls; the docker engine or the registry identifies it.
 
     Raises:
-        ConfigError: it was to be made on a compute node.
+        ConfigError: the request is for a compute node.
         NotFoundError: neither engine nor registry has the image.
     """
 
@@ -71,12 +71,13 @@ class SifSource:
         self.is_vouched_for = self._known.is_vouched_for
         self.config = self._known.config
 
-    def describe(self) -> str:
-        """Say where the image comes from."""
-        return self._known.describe()
+    @property
+    def origin(self) -> str:
+        """Where the image comes from."""
+        return self._known.origin
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Run the program, and report what it says: all of it comes on its standard error.
+        """Run the program, and report its output, which is all on stderr.
 
         Raises:
             PrerequisiteError: the program or spython is missing.
@@ -90,14 +91,14 @@ class SifSource:
                 "the Python package 'spython' is not installed", fix="pip install 'ftkit[images]'"
             ) from error
         address = self._address()
-        said: list[str] = []
+        output: list[str] = []
         with _in_environment(credentials.find(self._remote.host) if self._remote else None):
             try:
                 for line in stream_command([program, "build", str(partial), address], output_type="both"):
-                    said.append(line.rstrip())
-                    report(ProgressEvent(f"{Path(program).name} builds SIF", text=said[-1]))
+                    output.append(line.rstrip())
+                    report(ProgressEvent(f"{Path(program).name} builds SIF", text=output[-1]))
             except subprocess.CalledProcessError as error:
-                raise explain_failure(program, "\n".join(said), partial) from error
+                raise explain_failure(program, "\n".join(output), partial) from error
         with partial.open("rb") as file:
             if file.read(_MAGIC_AT + len(_MAGIC))[_MAGIC_AT:] != _MAGIC:
                 raise ImageError(
@@ -106,7 +107,7 @@ class SifSource:
         return MadeFile(Contents(), Path(program).name)
 
     def _address(self) -> str:
-        """Return the image as the program takes it: by digest or by the engine's id, because names can move."""
+        """Return the image's address for the program: by digest or docker's image id, because tags can move."""
         if self._remote is None:
             return f"docker-daemon:{self.image_id}"
         return replace(self._remote, digest=self.registry_digest).docker_uri
@@ -114,7 +115,7 @@ class SifSource:
 
 @contextmanager
 def _in_environment(known: credentials.Credentials | None) -> Iterator[None]:
-    """Put credentials where the program reads them: spython gives it this process's environment."""
+    """Set the program's variables for credentials: spython passes this process's environment to it."""
     before = dict(os.environ)
     if known:
         for prefix in ("APPTAINER", "SINGULARITY"):

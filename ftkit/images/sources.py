@@ -37,9 +37,11 @@ _DOWNLOADS_AT_ONCE: Final = 3
 class ImageSource(Protocol):
     """An image that can be imported.
 
-    `image_id` is the digest of its configuration: what it is, wherever it is, because the configuration lists its
-    layers. `registry_digest` is that of its manifest in a registry; none: it is in none. `format` is that of the file
-    that it makes. `is_vouched_for`: who has the image compared its layers with its configuration.
+    Attributes:
+        format: of the file that it makes.
+        image_id: digest of its configuration, which identifies it everywhere, as the configuration lists the layers.
+        is_vouched_for: whether its holder compared the layers with the configuration.
+        config: how it is run.
     """
 
     format: ImageFormat
@@ -49,10 +51,11 @@ class ImageSource(Protocol):
 
     @property
     def registry_digest(self) -> Digest | None:
-        """Return the digest of its manifest."""
+        """Digest of its manifest in a registry; None if it is in none."""
 
-    def describe(self) -> str:
-        """Say where the image comes from."""
+    @property
+    def origin(self) -> str:
+        """Where the image comes from."""
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
         """Make the file."""
@@ -71,16 +74,17 @@ class DockerSource:
         self.config = image.config
         self.registry_digest = next((digest for _, digest in image.repo_digests), None)
 
-    def describe(self) -> str:
-        """Say where the image comes from."""
+    @property
+    def origin(self) -> str:
+        """Where the image comes from."""
         return f"docker engine, {self.name}"
 
     def enroot_address(self) -> Address:
-        """Return what enroot calls exactly this image."""
+        """Return enroot's address of exactly this image."""
         return enroot.address_in_docker(self.image_id)
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Export the image and pack it on the way."""
+        """Export the image, and build the file from the stream."""
         with docker_engine.connect() as client, docker_engine.exported(client, self._image.id) as stream:
             entries = members_of(TarReader(stream))
             return build_squashfs(entries, self.config, partial, root_bytes=self._image.size or None, report=report)
@@ -108,17 +112,18 @@ class RegistrySource:
         self._diff_ids = configuration.rootfs.diff_ids
         self.config = docker_engine.image_config(configuration.config or RunConfig(), configuration.created)
 
-    def describe(self) -> str:
-        """Say where the image comes from."""
+    @property
+    def origin(self) -> str:
+        """Where the image comes from."""
         return f"registry, {self._reference}"
 
     def enroot_address(self) -> Address:
-        """Return what enroot calls exactly this image."""
+        """Return enroot's address of exactly this image."""
         layers = zip((layer.digest for layer in self._layers), self._diff_ids, strict=True)
         return enroot.address_in_registry(self._reference, self.registry_digest, self.image_id, layers)
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Download the layers, as they are, and pack what they make together.
+        """Download the compressed layers, and build the file from their flattened content.
 
         Raises:
             ImageError: a layer is not what the manifest or the configuration says.
@@ -135,7 +140,7 @@ class RegistrySource:
     def _download(self, folder: Path, report: Report) -> list[Layer]:
         """Download every layer once, a few at a time; return them in the manifest's order, the lowest first.
 
-        When one fails, or the user has had enough, the others stop at their next piece.
+        When one fails, or the user interrupts, the others stop at their next chunk.
         """
         different = {layer.digest: layer for layer in self._layers}
         num_bytes = sum(layer.size for layer in different.values())
@@ -167,7 +172,7 @@ class RegistrySource:
 
 
 class EnrootSource:
-    """An image that enroot imports; `known` knows what it is."""
+    """An image that enroot imports; `known` identifies it."""
 
     format: ImageFormat = "sqsh"
 
@@ -179,12 +184,13 @@ class EnrootSource:
         self.is_vouched_for = known.is_vouched_for
         self.config = known.config
 
-    def describe(self) -> str:
-        """Say where the image comes from."""
+    @property
+    def origin(self) -> str:
+        """Where the image comes from."""
         return f"enroot, {self._address.uri}"
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Let enroot make the file."""
+        """Make the file with enroot."""
         report(ProgressEvent(f"enroot imports {self._address.uri}"))
         enroot.import_to(partial, self._address, self._node)
         return MadeFile(Contents(sbom=squashfs.read_file(partial, SBOM_PATH)), f"enroot, {squashfs.ENROOT_OPTIONS}")
@@ -229,7 +235,7 @@ def select_source(request: ImportRequest, report: Report) -> ImageSource:
 
     Raises:
         NotFoundError: neither engine nor registry has the image.
-        PrerequisiteError: something that the request needs is not there.
+        PrerequisiteError: a program or service that the request needs is missing.
     """
     if request.on_node:
         return _on_node(request, report)

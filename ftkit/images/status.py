@@ -1,4 +1,4 @@
-"""What there is of images: defined, built, pushed, imported."""
+"""The status of images: built, pushed, imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImportedFile:
-    """A readable link to an imported file, and its manifest; none: it is damaged, or was put there by hand."""
+    """A link to an imported file; `manifest` is None if the file is damaged, or was not made by ftkit."""
 
     link: Path
     size: int
@@ -30,7 +30,7 @@ class ImportedFile:
 
 @dataclass(frozen=True)
 class ImageStatus:
-    """Where an image is."""
+    """Where an image exists."""
 
     reference: str
     built: DockerImage | None
@@ -38,18 +38,18 @@ class ImageStatus:
 
     @property
     def pushed(self) -> tuple[str, ...]:
-        """Registries that have it, with its digest there."""
+        """Repositories that have it, with its digest in each."""
         return tuple(f"{repository}@{digest}" for repository, digest in self.built.repo_digests) if self.built else ()
 
     @property
     def is_current(self) -> bool:
-        """Whether what was imported is what was built; true if one of them is not there."""
+        """Whether the imported file is the built image; true if one of them is missing."""
         ids = {file.manifest.image_id for file in self.imported if file.manifest}
         return not ids or self.built is None or ids == {self.built.id}
 
 
 def image_statuses(references: Sequence[str], store: ImageStore) -> tuple[list[ImageStatus], bool]:
-    """Return the state of each image, and whether a docker engine answered."""
+    """Return the status of each image, and whether a docker engine answered."""
     try:
         with docker_engine.connect() as client:
             built = [docker_engine.inspect(client, NamedImage(reference).docker_name) for reference in references]

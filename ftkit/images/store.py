@@ -1,4 +1,4 @@
-"""The folder of imported images: files named by digest, readable links to them, a manifest beside each."""
+"""The folder of imported images: files named by digest, each with a manifest, and links named `NAME+TAG`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MANIFEST_VERSION = 2
-"""What ftkit makes of the same image: part of a file's name, so that a newer file replaces none that a job has open.
+"""Version of ftkit's conversion. It is part of a file's name, so that no new file replaces one that a job has open.
 
 Version 1 did not compare an image's layers with its configuration.
 """
@@ -31,12 +31,12 @@ _PARTIAL = ".partial-"
 
 @dataclass(frozen=True)
 class ImportManifest:
-    """What is known of an imported image.
+    """The manifest of an imported image.
 
     Args:
-        reference: what it was imported as, `NAME:TAG`.
+        reference: the `NAME:TAG` of the import.
         image_id: digest of the image's configuration, which names the file.
-        registry_digest: digest of the image's manifest in a registry; none: not pushed.
+        registry_digest: digest of the image's manifest in a registry; None if it was not pushed.
         source: where it came from.
         made_by: the program that made the file, and with which options.
         format: the format of the file.
@@ -44,14 +44,14 @@ class ImportManifest:
         size: its bytes.
         sha256: digest of the whole file.
         block_size: bytes of a block of `blocks`.
-        blocks: digest of each block of the file, to say where it differs.
+        blocks: digest of each block of the file, to locate differences.
         root_bytes: bytes of the image's files.
         num_entries: files, links and folders in it.
         labels: the image's labels.
-        sbom: name of the file that lists its packages; empty: the image carries none.
+        sbom: name of the file with its SBOM; empty if the image has none.
         imported: when, in seconds since the epoch.
         ftkit_version: of the ftkit that imported it.
-        left_out: devices and pipes, which an unprivileged user can't unpack.
+        left_out: devices and pipes, which only root can unpack.
     """
 
     reference: str
@@ -82,22 +82,22 @@ class ImageStore:
     root: Path
 
     def file(self, image_id: Digest, image_format: ImageFormat) -> Path:
-        """Return where the file of an image is: named by what determines its content."""
+        """Return the file of an image, named by the digest that determines its content."""
         return self.root / f"{image_id.file_name}.v{MANIFEST_VERSION}.{image_format}"
 
     def older_file(self, image_id: Digest, image_format: ImageFormat) -> Path:
-        """Return where version 1 put it."""
+        """Return the file of version 1."""
         return self.root / f"{image_id.file_name}.{image_format}"
 
     def link(self, reference: str, image_format: ImageFormat) -> Path:
-        """Return the readable link to it."""
+        """Return the link to the file, named by `NAME:TAG`."""
         return self.root / NamedImage(reference).file_name(image_format)
 
     def prepare(self) -> None:
-        """Make the folder and see that it can be written to.
+        """Make the folder, and check that it is writable.
 
         Raises:
-            PrerequisiteError: it can't.
+            PrerequisiteError: it is not.
         """
         probe = self.root / f".probe-{os.getpid()}"
         try:
@@ -113,7 +113,7 @@ class ImageStore:
 
     @contextmanager
     def locked(self, name: str, wait_note: Any = None) -> Iterator[None]:
-        """Hold the lock of one image, so that two imports do the work once; `wait_note` is called if it is taken."""
+        """Hold the lock of one image, so that concurrent imports do the work once; call `wait_note` before waiting."""
         import fcntl  # noqa: PLC0415
 
         descriptor = os.open(
@@ -132,7 +132,7 @@ class ImageStore:
 
     @contextmanager
     def partial(self, final: Path) -> Iterator[Path]:
-        """Yield a temporary name beside `final`; it is gone afterwards unless it was renamed."""
+        """Yield a temporary name beside `final`; what is left there is removed afterwards."""
         self.remove_leftovers(final)
         path = final.with_name(f"{_PARTIAL}{final.name}.{secrets.token_hex(4)}")
         try:
@@ -141,17 +141,17 @@ class ImageStore:
             remove(path)
 
     def remove_leftovers(self, final: Path) -> None:
-        """Remove what an import of the same image left that was killed. Called with the lock held."""
+        """Remove what killed imports of the same image left. The caller holds the lock."""
         for path in self.root.glob(f"{_PARTIAL}{final.name}.*"):
             remove(path)
 
     def leftovers(self) -> list[Path]:
-        """Return what killed imports left, apart from young ones that may still be at work."""
+        """Return what killed imports left a day ago or earlier; younger ones may still be running."""
         limit = time.time() - 24 * 3600
         return [path for path in self.root.glob(f"{_PARTIAL}*") if path.stat().st_mtime < limit]
 
     def publish(self, partial: Path, manifest: ImportManifest, sbom: bytes) -> Path:
-        """Give a finished file its name: the file, then what belongs to it, then the link."""
+        """Give a finished file its name, write its manifest, and point the link to it."""
         final = self.root / manifest.file
         if manifest.sbom:
             write_file(sbom_file(final), sbom)
@@ -162,11 +162,11 @@ class ImageStore:
         return final
 
     def record(self, manifest: ImportManifest) -> None:
-        """Write the manifest of a file that is there."""
+        """Write the manifest of a file."""
         write_json(manifest_file(self.root / manifest.file), manifest)
 
     def point(self, reference: str, final: Path, image_format: ImageFormat) -> None:
-        """Point the readable link at a file."""
+        """Point the link of a name to a file."""
         link = self.link(reference, image_format)
         fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
         fresh.symlink_to(final.name)
@@ -174,7 +174,7 @@ class ImageStore:
         sync(self.root)
 
     def manifests(self) -> list[tuple[Path, ImportManifest]]:
-        """Return every imported file that has a manifest."""
+        """Return each imported file that has a manifest."""
         found = []
         for path in sorted([*self.root.glob("sha256-*.sqsh"), *self.root.glob("sha256-*.sif")]):
             manifest = read_manifest(path)
@@ -183,7 +183,7 @@ class ImageStore:
         return found
 
     def links(self) -> dict[str, Path]:
-        """Return the readable links and what they point at."""
+        """Return the links and their targets."""
         found = {}
         for path in sorted([*self.root.glob("*.sqsh"), *self.root.glob("*.sif")]):
             if path.is_symlink():

@@ -29,7 +29,7 @@ _NUM_RANGES_SHOWN = 5
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The result of a verification: every difference by name; none: the file is what was imported."""
+    """The result of a verification; without differences, the file is the imported one."""
 
     file: Path
     manifest: ImportManifest
@@ -37,7 +37,7 @@ class VerifyResult:
 
 
 def manifest_if_intact(file: Path) -> ImportManifest | None:
-    """Check size and head of a file against its manifest, in a moment; None if they don't fit."""
+    """Return the manifest if size and superblock of the file match it, else None. Fast: it reads no content."""
     manifest = read_manifest(file)
     try:
         if manifest is None or file.stat().st_size != manifest.size:
@@ -57,11 +57,11 @@ def required_manifest(file: Path, name: str) -> ImportManifest:
         ImageError: there is no manifest, or it can't be read.
     """
     if not file.exists():
-        raise NotFoundError(f"{file} is not there", fix=f"import it: ftkit import {name}")
+        raise NotFoundError(f"there is no file {file}", fix=f"import it: ftkit import {name}")
     manifest = read_manifest(file.resolve())
     if manifest is None:
         raise ImageError(
-            f"there is nothing to verify {file} against: {manifest_file(file.resolve()).name} is missing or damaged",
+            f"can't verify {file}: {manifest_file(file.resolve()).name} is missing or damaged",
             meaning="the file was not made by 'ftkit import', or its manifest was removed",
             fix=f"import the image again: ftkit import {name} --force",
         )
@@ -113,8 +113,8 @@ def require_intact(result: VerifyResult) -> None:
     """
     if result.differences:
         raise ImageError(
-            "\n    ".join((f"{result.file} is not what was imported:", *result.differences)),
-            meaning="the disk or a copy damaged it, or someone changed it",
+            "\n    ".join((f"{result.file} differs from its manifest:", *result.differences)),
+            meaning="the disk or a copy damaged it, or somebody changed it",
             fix=f"import it again: ftkit import {result.manifest.reference} --force",
         )
 
@@ -135,13 +135,13 @@ class FileDigests:
 def digest_file(
     path: Path, block_size: int = BLOCK_SIZE, advance: Callable[[int], None] = lambda _: None
 ) -> FileDigests:
-    """Read a file once and compute all digests; those of the blocks on a second processor."""
-    whole, blocks, size = hashlib.sha256(), list[str](), 0
+    """Read a file once, and compute all digests, those of the blocks in a second thread."""
+    total, blocks, size = hashlib.sha256(), list[str](), 0
     block = hashlib.sha256()
     with path.open("rb") as file, ThreadPoolExecutor(1) as pool:
         while chunk := file.read(min(_CHUNK, block_size - size % block_size)):
             pending = pool.submit(block.update, chunk)
-            whole.update(chunk)
+            total.update(chunk)
             pending.result()
             size += len(chunk)
             advance(len(chunk))
@@ -150,11 +150,11 @@ def digest_file(
                 block = hashlib.sha256()
     if size % block_size:
         blocks.append(block.hexdigest())
-    return FileDigests(size, whole.hexdigest(), tuple(blocks))
+    return FileDigests(size, total.hexdigest(), tuple(blocks))
 
 
 def differing_ranges(expected: Sequence[str], found: Sequence[str], block_size: int) -> list[str]:
-    """Name the parts of a file that differ, in bytes."""
+    """Return the ranges of bytes that differ."""
     ranges = []
     for number, (old, new) in enumerate(zip(expected, found, strict=False)):
         if old != new:
@@ -175,33 +175,33 @@ exec chroot "$0" /usr/bin/env -i "$@"
 
 
 def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
-    """Run the self-check in the file itself; return what is left to do by hand afterwards, mostly nothing.
+    """Run the self-check inside the imported file; return what has to be cleaned up by hand, mostly nothing.
 
     Raises:
-        PrerequisiteError: nothing here can start it.
+        PrerequisiteError: no program on this machine can start the file.
         ImageError: with everything that is wrong.
     """
     report(ProgressEvent(f"checking {file.name} from inside"))
     done, left = _run_inside(file.resolve(), report)
     if done.returncode != 0 or PASSED not in done.stdout:
-        said = (done.stdout + done.stderr + left).strip() or f"it ended with {done.returncode} and said nothing"
-        lines = "\n".join(f"    {line}" for line in said.splitlines()[-20:])
+        output = (done.stdout + done.stderr + left).strip() or f"exit status {done.returncode}, no output"
+        lines = "\n".join(f"    {line}" for line in output.splitlines()[-20:])
         if done.returncode != 1 or not done.stdout.strip():  # the self-check ends so, and says what it finds
             raise ImageError(
                 f"the self-check of {manifest.reference} did not start:\n{lines}",
-                meaning="the file is as it was imported, but can't be run on this machine, or has no python3",
+                meaning="the file is the imported one, but can't be run on this machine, or has no python3",
                 fix=_ON_A_NODE,
             )
         raise ImageError(
             f"{manifest.reference} fails its self-check:\n{lines}",
-            meaning="the image is as it was imported, but not as its definition says",
+            meaning="the file is the imported one, but the image differs from its definition",
             fix=f"build it again: ftkit build {manifest.reference}",
         )
     return left
 
 
 def _run_inside(file: Path, report: Report) -> tuple[process.ProgramOutput, str]:
-    """Return what the check said, and what is left to do by hand."""
+    """Return the output of the check, and what has to be cleaned up by hand."""
     for program in ("apptainer", "singularity"):
         if shutil.which(program):
             command = [program, "exec", "--contain", "--cleanenv", "--no-home", str(file), *SELF_CHECK]
@@ -211,7 +211,7 @@ def _run_inside(file: Path, report: Report) -> tuple[process.ProgramOutput, str]
     if file.suffix == ".sqsh" and shutil.which("unsquashfs") and shutil.which("unshare") and os.geteuid() == 0:
         return _with_chroot(file), ""
     raise PrerequisiteError(
-        f"nothing on this machine can start {file.name}",
+        f"no program on this machine can start {file.name}",
         meaning="looked for apptainer, singularity, enroot, and (as root) unsquashfs with unshare",
         fix=_ON_A_NODE,
     )

@@ -1,7 +1,7 @@
-"""HTTP with one registry: who we are, where it may send us, and what goes wrong, in ftkit's words.
+"""HTTP with one registry: login, redirects, and errors as ftkit reports them.
 
-What is not our registry gets none of our secrets: a password goes to the registry itself and to the token service
-that it names, over TLS; plain HTTP is for registries on this machine. Redirects carry no authorization elsewhere.
+A password goes only to the registry and to its token service, over TLS; plain HTTP is only for registries on this
+machine. Redirects to other hosts carry no authorization.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ResultT = TypeVar("ResultT")
 
 
 class TokenAnswer(BaseModel):
-    """What a token service answers; the two names are of two generations."""
+    """The answer of a token service; older ones set `token`, newer ones `access_token`."""
 
     token: str | None = None
     access_token: str | None = None
@@ -79,12 +79,12 @@ class Connection:
     def open(
         self, path: str, headers: dict[str, str] | None = None, *, has_digest: bool = False
     ) -> Iterator[requests.Response]:
-        """Ask for something of the repository; `has_digest`: what comes is compared with one.
+        """Get something of the repository; `has_digest`: the caller compares the content with a digest.
 
         Raises:
             NotFoundError: the registry has no such thing.
             TransientError: it can't be reached, or is busy.
-            ImageError: it does not let us in, or answers with nothing sensible.
+            ImageError: access is denied, or the answer breaks the protocol.
         """
         url = f"{self._root.geturl()}/v2/{self._reference.path}/{path}"
         answer = self._within_chunk_time(lambda: self._authorized(url, headers or {}, has_digest=has_digest))
@@ -137,7 +137,7 @@ class Connection:
             ) from error
 
     def document(self, path: str, headers: dict[str, str], limit: int, *, has_digest: bool) -> bytes:
-        """Return a small thing of the repository, of at most `limit` bytes. Raises as `open` does."""
+        """Return a document of the repository, of at most `limit` bytes. Raises as `open` does."""
 
         def fetch() -> bytes:
             with self.open(path, headers, has_digest=has_digest) as answer:
@@ -174,7 +174,7 @@ class Connection:
         return data
 
     def connection_lost(self, reason: str) -> TransientError:
-        """Return the error for a connection that broke off."""
+        """Return the error for a lost connection."""
         return TransientError(
             f"lost the connection to {self._reference.host}: {reason}",
             meaning="the registry or the network between is down, or the host's name is wrong",
@@ -182,7 +182,7 @@ class Connection:
         )
 
     def protocol_error(self, what: str) -> ImageError:
-        """Return the error for a registry that does what none should."""
+        """Return the error for an answer that breaks the protocol."""
         return ImageError(
             f"{self._reference.host} {what}",
             meaning="this is no registry, a proxy answers in its place, or it is not to be trusted",
@@ -190,7 +190,7 @@ class Connection:
         )
 
     def _follow(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
-        """Get an address, and those that it sends us to."""
+        """Get an address, and follow its redirects."""
         for _ in range(_MAX_REDIRECTS + 1):
             answer = self._get(url, headers, self._authorization if self._is_ours(url) else "")
             if answer.status_code not in _REDIRECTS:
@@ -204,7 +204,7 @@ class Connection:
         return _origin(urlsplit(url)) == _origin(self._root)
 
     def _next(self, url: str, location: str, *, has_digest: bool) -> str:
-        """Return where a redirect leads, if we may go there."""
+        """Return the target of a redirect, if it is allowed."""
         try:
             target = urlsplit(urljoin(url, location))
             host, _ = target.hostname, target.port
@@ -253,7 +253,7 @@ class Connection:
             raise self.protocol_error(f"answers {said}")
 
     def _log_in(self, challenge: str) -> None:
-        """Do what the registry asks for: Basic, or a token from where it says."""
+        """Log in as the registry requires: Basic, or a token of its token service."""
         kind, _, rest = challenge.partition(" ")
         if kind.lower() == "basic":
             if self._credentials is None:
@@ -291,7 +291,7 @@ class Connection:
             return self._whole(answer, _MAX_TOKEN_ANSWER)
 
     def _token_service(self, realm: str) -> str:
-        """Return the address of the token service, if a password may go there."""
+        """Return the address of the token service, if a password may be sent there."""
         try:
             target = urlsplit(realm)
             host, _ = target.hostname, target.port
@@ -308,7 +308,7 @@ class Connection:
 
 
 class _Header:
-    """Sets the Authorization header. That there is always one keeps the HTTP library from taking one of ~/.netrc."""
+    """Set the Authorization header. Always having one keeps the HTTP library from reading ~/.netrc."""
 
     def __init__(self, value: str) -> None:
         self._value = value

@@ -1,4 +1,4 @@
-"""Who we are to a registry: docker's own configuration and its helpers, or a user and password given by hand."""
+"""Credentials for a registry: of docker's configuration and its helpers, or of the command line."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _DOCKER_HUB_ENTRY = "docker.io"
 
 @dataclass(frozen=True)
 class Credentials:
-    """A user and a password; the password is in no text that this object makes of itself."""
+    """A user and a password, which `repr` does not show."""
 
     username: str
     password: str = field(repr=False)
 
     def for_docker(self) -> dict[str, str]:
-        """Return what the docker SDK takes."""
+        """Return them for the docker SDK."""
         return {"username": self.username, "password": self.password}
 
 
 def from_user(host: str, username: str | None, password: str) -> Credentials:
-    """Return credentials that the user gave; NGC's user is the same for all.
+    """Return credentials of the command line; NGC has one user name for everybody.
 
     Raises:
         ImageError: there is no user, or an empty password.
@@ -42,10 +42,10 @@ def from_user(host: str, username: str | None, password: str) -> Credentials:
 
 
 def find(host: str) -> Credentials | None:
-    """Return what docker's configuration holds for a registry; None if it holds nothing.
+    """Return the credentials of docker's configuration for a registry; None if it has none.
 
     Raises:
-        PrerequisiteError: the credential helper that it names fails.
+        PrerequisiteError: its credential helper fails.
     """
     try:
         from docker import auth  # noqa: PLC0415
@@ -68,11 +68,11 @@ def find(host: str) -> Credentials | None:
     )
 
 
-def access_denied(reference: RegistryImage, credentials: Credentials | None, said: str = "") -> ImageError:
-    """Return the error for a registry that does not let us in."""
+def access_denied(reference: RegistryImage, credentials: Credentials | None, message: str = "") -> ImageError:
+    """Return the error for a registry that denies access."""
     host = "docker.io" if reference.host == DOCKER_HUB else reference.host
     if credentials is None:
-        what = f"{host} asks who you are for {reference.path}, and there are no credentials for it"
+        what = f"{host} requires a login for {reference.path}, and there are no credentials for it"
         meaning = "the repository is private, or does not exist: registries don't tell these apart"
     else:
         what = f"{host} refused the credentials of user '{credentials.username}' for {reference.path}"
@@ -80,4 +80,4 @@ def access_denied(reference: RegistryImage, credentials: Credentials | None, sai
     fix = f"docker login {host}, or give --username and --password-stdin"
     if host == _NGC_HOST:
         fix = f"docker login {host} --username '{_NGC_USER}', with an NGC API key as the password"
-    return ImageError(what + (f": {said}" if said else ""), meaning=meaning, fix=fix)
+    return ImageError(what + (f": {message}" if message else ""), meaning=meaning, fix=fix)

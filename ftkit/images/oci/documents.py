@@ -1,4 +1,4 @@
-"""What registries and engines answer about images, checked as it arrives; in the words of the OCI image format."""
+"""Documents of the OCI image format, validated as they arrive from registries and engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_LAYERS: Final = 1000
 
 
 def _as_text(value: str) -> str:
-    """Refuse what no file can hold: NUL, and halves of a character."""
+    """Refuse what no file can contain: NUL, and lone surrogates."""
     value.encode()
     if "\0" in value:
         raise ValueError("has a NUL character")
@@ -36,14 +36,14 @@ class _Answer(BaseModel):
 
 
 class Platform(_Answer):
-    """What a manifest of an index is for."""
+    """The platform of a manifest in an index."""
 
     os: str = ""
     architecture: str = ""
 
 
 class Descriptor(_Answer):
-    """A document or blob: which it is, and how many bytes it has."""
+    """A document or blob, by its digest and size in bytes."""
 
     digest: Digest
     size: Size
@@ -64,7 +64,7 @@ class Index(_Answer):
 
 
 class RunConfig(_Answer):
-    """How an image is run, in the words of docker and OCI alike."""
+    """How an image is run, with the keys that docker and OCI share."""
 
     environment: Texts = Field(default=(), alias="Env")
     entrypoint: Texts = Field(default=(), alias="Entrypoint")
@@ -75,7 +75,7 @@ class RunConfig(_Answer):
 
 
 class RootFilesystem(_Answer):
-    """The layers again, as they are unpacked: this is what ties a configuration to its content."""
+    """Digests of the uncompressed layers, which tie a configuration to its content."""
 
     diff_ids: Annotated[tuple[Digest, ...], BeforeValidator(lambda value: () if value is None else value)]
 
@@ -89,7 +89,7 @@ class Configuration(_Answer):
 
 
 class _Kind(_Answer):
-    """Enough of a document to tell what it is."""
+    """Enough of a document to tell its kind."""
 
     schema_version: int | None = Field(default=None, alias="schemaVersion")
     manifests: object = None
@@ -134,7 +134,7 @@ def read_answer(model: type[ModelT], body: bytes, what: str) -> ModelT:
 
 
 def read_run_config(values: object, whose: str) -> RunConfig:
-    """Check how an image is run, as an engine has it.
+    """Validate the configuration of an image in a docker engine.
 
     Raises:
         ImageError: it is of another shape than docker's.

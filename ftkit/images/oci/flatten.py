@@ -1,7 +1,7 @@
 """The root file system of an image, read from its layers without unpacking them.
 
-The topmost layer comes first: a path that was seen, or was deleted by a layer above, is passed over below.
-So nothing is written twice, and each layer is read once.
+The topmost layer is read first. A path that a higher layer has or deletes is skipped in the layers below. So nothing is
+written twice, and each layer is read once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ftkit.images.oci.rootfs import Entry
-    from ftkit.images.oci.tar import Source
+    from ftkit.images.oci.tar import Readable
 
 _DELETED: Final = b".wh."
 _OPAQUE: Final = b".wh..wh..opq"
@@ -70,11 +70,11 @@ class _Above:
 
 
 def flatten(layers: Sequence[Layer]) -> Iterator[Entry]:
-    """Yield the members of the whole; the lowest of `layers` is the first.
+    """Yield the members of the root file system; the lowest of `layers` is the first.
 
     Raises:
-        ImageError: a layer is damaged, or is another than the configuration says. This is known at its end, so what
-            was yielded of it may be used for nothing before the iteration ends.
+        ImageError: a layer is damaged, or differs from the configuration. This is known at its end, so the caller must
+            discard what was yielded if the iteration fails.
     """
     above = _Above()
     for layer in reversed(layers):
@@ -161,7 +161,7 @@ def _adopted(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[Entry
 class _LayerStream:
     """The tar stream of a layer, whose digest is computed as it is read."""
 
-    def __init__(self, stream: Source, damages: tuple[type[Exception], ...]) -> None:
+    def __init__(self, stream: Readable, damages: tuple[type[Exception], ...]) -> None:
         self._stream = stream
         self._damages = damages
         self._running = hashlib.sha256()

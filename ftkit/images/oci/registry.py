@@ -1,6 +1,6 @@
-"""A registry's manifests and blobs, each compared with the digest that leads to it.
+"""Manifests and blobs of a registry, each compared with the digest that refers to it.
 
-The chain is: what was asked for -> index -> manifest -> configuration and layers. Its last link, from the layers to
+The chain is: reference -> index -> manifest -> configuration and layers. Its last link, from the layers to
 the configuration's `diff_ids`, is checked where layers are unpacked (`flatten`).
 """
 
@@ -42,7 +42,7 @@ _MAX_NESTED: Final = 3
 
 
 class Registry:
-    """The repository of one image; `waits`: seconds before each further attempt at what fails for a moment."""
+    """The repository of one image; `waits`: seconds before each retry of a transient failure."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Registry:
         self._connection.close()
 
     def resolve(self) -> Digest:
-        """Return the digest of what was asked for: of the index, where the image is one of several architectures."""
+        """Return the digest of the reference: that of the index, if the image has several architectures."""
         return self._document(self._reference.wanted, self._reference.digest)[1]
 
     def manifest(self) -> tuple[Manifest, Digest]:
@@ -75,7 +75,7 @@ class Registry:
 
         Raises:
             NotFoundError: the registry has no such image.
-            ImageError: it does not let us in, or answers with something else than was asked for.
+            ImageError: access is denied, or the answer is not the requested document.
         """
         document, digest = self._document(self._reference.wanted, self._reference.digest)
         for _ in range(_MAX_NESTED):
@@ -106,10 +106,11 @@ class Registry:
         return configuration
 
     def download(self, layer: Descriptor, path: Path, advance: Callable[[int], None]) -> None:
-        """Download a layer into `path`, from where a connection broke off; never more bytes than the manifest says.
+        """Download a layer into `path`; continue where a connection was lost; never write more than the layer's size.
 
         Raises:
-            ImageError: the registry went away for good, or sent something else.
+            ImageError: the registry sent something else, or the retries are used up: the connection was lost, or a MiB
+                took longer than `connection.CHUNK_SECONDS`.
         """
         running = hashlib.sha256()
 
@@ -144,7 +145,7 @@ class Registry:
 
     @property
     def stage(self) -> str:
-        """What is being done, for those who watch."""
+        """The step, for progress reports."""
         return f"downloading {self._reference}"
 
     def _document(self, wanted: str, digest: Digest | None, size: int | None = None) -> tuple[Index | Manifest, Digest]:
@@ -160,7 +161,7 @@ class Registry:
         raise NotFoundError(f"{self._reference} has no image for linux/{architecture}")
 
     def _whole(self, path: str, digest: Digest | None, limit: int) -> bytes:
-        """Return a document of at most `limit` bytes, compared with its digest if that is known."""
+        """Return a document of at most `limit` bytes; compare it with its digest if that is known."""
 
         def fetch() -> bytes:
             headers = {"Accept": ", ".join(_MEDIA_TYPES)} if path.startswith("manifests/") else {}
@@ -174,14 +175,14 @@ class Registry:
     def _compare(self, digest: Digest, found: str) -> None:
         if digest.hex != found:
             raise ImageError(
-                f"{self._reference.host} sent something else than {digest} of {self._reference.path}",
+                f"{self._reference.host} sent other content than {digest} of {self._reference.path}",
                 meaning="the download was damaged on its way, the registry's disk is, or someone changed the image",
                 fix="try again; if it stays so, don't use the image, and tell whoever runs the registry",
             )
 
 
 def _begins_at(answer: requests.Response, start: int) -> bool:
-    """Tell whether an answer goes on where we are, by its own words; one that says nothing begins at the beginning."""
+    """Tell whether an answer starts at byte `start`, by its Content-Range; without one, it starts at 0."""
     said = re.match(r"bytes (\d{1,18})-", answer.headers.get("Content-Range", ""))
     if answer.status_code != _PARTIAL:
         return start == 0

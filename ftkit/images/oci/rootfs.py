@@ -1,7 +1,7 @@
-"""From an image's members to the tar stream that a squashfs file is made of.
+"""Write the tar stream of a squashfs file from the members of an image.
 
-The stream is a function of the image alone: no time of today, no owner, no trace of the container that it
-was exported from. It carries what enroot looks for, in place of what the image has there: its environment in
+The stream is a function of the image alone: no current time, no owner, no trace of the exported container. It has the
+files that enroot reads, instead of the image's own: its environment in
 /etc/environment, its working directory, entrypoint and command in /etc/rc, its volumes in /etc/fstab, and an
 /etc/rc.local that does nothing: enroot runs the one and mounts the other, which no image expects.
 """
@@ -27,7 +27,7 @@ from ftkit.images.oci.tar import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ftkit.images.oci.tar import Sink
+    from ftkit.images.oci.tar import Writable
 
 SBOM_PATH: Final = "opt/ftkit/sbom.cdx.json"
 """Where the Dockerfile leaves the list of what is in the image."""
@@ -45,7 +45,7 @@ Entry = tuple[Member, "Iterator[bytes]"]
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """What an image says about how it is run."""
+    """How an image is run."""
 
     environment: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class ImageConfig:
 
 @dataclass
 class Contents:
-    """What went into the stream."""
+    """Contents of the stream."""
 
     num_entries: int = 0
     num_bytes: int = 0
@@ -67,9 +67,9 @@ class Contents:
 
 
 def write_root(
-    entries: Iterable[Entry], config: ImageConfig, sink: Sink, advance: Callable[[int], None] = lambda _: None
+    entries: Iterable[Entry], config: ImageConfig, sink: Writable, advance: Callable[[int], None] = lambda _: None
 ) -> Contents:
-    """Write the root file system of an image; `advance` hears of the bytes of content."""
+    """Write the root file system of an image; `advance` is called with the bytes of content."""
     contents, wanted = Contents(), _WantedFolders(config)
     for member, chunks in entries:
         if not _belongs(member, contents):
@@ -135,7 +135,7 @@ def _belongs(member: Member, contents: Contents) -> bool:
 
 
 def _write(
-    sink: Sink,
+    sink: Writable,
     member: Member,
     chunks: Iterator[bytes],
     newest: int,

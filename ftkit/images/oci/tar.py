@@ -1,7 +1,7 @@
-"""Read and write the members of a tar stream, one after the other, without keeping any.
+"""Read and write the members of a tar stream one after the other.
 
-tarfile would do it at a tenth of the speed. Only what an image needs is kept: path, type, mode, time,
-size and link. Owners, extended attributes and devices are left out: whoever unpacks the image is no root.
+tarfile has a tenth of the speed. A member has what an image needs: path, type, mode, time, size and link. Owners,
+extended attributes and devices are left out, as images are unpacked without root.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PLAIN_FILES = (b"0", b"\0", b"7")
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
 
 
-class Source(Protocol):
-    """Where a stream comes from; an empty answer means that it ended."""
+class Readable(Protocol):
+    """A stream of bytes; an empty result means that it ended."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
-class Sink(Protocol):
-    """Where a stream goes."""
+class Writable(Protocol):
+    """A stream to write to."""
 
     def write(self, data: bytes, /) -> object: ...
 
@@ -55,15 +55,15 @@ class Member:
 
 
 class TarReader:
-    """Goes through a tar stream."""
+    """Iterate over the members of a tar stream."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Readable) -> None:
         self._source = source
         self._unread = 0
         self._padding = 0
 
     def __iter__(self) -> Iterator[Member]:
-        """Yield the members; what was not read of one is skipped.
+        """Yield the members; content that was not read is skipped.
 
         Raises:
             ImageError: the stream ends in the middle, or is no tar stream.
@@ -99,7 +99,7 @@ class TarReader:
             yield member
 
     def content(self) -> Iterator[bytes]:
-        """Yield the bytes of the member that the iteration stands at."""
+        """Yield the content of the current member."""
         while self._unread:
             chunk = self._source.read(min(CHUNK, self._unread))
             if not chunk:
@@ -130,12 +130,12 @@ class TarReader:
         return data
 
     def _drain(self) -> None:
-        """Read what follows the end, so that whoever writes it is not cut off."""
+        """Read what follows the end, so that the writer's pipe does not break."""
         while self._source.read(CHUNK):
             pass
 
 
-def write_member(sink: Sink, member: Member) -> None:
+def write_member(sink: Writable, member: Member) -> None:
     """Write the header of a member; its content is to follow, then `write_padding`."""
     records = b""
     if len(member.path) >= 100:  # noqa: PLR2004 - the field's width
@@ -151,13 +151,13 @@ def write_member(sink: Sink, member: Member) -> None:
     sink.write(_header(member))
 
 
-def write_padding(sink: Sink, size: int) -> None:
+def write_padding(sink: Writable, size: int) -> None:
     """Fill the last block of a member of `size` bytes."""
     if size % BLOCK:
         sink.write(_ZEROS[: -size % BLOCK])
 
 
-def write_end(sink: Sink) -> None:
+def write_end(sink: Writable) -> None:
     """Write the end of the stream."""
     sink.write(_ZEROS * 2)
 

@@ -85,7 +85,8 @@ class Known:
         reference = parse_reference("nvcr.io/team/olmo3:25.02")
         return enroot.address_in_registry(reference, self.registry_digest, self.image_id, ())
 
-    def describe(self) -> str:
+    @property
+    def origin(self) -> str:
         return "a registry"
 
     def make_file(self, *_: object) -> MadeFile:
@@ -400,7 +401,7 @@ def test_a_sif_build_that_fails_shows_what_was_said(
 def test_a_sif_file_is_never_left_to_enroot(record: Path, stand_in: Callable[[str, str], None]) -> None:
     stand_in("enroot", ENROOT)
     request = requested("docker://r.io/a:1", None, SLURM)
-    assert SifSource(request, ignore_progress).describe() == "a registry"
+    assert SifSource(request, ignore_progress).origin == "a registry"
     with pytest.raises(ConfigError, match="--on-node"):
         SifSource(replace(request, on_node=True), ignore_progress)
     assert list(record.glob("enroot*")) == []

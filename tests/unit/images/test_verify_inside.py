@@ -53,7 +53,7 @@ def test_only_the_self_check_s_own_sentence_is_believed(enroot: Path) -> None:
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        ("exit 0", "did not start:\n    it ended with 0 and said nothing"),
+        ("exit 0", "did not start:\n    exit status 0, no output"),
         ("echo a banner", "did not start:\n    a banner"),
         ("echo python3: not found >&2; exit 127", "did not start:\n    python3: not found"),
         ("echo a banner; exit 127", "did not start:\n    a banner"),

@@ -142,7 +142,7 @@ def test_a_registry_that_is_gone_for_good_is_said(registry: Registry, behavior: 
 
 def test_other_bytes_than_asked_for_are_refused(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
     behavior.blob = BLOB[:-1] + b"!"
-    with pytest.raises(ImageError, match="sent something else"):
+    with pytest.raises(ImageError, match="sent other content"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
 
 
