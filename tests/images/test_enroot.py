@@ -239,7 +239,7 @@ def test_an_interrupted_import_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("python", "reason"), [("rm /usr/bin/python3", "did not start"), ("echo >/silent", "said nothing"), ("", "")]
+    ("python", "reason"), [("rm /usr/bin/python3", "did not start"), ("echo >/silent", "no output"), ("", "")]
 )
 def test_the_deep_check_believes_only_a_self_check_that_ran(
     project: Project, bases: APIClient, registry: str, enroot: Path, python: str, reason: str
