@@ -11,13 +11,13 @@ import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-
 from ftkit.errors import FtkitError, NotFoundError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pydantic import TypeAdapter, ValidationError
 
 ValueT = TypeVar("ValueT")
 _MAX_BYTES = 2**24
@@ -135,6 +135,8 @@ def parse_json(data: str | bytes, kind: type[ValueT]) -> ValueT:
     Raises:
         InvalidJsonError: it is no JSON, or that of something else.
     """
+    from pydantic import ValidationError  # noqa: PLC0415 - slow to import
+
     try:
         value: ValueT = _adapter(kind).validate_json(data)
     except ValidationError as error:
@@ -159,6 +161,8 @@ def _describe_detail(key: str, message: str) -> str:
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     """Return pydantic's adapter of a type; making one takes milliseconds."""
+    from pydantic import TypeAdapter  # noqa: PLC0415 - slow to import
+
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
     return _ADAPTERS[kind]

@@ -26,13 +26,13 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This process's part of a step, and the number of targets of the whole step, over all processes."""
+    """This process's micro-batches of a step, and the number of targets of the step over all processes."""
 
     micro_batches: list[MicroBatch]
     num_targets: int
 
     def pinned(self) -> StepBatch:
-        """Return it in memory that a GPU can read while the host goes on."""
+        """Return it in pinned memory, from which copies to a GPU are asynchronous."""
         return self._each(MicroBatch.pinned)
 
     def on(self, device: torch.device) -> StepBatch:
@@ -44,14 +44,14 @@ class StepBatch:
 
 
 class BatchSchedule:
-    """Deals packs to steps, processes and micro-batches.
+    """Assign packs to steps, processes and micro-batches.
 
     The i-th pack of a run depends on seed and i alone; a step takes the next `global_batch_size` of them.
-    Past `num_packs_in_run` (the end of the last epoch) come empty packs without targets, so that every process
+    After `num_packs_in_run`, the end of the last epoch, packs are empty and have no targets, so that every process
     takes part in every collective.
     """
 
-    def __init__(  # noqa: PLR0913 - what is dealt out, and this process's place among the others
+    def __init__(  # noqa: PLR0913 - the packs, and this process's rank
         self,
         store: PackStore,
         plan: BatchPlan,
@@ -75,7 +75,7 @@ class BatchSchedule:
         return [pack_at(index, len(self._store), self._seed) for index in self._indices(step)]
 
     def num_packs_of_step(self, step: int) -> int:
-        """Return how many packs a step has over all processes."""
+        """Return the number of packs of a step over all processes."""
         return len(self._indices(step))
 
     def _indices(self, step: int) -> range:

@@ -1,4 +1,4 @@
-"""What the model can do on the held-out part: perplexity, and for text-to-SQL whether its queries are right."""
+"""Evaluate the model on the validation split: loss, perplexity, and execution accuracy for text-to-SQL."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 ANSWERS_AT_ONCE = 50
 NUM_SAMPLES = 6
-"""Samples kept in a record: enough to show right and wrong ones."""
+"""Samples in a record: enough to show right and wrong ones."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures a model on the held-out part. Every rank must call it; all get the same result."""
+    """Evaluate a model on the validation split. Collective: every rank must call it, and gets the same result."""
 
     plan: RunPlan
     data: PreparedData
@@ -45,19 +45,19 @@ class Evaluator:
     is_packed: bool = True
 
     def evaluate(self, engine: Engine, step: int, when: Literal["before", "during", "after"]) -> EvaluationRecord:
-        """Measure perplexity; before and after training, also execute the model's SQL if the recipe asks."""
+        """Compute loss and perplexity; before and after training, also execute the model's SQL if the recipe says so."""
         with engine.inference() as model:
             loss = self._loss(model)
             asked = self.plan.recipe.evaluation.sql_execution
             answers = [] if asked is None or when == "during" else self._answer_questions(model, asked)
         accuracy = sum(answer.correct for answer in answers) / len(answers) if answers else None
-        # A loss far above 20 is no longer told apart by its exponential, and overflows above 709.
+        # exp(loss) overflows above 709.
         perplexity = math.exp(min(loss, 700.0))
         samples = tuple(answers[:NUM_SAMPLES])
         return EvaluationRecord(time.time(), step, when, loss, perplexity, accuracy, samples)
 
     def _loss(self, model: CausalLM) -> float:
-        """Return the mean loss over the targets of the held-out packs."""
+        """Return the mean loss over the targets of the validation packs."""
         store = self.data.read_validation()
         num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
         micro = self.plan.recipe.training.micro_batch_size
@@ -69,7 +69,7 @@ class Evaluator:
                 for own in rows[self.world.rank :: self.world.size]:
                     total += model(batch=to_padded_micro_batch(own, self.world.device))
                 continue
-            # Ranks beyond the end compute the last packs again, and count them for nothing.
+            # Ranks beyond the end compute the last packs again, without counting them.
             begin = first + self.world.rank * micro
             counts = begin < num_packs
             chosen = range(begin, min(begin + micro, num_packs)) if counts else range(num_packs - 1, num_packs)

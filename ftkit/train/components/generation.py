@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def end_token_setting(end_tokens: Sequence[int]) -> int | list[int] | None:
-    """Return end tokens as configurations have them: some who read these know no list where there is one token."""
+    """Return end tokens as configurations have them: one token as a number, since some readers accept no list."""
     return list(end_tokens) if len(end_tokens) > 1 else next(iter(end_tokens), None)
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Where answers end, and what the pretrained model's makers recommend besides.
+    """End tokens of completions, and the generation settings of the pretrained model.
 
     Attributes:
-        end_tokens: the one that was trained first, then those of the tokenizer and of the pretrained model.
-        settings: what a `generation_config.json` holds, as it will be exported.
+        end_tokens: first the trained one, then those of the tokenizer and of the pretrained model.
+        settings: the content of the exported `generation_config.json`.
     """
 
     end_tokens: tuple[int, ...]
@@ -35,10 +35,10 @@ class Generation:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, weights: Path | None) -> Generation:
-        """Put together what the tokenizer and the folder of pretrained weights, if there are any, say.
+        """Combine the settings of the tokenizer and of the folder of pretrained weights, if there is one.
 
-        The tokenizer may be another's: an end token of the weights that it has as ordinary text is none. The export
-        can't call itself made from the model's configuration: transformers 4 would then generate by that one instead.
+        The tokenizer may be that of another model: end tokens of the weights that it has as ordinary text are dropped.
+        `_from_model_config` is not exported: with it, transformers 4 generates by the model's configuration instead.
 
         Raises:
             NotFoundError: a file of the weights can't be read.
@@ -54,7 +54,7 @@ class Generation:
         return cls(end_tokens, settings | {"eos_token_id": end_token_setting(end_tokens)})
 
     def greedy(self, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> GenerationConfig:
-        """Return how evaluation generates: the likeliest token each time, whatever the makers recommend."""
+        """Return the settings of evaluation: greedy decoding, independent of the pretrained model's settings."""
         return GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=False,
@@ -63,10 +63,10 @@ class Generation:
         )
 
     def up_to_end(self, answer: list[int]) -> list[int]:
-        """Return an answer's tokens before its end; of a batch, shorter ones are followed by padding."""
+        """Return the tokens of a completion before its end token; in a batch, padding follows shorter ones."""
         ends = (index for index, token in enumerate(answer) if token in self.end_tokens)
         return answer[: next(ends, len(answer))]
 
     def save(self, folder: Path) -> None:
-        """Write `generation_config.json`. transformers would refuse to write some that are on the hub."""
+        """Write `generation_config.json`, also settings of the hub that transformers refuses to write."""
         write_json(folder / GENERATION_FILE, self.settings)
