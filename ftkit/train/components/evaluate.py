@@ -45,7 +45,7 @@ class Evaluator:
     is_packed: bool = True
 
     def evaluate(self, engine: Engine, step: int, when: Literal["before", "during", "after"]) -> EvaluationRecord:
-        """Compute loss and perplexity; before and after training, also execute the model's SQL if the recipe says so."""
+        """Compute loss and perplexity; before and after training, also execute its SQL if the recipe says so."""
         with engine.inference() as model:
             loss = self._loss(model)
             asked = self.plan.recipe.evaluation.sql_execution
