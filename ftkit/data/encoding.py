@@ -14,6 +14,7 @@ from ftkit.data.conversations import Conversation, Message, PlainText
 from ftkit.data.formats import read_example
 from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of, token_pattern
 from ftkit.data.rows import errors_at
+from ftkit.data.word_cache import WordCache
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class RowEncoder:
         renderer: the chat template; None where the rows are plain text.
         vocab_size: rows of the model's embedding table.
         adds_space: whether the tokenizer adds a space before a text, as SentencePiece's older ones do.
+        words: what it gives otherwise.
     """
 
     tokenizer: Any
@@ -80,6 +82,7 @@ class RowEncoder:
     renderer: ChatRenderer | None
     vocab_size: int
     adds_space: bool
+    words: WordCache
 
     @classmethod
     def of(cls, tokenizer: Any, data: DataSpec, form: Format, vocab_size: int) -> RowEncoder:
@@ -99,7 +102,8 @@ class RowEncoder:
         tokenizer.backend_tokenizer.no_padding()
         encode = tokenizer.backend_tokenizer.encode
         whole, *parts = (encode(text, add_special_tokens=False).ids for text in ("a\nHello", "a\n", "Hello"))
-        return cls(tokenizer, data, form, renderer, vocab_size, adds_space=whole != [*parts[0], *parts[1]])
+        adds_space = whole != [*parts[0], *parts[1]]
+        return cls(tokenizer, data, form, renderer, vocab_size, adds_space, WordCache.of(tokenizer.backend_tokenizer))
 
     def renderings(self, row: Row) -> list[Rendering]:
         """Return the texts of a row, with what is trained of each.
@@ -178,9 +182,9 @@ class RowEncoder:
 
     def _tokenize_pieces(self, pieces: list[str], is_first: list[bool]) -> list[list[int]]:
         encode_batch = self.tokenizer.backend_tokenizer.encode_batch_fast
-        plain = encode_batch(pieces, add_special_tokens=False)
         if not self.adds_space:
-            return [encoding.ids for encoding in plain]
+            return self.words.encode(pieces)
+        plain = encode_batch(pieces, add_special_tokens=False)
         # Behind a line break no space is added; the line break's own tokens are then taken away.
         newline: list[int] = encode_batch(["\n"], add_special_tokens=False)[0].ids
         behind = encode_batch([f"\n{piece}" for piece in pieces], add_special_tokens=False)
