@@ -57,7 +57,7 @@ def find_answer_end(tokenizer: Any) -> int | None:
     """
     if tokenizer.chat_template is None:
         return None
-    text = ChatRenderer.of(tokenizer, {}).render(_SHORT_CONVERSATION).rstrip()
+    text = ChatRenderer.of(tokenizer, {}).render_to_end_of_turn(_SHORT_CONVERSATION)
     last: int = tokenizer(text, add_special_tokens=False)["input_ids"][-1]
     return last if last in tokenizer.added_tokens_decoder else None
 
@@ -97,6 +97,12 @@ class RowEncoder:
                 "the chat template writes no special token after an assistant turn",
                 meaning="the model would never learn where its answers end, and talk on to the limit",
                 fix="set data.chat_template to a template whose tokens the tokenizer has",
+            )
+        if data.too_long == "split" and form.kind != "text":
+            raise DataError(
+                "data.too_long is 'split', but the rows are conversations",
+                meaning="later parts would lack what was said before",
+                fix="take 'truncate', which cuts after a turn that fits, or 'drop'",
             )
         tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files ask for them
         tokenizer.backend_tokenizer.no_padding()

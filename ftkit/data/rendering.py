@@ -101,6 +101,10 @@ class ChatRenderer:
         turns = [_for_template(message) for message in conversation.messages]
         return self._render(turns, conversation.tools, open_turn=open_turn)[0]
 
+    def render_to_end_of_turn(self, conversation: Conversation) -> str:
+        """Return the text of a conversation to the token that ends its last turn. Raises as `render` does."""
+        return self._to_end_of_turn(self.render(conversation))
+
     def renderings(self, conversation: Conversation, train_on: DataSpec) -> list[Rendering]:
         """Render a conversation so that each trained turn is in the form in which inference will see it.
 
@@ -213,7 +217,7 @@ class ChatRenderer:
             context = _context(turns, done)
             window = [*context, *turns[done : turn + 1]]
             try:
-                before = self._render(context, tools, open_turn=False)[0].rstrip() if context else ""
+                before = self._to_end_of_turn(self._render(context, tools, open_turn=False)[0]) if context else ""
                 through, begin = self._through(window, tools, len(window) - 1)
             except DataError:
                 return None
@@ -224,6 +228,30 @@ class ChatRenderer:
         whole, _ = self._render(turns[:done], tools, open_turn=False)
         return Rendering(text, tuple(spans)) if whole.startswith(text) else None
 
+    def _behind(self, before: str, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], turn: int) -> str | None:
+        """Return what inference shows before an assistant turn with the turn behind it, where the template differs.
+
+        gpt-oss leaves out the analysis before a tool call as soon as the final answer is there; Gemma 4 opens a turn
+        with an empty thought that it leaves out of the turn itself. The turn begins behind the last words that open
+        one in what its rendering shares with that of another answer. None: it is not opened with these words.
+        """
+        text = self._to_end_of_turn(self._render(turns[: turn + 1], tools, open_turn=False)[0])
+        context, _ = self._render(turns[:turn], tools, open_turn=False)
+        other, _ = self._render([*turns[:turn], {"role": "assistant", "content": "ftkit"}], tools, open_turn=False)
+        opening = _EMPTY_THINKING.sub("", before[len(context) :]) if before.startswith(context) else ""
+        start = _shared(text, other).rfind(opening) if opening else -1
+        return None if start < 0 else before + text[start + len(opening) :]
+
+    def _to_end_of_turn(self, text: str) -> str:
+        """Return a text without the line breaks, and the end of the whole conversation, that follow its last turn.
+
+        Phi's templates write an end token after the one of the last turn, as long as no other turn follows.
+        """
+        text = text.rstrip()
+        end = self.variables.get("eos_token")
+        turns = text.removesuffix(end).rstrip() if end else text
+        return turns if turns != text and turns.endswith(self.special_tokens) else text
+
     def _through(self, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], turn: int) -> tuple[str, int]:
         """Return the text through the end of a turn, and where the turn begins in it."""
         is_assistant = turns[turn]["role"] == "assistant"
@@ -231,7 +259,7 @@ class ChatRenderer:
         if is_assistant and marks:
             begin, end = marks[-1]
             return text[:end], begin
-        text = text.rstrip()
+        text = self._to_end_of_turn(text)
         if turn == 0:
             if is_assistant:
                 raise DataError(
@@ -241,11 +269,11 @@ class ChatRenderer:
                 )
             return text, 0
         before, _ = self._render(turns[:turn], tools, open_turn=is_assistant)
-        before = before if is_assistant else before.rstrip()
+        before = before if is_assistant else self._to_end_of_turn(before)
         if not text.startswith(before):
-            thinking = _EMPTY_THINKING.search(before) if is_assistant else None
-            if thinking and text.startswith(before[: thinking.start()]):
-                return before + text[thinking.start() :], len(before)
+            inferred = self._behind(before, turns, tools, turn) if is_assistant else None
+            if inferred is not None:
+                return inferred, len(before)
             raise DataError(
                 f"turn {turn + 1}: inference opens this turn with {before[-40:]!r}, but the chat template renders the "
                 "turn without that",
@@ -254,6 +282,12 @@ class ChatRenderer:
                 fix="add reasoning_content to the data, or set data.template_options or another data.chat_template",
             )
         return text, len(before)
+
+
+def _shared(text: str, other: str) -> str:
+    """Return what both texts begin with."""
+    length = next((place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
+    return text if length is None else text[:length]
 
 
 def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile
+from ftkit.config.data import CHAT_TEMPLATES
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.mounts import mounted_folders
@@ -43,6 +44,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
         *_engine(recipe),
         *_targets(recipe, shape, cluster),
         *_lengths(recipe, shape),
+        *_data(recipe),
         *_evaluation(recipe),
         *_profile(recipe, num_nodes * processes_per_node),
         *_image(shape, cluster, image, request),
@@ -180,10 +182,25 @@ def _lengths(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
             f"{vocabulary} tokens don't fit the model's embedding of {shape.vocab_size} rows.",
             "Make model.architecture.vocab_size at least as large.",
         )  # fmt: skip
-    if recipe.model.tokenizer.source == "trained" and recipe.data.chat_template == "model":
+
+
+def _data(recipe: RecipeSpec) -> Iterator[Problem]:
+    data, where = recipe.data, f"recipe {recipe.name}"
+    if recipe.model.tokenizer.source == "trained" and data.chat_template not in CHAT_TEMPLATES:
         yield Problem(
-            where, "data.chat_template", "a trained tokenizer brings no chat template.", "Take 'gemma' or 'chatml'."
-        )
+            where, "data.chat_template", "a trained tokenizer needs a template that ftkit ships.",
+            f"Take one of {', '.join(CHAT_TEMPLATES)}.",
+        )  # fmt: skip
+    if data.too_long == "split" and data.format.kind not in ("text", "auto"):
+        yield Problem(
+            where, "data.too_long", "a conversation can't be split: its later parts would lack what was said before.",
+            "Take 'truncate', which cuts after a turn that fits, or 'drop'.",
+        )  # fmt: skip
+    if data.train_on == "completion" and data.format.kind in ("messages", "text"):
+        yield Problem(
+            where, "data.train_on", f"format '{data.format.kind}' has no prompts and completions.",
+            "Take 'assistant', 'last' or 'all'.",
+        )  # fmt: skip
 
 
 def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:

@@ -264,6 +264,19 @@ def test_sequences_longer_than_the_models_positions_are_refused() -> None:
     assert "longer than the model's 512 positions" in problems(demo("training.sequence_length=4096"))
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.chat_template=model", "a trained tokenizer needs a template that ftkit ships"),
+        ("data.chat_template='{{ messages }}'", "a trained tokenizer needs a template that ftkit ships"),
+        ("data.too_long=split", "a conversation can't be split"),
+        ("data={format: sharegpt, train_on: completion}", "format 'messages' has no prompts and completions"),
+    ],
+)
+def test_what_cannot_be_done_with_data_is_said_before_it_is_read(override: str, message: str) -> None:
+    assert message in problems(demo(override))
+
+
 def test_kernels_that_can_have_no_effect_are_refused() -> None:
     assert "'flash4' is a kernel for GPUs" in problems(demo("training.attention=flash4"))
     assert "'flash4' computes in bf16 alone" in problems(demo("training.attention=flash4", "training.precision=fp32"))
