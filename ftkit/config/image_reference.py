@@ -43,8 +43,18 @@ class NamedImage:
 
     @property
     def docker_name(self) -> str:
-        """Its name in the docker engine."""
+        """Its name in the docker engine: `REPOSITORY:TAG`."""
         return _DOCKER_PREFIX + self.reference
+
+    @property
+    def docker_repository(self) -> str:
+        """Its name in the docker engine without the tag."""
+        return self.docker_name.removesuffix(f":{self.tag}")
+
+    @property
+    def tag(self) -> str:
+        """The second half of `NAME:TAG`."""
+        return self.reference.partition(":")[2]
 
     def file_name(self, image_format: ImageFormat) -> str:
         """Return the name of its imported file, or of the link to that."""

@@ -117,8 +117,8 @@ def _run_build(
         raise docker_engine.as_image_error(error, "docker refused to build") from error
     report(ProgressEvent("checking the image from inside"))
     check_inside(client, image_id, made_labels[labels.REFERENCE])
-    repository, _, tag = NamedImage(made_labels[labels.REFERENCE]).docker_name.rpartition(":")
-    client.tag(image_id, repository, tag)
+    named = NamedImage(made_labels[labels.REFERENCE])
+    client.tag(image_id, named.docker_repository, named.tag)
     return docker_engine.inspect_required(client, image_id, "build it again")
 
 

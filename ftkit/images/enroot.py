@@ -95,6 +95,7 @@ class Address:
         config: digest of the image's configuration, which the import has to have; none: `uri` is exact anywhere.
         layers: digests of each layer, as it is in the registry and of its content.
         is_http: whether the registry is on this machine, and speaks no TLS.
+        host: the registry; empty for the docker engine.
     """
 
     uri: str
@@ -102,6 +103,7 @@ class Address:
     config: Digest | None = None
     layers: tuple[tuple[Digest, Digest], ...] = ()
     is_http: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def address_in_registry(
 ) -> Address:
     """Return the address of an image in a registry, whose manifest has `digest`; of `layers`, blob and content."""
     exact, by_tag = (replace(reference, digest=given).enroot_uri for given in (digest, None))
-    return Address(exact, by_tag, image_id, tuple(layers), reference.is_loopback)
+    return Address(exact, by_tag, image_id, tuple(layers), reference.is_loopback, reference.host)
 
 
 def compute_node(cluster: ClusterProfile) -> ComputeNode:
@@ -241,11 +243,10 @@ def _explain(address: Address, done: process.ProgramOutput, output: Path) -> Ima
         )
     is_silent = any(word in last for word in ("Authenticating with user", "Using credentials from file"))
     if is_silent or "401" in last or "403" in last:
-        host = address.uri.removeprefix("docker://").partition("#")[0]
         return ImageError(
-            f"enroot could not log in to {host}",
+            f"enroot could not log in to {address.host}",
             meaning="the line for it in enroot's .credentials is missing, has a port, or its password is wrong",
-            fix=f"write 'machine {host.partition(':')[0]} login USER password SECRET' into ~/.config/enroot/"
+            fix=f"write 'machine {address.host.partition(':')[0]} login USER password SECRET' into ~/.config/enroot/"
             ".credentials; NGC wants a second line for authn.nvidia.com",
         )
     return squashfs.explain_failure("enroot", said, output)
