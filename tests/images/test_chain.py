@@ -215,7 +215,7 @@ def test_the_digest_of_a_base_s_tag_is_recorded_and_later_builds_are_held_to_it(
     pushed_base("large:1")
     assert "up to date" in project.ok("build", "tiny:1").stderr
     again = project.ok("build", "tiny:1", "--no-cache")
-    assert "is another image by now" in again.stderr
+    assert "is a new image now" in again.stderr
     assert "--repin" in again.stderr
     assert lock.read_text() == recorded
     assert bases.inspect_image("ftkit/tiny:1")["Size"] < 20 << 20
@@ -274,7 +274,7 @@ def test_gc_removes_what_nothing_points_at_and_asks_first(project: Project) -> N
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.ok("import", "tiny:1")
     refused = project.call("gc", given="n\n")
-    assert "no name points at it" in refused.stdout
+    assert "no name points to it" in refused.stdout
     assert "removed nothing" in refused.stderr
     assert old.exists()
     project.ok("gc", "--yes")
