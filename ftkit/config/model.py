@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -52,10 +52,15 @@ class RopeScalingSpec(Spec):
                     raise ValueError(f"rope_type 'llama3' needs {name}")
         return self
 
-    def parameters(self, positions: int) -> dict[str, Any]:
-        """Return the values as config.json has them, for weights with so many positions."""
-        given = self.model_dump(exclude_none=True)
-        return {"original_max_position_embeddings": positions} | given
+    def of_weights(self, positions: int) -> Self:
+        """Fill in the positions of the weights."""
+        original = self.original_max_position_embeddings or positions
+        return self.model_copy(update={"original_max_position_embeddings": original})
+
+    @property
+    def positions(self) -> int:
+        """How many positions there are, once those of the weights are filled in."""
+        return int(self.factor * (self.original_max_position_embeddings or 0))
 
 
 class ArchitectureFields(Spec):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 CONFIG_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "use_sliding_window",
-    "layer_types", "tie_word_embeddings", "rope_theta", "rope_parameters", "rms_norm_eps", "initializer_range",
+    "layer_types", "tie_word_embeddings", "rope_theta", "rope_parameters", "rope_scaling", "rms_norm_eps",
+    "initializer_range",
 )  # fmt: skip
 """The keys of a configuration that are compared, in all spellings."""
 _EQUAL = (
@@ -176,9 +177,10 @@ def _width_of_experts(filled: Mapping[str, Any]) -> int | None:
 
 def _with_more_positions(shape: ArchitectureSpec, given: ArchitectureFields) -> ArchitectureSpec:
     """Return a shape with the positions that the recipe asks for: fewer, or more by scaling."""
-    scaling, positions = given.rope_scaling, shape.max_position_embeddings
+    positions, scaling = shape.max_position_embeddings, given.rope_scaling
     if scaling is not None:
-        positions = int(scaling.factor * (scaling.original_max_position_embeddings or positions))
+        scaling = scaling.of_weights(positions)
+        positions = scaling.positions
     if given is not shape:
         positions = given.max_position_embeddings or positions
     return shape.model_copy(update={"max_position_embeddings": positions, "rope_scaling": scaling})
@@ -209,16 +211,26 @@ def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) ->
 
 def _positions(shape: ArchitectureFields, given: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, str]:
     """Return whether more positions are asked for than there are."""
-    key, scaling = "max_position_embeddings", shape.rope_scaling
+    key, scaling, own = "max_position_embeddings", shape.rope_scaling, _own_scaling(told)
     there, wanted = told.get(key), given.get(key)
+    if scaling is not None and own is not None:
+        return {"rope_scaling": f"{scaling.rope_type} in the recipe, the weights were trained with {own}"}
     if not isinstance(there, int) or not isinstance(wanted, int) or wanted <= there:
         return {}
     if scaling is None:
         return {key: f"{wanted} in the recipe, {there} in the weights (more need rope_scaling)"}
-    most = int(scaling.factor * (scaling.original_max_position_embeddings or there))
+    most = scaling.of_weights(there).positions
     if wanted > most:
         return {key: f"{wanted} in the recipe, {most} with a rope_scaling of {scaling.factor:g}"}
     return {}
+
+
+def _own_scaling(told: Mapping[str, Any]) -> str | None:
+    """Return how the weights' own positions are scaled; None: they are not."""
+    found = told.get("rope_parameters") or told.get("rope_scaling")
+    found = found.get(FULL, found) if isinstance(found, dict) else None
+    kind = (found.get("rope_type") or found.get("type")) if isinstance(found, dict) else None
+    return None if kind in (None, "default") else str(kind)
 
 
 def _windows(shape: ArchitectureFields, told: Mapping[str, Any]) -> dict[str, str]:

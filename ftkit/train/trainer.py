@@ -44,7 +44,14 @@ from ftkit.train.loop import Outcome, TrainingLoop
 from ftkit.train.memory.oom import out_of_memory_explained
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
-from ftkit.train.model.build import TextConfig, build_empty, has_random_weights, make_config, read_config
+from ftkit.train.model.build import (
+    TextConfig,
+    build_empty,
+    check_positions,
+    has_random_weights,
+    make_config,
+    read_config,
+)
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
 from ftkit.train.packing import choose_packing
@@ -170,6 +177,7 @@ class Trainer:
         kernel, reason = choose_kernel(recipe.training, config.text, self.world)
         log.info("attention: %s (%s)", kernel, reason)
         model = build_empty(config.text, IMPLEMENTATIONS[kernel])
+        check_positions(model, recipe.model.architecture)
         counts = count_modules(model, recipe.model.architecture.intermediate_size)
         plan = plan_for_counts(self.plan, counts)
         if plan.num_parameters != self.plan.num_parameters:

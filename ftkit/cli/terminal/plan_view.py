@@ -55,9 +55,11 @@ def _model(plan: RunPlan) -> str:
     counts = count_model(shape)
     about = "" if counts.is_exact else "about "
     experts = f", {about}{count(counts.active + counts.around)} of them for a token" if counts.experts_per_token else ""
+    scaling = shape.rope_scaling
+    positions = f", {shape.max_position_embeddings:,} positions by {scaling.rope_type}" if scaling else ""
     return (
         f"{shape.family}, {weights}: {about}{plan.num_parameters:,} parameters{experts} "
-        f"({shape.num_hidden_layers} layers, width {shape.hidden_size})"
+        f"({shape.num_hidden_layers} layers, width {shape.hidden_size}{positions})"
     )
 
 

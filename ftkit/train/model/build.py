@@ -42,7 +42,7 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
     """
     fields = shape.model_dump(include=_PASSED_ON) | _windows(shape)
     try:
-        return AutoConfig.for_model(
+        config = AutoConfig.for_model(
             shape.family,
             **fields,
             bos_token_id=tokenizer.bos_token_id,
@@ -55,6 +55,8 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
             meaning="the name is not a model_type, or only a newer version knows it",
             fix="correct model.architecture.family, or take an image with a newer transformers",
         ) from error
+    _scale_positions(config, shape)
+    return config
 
 
 def _windows(shape: ArchitectureSpec) -> dict[str, Any]:
@@ -95,7 +97,45 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
             meaning="ftkit trains the shape in the weights' own config.json; the plan is for another model",
             fix="correct model.architecture in the recipe",
         )
+    _scale_positions(config, shape)
     return TextConfig(config, is_wrapped=config is not stored)
+
+
+def _scale_positions(config: PretrainedConfig, shape: ArchitectureSpec) -> None:
+    """Write the recipe's rope scaling into a configuration; layers with a window keep their own frequencies."""
+    if shape.rope_scaling is None:
+        return
+    values = shape.rope_scaling.model_dump(exclude_none=True)
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict):  # transformers 4
+        config.rope_scaling = values
+    elif "full_attention" in rope:
+        config.rope_parameters = rope | {"full_attention": _kept(rope["full_attention"]) | values}
+    else:
+        config.rope_parameters = _kept(rope) | values
+    config.max_position_embeddings = shape.max_position_embeddings
+
+
+def _kept(rope: dict[str, Any]) -> dict[str, Any]:
+    return {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+
+
+def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
+    """Check that the model's class scales its rotary positions as the recipe asks.
+
+    Raises:
+        TrainingError: it does not.
+    """
+    if shape.rope_scaling is None:
+        return
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+    found = {kind for each in kinds for kind in (each.values() if isinstance(each, dict) else [each])}
+    if shape.rope_scaling.rope_type not in found:
+        raise TrainingError(
+            f"{type(model).__name__} does not scale its positions by '{shape.rope_scaling.rope_type}'",
+            meaning="its class in transformers has other rotary positions, or none",
+            fix="leave model.architecture.rope_scaling out, or choose another model",
+        )
 
 
 def _check_quantization(stored: PretrainedConfig, folder: Path) -> None:
