@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from ftkit.config.strict import (
     LARGEST_COUNT,
     NUMBER,
+    RUN,
     WHOLE_NUMBER,
     HubIdOrFolder,
     PositiveFloat,
@@ -249,7 +250,8 @@ class ModelSpec(Spec):
 
     weights: Weights
     """A hub id such as `allenai/Olmo-3-1025-7B`, a folder (`/data/model`; `./model` in the recipe's folder),
-    `run:NAME` or `run:NAME@STEP` for what an earlier run has trained, or `random` for an untrained model."""
+    `run:NAME` for what an earlier run has trained (its export, or its adapters on their base model), or `random` for an
+    untrained model."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     architecture: ArchitectureFields = ArchitectureFields.model_construct()
@@ -267,7 +269,9 @@ class ModelSpec(Spec):
         return ArchitectureSpec.model_validate(fields.model_dump(exclude_unset=True, exclude_none=True))
 
     @model_validator(mode="after")
-    def _random_has_no_revision(self) -> Self:
+    def _revision_is_one_of_the_hub(self) -> Self:
+        if self.weights.startswith(RUN) and self.revision is not None:
+            raise ValueError("revision has no effect with the weights of a run")
         if self.weights != "random":
             return self
         if self.revision is not None:
@@ -289,6 +293,10 @@ class ModelPlan(ModelSpec):
 
     architecture: ArchitecturePlan
     """The shape."""
+    adapter: str | None = None
+    """Folder of the adapters that training continues with."""
+    source: str | None = None
+    """What the recipe asks for, where that is an earlier run."""
 
     @classmethod
     def of(cls, model: ModelSpec, shape: ArchitectureSpec, counts: ModelCounts | None) -> ModelPlan:

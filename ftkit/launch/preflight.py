@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.data import DataSpec, Format
-    from ftkit.config.recipe import RecipeSpec
+    from ftkit.config.recipe import RecipePlan, RecipeSpec
     from ftkit.data.rows import Row
     from ftkit.planning.plan import RunPlan
 
@@ -121,6 +121,8 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
     environment, home = {**environment, **plan.cluster.environment}, Workspace(plan.workspace).hub_home
     if "model.weights" not in unseen:
         yield lambda: _as_list(hub.check_weights(plan.recipe.model, environment, home))
+    if plan.recipe.model.adapter is not None:
+        yield partial(_check_adapter, plan.recipe)
     if not plan.is_data_prepared:
         yield partial(_check_tokenizer, plan.recipe)
         if not any(key.startswith("data.") for key in unseen):
@@ -178,6 +180,13 @@ def describe_data(data: DataSpec) -> str:
     except FtkitError:
         return "of no known format"  # the checks say why
     return f"{', '.join(dict.fromkeys(forms))} (detected)" if forms else "format detected once rows are read"
+
+
+def _check_adapter(recipe: RecipePlan) -> list[str]:
+    from ftkit.launch.model import check_adapter  # noqa: PLC0415 - the hub's client
+
+    check_adapter(recipe)
+    return []
 
 
 def _check_tokenizer(recipe: RecipeSpec) -> list[str]:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.config.image import ImageSpec
-    from ftkit.config.model import ArchitecturePlan, CountSource
+    from ftkit.config.model import ArchitecturePlan, CountSource, ModelPlan
     from ftkit.config.request import RunRequest
 
 
 def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
     recipe: RecipeSpec,
-    shape: ArchitecturePlan,
+    model: ModelPlan,
     cluster: ClusterProfile,
     image: ImageSpec | None,
     request: RunRequest,
@@ -35,7 +35,9 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
     processes_per_node: int,
 ) -> list[Problem]:
     """Return everything that makes this combination impossible, each with the place that its key comes from."""
+    shape = model.architecture
     problems = [
+        *_adapters(recipe, model),
         *_placement(cluster, request, num_nodes, processes_per_node),
         *_batch(recipe, num_nodes * processes_per_node),
         *_offload(recipe, cluster),
@@ -52,6 +54,14 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
         *_paths(recipe, cluster, request, num_nodes),
     ]
     return [request.origins.locate(problem) for problem in problems]
+
+
+def _adapters(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:
+    if model.adapter is not None and recipe.training.adapters is None:
+        yield Problem(
+            f"recipe {recipe.name}", "training.method", f"'full' does not train the adapters of {model.source}.",
+            "Take 'lora' or 'qlora'; or merge them into their model, and give model.weights the folder.",
+        )  # fmt: skip
 
 
 def _placement(

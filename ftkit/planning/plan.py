@@ -141,7 +141,7 @@ def plan_run(
     per_node = request.gpus_per_node or recipe.resources.gpus_per_node or cluster.gpus_per_node
     model = request.model or plan_model(recipe.model, None)
     shape = model.architecture
-    problems = find_problems(recipe, shape, cluster, image, request, num_nodes, per_node)
+    problems = find_problems(recipe, model, cluster, image, request, num_nodes, per_node)
     if problems:
         raise ConfigError(problems)
     placement = _placement(cluster, num_nodes, per_node)

@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import accelerate
@@ -52,7 +53,7 @@ from ftkit.train.model.build import (
     make_config,
     read_config,
 )
-from ftkit.train.model.lora import init_adapters, prepare_method
+from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
 from ftkit.train.packing import choose_packing
 from ftkit.train.param_count import count_method, count_modules
@@ -200,6 +201,8 @@ class Trainer:
             else:
                 load_weights(sharded, folder)
             init_adapters(sharded, recipe.training.seed)
+            if recipe.model.adapter is not None:
+                load_adapters(sharded, Path(recipe.model.adapter), is_wrapped=config.is_wrapped)
             self.trace.begin("making the optimizer")
 
         engine = plan.engine

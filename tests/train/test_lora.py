@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
+from ftkit.errors import ConfigError, TrainingError
+from ftkit.launch.model import check_adapter
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 
 if TYPE_CHECKING:
@@ -62,6 +64,32 @@ def test_peft_loads_the_export_and_merges_it_into_the_trained_model(adapted: Any
     config = PeftModel.from_pretrained(base, str(adapted.layout.export)).peft_config["default"]
     assert config.base_model_name_or_path == str(finished_run.layout.export)
     assert AutoTokenizer.from_pretrained(adapted.layout.export).eos_token is not None
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_an_earlier_run_has_trained_is_trained_on(
+    method: str, adapted: Any, finished_run: Any, make_run: Callable[..., Any]
+) -> None:
+    earlier = {"lora": adapted, "full": finished_run}[method].copy_to(f"earlier-{method}-20260102T030405Z-ab12")
+    settings = WITH_DROPOUT if method == "lora" else ()
+    steps = ("training.max_steps=1", "evaluation.sql_execution=null")
+    continued = make_run(f"continued-{method}", f"model=run:earlier-{method}", *settings, *steps)
+    model = continued.plan.recipe.model
+    assert model.source == f"run:earlier-{method}"
+    assert model.adapter == (str(earlier.layout.export) if method == "lora" else None)
+    continued.train()
+    before = continued.records(EvaluationRecord)[0].loss
+    assert before == pytest.approx(earlier.records(EvaluationRecord)[-1].loss, rel=1e-5)
+
+
+def test_adapters_of_another_kind_are_refused(adapted: Any, make_run: Callable[..., Any]) -> None:
+    adapted.copy_to("other-20260102T030405Z-ab12")
+    with pytest.raises(ConfigError, match="'full' does not train the adapters of run:other"):
+        make_run("never", "model=run:other")
+    run = make_run("wide", "model=run:other", "training.method=lora", "training.lora={rank: 8}")
+    with pytest.raises(ConfigError, match=r"training\.lora\.rank: 8 in the recipe, 4 there"):
+        check_adapter(run.plan.recipe)
+    assert "are not those of the recipe" in run.train(expect=TrainingError.exit_code)
 
 
 def test_dropout_is_drawn_again_as_it_was_when_steps_are_taken_again(adapted: Any) -> None:

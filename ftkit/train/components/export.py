@@ -14,7 +14,7 @@ from ftkit.files import atomic_folder, mode_of_new_files
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, config_for_export
-from ftkit.train.model.lora import peft_config, to_peft_names
+from ftkit.train.model.lora import ADAPTER_FILE, peft_config, to_peft_names
 from ftkit.train.model.weight_conversion import split_as_stored, wrapped_name, wrapped_targets
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _write_adapters(weights: dict[str, torch.Tensor], parts: ExportedParts, fold
         raise AssertionError("there are adapters to write, or the whole model is written")
     name_of = wrapped_name if parts.config.is_wrapped else str
     named = to_peft_names({name_of(name): tensor for name, tensor in weights.items()})
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
     config = peft_config(lora, base=parts.recipe.model.weights)
     if parts.config.is_wrapped:
         config.target_modules = wrapped_targets(lora.targets)

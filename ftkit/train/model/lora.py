@@ -8,21 +8,28 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import safe_open
 
 from ftkit.config.quantization import is_quantized
+from ftkit.errors import TrainingError
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
+from ftkit.train.model.weight_conversion import wrapped_name
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
     from ftkit.config.training import LoraSpec, Quantization, TrainingPlan
     from ftkit.train.model.quantized_linear import WeightLayout
 
+ADAPTER_FILE = "adapter_model.safetensors"
+"""Of peft: in a folder of adapters."""
 ADAPTER = "default"
 """peft's default name for an adapter; part of its parameters' names."""
 DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"
@@ -116,14 +123,48 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             local_shard(parameter).values.zero_()
 
 
+def load_adapters(model: nn.Module, folder: Path, *, is_wrapped: bool) -> None:
+    """Fill sharded adapters from those that an earlier run exported.
+
+    Args:
+        model: with adapters of the same kind.
+        folder: peft's layout.
+        is_wrapped: whether the model is part of a multimodal one, under whose names adapters are exported.
+
+    Raises:
+        TrainingError: there are others than the model has.
+    """
+    name_of = wrapped_name if is_wrapped else str
+    wanted = {
+        _peft_name(name_of(name)): local_shard(parameter)
+        for name, parameter in model.named_parameters()
+        if is_adapter(name)
+    }
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+        names = file.keys()
+        there = {name: torch.Size(file.get_slice(name).get_shape()) for name in names}
+        wrong = sorted(
+            name for name in {*wanted, *there} if name not in wanted or there.get(name) != wanted[name].shape
+        )
+        if wrong:
+            raise TrainingError(
+                f"the adapters in {folder} are not those of the recipe: {', '.join(wrong[:3])}",
+                meaning=f"{len(wrong)} of {len(there)} adapters are for other layers, or of another rank",
+                fix="set training.lora as the earlier run had it",
+            )
+        for name, shard in wanted.items():
+            shard.copy_from(file.get_tensor(name).to(shard.values.device))
+
+
 def _seed_of(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big")
 
 
 def to_peft_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the adapters among a model's weights under the names that `PeftModel.from_pretrained` looks for."""
-    return {
-        "base_model.model." + name.replace(f".{ADAPTER}", "").replace("magnitude_vector.weight", "magnitude_vector"): w
-        for name, w in weights.items()
-        if is_adapter(name)
-    }
+    return {_peft_name(name): weight for name, weight in weights.items() if is_adapter(name)}
+
+
+def _peft_name(name: str) -> str:
+    plain = name.replace(f".{ADAPTER}", "").replace("magnitude_vector.weight", "magnitude_vector")
+    return f"base_model.model.{plain}"
