@@ -1,31 +1,54 @@
-"""What differs between the versions of torch that ftkit runs on: all else is written alike for all of them."""
+"""Every private or undocumented name of torch, transformers, DeepSpeed, bitsandbytes, peft and flash-attn.
+
+The rest of the trainer reaches them through this module. Each entry says which versions have the name, and what to do
+when it goes; `tests/train/test_private_apis.py` has a test for each, so that an upgrade fails there first.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
 import torch
 import transformers
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.fsdp import FSDPModule
+
+from ftkit.errors import PrerequisiteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+    from types import ModuleType
+
+    from torch import nn
+    from transformers import PretrainedConfig
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-FSDP2_ON_PROCESSORS = hasattr(torch.cpu.Stream, "record_event")
-"""Whether FSDP2 is made for several processes without GPUs.
+FSDP2_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
+"""Whether FSDP2 trains on several processes without GPUs.
 
 Not in torch 2.6, nor in NGC's 2.7.0a0, which is of its line: autograd refuses weights that are gathered again, and gloo
-sums gradients where NCCL averages them. It is told by the third thing that is missing there.
+sums gradients where NCCL averages them. The missing stream methods are the third thing, and the one that can be seen.
 """
 
-COPY_ENGINE_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
-"""Whether FSDP2 takes collectives from outside, and its symmetric memory was tried with them."""
+CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
+"""Whether FSDP2 takes collectives from outside (from torch 2.10 on), and symmetric memory was tried with them."""
 
 CONVERTS_WEIGHTS = int(transformers.__version__.split(".")[0]) >= 5  # noqa: PLR2004
-"""Whether transformers has some tensors in other pieces than files on the hub have."""
+"""Whether transformers holds some tensors in another form than files on the hub."""
 
 
-def complete_processor_streams() -> None:
-    """Give torch's stand-in for streams on processors what FSDP2 calls of it; both do nothing there.
+def complete_cpu_streams() -> None:
+    """Add two methods that FSDP2 calls, and that do nothing, to torch 2.6's stand-in for streams on CPUs.
 
-    torch 2.6 has forgotten them, so that FSDP2 fails in its first forward pass, but on GPUs.
+    torch 2.6 alone lacks them, and fails in FSDP2's first forward on a CPU without them. When torch 2.6 is no longer
+    supported: delete this.
     """
     for method in ("record_event", "wait_event"):
         if not hasattr(torch.cpu.Stream, method):
@@ -33,7 +56,10 @@ def complete_processor_streams() -> None:
 
 
 def compile_failures() -> tuple[type[Exception], type[Exception]]:
-    """Return what a compiled function raises if it can't be one graph, and if it is called in too many ways."""
+    """Return what a compiled function raises if it can't be one graph, and if it is called in too many ways.
+
+    `torch._dynamo.exc`, torch 2.6 to 2.15. If one goes: compile without `fullgraph`, and lose the warning.
+    """
     from torch._dynamo import exc  # noqa: PLC0415 - loads the compiler
 
     return exc.Unsupported, exc.FailOnRecompileLimitHit
@@ -42,8 +68,235 @@ def compile_failures() -> tuple[type[Exception], type[Exception]]:
 def raise_recompile_limit(num_layers: int) -> None:
     """Let torch compile a layer's code once per layer, and a few times more.
 
-    torch 2.6 does so for layers with selective checkpointing, and would leave the ninth and all others uncompiled.
+    `torch._dynamo.config.cache_size_limit`, torch 2.6 to 2.15 (an alias of `recompile_limit` from 2.7 on). torch 2.6
+    compiles once per layer with selective checkpointing, and would leave the ninth and all others uncompiled. If it
+    goes: `recompile_limit`, or nothing, where layers share a graph.
     """
     from torch._dynamo import config  # noqa: PLC0415 - loads the compiler
 
     config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)
+
+
+def symmetric_memory() -> ModuleType:
+    """Return the module with `empty` and `rendezvous`: GPU memory that peers have mapped.
+
+    `torch.distributed._symmetric_memory`, torch 2.5 to 2.15. If it goes: its public successor, or NCCL's collectives,
+    which `training.collectives` falls back to.
+    """
+    from torch.distributed import _symmetric_memory  # noqa: PLC0415 - only GPUs of one host need it
+
+    return _symmetric_memory
+
+
+def set_collectives(module: FSDPModule, all_gather: Any, reduce_scatter: Any) -> None:
+    """Have FSDP2 call other collectives than NCCL's for a module.
+
+    Experimental, torch 2.10 to 2.15; the classes of the arguments are private. If they go: NCCL's collectives.
+    """
+    module.set_custom_all_gather(all_gather)
+    module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def checkpoint_index_names() -> tuple[Any, ...]:
+    """Return what a checkpoint's index refers to that has no public name: the unpickler lets nothing else through.
+
+    torch 2.6 to 2.15. If one moves: checkpoints written before still name its old place, so keep both.
+    """
+    return metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.serialization._get_layout  # noqa: SLF001
+
+
+def record_memory_history(max_entries: int) -> None:
+    """Begin to record CUDA allocations with Python stacks; 0 entries end it.
+
+    `torch.cuda.memory._record_memory_history`, torch 2.1 to 2.15; torch's own tutorials use it. If it goes: leave the
+    snapshot out of profiles.
+    """
+    if max_entries:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")  # noqa: SLF001
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write the recorded CUDA allocations; `torch.cuda.memory._dump_snapshot`, see `record_memory_history`."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # noqa: SLF001
+
+
+def scaled_mm(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the product of two FP8 matrices, whose operator is `torch.ops.aten._scaled_mm`.
+
+    `torch._scaled_mm`, torch 2.5 to 2.15. If it goes: `torch.nn.functional.scaled_mm`, which torch 2.10 and newer have.
+    """
+    return torch._scaled_mm(left, right, **options)  # noqa: SLF001
+
+
+def attention_implementation(config: PretrainedConfig) -> str:
+    """Return the attention implementation that a model uses.
+
+    `config._attn_implementation`, transformers 4.57 to 5.23; to set it there is a public method. If it goes: keep the
+    name that `build_empty` was given.
+    """
+    name: str = config._attn_implementation  # noqa: SLF001
+    return name
+
+
+def flash_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return flash-attn-4's forward and backward; its public function is opaque to compilers and to checkpointing.
+
+    `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`, flash-attn-4 4.0.0b. If they go:
+    `choose_kernel` finds that the kernel doesn't run, and takes flex attention.
+
+    Raises:
+        ImportError: the package is missing, or has no such functions.
+    """
+    from flash_attn.cute import interface  # type: ignore[import-not-found] # noqa: PLC0415 - on GPUs
+
+    return interface._flash_attn_fwd, interface._flash_attn_bwd  # noqa: SLF001
+
+
+@cache
+def import_bitsandbytes(needed_by: str) -> Any:
+    """Return bitsandbytes' functions: quantization to NF4, its tables, and the update of 8-bit optimizer states.
+
+    `bitsandbytes.functional`, whose functions are undocumented, 0.46 to 0.50; importing it also defines the operators
+    `torch.ops.bitsandbytes`. If one goes: `tests/train/test_nf4.py` and `test_adamw8bit.py` have the formulas.
+
+    Raises:
+        PrerequisiteError: it is not installed.
+    """
+    try:
+        from bitsandbytes import functional  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise PrerequisiteError(
+            f"{needed_by} needs bitsandbytes, which is not installed", fix="pip install 'ftkit[qlora]'"
+        ) from error
+    return functional
+
+
+def compute_in_input_dtype(model: nn.Module) -> None:
+    """Have peft's layers compute in the dtype of their inputs, under autocast, instead of that of the adapters.
+
+    `BaseTunerLayer.cast_input_dtype_enabled`, peft 0.14 to 0.21. If it goes: `peft.helpers.disable_input_dtype_casting`
+    around each forward.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - takes seconds, and only adapters need it
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.cast_input_dtype_enabled = False
+
+
+@dataclass(frozen=True)
+class Zero3Partition:
+    """This rank's part of a parameter that DeepSpeed has partitioned.
+
+    Attributes:
+        shape: of the whole parameter.
+        values: flat; the last rank's is padded. What is written to it is the parameter's.
+        is_persistent: every rank also holds the whole parameter, since it is small.
+    """
+
+    shape: torch.Size
+    values: torch.Tensor
+    is_persistent: bool
+
+
+def zero3_partition(parameter: torch.Tensor) -> Zero3Partition | None:
+    """Return this rank's part of a parameter; None if DeepSpeed did not partition it.
+
+    `ds_tensor`, `ds_shape` and `ds_persist`, DeepSpeed 0.19. If one goes: `deepspeed.utils.safe_get_local_fp32_param`
+    has the values, and the shapes can be kept from before `zero.Init`.
+    """
+    ds: Any = parameter
+    if not hasattr(ds, "ds_tensor"):
+        return None
+    return Zero3Partition(ds.ds_shape, ds.ds_tensor, bool(getattr(ds, "ds_persist", False)))
+
+
+class Zero3Optimizer:
+    """The attributes of DeepSpeed's ZeRO-3 optimizer that have no public name, DeepSpeed 0.19.
+
+    If one goes: `deepspeed.utils.safe_get_local_*` reads masters and states parameter by parameter, and
+    `engine.get_global_grad_norm()` the norm.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        """Take DeepSpeed's engine."""
+        self._optimizer = engine.optimizer
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """This rank's fp32 weights, flat, a tensor per group of parameters."""
+        return list(self._optimizer.fp32_partitioned_groups_flat)
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """The buffer of this rank's gradients, once there is one."""
+        buffer = self._optimizer.grad_partitions_flat_buffer
+        return [] if buffer is None else [buffer]
+
+    @property
+    def states(self) -> Mapping[torch.Tensor, dict[str, torch.Tensor]]:
+        """The states of the torch optimizer underneath, by master."""
+        states: Mapping[torch.Tensor, dict[str, torch.Tensor]] = self._optimizer.optimizer.state
+        return states
+
+    @property
+    def grad_norm(self) -> Any:
+        """The global norm that the gradients of the last step had; None where DeepSpeed left the step out."""
+        return None if self._optimizer.overflow else self._optimizer._global_grad_norm  # noqa: SLF001
+
+    def set_step(self, learning_rate: float, max_norm: float) -> None:
+        """Set what the next step takes."""
+        self._optimizer.clip_grad = max_norm
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def init_states(self, names: tuple[str, ...]) -> None:
+        """Make the states that torch would make with the first step, so that a checkpoint can be loaded into them."""
+        for master in self.masters:
+            states = {name: torch.zeros_like(master) for name in names}
+            self._optimizer.optimizer.state[master] = states | {"step": torch.zeros((), device=master.device)}
+
+    def gather_persistent(self) -> None:
+        """Gather the parameters again that every rank holds whole, from partitions that were written to."""
+        persistent = self._optimizer.persistent_parameters
+        if persistent:
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
+
+
+def forget_pending_gradients(model: nn.Module) -> None:
+    """Have DeepSpeed expect no gradients of a forward pass that no backward pass follows.
+
+    It counts the outputs of each module whose gradients are to come (`ds_grads_remaining`, DeepSpeed 0.19), and frees
+    weights after the last. If it goes: probe without gradients.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "ds_grads_remaining"):
+            module.ds_grads_remaining = 0
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Return DeepSpeed, set up for a device and without operators that are compiled at start.
+
+    `deepspeed.ops.__compatible_ops__`, DeepSpeed 0.19. If it goes: install a C++ compiler where ZeRO-3 trains on CPUs;
+    shared memory for gloo is compiled there, for a minute.
+
+    Raises:
+        PrerequisiteError: it is not installed.
+    """
+    os.environ["DS_ACCELERATOR"] = device.type
+    try:
+        import deepspeed  # noqa: PLC0415 - it looks for the accelerator when it is imported
+        import deepspeed.ops  # noqa: PLC0415
+    except ImportError as error:
+        raise PrerequisiteError(
+            "engine 'zero3' needs DeepSpeed, which is not installed", fix="pip install 'ftkit[deepspeed]'"
+        ) from error
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # torch 2.13 warns at each of DeepSpeed's collectives, several times a step.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    return deepspeed

@@ -44,7 +44,7 @@ from ftkit.train.distributed.engines import make_engine
 from ftkit.train.loop import Outcome, TrainingLoop
 from ftkit.train.memory.oom import out_of_memory_explained
 from ftkit.train.memory.trace import MemoryTrace
-from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.model.attention import choose_kernel, implementation_of
 from ftkit.train.model.build import (
     TextConfig,
     build_empty,
@@ -177,7 +177,7 @@ class Trainer:
         generation = Generation.of(self.tokenizer, folder)
         kernel, reason = choose_kernel(recipe.training, config.text, self.world)
         log.info("attention: %s (%s)", kernel, reason)
-        model = build_empty(config.text, IMPLEMENTATIONS[kernel])
+        model = build_empty(config.text, implementation_of(kernel))
         check_positions(model, recipe.model.architecture)
         counts = count_modules(model, recipe.model.architecture.intermediate_size)
         plan = plan_for_counts(self.plan, counts)

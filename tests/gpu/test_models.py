@@ -15,7 +15,7 @@ from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError
 from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.model.attention import choose_kernel, implementation_of
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.weights import init_weights
 
@@ -57,7 +57,7 @@ def test_models_that_cap_or_scale_train_isolated_with_their_own_logits(
     vars(config).update(fields)
     kernel, reason = choose_kernel(training(), config, world)
     assert kernel == "flex" or family != "gemma2", reason
-    model = build_empty(config, IMPLEMENTATIONS[kernel])
+    model = build_empty(config, implementation_of(kernel))
     engine = Fsdp2Engine(model, training(), world, lambda sharded: init_weights(sharded, shape, 0))
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
     verify_isolation(probe)
@@ -71,7 +71,7 @@ def test_short_packs_take_a_kernel_that_keeps_them_apart(world: World, monkeypat
     kernel, reason = choose_kernel(short, config, world)
     assert kernel == "sdpa"
     assert "flex attention needs 128" in reason
-    config._attn_implementation = IMPLEMENTATIONS[kernel]
+    config._attn_implementation = implementation_of(kernel)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(world.device)
     engine = Fsdp2Engine(model, short, world)

@@ -24,7 +24,7 @@ from ftkit.train.memory import activation_checkpointing as checkpointing
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model import attention
-from ftkit.train.model.attention import IMPLEMENTATIONS
+from ftkit.train.model.attention import implementation_of
 from ftkit.train.model.build import find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 
@@ -278,7 +278,7 @@ def test_flash_attention_gives_sdpas_gradients_compiled_and_kept(
     expected = gradients("olmo3", training(), world)
     spec = training(activation_checkpointing=mode, compile="layers")
     model = build("olmo3", spec)
-    model.set_attn_implementation(IMPLEMENTATIONS["flash4"])
+    model.set_attn_implementation(implementation_of("flash4"))
     engine = Fsdp2Engine(model, spec, world)
     engine.backward(engine.forward(micro_batch()), 2 * LENGTH - 1, is_last=True)
     for name, parameter in engine.model.hf_model.named_parameters():

@@ -12,9 +12,9 @@ from torch import nn
 
 from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.runs.records import StartRecord
+from ftkit.train import private_apis
 from ftkit.train.components import adamw8bit
 from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
-from ftkit.train.model import nf4
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +90,7 @@ def dequantized(optimizer: AdamW8bit, value: nn.Parameter, name: str) -> torch.T
 
 def in_shards(whole: torch.Tensor, absmax: torch.Tensor, num_shards: int, code: torch.Tensor) -> Any:
     """Return the bytes of a whole parameter of 140 rows and the scales of its shards, each in blocks of its own."""
-    library = nf4.import_bitsandbytes("a test")
+    library = private_apis.import_bitsandbytes("a test")
     size = -(-140 // num_shards) * (whole.numel() // 140)
     shards = [library.quantize_blockwise(part, code=code, blocksize=256) for part in whole.split(size)]
     scales = absmax.new_zeros(num_shards, -(-size // 256))
@@ -134,7 +134,7 @@ def test_scales_make_room_for_those_of_a_checkpoint_and_older_states_are_refused
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    nf4.import_bitsandbytes.cache_clear()
+    private_apis.import_bitsandbytes.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(PrerequisiteError, match="adamw8bit") as caught:
         AdamW8bit(parameters(), lr=1e-2, betas=(0.9, 0.95))

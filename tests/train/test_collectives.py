@@ -83,7 +83,7 @@ def test_where_copy_engines_are_out_of_reach_nccl_does_it_and_the_log_says_why(
 
 
 def test_an_old_torch_is_a_reason_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "COPY_ENGINE_COLLECTIVES", False)
+    monkeypatch.setattr(collectives, "CUSTOM_COLLECTIVES", False)
     with pytest.raises(TrainingError, match=r"is older than 2\.11"):
         choose_collectives(training(collectives="copy_engine"), two(world, device=torch.device("cuda")))
 
@@ -116,7 +116,7 @@ def test_without_nvlink_nccl_does_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver())
-    monkeypatch.setattr(collectives, "COPY_ENGINE_COLLECTIVES", True)
+    monkeypatch.setattr(collectives, "CUSTOM_COLLECTIVES", True)
     monkeypatch.setattr("ftkit.train.world.World.sum", lambda _, values: values)
     with caplog.at_level(logging.INFO):
         assert choose_collectives(training(), two(world, size=3, device=torch.device("cuda"))) is None

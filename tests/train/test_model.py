@@ -42,7 +42,7 @@ from ftkit.train.distributed.checks import (
 )
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.engine import ShardingStats
-from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel, generation_attention
+from ftkit.train.model.attention import choose_kernel, generation_attention, implementation_of
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config, read_config
 from ftkit.train.model.weights import load_weights
 from ftkit.train.packing import PackingChoice, choose_packing
@@ -314,7 +314,7 @@ def test_models_that_scale_or_cap_their_logits_train_with_them(
     config = make_config(architecture(family, sliding_window=6, full_attention_every=2), tokenizer)
     vars(config).update(fields)
     kernel, _ = choose_kernel(TRAINING, config, world)
-    config._attn_implementation = IMPLEMENTATIONS[kernel]
+    config._attn_implementation = implementation_of(kernel)
     torch.manual_seed(3)
     engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), TRAINING, world)
     tried = probe(engine, world)

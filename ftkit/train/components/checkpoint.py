@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader
+from torch.distributed.checkpoint import metadata, state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
+from ftkit.train.private_apis import checkpoint_index_names
 
 if TYPE_CHECKING:
     import io
@@ -246,9 +247,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
         metadata.StorageMeta,
         metadata.TensorProperties,
         metadata.TensorStorageMetadata,
-        metadata._MEM_FORMAT_ENCODING,  # noqa: SLF001
-        filesystem._StorageInfo,  # noqa: SLF001
-        torch.serialization._get_layout,  # noqa: SLF001 - looks a layout up by its name
+        *checkpoint_index_names(),
         pathlib.PurePosixPath,
         pathlib.PosixPath,
     )

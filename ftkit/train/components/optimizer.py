@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ftkit.train.private_apis import zero3_partition
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -25,7 +27,8 @@ def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str,
 
 
 def _num_dimensions(parameter: torch.Tensor) -> int:
-    return len(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves nothing of a parameter's own shape
+    partition = zero3_partition(parameter)
+    return len(parameter.shape if partition is None else partition.shape)
 
 
 class HostStateAdamW(torch.optim.AdamW):

@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
-import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ftkit.errors import TrainingError
 from ftkit.files import atomic_file
+from ftkit.train.private_apis import dump_memory_snapshot, record_memory_history
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,9 +77,9 @@ def profiled(spec: ProfileSpec, layout: RunLayout, world: World) -> Iterator[Cal
 @contextmanager
 def _memory_history(layout: RunLayout, world: World) -> Iterator[None]:
     """Record allocations, and write the snapshot at the end, after an out-of-memory error too."""
-    torch.cuda.memory._record_memory_history(max_entries=NUM_MEMORY_EVENTS, stacks="python")  # noqa: SLF001
+    record_memory_history(NUM_MEMORY_EVENTS)
     try:
         yield
     finally:
-        torch.cuda.memory._dump_snapshot(str(layout.memory_snapshot(world.rank)))  # type: ignore[no-untyped-call]  # noqa: SLF001
-        torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
+        dump_memory_snapshot(layout.memory_snapshot(world.rank))
+        record_memory_history(0)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _symmetric_memory as symmetric_memory
 
 from ftkit.errors import TrainingError, one_line
 from ftkit.train.dtypes import DTYPES
-from ftkit.train.private_apis import COPY_ENGINE_COLLECTIVES
+from ftkit.train.private_apis import CUSTOM_COLLECTIVES, set_collectives, symmetric_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,8 +58,8 @@ class SymmetricMemory:
     num_bytes = SHARED_BYTES
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._memory = symmetric_memory.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric_memory.rendezvous(self._memory, group)
+        self._memory = symmetric_memory().empty(self.num_bytes, dtype=torch.uint8, device=device)
+        self._handle: Any = symmetric_memory().rendezvous(self._memory, group)
         self.rank, self.size = group.rank(), group.size()
 
     def of(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -169,8 +168,7 @@ class CopyEngineCollectives:
 
     def serve(self, module: FSDPModule) -> None:
         """Take over a module's collectives. Its gradients have to be reduced in the precision of its computations."""
-        module.set_custom_all_gather(self.all_gather)  # type: ignore[arg-type] # torch's own classes are private
-        module.set_custom_reduce_scatter(self.reduce_scatter)  # type: ignore[arg-type]
+        set_collectives(module, self.all_gather, self.reduce_scatter)
 
 
 def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollectives | None:
@@ -201,7 +199,7 @@ def _hindrance(training: TrainingPlan, world: World) -> str:
         return f"the processes are on {world.num_hosts} hosts"
     if training.offload == "all":
         return "weights wait in main memory"
-    if not COPY_ENGINE_COLLECTIVES:
+    if not CUSTOM_COLLECTIVES:
         return f"torch {torch.__version__} is older than 2.11"
     others = set(range(world.size)) - {world.local_rank}
     cut_off = [other for other in others if not reaches(world.local_rank, other)]

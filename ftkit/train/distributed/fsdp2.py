@@ -30,7 +30,7 @@ from ftkit.train.memory.activation_checkpointing import apply_activation_checkpo
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.weights import materialize
-from ftkit.train.private_apis import FSDP2_ON_PROCESSORS, TORCH, complete_processor_streams
+from ftkit.train.private_apis import FSDP2_ON_CPUS, TORCH, complete_cpu_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -202,10 +202,10 @@ def _check_precisions(model: nn.Module) -> None:
 
 
 def _check_device(world: World) -> None:
-    if world.size > 1 and world.device.type == "cpu" and not FSDP2_ON_PROCESSORS:
+    if world.size > 1 and world.device.type == "cpu" and not FSDP2_ON_CPUS:
         raise TrainingError(
             f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't train with {world.size} processes without GPUs",
-            meaning="it would sum gradients where they are to be averaged; newer versions are made for processors",
+            meaning="it sums gradients that should be averaged; newer versions train on CPUs",
             fix="take GPUs, one process, or a newer torch",
         )
 
@@ -227,7 +227,7 @@ def parallelize(
     Layers are all-gathered for their forward, and again for their backward if they are resharded in between. Embedding
     and output projection stay unsharded between forward and backward.
     """
-    complete_processor_streams()
+    complete_cpu_streams()
     layers = find_decoder_layers(hf_model)
     apply_activation_checkpointing(
         layers,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +11,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from ftkit.config.execution import ZERO3_BUCKET
-from ftkit.errors import PrerequisiteError
 from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.components.checkpoint import read_state
 from ftkit.train.components.optimizer import parameter_groups
@@ -24,6 +20,13 @@ from ftkit.train.memory.activation_checkpointing import apply_activation_checkpo
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.local_shard import local_shard
+from ftkit.train.private_apis import (
+    Zero3Optimizer,
+    Zero3Partition,
+    forget_pending_gradients,
+    import_deepspeed,
+    zero3_partition,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +55,7 @@ class Zero3Engine:
         self._world = world
         # DeepSpeed returns offloaded states on the device, a parameter at a time: they go back at once.
         self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
-        self._deepspeed = _import_deepspeed(world.device)
+        self._deepspeed = import_deepspeed(world.device)
         config = deepspeed_config(training, world)
         precision = DTYPES[training.compute_precision]
         hf_model.tie_weights()  # while a parameter is still one object wherever it is used
@@ -74,14 +77,8 @@ class Zero3Engine:
         # states up can change the weights.
         optimizer = torch.optim.AdamW(parameter_groups(hf_model, training), lr=0.0, betas=training.betas, fused=True)
         self._engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
-        self._init_states()
-
-    def _init_states(self) -> None:
-        """Make the optimizer's states, which a checkpoint is read into; torch would with the first step."""
-        optimizer = self._engine.optimizer
-        for master in optimizer.fp32_partitioned_groups_flat:
-            states = {key: torch.zeros_like(master) for key in _STATES}
-            optimizer.optimizer.state[master] = states | {"step": torch.zeros((), device=master.device)}
+        self._optimizer = Zero3Optimizer(self._engine)
+        self._optimizer.init_states(_STATES)
 
     def sharding_stats(self) -> ShardingStats:
         """Return how the model is sharded on this rank: a unit is a part of it with all parameters partitioned."""
@@ -97,19 +94,21 @@ class Zero3Engine:
             num_sharded_layers=sharded_layers,
         )
 
-    def _shard_of(self, parameter: Any) -> ParameterShard:
-        if not hasattr(parameter, "ds_tensor"):
-            return ParameterShard(parameter.numel(), parameter.numel(), -(-parameter.numel() // self._world.size))
-        whole = parameter.ds_shape.numel()
-        # Small ones also stay whole on every rank, if DeepSpeed says so of them.
-        kept = whole if parameter.ds_persist else 0
-        return ParameterShard(
-            whole, parameter.ds_tensor.numel() + parameter.numel(), -(-whole // self._world.size) + kept
-        )
+    def _shard_of(self, parameter: torch.Tensor) -> ParameterShard:
+        partition, total = zero3_partition(parameter), parameter.numel()
+        if partition is None:
+            return ParameterShard(total, total, self._even_share(total))
+        total = partition.shape.numel()
+        persistent = total if partition.is_persistent else 0
+        local = partition.values.numel() + parameter.numel()
+        return ParameterShard(total, local, self._even_share(total) + persistent)
+
+    def _even_share(self, num_elements: int) -> int:
+        return -(-num_elements // self._world.size)
 
     def _is_partitioned(self, parameter: nn.Parameter) -> bool:
         shard = self._shard_of(parameter)
-        return hasattr(parameter, "ds_tensor") and shard.local <= shard.allowed
+        return zero3_partition(parameter) is not None and shard.local <= shard.allowed
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the loss summed over a micro-batch's labels; see `Engine.forward`."""
@@ -138,64 +137,54 @@ class Zero3Engine:
         try:
             yield self.model
         finally:
-            # DeepSpeed counts the outputs of each module whose gradients are to come, and frees weights after the last.
-            module: Any
-            for module in self.model.modules():
-                if hasattr(module, "ds_grads_remaining"):
-                    module.ds_grads_remaining = 0
+            forget_pending_gradients(self.model)
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Clip, update the weights and clear the gradients; see `Engine.step`."""
-        optimizer = self._engine.optimizer
-        optimizer.clip_grad = max_norm
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+        self._optimizer.set_step(learning_rate, max_norm)
         self._engine.step()
-        if optimizer.overflow:  # DeepSpeed leaves such a step out: the loss will tell, as with other engines
-            return torch.full((), torch.nan, device=self._world.device)
-        return torch.as_tensor(optimizer._global_grad_norm, device=self._world.device).float()  # noqa: SLF001
+        norm = self._optimizer.grad_norm
+        # DeepSpeed leaves a step out whose gradients overflow: the loss shows it, as with other engines.
+        return torch.as_tensor(torch.nan if norm is None else norm, device=self._world.device).float()
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return what this rank holds from step to step."""
-        optimizer = self._engine.optimizer
-        masters = optimizer.fp32_partitioned_groups_flat
-        gradients = optimizer.grad_partitions_flat_buffer
+        partitions = (local_shard(parameter).values for parameter in self.model.parameters())
         return {
-            "parameters": [*masters, *(local_shard(parameter).values for parameter in self.model.parameters())],
-            "gradients": [] if gradients is None else [gradients],
-            "optimizer": [value for states in optimizer.optimizer.state.values() for value in states.values()],
+            "parameters": [*self._optimizer.masters, *partitions],
+            "gradients": self._optimizer.gradients,
+            "optimizer": [value for states in self._optimizer.states.values() for value in states.values()],
         }
 
     def load(self, folder: Path) -> None:
-        """Read a state back, written at any world size."""
+        """Load a state from a checkpoint, written at any world size."""
         state = self.state()
         read_state(state, folder)
         write = self._deepspeed.utils
-        for name, parameter in self._trained():
-            master = _padded(state["model"][name], parameter)
+        for name, parameter, partition in self._trained():
+            master = _padded(state["model"][name], partition)
             write.safe_set_local_fp32_param(parameter, master)
-            parameter.ds_tensor.copy_(master)
+            partition.values.copy_(master)
             for key in _STATES:
-                write.safe_set_local_optimizer_state(parameter, _padded(state["optimizer"][key][name], parameter), key)
-        for states in self._engine.optimizer.optimizer.state.values():
+                write.safe_set_local_optimizer_state(parameter, _padded(state["optimizer"][key][name], partition), key)
+        for states in self._optimizer.states.values():
             states["step"].copy_(state["step"])
-        kept = self._engine.optimizer.persistent_parameters
-        if kept:  # gather again what stays whole on every rank
-            kept[0].partition(kept)
-            kept[0].all_gather(kept)
+        self._optimizer.gather_persistent()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
         weights = {}
-        for name, parameter in self._trained():
+        for name, parameter, _ in self._trained():
             with self._deepspeed.zero.GatheredParameters([parameter]):
                 if self._world.is_first:
                     weights[name] = parameter.detach().to("cpu", copy=True)
         return weights
 
-    def _trained(self) -> list[tuple[str, Any]]:
+    def _trained(self) -> list[tuple[str, nn.Parameter, Zero3Partition]]:
         return [
-            (name, parameter) for name, parameter in self.model.hf_model.named_parameters() if parameter.requires_grad
+            (name, parameter, partition)
+            for name, parameter in self.model.hf_model.named_parameters()
+            if parameter.requires_grad and (partition := zero3_partition(parameter)) is not None
         ]
 
     def state(self) -> dict[str, Any]:
@@ -203,18 +192,28 @@ class Zero3Engine:
         read = self._deepspeed.utils
         trained = self._trained()
         return {
-            "model": {name: self._shard(p, read.safe_get_local_fp32_param(p)) for name, p in trained},
+            "model": {
+                name: self._to_dtensor(partition, parameter, read.safe_get_local_fp32_param(parameter))
+                for name, parameter, partition in trained
+            },
             "optimizer": {
-                key: {name: self._shard(p, read.safe_get_local_optimizer_state(p, key)) for name, p in trained}
+                key: {
+                    name: self._to_dtensor(partition, parameter, read.safe_get_local_optimizer_state(parameter, key))
+                    for name, parameter, partition in trained
+                }
                 for key in _STATES
             },
-            "step": next(iter(self._engine.optimizer.optimizer.state.values()))["step"].cpu(),
+            "step": next(iter(self._optimizer.states.values()))["step"].cpu(),
         }
 
-    def _shard(self, parameter: Any, values: torch.Tensor) -> DTensor:
-        whole, size = parameter.ds_shape.numel(), local_shard(parameter).values.numel()
+    def _to_dtensor(self, partition: Zero3Partition, parameter: nn.Parameter, values: torch.Tensor) -> DTensor:
         return DTensor.from_local(
-            values[:size], self._state_mesh, [Shard(0)], run_check=False, shape=torch.Size([whole]), stride=(1,)
+            values[: local_shard(parameter).values.numel()],
+            self._state_mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size([partition.shape.numel()]),
+            stride=(1,),
         )
 
 
@@ -243,14 +242,14 @@ def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, Any]:
     }
 
 
-def _padded(values: DTensor, parameter: Any) -> torch.Tensor:
+def _padded(values: DTensor, partition: Zero3Partition) -> torch.Tensor:
     """Return a shard in the length that DeepSpeed's last partition has too."""
     local = values.to_local()
-    return functional.pad(local, (0, parameter.ds_tensor.numel() - local.numel()))
+    return functional.pad(local, (0, partition.values.numel() - local.numel()))
 
 
 def _materialize(unit: nn.Module, device: torch.device, precision: torch.dtype) -> None:
-    """Give memory to those parameters of a part of a model that have none, and the compute precision to all.
+    """Allocate the parameters of a part of a model that are on the meta device, and cast all to the compute dtype.
 
     Only so much of the model is ever whole.
     """
@@ -259,7 +258,7 @@ def _materialize(unit: nn.Module, device: torch.device, precision: torch.dtype) 
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if hasattr(parameter, "ds_id"):
+            if zero3_partition(parameter) is not None:
                 continue
             if parameter.is_meta and parameter not in made:
                 empty = torch.empty_like(parameter, device=device, dtype=precision)
@@ -268,20 +267,3 @@ def _materialize(unit: nn.Module, device: torch.device, precision: torch.dtype) 
                 setattr(module, name, made[parameter])
             else:
                 parameter.data = parameter.data.to(precision)
-
-
-def _import_deepspeed(device: torch.device) -> Any:
-    os.environ["DS_ACCELERATOR"] = device.type
-    try:
-        import deepspeed  # noqa: PLC0415 - it looks for the accelerator when it is imported
-        import deepspeed.ops  # noqa: PLC0415
-    except ImportError as error:
-        raise PrerequisiteError(
-            "engine 'zero3' needs DeepSpeed, which is not installed", fix="pip install 'ftkit[deepspeed]'"
-        ) from error
-    # Shared memory for gloo would be compiled, for a minute, where there is a compiler, and fail where there is none.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # torch 2.13 says so at each of DeepSpeed's collectives, several times a step.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    return deepspeed

@@ -10,7 +10,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
-from ftkit.train.private_apis import CONVERTS_WEIGHTS
+from ftkit.train.private_apis import CONVERTS_WEIGHTS, attention_implementation, flash_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,13 +22,8 @@ if TYPE_CHECKING:
 
 Kernel = Literal["flash4", "flex", "sdpa", "eager"]
 
-IMPLEMENTATIONS: dict[Kernel, str] = {
-    "flash4": "ftkit_varlen",
-    "flex": "flex_attention",
-    "sdpa": "sdpa",
-    "eager": "eager",
-}
-"""transformers' name of each kernel (`attn_implementation`)."""
+_FLASH4 = "ftkit_varlen"
+"""transformers' name of flash-attn-4 as ftkit calls it."""
 
 _HOPPER = (9, 0)
 _UNKNOWN_TO_FLASH4 = ("softcap", "s_aux", "position_bias")
@@ -222,8 +217,8 @@ def generation_attention(model: PreTrainedModel) -> Iterator[None]:
 
     Eager where the model changes its attention scores: with SDPA, transformers would silently omit that.
     """
-    chosen = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name to read it by
-    model.set_attn_implementation(IMPLEMENTATIONS["eager" if _changed_scores(model.config) else "sdpa"])
+    chosen = attention_implementation(model.config)
+    model.set_attn_implementation(implementation_of("eager" if _changed_scores(model.config) else "sdpa"))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -244,9 +239,9 @@ def _varlen(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output, [B * T, H, D], and the log-sum-exp of the scores, fp32 [H, B * T]."""
-    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found] # noqa: PLC0415 - on GPUs
+    flash_forward, _ = flash_attention()
 
-    output, lse, *_ = _flash_attn_fwd(
+    output, lse, *_ = flash_forward(
         query, key, value, return_lse=True, **_options(cu_seqlens, max_seqlen, scale, sliding_window)
     )
     return output, lse
@@ -268,11 +263,11 @@ def _varlen_backward(
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; `saved` are these, the output and `lse`."""
-    from flash_attn.cute.interface import _flash_attn_bwd  # noqa: PLC0415 - on GPUs
+    _, flash_backward = flash_attention()
 
     query, key, value, output, lse = saved
     options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
-    gradients = _flash_attn_bwd(query, key, value, output, gradient, lse, **options)
+    gradients = flash_backward(query, key, value, output, gradient, lse, **options)
     of_query, of_key, of_value = (tensor.contiguous() for tensor in gradients[:3])
     return of_query, of_key, of_value
 
@@ -313,4 +308,11 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.
 
 
 _varlen.register_autograd(_backward, setup_context=_save_for_backward)
-AttentionInterface.register(IMPLEMENTATIONS["flash4"], _flash4)
+
+
+def implementation_of(kernel: Kernel) -> str:
+    """Return transformers' name of a kernel (`attn_implementation`); flash-attn-4 is registered with transformers."""
+    if kernel == "flash4":
+        AttentionInterface.register(_FLASH4, _flash4)
+        return _FLASH4
+    return "flex_attention" if kernel == "flex" else kernel

@@ -15,6 +15,7 @@ from torch import nn
 from ftkit.config.quantization import is_quantized, quantized_bytes
 from ftkit.errors import PrerequisiteError
 from ftkit.train.model.quantized_linear import opaque_zero
+from ftkit.train.private_apis import scaled_mm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -145,7 +146,7 @@ def _scaled_product(
     """Multiply [M, K] by the transpose of [N, K], both e4m3; the scales are those of the M rows and N columns."""
     if rows.device.type == "cpu":
         return ((rows.float() @ columns.float().t()) * row_scales[:, None] * column_scales).to(dtype)
-    return torch._scaled_mm(  # noqa: SLF001
+    return scaled_mm(
         rows,
         columns.t(),
         scale_a=row_scales[:, None],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+from ftkit.train.private_apis import Zero3Partition, zero3_partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,18 +69,16 @@ def local_shard(parameter: torch.Tensor) -> LocalShard:
         first, last = _local_rows(parameter)
         local = parameter.to_local().detach().view(-1)
         return LocalShard(parameter.shape, local[: (last - first) * width], first * width)
-    if hasattr(parameter, "ds_tensor"):
-        return _local_shard_of_zero3(parameter)
+    if (partition := zero3_partition(parameter)) is not None:
+        return _local_shard_of_zero3(partition)
     return LocalShard(parameter.shape, parameter.detach().view(-1), 0)
 
 
-def _local_shard_of_zero3(parameter: torch.Tensor) -> LocalShard:
+def _local_shard_of_zero3(partition: Zero3Partition) -> LocalShard:
     """ZeRO-3 partitions the flattened elements evenly, the last partitions padded."""
-    partition = cast("torch.Tensor", parameter.ds_tensor)  # type: ignore[attr-defined] # set by DeepSpeed
-    shape: torch.Size = parameter.ds_shape  # type: ignore[attr-defined]
-    share = partition.numel()
-    begin = min(dist.get_rank() * share, shape.numel())
-    return LocalShard(shape, partition.detach()[: min(share, shape.numel() - begin)], begin)
+    share, total = partition.values.numel(), partition.shape.numel()
+    begin = min(dist.get_rank() * share, total)
+    return LocalShard(partition.shape, partition.values.detach()[: min(share, total - begin)], begin)
 
 
 def _local_rows(parameter: DTensor) -> tuple[int, int]:

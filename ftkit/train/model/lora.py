@@ -19,6 +19,7 @@ from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
 from ftkit.train.model.weight_conversion import wrapped_name
+from ftkit.train.private_apis import compute_in_input_dtype
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +79,6 @@ def _layout_of(quantization: Quantization, storage: torch.dtype, linear: nn.Line
 
 def _inject(model: nn.Module, lora: LoraSpec) -> None:
     from peft import inject_adapter_in_model  # noqa: PLC0415 - takes seconds, and only adapters need it
-    from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415
 
     is_empty = next(model.parameters()).is_meta
     # Not wrapped in a PeftModel: parameters keep the names that they have in the family.
@@ -86,9 +86,7 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft made it in the precision of the layer
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.cast_input_dtype_enabled = False  # peft would compute in the adapters' dtype
+    compute_in_input_dtype(model)
 
 
 def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:

@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 
 from ftkit.config.quantization import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
-from ftkit.errors import PrerequisiteError
 from ftkit.train.model.quantized_linear import opaque_zero
+from ftkit.train.private_apis import import_bitsandbytes
 
 _ALIGNMENT = 8
 """Elements from which on a GPU can load 16 bytes at once, whatever the precision."""
@@ -192,22 +192,6 @@ class _CompiledProduct(torch.autograd.Function):
         (quantized,) = ctx.saved_tensors
         layout = Nf4Layout(gradient.shape[-1], ctx.num_inputs, quantized.dtype)
         return gradient @ layout.dequantize(quantized, after=gradient), None, None
-
-
-@cache
-def import_bitsandbytes(needed_by: str) -> Any:
-    """Return bitsandbytes' functions.
-
-    Raises:
-        PrerequisiteError: it is not installed.
-    """
-    try:
-        from bitsandbytes import functional as library  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise PrerequisiteError(
-            f"{needed_by} needs bitsandbytes, which is not installed", fix="pip install 'ftkit[qlora]'"
-        ) from error
-    return library
 
 
 def _bitsandbytes() -> Any:

@@ -1,0 +1,195 @@
+"""Each private name is where `ftkit.train.private_apis` says: an upgrade that moves one fails here first."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaConfig
+from waiting import PATIENCE_SECONDS
+
+import ftkit.train
+from ftkit.train import private_apis
+
+if TYPE_CHECKING:
+    from ftkit.train.world import World
+
+needs_custom_collectives = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_all_gather"), reason="this torch has no custom collectives; ftkit takes NCCL's"
+)
+
+
+@pytest.mark.oldest
+def test_cpu_streams_have_what_fsdp2_calls() -> None:
+    private_apis.complete_cpu_streams()
+    torch.cpu.Stream().record_event()
+    torch.cpu.Stream().wait_event(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.oldest
+def test_a_graph_break_raises_the_first_of_the_compile_failures() -> None:
+    unsupported, recompile_limit = private_apis.compile_failures()
+    assert issubclass(recompile_limit, Exception)
+
+    def broken(values: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return values
+
+    with pytest.raises(unsupported):
+        torch.compile(broken, fullgraph=True, backend="eager")(torch.zeros(1))
+
+
+@pytest.mark.oldest
+def test_the_recompile_limit_rises_with_the_layers_and_never_falls() -> None:
+    from torch._dynamo import config
+
+    with config.patch(cache_size_limit=8):
+        private_apis.raise_recompile_limit(30)
+        assert config.cache_size_limit == 38
+        private_apis.raise_recompile_limit(2)
+        assert config.cache_size_limit == 38
+
+
+@pytest.mark.oldest
+def test_symmetric_memory_can_be_allocated_and_shared() -> None:
+    module = private_apis.symmetric_memory()
+    assert callable(module.empty)
+    assert callable(module.rendezvous)
+
+
+@needs_custom_collectives
+def test_fsdp2_takes_collectives_from_outside(world: World) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    module = fully_shard(nn.Linear(2, 2), mesh=world.mesh)
+    private_apis.set_collectives(module, "gather", "reduce")
+    group = module._get_fsdp_state()._fsdp_param_group
+    assert (group._all_gather_comm, group._reduce_scatter_comm) == ("gather", "reduce")
+
+
+@pytest.mark.oldest
+def test_an_index_refers_to_names_that_unpickle() -> None:
+    names = private_apis.checkpoint_index_names()
+    assert [each.__name__ for each in names] == ["_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout"]
+    properties = TensorProperties.create_from_tensor(torch.zeros(2))
+    assert type(properties.__getstate__()[3]) is names[0]
+
+
+@pytest.mark.oldest
+def test_memory_history_takes_the_arguments_of_ftkit() -> None:
+    names = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert "enabled" in names
+    inspect.signature(torch.cuda.memory._dump_snapshot).bind("a file")
+
+
+def test_fp8_matrices_are_multiplied_where_there_is_an_operator() -> None:
+    assert torch.ops.aten._scaled_mm.default is not None
+    assert callable(torch._scaled_mm)
+    assert "_scaled_mm" in inspect.getsource(private_apis.scaled_mm)
+
+
+@pytest.mark.oldest
+def test_the_attention_implementation_of_a_configuration_is_known() -> None:
+    assert private_apis.attention_implementation(LlamaConfig(attn_implementation="eager")) == "eager"
+
+
+def test_flash_attention_is_forward_then_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    interface: Any = types.ModuleType("interface")
+    interface._flash_attn_fwd, interface._flash_attn_bwd = "forward", "backward"
+    package: Any = types.ModuleType("flash_attn.cute")
+    package.interface = interface
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
+    assert private_apis.flash_attention() == ("forward", "backward")
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(
+    "name", ["quantize_4bit", "get_4bit_type", "create_dynamic_map", "optimizer_update_8bit_blockwise"]
+)
+def test_bitsandbytes_has_the_functions_of_nf4_and_8_bit_states(name: str) -> None:
+    assert callable(getattr(private_apis.import_bitsandbytes("a test"), name))
+    assert torch.ops.bitsandbytes.dequantize_4bit.default is not None
+    assert torch.ops.bitsandbytes.dequantize_blockwise.default is not None
+
+
+@pytest.mark.oldest
+def test_peft_layers_compute_in_the_dtype_of_their_inputs() -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    inject_adapter_in_model(LoraConfig(target_modules=["0"], r=2), model)  # type: ignore[arg-type]
+    assert model[0].cast_input_dtype_enabled
+    private_apis.compute_in_input_dtype(model)
+    assert not model[0].cast_input_dtype_enabled
+
+
+DEEPSPEED = """
+import os
+import torch
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+from ftkit.train.private_apis import Zero3Optimizer, forget_pending_gradients, import_deepspeed, zero3_partition
+
+deepspeed = import_deepspeed(torch.device("cpu"))
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 2**31}
+model = torch.nn.Linear(3, 2)
+assert zero3_partition(model.weight) is None
+deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.float32)
+partition = zero3_partition(model.weight)
+assert partition.shape == (2, 3) and partition.values.numel() == 6 and not partition.is_persistent
+engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.0), config=config)
+optimizer = Zero3Optimizer(engine)
+assert sum(master.numel() for master in optimizer.masters) == 8
+optimizer.init_states(("exp_avg", "exp_avg_sq"))
+assert all(set(states) == {"exp_avg", "exp_avg_sq", "step"} for states in optimizer.states.values())
+assert zero3_partition(model.weight).is_persistent
+model(torch.ones(1, 3))
+forget_pending_gradients(model)
+before = partition.values.clone()
+engine.backward(engine(torch.ones(1, 3)).sum())
+optimizer.set_step(0.1, 1e9)
+engine.step()
+assert abs(float(optimizer.grad_norm) - 8 ** 0.5) < 1e-5
+assert not torch.equal(zero3_partition(model.weight).values, before)
+assert sum(gradient.numel() for gradient in optimizer.gradients) >= 8
+optimizer.gather_persistent()
+print("all there", flush=True)
+os._exit(0)
+"""
+
+
+def test_deepspeed_has_the_attributes_of_partitions_and_of_the_optimizer() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DEEPSPEED], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
+    assert "all there" in done.stdout, done.stdout + done.stderr
+
+
+def test_no_other_module_of_the_trainer_has_a_private_name_of_a_library() -> None:
+    root = Path(ftkit.train.__file__).parent
+    found = []
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                owner = ast.unparse(node.value)
+                found += (
+                    [f"{path.name}: {owner}.{node.attr}"] if owner.split(".")[0] in {"torch", "transformers"} else []
+                )
+            if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(("ftkit", "__")):
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                found += [f"{path.name}: {node.module}.{name}" for name in private]
+    assert {line for line in found if not line.startswith("private_apis.py")} == {
+        # The name of an operator, which the selection of activation checkpointing compares with.
+        "activation_checkpointing.py: torch.ops.aten._scaled_mm",
+    }
