@@ -62,10 +62,12 @@ class Engine(Protocol):
         """Return the loss summed over a micro-batch's labels: a scalar in fp32, with its graph."""
 
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
-        """Accumulate the gradients of `loss / num_labels`, averaged over nothing: ranks' shares are summed.
+        """Accumulate the gradients of the mean loss over a step's labels.
 
-        `num_labels` counts the labels of the whole step, over all ranks and micro-batches. So gradients are those of
-        the mean loss over these. They are reduced over the ranks by the step's last micro-batch at the latest.
+        Args:
+            loss: what `forward` returned for one micro-batch.
+            num_labels: labels of the whole step, over all ranks and micro-batches.
+            is_last: whether this is the step's last micro-batch; gradients are reduced over the ranks by then.
         """
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:

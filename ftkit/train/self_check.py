@@ -36,7 +36,7 @@ def self_check() -> str:
     """Take a training step with each family, on the first GPU if there is one; return what was done.
 
     Raises:
-        TrainingError: a proof failed.
+        TrainingError: a check failed.
     """
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
@@ -47,7 +47,7 @@ def self_check() -> str:
 
 
 def _take_step(family: str, world: World) -> float:
-    """Build, prove and train a tiny model of a family; return its loss."""
+    """Build, verify and train a tiny model of a family; return its mean loss, in nats."""
     shape = ArchitectureSpec(
         family=family,
         vocab_size=VOCABULARY,

@@ -1,4 +1,4 @@
-"""One training session: everything between joining the world and the end of the run."""
+"""Carry out a plan on one rank: from joining the process group to the end of the run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model besides its weights.
+    """What is known of a built model, besides its weights.
 
     Attributes:
         num_parameters: without adapters.
@@ -83,7 +83,7 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A plan being carried out by this process."""
+    """Trains as a plan says: build, verify, resume or begin, train, evaluate, export."""
 
     plan: RunPlan
     world: World
@@ -259,10 +259,10 @@ class Trainer:
     ) -> EvaluationRecord | None:
         if len(self.data.read_validation()) == 0:
             return None
-        self._stage(f"evaluating on the held-out part, {when} training")
+        self._stage(f"evaluating on the validation split, {when} training")
         record = evaluator.evaluate(engine, step, when)
         self.recorder.write(record)
-        log.info("held out: loss %.4f, perplexity %.2f", record.loss, record.perplexity)
+        log.info("validation: loss %.4f, perplexity %.2f", record.loss, record.perplexity)
         return record
 
     def _stage(self, text: str) -> None:
@@ -272,7 +272,7 @@ class Trainer:
 
 
 def run_training(plan: RunPlan, world: World) -> None:
-    """Carry out a plan in this process.
+    """Train as a plan says, in this process.
 
     Raises:
         TrainingError: a check failed, or a checkpoint can't be loaded.

@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, and how it talks to the others."""
+"""The process group of a run, and this process's place in it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,22 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import PlacementPlan
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others before the run fails instead of hanging."""
+"""How long a collective waits for other ranks before the run fails instead of hanging."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` others."""
+    """This process among the `size` processes of a run.
+
+    Attributes:
+        rank: of this process.
+        size: number of processes.
+        num_hosts: machines that they are on.
+        local_rank: among the processes of this host.
+        device: of this process.
+        mesh: all processes, for tensors on their devices.
+        host_mesh: all processes, for tensors in main memory.
+    """
 
     rank: int
     size: int
@@ -34,7 +44,6 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     host_mesh: DeviceMesh
-    """The same processes, for tensors in main memory."""
 
     @property
     def is_first(self) -> bool:
@@ -52,7 +61,7 @@ class World:
         return values
 
     def sum(self, values: list[float]) -> list[float]:
-        """Return element-wise sums over all ranks. Waits for the device."""
+        """Return element-wise sums over all ranks. A host sync."""
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(totals)
         return [float(total) for total in totals.tolist()]
@@ -69,7 +78,7 @@ def init_world(placement: PlacementPlan) -> Iterator[World]:
     if size != placement.world_size:
         raise TrainingError(
             f"the plan is for {placement.world_size} processes, {size} were started",
-            fix="start the job script as it was rendered, or plan anew",
+            fix="start the job script as it was rendered, or plan the run again",
         )
     device = _device(placement, local_rank)
     torch.set_num_threads(placement.threads_per_process)
@@ -85,7 +94,7 @@ def init_world(placement: PlacementPlan) -> Iterator[World]:
 
 
 def _device(placement: PlacementPlan, local_rank: int) -> torch.device:
-    """Return this rank's device. A plan for GPUs never falls back to processors: it would cost a night."""
+    """Return this rank's device. A plan for GPUs never falls back to CPUs: the run would take weeks."""
     if placement.device == "cpu":
         return torch.device("cpu")
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -93,7 +102,7 @@ def _device(placement: PlacementPlan, local_rank: int) -> torch.device:
         raise TrainingError(
             f"the plan puts {placement.processes_per_node} processes with a GPU each on a node, torch sees {visible}",
             meaning="the job was not given its GPUs, the container lacks the driver, or torch has no CUDA",
-            fix="try 'nvidia-smi' in the same job; for processors take a cluster profile with device: cpu",
+            fix="try 'nvidia-smi' in the same job; on CPUs, use a cluster profile with device: cpu",
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

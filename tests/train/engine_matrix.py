@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The words, without those that are nothing special."""
+        """The fields that are not the defaults."""
         return " ".join(word for word in self if word not in {"none", "fp32", "resharded", "auto"})
 
 

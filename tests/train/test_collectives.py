@@ -56,7 +56,7 @@ def two(world: World, **changes: Any) -> World:
     return dataclasses.replace(world, **{"size": 2, **changes})
 
 
-def test_one_process_needs_no_collectives_and_processors_have_but_one_kind(
+def test_one_process_needs_no_collectives_and_cpus_have_only_one_kind(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -67,7 +67,7 @@ def test_one_process_needs_no_collectives_and_processors_have_but_one_kind(
 
 @pytest.mark.parametrize(
     ("changes", "num_hosts", "reason"),
-    [({}, 3, "the processes are on 3 hosts"), ({"offload": "all"}, 1, "weights wait in main memory")],
+    [({}, 3, "the processes are on 3 hosts"), ({"offload": "all"}, 1, "weights are offloaded to main memory")],
 )
 def test_where_copy_engines_are_out_of_reach_nccl_does_it_and_the_log_says_why(
     changes: dict[str, object],
@@ -137,7 +137,7 @@ def test_collectives_are_verified_on_known_numbers(world: World) -> None:
 def test_a_reduction_that_is_not_the_one_expected_is_refused() -> None:
     reduce = ReduceScatter(OwnMemory(), torch.float32)
     group: Any = None
-    with pytest.raises(TrainingError, match="not taught"):
+    with pytest.raises(TrainingError, match="don't know"):
         reduce(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), group, torch.distributed.ReduceOp.AVG)
-    with pytest.raises(TrainingError, match="not taught"):
+    with pytest.raises(TrainingError, match="don't know"):
         reduce(torch.zeros(4), torch.zeros(4), group, torch.distributed.ReduceOp.SUM)

@@ -94,8 +94,8 @@ def test_both_engines_train_alike(family: str, method: Method, matrix: dict[str,
     fsdp2_result, zero3_result = (matrix[f"{family} {method} {engine}"] for engine in ("fsdp2", "zero3"))
     assert_equal(fsdp2_result, zero3_result)
     assert fsdp2_result["checks"]["units"] == zero3_result["checks"]["units"] == "4"
-    is_quantised = zero3_result["checks"]["4-bit parameters"] != "0"
-    assert is_quantised == (method == "qlora")
+    is_quantized = zero3_result["checks"]["4-bit parameters"] != "0"
+    assert is_quantized == (method == "qlora")
 
 
 @pytest.mark.parametrize(("engine", "copies", "gradients"), [("fsdp2", 1, 0), ("zero3", 2, 1)])

@@ -54,12 +54,12 @@ def test_each_stage_of_a_run_leaves_its_memory_and_the_end_comes_last(finished_r
         "making the optimizer",
         "verifying sharding and document isolation",
         "loading the newest checkpoint",
-        "evaluating on the held-out part, before training",
+        "evaluating on the validation split, before training",
         "first forward",
         "first backward",
         "first step",
         "training",
-        "evaluating on the held-out part, after training",
+        "evaluating on the validation split, after training",
         "exporting the model",
     ]
     for record in records:

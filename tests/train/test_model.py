@@ -1,4 +1,4 @@
-"""Models of every family: built from an architecture, proven, and blind to their neighbours in a pack."""
+"""Models of every family: built from an architecture, verified, and isolated from their neighbors in a pack."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(
 
 @pytest.mark.parametrize("checkpointing", get_args(ActivationCheckpointing))
 @pytest.mark.parametrize("family", TRIED)
-def test_every_family_passes_the_proofs(
+def test_every_family_passes_the_checks(
     family: str,
     checkpointing: ActivationCheckpointing,
     tokenizer: PreTrainedTokenizerBase,
@@ -186,7 +186,7 @@ GOOD = ShardingStats(
         ({"total_elements": 999, "trainable_elements": 999}, "parameters: found 999, expected 1,000"),
     ],
 )
-def test_each_proof_names_what_was_found_and_what_was_expected(changes: dict[str, Any], message: str) -> None:
+def test_each_check_names_what_was_found_and_what_was_expected(changes: dict[str, Any], message: str) -> None:
     assert verify_sharding(GOOD, TRAINING, ParameterCounts(1000, 1000))["units"] == "65"
     with pytest.raises(TrainingError, match=message):
         verify_sharding(ShardingStats(**(vars(GOOD) | changes)), TRAINING, ParameterCounts(1000, 1000))

@@ -38,8 +38,8 @@ def test_a_run_learns_and_records_each_stage(finished_run: Any) -> None:
     assert losses[20][0] < 0.75 * losses[1][0]
     assert [record.outcome for record in finished_run.records(EndRecord)] == ["completed"]
     assert [record.when for record in finished_run.records(EvaluationRecord)] == ["before", "after"]
-    (proof,) = finished_run.records(VerificationRecord)
-    assert proof.checks["units"] == "3"
+    (verification,) = finished_run.records(VerificationRecord)
+    assert verification.checks["units"] == "3"
 
 
 @pytest.mark.oldest

@@ -41,7 +41,7 @@ LOGITS_TOLERANCE = 2e-2
 
 
 def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: ParameterCounts) -> dict[str, str]:
-    """Check that the model is sharded as planned, on this rank.
+    """Verify that the model is sharded as planned, on this rank.
 
     Returns:
         What was checked, with the numbers found.
@@ -84,7 +84,7 @@ def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: Para
 
 
 def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
-    """Check that each pack has labels to learn from.
+    """Verify that each pack has labels to learn from.
 
     Args:
         num_targets: target tokens of each pack.
@@ -104,15 +104,15 @@ def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a model does with two micro-batches that differ only in some of their tokens; N tokens are in each.
+    """What a model computes for two micro-batches that differ only in some of their tokens; N tokens are in each.
 
     Attributes:
         is_kept: bool [N], tokens that both micro-batches hold: the first part of every other document.
         is_later: bool [N], what follows them in the same document. All other tokens are their neighbors.
         states: hidden states of each micro-batch, [N, H].
         gradients: of the second one's kept hidden states to the first layer's output at all of its tokens, [N, H].
-        own_logits: what the model's own class computes for the last tokens of each row of the first, [M, V].
-        expected_logits: what ftkit's loss takes for these logits, [M, V].
+        own_logits: those that the model's own class computes for the last tokens of each row of the first, [M, V].
+        expected_logits: those that ftkit's loss computes, [M, V].
     """
 
     is_kept: torch.Tensor
@@ -233,11 +233,11 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict
     """Verify that documents of a micro-batch do not see each other, neither forward nor backward.
 
     Hidden states of a document must not change with its neighbors, and their gradients to the neighbors must be zero.
-    The gradient is the sharper of the two: it is exactly zero unless something is seen. Hidden states come out alike
-    where each kernel sums in a fixed order; elsewhere rounding grows from layer to layer.
+    The gradient is the sharper of the two: it is exactly zero unless documents attend to each other. Hidden states are
+    equal where each kernel sums in a fixed order; elsewhere rounding errors grow from layer to layer.
 
     Args:
-        probe: what the model did.
+        probe: what the model computes.
         shares_scales: tokens of different documents are rounded with one scale, as with precision fp8.
 
     Raises:
@@ -248,7 +248,7 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict
     change = _largest_ratio((one - other).norm(dim=1), one.norm(dim=1))
     leak = _leak(probe, ~(kept | probe.is_later))
     tolerance = TENSORWISE_TOLERANCE if shares_scales else STATE_TOLERANCE[probe.states[0].dtype]
-    if not (change <= tolerance and leak <= GRADIENT_TOLERANCE):  # not a number is no proof either
+    if not (change <= tolerance and leak <= GRADIENT_TOLERANCE):  # NaN fails too
         raise TrainingError(
             f"documents in one pack see each other: with other neighbors, hidden states change by {change:.1e}, and "
             f"{leak:.1e} of their gradient goes to the neighbors; rounding explains {tolerance:.0e} and "
@@ -266,7 +266,7 @@ def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
 
 
 def verify_logits(probe: ProbeResult) -> dict[str, str]:
-    """Prove that the logits behind the loss are those of the model's own class.
+    """Verify that the logits behind the loss are those of the model's own class.
 
     Logits are compared, not losses: near the loss of a model that knows nothing, a scale hardly shows.
 

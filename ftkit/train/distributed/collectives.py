@@ -37,14 +37,14 @@ NATIVE_ATOMICS = 3
 
 
 class PeerMemory(Protocol):
-    """So many bytes on each of `size` ranks that all of them can read and write."""
+    """Memory on each of `size` ranks, `num_bytes` each, that all of them can read and write."""
 
     num_bytes: int
     rank: int
     size: int
 
     def of(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a rank's memory from an offset on, counted in elements."""
+        """Return [numel] of a rank's memory, from an offset on; both count elements."""
         ...
 
     def barrier(self) -> None:
@@ -53,7 +53,7 @@ class PeerMemory(Protocol):
 
 
 class SymmetricMemory:
-    """Memory of the device that its peers have mapped."""
+    """Memory of the device that its peers have mapped (torch's symmetric memory)."""
 
     num_bytes = SHARED_BYTES
 
@@ -73,7 +73,7 @@ class SymmetricMemory:
 
 
 class AllGather:
-    """An all-gather for FSDP2: each rank shows its shard, and copies those of the others."""
+    """An all-gather for FSDP2: each rank shares its shard, and copies those of the others."""
 
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
@@ -102,10 +102,10 @@ class AllGather:
 
 
 class ReduceScatter:
-    """A reduce-scatter for FSDP2: each rank copies its gradients into the memory of whose they are, who averages them.
+    """A reduce-scatter for FSDP2: each rank copies gradients to the rank that owns them, which averages them.
 
-    FSDP2 believes that gradients are averaged in the precision in which they were computed, and goes on with the
-    output in whichever precision it finds it.
+    FSDP2 assumes that gradients are averaged in the dtype in which they were computed, and continues with the output
+    in whichever dtype it has.
     """
 
     def __init__(self, memory: PeerMemory, averaged_in: torch.dtype) -> None:
@@ -134,7 +134,7 @@ class ReduceScatter:
         del group, async_op
         if op != dist.ReduceOp.AVG or output_tensor.dtype != self._averaged_in:
             raise TrainingError(
-                f"FSDP2 of torch {torch.__version__} reduces gradients in a way that copy engines were not taught",
+                f"FSDP2 of torch {torch.__version__} reduces gradients in a way that ftkit's copy engines don't know",
                 fix="set training.collectives=nccl",
             )
         memory, dtype = self._memory, input_tensor.dtype
@@ -161,28 +161,28 @@ def _others_first(memory: PeerMemory) -> list[int]:
 
 @dataclass(frozen=True)
 class CopyEngineCollectives:
-    """What FSDP2 is given in place of its own."""
+    """The collectives that FSDP2 calls in place of NCCL's."""
 
     all_gather: AllGather
     reduce_scatter: ReduceScatter
 
-    def serve(self, module: FSDPModule) -> None:
-        """Take over a module's collectives. Its gradients have to be reduced in the precision of its computations."""
+    def install(self, module: FSDPModule) -> None:
+        """Set a module's collectives. Its `reduce_dtype` must be the dtype of its computations."""
         set_collectives(module, self.all_gather, self.reduce_scatter)
 
 
 def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollectives | None:
-    """Return copy engines' collectives if the recipe leaves it open or asks for them, and they work here.
+    """Return copy engines' collectives if the recipe allows them and they work here; None for NCCL's. Collective.
 
     Raises:
-        TrainingError: the recipe asks for them, and they don't.
+        TrainingError: the recipe asks for copy engines, and they don't work.
     """
     is_asked = training.collectives == "copy_engine"
     if world.size == 1 or training.collectives == "nccl" or (world.device.type == "cpu" and not is_asked):
         return None
-    made, reason = None, _hindrance(training, world)
+    made, reason = None, _reason_against(training, world)
     if not reason:
-        made, reason = _tried(training, world)
+        made, reason = _try_copies(training, world)
     if reason and is_asked:
         raise TrainingError(
             f"collectives by copy engines are not possible: {reason}", fix="set training.collectives=auto"
@@ -191,14 +191,14 @@ def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollec
     return made
 
 
-def _hindrance(training: TrainingPlan, world: World) -> str:
-    """Return why copy engines can't be asked; nothing if they can."""
+def _reason_against(training: TrainingPlan, world: World) -> str:
+    """Return why copy engines can't be used; an empty string if they may."""
     if world.device.type != "cuda":
         return "there are no GPUs"
     if world.num_hosts > 1:
         return f"the processes are on {world.num_hosts} hosts"
     if training.offload == "all":
-        return "weights wait in main memory"
+        return "weights are offloaded to main memory"
     if not CUSTOM_COLLECTIVES:
         return f"torch {torch.__version__} is older than 2.11"
     others = set(range(world.size)) - {world.local_rank}
@@ -206,8 +206,8 @@ def _hindrance(training: TrainingPlan, world: World) -> str:
     return "no NVLink between the GPUs" if world.sum([len(cut_off)])[0] else ""
 
 
-def _tried(training: TrainingPlan, world: World) -> tuple[CopyEngineCollectives | None, str]:
-    """Make the collectives and let them gather and average numbers that are known."""
+def _try_copies(training: TrainingPlan, world: World) -> tuple[CopyEngineCollectives | None, str]:
+    """Make the collectives, and verify them on known numbers; return them, or why they can't be used."""
     precision = DTYPES[training.reduce_precision]
     group, problem, made = world.mesh.get_group(), "", None
     try:
@@ -221,7 +221,7 @@ def _tried(training: TrainingPlan, world: World) -> tuple[CopyEngineCollectives 
 
 
 def find_error(collectives: CopyEngineCollectives, world: World) -> str:
-    """Gather and average numbers that are known; return what is wrong, or nothing."""
+    """Gather and average known numbers; return what is wrong, or an empty string."""
     numel, group, precision = 1024, world.mesh.get_group(), torch.bfloat16
     ranks = torch.arange(1, world.size + 1, dtype=precision, device=world.device).repeat_interleave(numel)
     gathered = ranks.where(ranks == world.rank + 1, 0)
@@ -241,9 +241,9 @@ def make_collectives(gathered: PeerMemory, reduced: PeerMemory, averaged_in: tor
 
 
 def reaches(device: int, peer: int) -> bool:
-    """Tell whether a GPU reaches another's memory with atomics, as over NVLink.
+    """Tell whether a GPU can access another's memory with atomics, as over NVLink.
 
-    Without atomics, as over most PCIe, ranks could copy, but not wait for each other. torch does not tell, the driver
+    Without atomics, as over most PCIe, ranks can copy, but not wait for each other. torch does not say; the driver
     does.
     """
     return torch.cuda.can_device_access_peer(device, peer) and _has_native_atomics(device, peer)

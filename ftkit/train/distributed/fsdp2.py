@@ -166,7 +166,7 @@ class Fsdp2Engine:
         return {name: value for name, value in model.items() if name in trained}, optimizer
 
     def load(self, folder: Path) -> None:
-        """Read a state back, written at any world size."""
+        """Load a state from a checkpoint, written at any world size."""
         model, optimizer = self._state_dicts()
         if isinstance(self.optimizer, AdamW8bit):
             take_saved_scales(optimizer["state"], saved_sizes(folder, "optimizer.state."))
@@ -188,7 +188,7 @@ class Fsdp2Engine:
 
 
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""What is frozen comes from the pretrained weights again."""
+"""Frozen parameters are loaded from the pretrained weights again."""
 
 
 def _check_precisions(model: nn.Module) -> None:
@@ -256,12 +256,12 @@ def parallelize(
     fully_shard(model, **options)
     if collectives is not None:
         for module in (*layers, model):
-            collectives.serve(cast("FSDPModule", module))
+            collectives.install(cast("FSDPModule", module))
     return model
 
 
 def _mixed_precision(training: TrainingPlan, *, is_reduced_by_ftkit: bool) -> MixedPrecisionPolicy:
-    """Return in which precision weights are gathered, and gradients reduced.
+    """Return the dtypes in which weights are all-gathered and gradients reduce-scattered.
 
     With adapters, parameters are gathered as they are: frozen ones in the compute precision, trained ones in fp32, to
     be cast where they are used, as on one process. FSDP2 then copies bytes. Were all of one precision, it would copy
@@ -275,7 +275,7 @@ def _mixed_precision(training: TrainingPlan, *, is_reduced_by_ftkit: bool) -> Mi
 
 
 def compiles(training: TrainingPlan, device: torch.device) -> bool:
-    """Tell whether layers are compiled: on GPUs unless the recipe says no, on processors only if it says so."""
+    """Tell whether layers are compiled: on GPUs unless the recipe says no, on CPUs only if it says so."""
     return training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
 
 

@@ -106,7 +106,7 @@ class RecomputedLayer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the family's forward; `hidden` is [B, T, H]."""
-        with nullcontext() if self._offload is None else self._offload.around(hidden):
+        with nullcontext() if self._offload is None else self._offload.offloading(hidden):
             return self._run(hidden, *args, **kwargs)
 
 

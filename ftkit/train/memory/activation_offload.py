@@ -24,12 +24,12 @@ class _Parked:
 
 
 class ActivationOffload:
-    """Copies on a stream of its own, while layers compute on theirs.
+    """Copies layer inputs to main memory and back on a stream of its own, while layers compute on theirs.
 
-    A tensor on its way out is held until the next one goes: by then it has left, and nobody waits for it. A tensor
-    that is asked for brings the one before it along, which the layer before will ask for next. On processors the
-    streams are none, and a copy is done when it is called. Main memory serves again: the next copy into it is on the
-    same stream as the one out of it.
+    A tensor on its way out is held until the next one leaves: by then its copy is done, and nothing waits for it.
+    Fetching a tensor prefetches the one before it, which the layer before will need next. On CPUs there are no
+    streams, and a copy is done when it returns. Buffers are reused: the next copy into one is on the same stream as
+    the one out of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,8 +40,8 @@ class ActivationOffload:
         self._leaving: torch.Tensor | None = None
         self._free: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
 
-    def around(self, layer_input: torch.Tensor) -> AbstractContextManager[Any]:
-        """Give the context in which a layer is called: of all that it keeps, its input alone is parked."""
+    def offloading(self, layer_input: torch.Tensor) -> AbstractContextManager[Any]:
+        """Return the context to call a layer in: of all that autograd saves, only the layer's input is offloaded."""
         address = layer_input.data_ptr()
 
         def park(tensor: torch.Tensor) -> _Parked | torch.Tensor:
