@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import stat
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ftkit.errors import FtkitError, NotFoundError, one_line
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ValueT = TypeVar("ValueT")
 _MAX_BYTES = 2**24
 _MAX_DETAILS = 3
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
+"""Some network file systems can't sync folders."""
 
 
 # --- Atomic writes -------------------------------------------------------------------------------
@@ -80,21 +82,33 @@ def publish(temporary: Path, path: Path) -> None:
         if not inner.is_symlink():
             sync(inner)
     sync(temporary)
-    former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.deleted") if temporary.is_dir() else None
-    if former:
-        with suppress(FileNotFoundError):
-            path.rename(former)  # rename(2) replaces no folder that has files
-    temporary.rename(path)
+    if temporary.is_dir() and path.exists():
+        _replace_folder(temporary, path)
+    else:
+        temporary.rename(path)
     sync(path.parent)
-    if former:
-        remove(former)
+
+
+def _replace_folder(temporary: Path, path: Path) -> None:
+    """Replace a folder: rename(2) replaces none that has files."""
+    former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.deleted")
+    path.rename(former)
+    try:
+        temporary.rename(path)
+    except OSError:
+        former.rename(path)
+        raise
+    remove(former)
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the entries of a folder, to the disk: `fsync` (POSIX)."""
+    """Bring a file, or the entries of a folder, to the disk: `fsync` (POSIX), where the file system has it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(descriptor)
 

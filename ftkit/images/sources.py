@@ -247,12 +247,9 @@ def select_source(request: ImportRequest, report: Report) -> ImageSource:
 def _on_node(request: ImportRequest, report: Report) -> EnrootSource:
     if request.cluster.scheduler != "slurm":
         raise ConfigError(
-            [
-                Problem(
-                    f"cluster {request.cluster.name}", "--on-node", "this cluster has no Slurm.", "Leave --on-node out."
-                )
-            ]
-        )
+            [Problem(f"cluster {request.cluster.name}", "--on-node", "this cluster has no Slurm.",
+                     "Leave --on-node out.")]
+        )  # fmt: skip
     if request.registry_image is None:
         raise ConfigError(
             [Problem("", "--on-node", "a compute node can't reach this machine's docker engine.",

@@ -149,6 +149,36 @@ def test_a_folder_that_fails_leaves_the_former_one_and_nothing_else(tmp_path: Pa
     assert list(tmp_path.iterdir()) == [final]
 
 
+def test_a_folder_that_cannot_take_its_name_leaves_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, final = tmp_path / "new", tmp_path / "final"
+    folder.mkdir()
+    final.mkdir()
+    (final / "file").touch()
+    rename = type(folder).rename
+    monkeypatch.setattr(type(folder), "rename", lambda path, to: fail() if path == folder else rename(path, to))
+    with pytest.raises(OSError, match="No space left"):
+        publish(folder, final)
+    assert (final / "file").exists()
+
+
+@pytest.mark.parametrize(("number", "is_error"), [(22, False), (95, False), (5, True)])
+def test_a_file_system_without_sync_is_no_error(
+    number: int, is_error: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("ftkit.files.os.fsync", refuse)
+    if is_error:
+        with pytest.raises(OSError, match="Input/output"):
+            write_file(tmp_path / "x", b"x")
+    else:
+        write_file(tmp_path / "x", b"x")
+    assert (tmp_path / "x").exists() != is_error
+
+
 def test_everything_in_a_folder_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
