@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ftkit.config.model_config import find_contradictions
 from ftkit.config.paths import is_path
 from ftkit.config.sources import HubSource
-from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem, one_line
 from ftkit.model_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -103,6 +103,46 @@ def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: 
 
     found = try_to_load_from_cache(model.weights, CONFIG_FILE, cache_dir=cache, revision=model.revision)
     return Path(found).parent if isinstance(found, str) else None
+
+
+def is_fetched(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> bool:
+    """Whether a model's weights need no download. Arguments as `check_weights` has them."""
+    if model.weights == "random" or is_path(model.weights):
+        return True
+    folder = find_folder(model, environment, default_home)
+    return folder is not None and not missing_files(folder)
+
+
+def download_weights(
+    model: ModelSpec, environment: Mapping[str, str], default_home: Path, *, local_files_only: bool = False
+) -> Path:
+    """Bring a model's files into the hub's cache, if they are not there; return their folder.
+
+    Arguments as `check_weights` has them.
+
+    Raises:
+        NotFoundError: there is no such hub model, or this token may not read it.
+    """
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+    try:
+        folder = snapshot_download(
+            model.weights,
+            revision=model.revision,
+            allow_patterns=patterns,
+            local_files_only=local_files_only,
+            cache_dir=_cache(environment, default_home, *_CACHE_OF_MODELS),
+            token=read_token(environment),
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise NotFoundError(
+            f"can't download '{model.weights}': {one_line(error)}",
+            meaning="the name is wrong, the model is gated and HF_TOKEN may not read it, or the hub is out of reach",
+            fix="accept the model's license on the hub and set HF_TOKEN; or give model.weights a local folder",
+        ) from error
+    return Path(folder)
 
 
 def find_commit(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:

@@ -27,22 +27,33 @@ if TYPE_CHECKING:
         "ftkit run --image olmo3:25.02 --nodes 2",
         "ftkit run demo training.learning_rate=1e-3 training.max_steps=100",
         "ftkit run my-recipe.yaml --cluster mycluster --name first-try --no-follow",
+        "ftkit run my-recipe.yaml --cluster mycluster --prepare here",
         "ftkit run --image olmo3:25.02 --cluster mycluster --dry-run > job.sbatch",
     ),
 )
 @run_options
 @click.option("--dry-run", is_flag=True, help="Print the job script to stdout; write and submit nothing.")
 @click.option("--import", "does_import", is_flag=True, help="Import the image first if it is missing.")
+@click.option(
+    "--prepare",
+    "where",
+    type=click.Choice(["job", "here", "with-training"]),
+    default="job",
+    show_default=True,
+    help="Where data and weights are prepared on Slurm: in a job of its own without GPUs, on this machine before the "
+    "run is submitted, or by the training job.",
+)
 @hf_token_option
 @follow_option
 @click.pass_obj
-def command(
+def command(  # noqa: PLR0913 - one for each option
     typed: list[str],
     /,
     words: tuple[str, ...],
     *,
     dry_run: bool,
     does_import: bool,
+    where: str,
     hf_token_file: Path | None,
     follow: bool,
     **options: Any,
@@ -53,7 +64,7 @@ def command(
     recipe. KEY.PATH=VALUE changes a value of the recipe. The run continues if you stop following it.
     """
     from ftkit.cli.terminal.plan_view import plan_facts, show_findings
-    from ftkit.launch.render import render_job
+    from ftkit.launch.render import render_job, render_preparation
     from ftkit.launch.resolve import resolve
 
     terminal, ctx = Terminal(), Context.here()
@@ -67,6 +78,7 @@ def command(
     from ftkit.cli.image_check import check_image
     from ftkit.launch.jobs import submit
     from ftkit.launch.preflight import run_checks
+    from ftkit.launch.preparation import needs_preparation, prepare_here
     from ftkit.launch.resolve import resolve_image_link
     from ftkit.runs.manifest import build_manifest
 
@@ -75,7 +87,12 @@ def command(
     image_facts = check_image(plan, terminal, does_import=does_import)
     plan = resolve_image_link(plan)  # an image that was just imported has a link only now
     manifest = build_manifest(plan, ["ftkit", *typed], ctx.project) | image_facts
-    run = submit(plan, render_job(plan), manifest, environment)
+    preparation = None
+    if where == "here":
+        prepare_here(plan, environment, terminal.say)
+    elif where == "job" and needs_preparation(plan, environment):
+        preparation = render_preparation(plan)
+    run = submit(plan, render_job(plan), manifest, environment, preparation=preparation)
     report_submission(run, terminal, does_follow=follow)
 
 
@@ -85,6 +102,8 @@ def report_submission(
     """Report the submitted job; then follow it, or print the run's id for a script to use."""
     job = "process" if run.submission.scheduler == "local" else "job"
     terminal.say(Styled(f"\nsubmitted {run.id} as {job} {run.submission.job_id}", "bold"))
+    if run.submission.preparation_job_id:
+        terminal.say(f"It starts after job {run.submission.preparation_job_id}, which prepares its data and weights.")
     if run.submission.messages:
         terminal.say(run.submission.messages)
     if does_follow:

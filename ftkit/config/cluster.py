@@ -28,6 +28,19 @@ class NcclSpec(Spec):
     """Whether a job on one node does without all of this."""
 
 
+class PreparationSpec(Spec):
+    """The job without GPUs that tokenizes data and fetches weights before a training job starts."""
+
+    partition: OneLine | None = None
+    """Slurm partition, best one without GPUs; the profile's `partition` if null."""
+    cpus: PositiveInt = 8
+    """CPUs to ask for; each tokenizes."""
+    memory_gib: PositiveInt | None = None
+    """Memory to ask for; the site's default if null."""
+    time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
+    """Time limit; the partition's if null."""
+
+
 class ClusterProfile(Spec):
     """One cluster, or this machine."""
 
@@ -79,6 +92,8 @@ class ClusterProfile(Spec):
     """Variables for the job."""
     nccl: NcclSpec = NcclSpec.model_construct()
     """What the site's network plug-in for NCCL needs."""
+    preparation: PreparationSpec = PreparationSpec()
+    """The job that prepares data and weights."""
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first, as they stand (`module load …`)."""
 

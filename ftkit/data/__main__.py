@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ftkit.data.prepare import prepare
 from ftkit.errors import FtkitError, as_disk_full, redact
-from ftkit.hub import check_data, check_weights
+from ftkit.hub import check_data, check_weights, download_weights, is_fetched
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.records import StageRecord, append_record, record_rank_error
@@ -35,6 +35,9 @@ def main(plan_path: Path) -> int:
         for warning in filter(None, warnings):
             report(f"warning: {warning}")
         prepare(plan, report)
+        if not is_fetched(plan.recipe.model, os.environ, home):
+            report(f"fetching the weights of {plan.recipe.model.weights}")
+            download_weights(plan.recipe.model, os.environ, home)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason why the run ends
         reason = as_disk_full(error)
         text = str(reason) if isinstance(reason, FtkitError) else traceback.format_exc()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError
 from ftkit.files import atomic_folder, write_json
 from ftkit.launch.observe import observe
+from ftkit.launch.preparation import needs_preparation
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.launch.slurm import UncertainSubmitError
 from ftkit.planning.layout import RunLayout
@@ -26,23 +27,37 @@ if TYPE_CHECKING:
     from ftkit.runs.states import Observation
 
 
-def submit(plan: RunPlan, script: str, manifest: dict[str, Any], environment: Mapping[str, str]) -> SubmittedRun:
+def submit(
+    plan: RunPlan,
+    script: str,
+    manifest: dict[str, Any],
+    environment: Mapping[str, str],
+    *,
+    preparation: str | None = None,
+) -> SubmittedRun:
     """Make the run's folder and submit its script.
+
+    Args:
+        plan: of the run.
+        script: of the job that trains.
+        manifest: of the run.
+        environment: variables of the jobs.
+        preparation: script of a job that prepares the run, and that the training job waits for.
 
     Raises:
         SubmitError: the scheduler refused it, and nothing is left of the run; or it gave no clear answer.
         PrerequisiteError: the workspace or the scheduler can't be used.
     """
-    _create_folder(plan, script, manifest)
+    _create_folder(plan, script, manifest, preparation)
     try:
-        return _submit(plan, environment)
+        return _submit(plan, environment, has_preparation=preparation is not None)
     except (SubmitError, PrerequisiteError) as error:
         if not isinstance(error, UncertainSubmitError):
             shutil.rmtree(plan.layout.root, ignore_errors=True)
         raise
 
 
-def _create_folder(plan: RunPlan, script: str, manifest: dict[str, Any]) -> None:
+def _create_folder(plan: RunPlan, script: str, manifest: dict[str, Any], preparation: str | None) -> None:
     """Write plan, script and manifest under a temporary name, then give the folder its own.
 
     Raises:
@@ -55,6 +70,8 @@ def _create_folder(plan: RunPlan, script: str, manifest: dict[str, Any]) -> None
             unfinished.logs.mkdir()
             unfinished.plan.write_text(plan_to_json(plan), encoding="utf-8")
             unfinished.script.write_text(script, encoding="utf-8")
+            if preparation is not None:
+                unfinished.preparation_script.write_text(preparation, encoding="utf-8")
             write_json(unfinished.manifest, manifest)
     except OSError as error:
         raise PrerequisiteError(
@@ -108,12 +125,16 @@ def resume(plan: RunPlan, environment: Mapping[str, str]) -> SubmittedRun:
         ended += [layout.job_exit_code(submission.job_id), layout.job_stop_request(submission.job_id)]
     for path in ended:
         path.unlink(missing_ok=True)
-    return _submit(plan, environment, earlier=submission)
+    has_preparation = layout.preparation_script.is_file() and needs_preparation(plan, environment)
+    return _submit(plan, environment, has_preparation=has_preparation, earlier=submission)
 
 
-def _submit(plan: RunPlan, environment: Mapping[str, str], *, earlier: Submission | None = None) -> SubmittedRun:
+def _submit(
+    plan: RunPlan, environment: Mapping[str, str], *, has_preparation: bool, earlier: Submission | None = None
+) -> SubmittedRun:
+    scheduler = scheduler_for(plan.cluster.scheduler)
     try:
-        submission = scheduler_for(plan.cluster.scheduler).submit(plan.layout, environment)
+        submission = scheduler.submit(plan.layout, environment, has_preparation=has_preparation)
     except (UncertainSubmitError, ProgramTimeoutError) as error:
         raise UncertainSubmitError(
             error.what,

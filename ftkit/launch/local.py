@@ -25,8 +25,10 @@ class LocalScheduler:
     poll_seconds: ClassVar[float] = 1.0
     grace_seconds: ClassVar[float] = 10.0
 
-    def submit(self, layout: RunLayout, environment: Mapping[str, str]) -> Submission:
+    def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
         """Start the script."""
+        if has_preparation:
+            raise ValueError("on this machine, the script of a run prepares it as well")
         pid = process.start_detached(
             ["bash", str(layout.script)], log=layout.job_log, cwd=layout.root, environment=environment
         )

@@ -97,12 +97,27 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
         return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since, reason=reason)
     if last.is_final and run.layout.cancelled.exists():
         return replace(last, state=RunState.CANCELLED, reason="")
+    last = _failed_preparation(run, last) or last
     if last.is_final and stopped_at:
         state = RunState.STOPPED if last.state is RunState.COMPLETED else last.state
         last = replace(last, state=state, reason=stopped_at)
     if last.state is RunState.FAILED and run.layout.disk_full.exists():
         return replace(last, reason=EXIT_CODES[DiskFullError.exit_code], exit_code=DiskFullError.exit_code)
     return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run))
+
+
+def _failed_preparation(run: SubmittedRun, last: Observation) -> Observation | None:
+    """Return how a run ended whose data and weights could not be prepared: Slurm has cancelled the job that waited."""
+    job_id = run.submission.preparation_job_id
+    if job_id is None or last.state not in (RunState.CANCELLED, RunState.UNKNOWN) or _exit_code(run) is not None:
+        return None
+    code = _exit_code(replace(run, submission=replace(run.submission, job_id=job_id)))
+    if code == 0 or (code is None and last.state is RunState.UNKNOWN):
+        return None
+    reason = f"its data and weights could not be prepared (job {job_id})"
+    if run.layout.disk_full.exists():
+        code = DiskFullError.exit_code
+    return Observation(RunState.FAILED, is_final=True, reason=reason, exit_code=code, ended=last.ended)
 
 
 def _still_trains(run: SubmittedRun, seen: Observation | None) -> Holder | None:

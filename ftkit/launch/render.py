@@ -7,6 +7,7 @@ passing through one of the filters below: Jinja refuses any other.
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from functools import cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -42,7 +43,11 @@ def render_job(plan: RunPlan) -> str:
     Raises:
         ConfigError: a value can't be expressed for Slurm, pyxis or bash.
     """
-    return _environment().get_template(_TEMPLATES[plan.cluster.scheduler]).render(
+    return _render(_TEMPLATES[plan.cluster.scheduler], plan)
+
+
+def _render(template: str, plan: RunPlan) -> str:
+    return _environment().get_template(template).render(
         plan=plan,
         profile=plan.cluster,
         placement=plan.placement,
@@ -56,6 +61,13 @@ def render_job(plan: RunPlan) -> str:
         data_manifest=DataLayout(plan.data_directory).manifest,
         image_is_file=plan.image_file is not None,
     )  # fmt: skip
+
+
+def render_preparation(plan: RunPlan) -> str:
+    """Render the script of the job that prepares a run on Slurm, without GPUs. Raises as `render_job` does."""
+    cpus = plan.cluster.preparation.cpus
+    placement = replace(plan.placement, num_nodes=1, processes_per_node=1, device="cpu", threads_per_process=cpus)
+    return _render("prepare.sbatch.j2", replace(plan, placement=placement))
 
 
 def _container_environment(plan: RunPlan) -> list[str]:

@@ -21,8 +21,8 @@ class Scheduler(Protocol):
     poll_seconds: ClassVar[float]
     """How often it may be asked for states without being a burden."""
 
-    def submit(self, layout: RunLayout, environment: Mapping[str, str]) -> Submission:
-        """Submit the script of a run, with these variables for its job.
+    def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
+        """Submit the script of a run, with these variables for its job; first that of its preparation, if it has one.
 
         Raises:
             SubmitError: it was refused; there is no job.

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, ClassVar
 
 from ftkit import process
-from ftkit.errors import PrerequisiteError, SubmitError
+from ftkit.errors import FtkitError, PrerequisiteError, SubmitError
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.submission import Submission, SubmittedRun
 
@@ -31,19 +31,26 @@ class SlurmScheduler:
 
     poll_seconds: ClassVar[float] = 4.0
 
-    def submit(self, layout: RunLayout, environment: Mapping[str, str]) -> Submission:
-        """Submit the script with sbatch, in the run's folder."""
-        answer = _ask(["sbatch", "--parsable", layout.script.name], environment, cwd=layout.root)
-        lines = answer.stdout.split()
-        job_id = lines[-1].partition(";")[0] if lines else ""
-        if answer.returncode != 0 or not job_id.isdigit():
-            raise explain_refusal(answer.stderr or answer.stdout)
+    def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
+        """Submit the script with sbatch, in the run's folder; behind the one that prepares the run, if it has one."""
+        preparation_job_id = None
+        after = []
+        if has_preparation:
+            preparation_job_id, _ = _sbatch([layout.preparation_script.name], layout, environment)
+            after = [f"--dependency=afterok:{preparation_job_id}", "--kill-on-invalid-dep=yes"]
+        try:
+            job_id, stderr = _sbatch([*after, layout.script.name], layout, environment)
+        except FtkitError:
+            if preparation_job_id:
+                _ask(["scancel", preparation_job_id], environment)
+            raise
         return Submission(
             scheduler="slurm",
             job_id=job_id,
             submitted=time.time(),
             host=socket.gethostname(),
-            messages=clean_stderr(answer.stderr),
+            messages=clean_stderr(stderr),
+            preparation_job_id=preparation_job_id,
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
@@ -59,13 +66,26 @@ class SlurmScheduler:
 
     def cancel(self, run: SubmittedRun) -> None:
         """Let scancel end the job."""
-        answer = _ask(["scancel", run.submission.job_id], os.environ)
+        jobs = [run.submission.job_id]
+        if run.submission.preparation_job_id:
+            jobs.append(run.submission.preparation_job_id)  # one that has ended already is no error to scancel
+        answer = _ask(["scancel", *jobs], os.environ)
         if answer.returncode != 0:
             raise SubmitError(
                 f"scancel could not end job {run.submission.job_id}: {clean_stderr(answer.stderr)}",
                 meaning="the job is somebody else's, or Slurm can't be reached",
                 fix=f"check with: squeue -j {run.submission.job_id}",
             )
+
+
+def _sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Return the id of the job, and what sbatch said besides."""
+    answer = _ask(["sbatch", "--parsable", *args], environment, cwd=layout.root)
+    lines = answer.stdout.split()
+    job_id = lines[-1].partition(";")[0] if lines else ""
+    if answer.returncode != 0 or not job_id.isdigit():
+        raise explain_refusal(answer.stderr or answer.stdout)
+    return job_id, answer.stderr
 
 
 def sbatch_variables(environment: Mapping[str, str]) -> list[str]:
@@ -156,8 +176,8 @@ _FINAL = {
 }
 _REASONS = {
     "BeginTime": "its start was put off; after a requeue Slurm waits about two minutes",
-    "Dependency": "it waits for another job",
-    "DependencyNeverSatisfied": "the job that it waits for failed: it will never start",
+    "Dependency": "it waits for the job that prepares its data and weights",
+    "DependencyNeverSatisfied": "the job that prepares its data and weights failed: it will never start",
     "JobHeldAdmin": "an administrator holds it back",
     "JobHeldUser": "it is held back: scontrol release",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (

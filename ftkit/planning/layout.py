@@ -76,6 +76,11 @@ class RunLayout:
         return self.root / "job.sbatch"
 
     @property
+    def preparation_script(self) -> Path:
+        """The script of the job that prepares data and weights, where one was needed."""
+        return self.root / "prepare.sbatch"
+
+    @property
     def submission(self) -> Path:
         """Which scheduler has the job, under which id."""
         return self.root / "submission.json"

@@ -28,6 +28,7 @@ class Submission:
         process_start: tells the process from a later one with the same id (`ftkit.process.start_time`).
         messages: what the scheduler said when it took the job.
         earlier_job_ids: jobs of this run that came before.
+        preparation_job_id: the job that it waits for, which prepares data and weights.
     """
 
     scheduler: SchedulerName
@@ -37,6 +38,7 @@ class Submission:
     process_start: str = ""
     messages: str = ""
     earlier_job_ids: tuple[JobId, ...] = ()
+    preparation_job_id: JobId | None = None
 
 
 @dataclass(frozen=True)

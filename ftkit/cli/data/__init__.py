@@ -11,6 +11,7 @@ _SECTIONS = {
         LazyCommand("show", "ftkit.cli.data.show", "Print samples as they will be trained."),
         LazyCommand("stats", "ftkit.cli.data.stats", "Count tokens, lengths, duplicates and packs."),
         LazyCommand("check", "ftkit.cli.data.check", "Check every row."),
+        LazyCommand("prepare", "ftkit.cli.data.prepare", "Tokenize and pack data, fetch weights."),
     ),
 }
 

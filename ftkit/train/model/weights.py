@@ -6,6 +6,7 @@ No rank ever holds a whole model: of each tensor it reads only the rows of its s
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import nn
 
 from ftkit.config.paths import is_path
-from ftkit.errors import NotFoundError, TrainingError, one_line
+from ftkit.errors import NotFoundError, TrainingError
+from ftkit.hub import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
@@ -42,24 +42,11 @@ def fetch_weights(model: ModelSpec, world: World) -> Path:
     if is_path(model.weights):
         check_folder(Path(model.weights))  # not checked from the nodes yet, if the data was prepared before
         return Path(model.weights)
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+    home = Path("~/.cache/huggingface")  # unless HF_HOME is set, as the job script does
     if world.local_rank == 0:
-        _download(model, patterns)
+        download_weights(model, os.environ, home)
     world.barrier()
-    return Path(
-        snapshot_download(model.weights, revision=model.revision, allow_patterns=patterns, local_files_only=True)
-    )
-
-
-def _download(model: ModelSpec, patterns: list[str]) -> None:
-    try:
-        snapshot_download(model.weights, revision=model.revision, allow_patterns=patterns)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise NotFoundError(
-            f"can't download '{model.weights}': {one_line(error)}",
-            meaning="the name is wrong, the model is gated and HF_TOKEN may not read it, or the hub is out of reach",
-            fix="accept the model's license on the hub and set HF_TOKEN; or give model.weights a local folder",
-        ) from error
+    return download_weights(model, os.environ, home, local_files_only=True)
 
 
 def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:

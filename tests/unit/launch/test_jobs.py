@@ -67,6 +67,50 @@ def test_a_run_that_slurm_may_have_taken_stays_and_can_be_submitted_again(
     assert resume(slurm_plan, os.environ).submission.job_id == "5"
 
 
+def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_cancelled(
+    slurm_plan: RunPlan, programs: FakePrograms, squeue_line: Callable[..., str]
+) -> None:
+    programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo 8;; esac')
+    run = submit(slurm_plan, "#!/bin/bash\n", {}, os.environ, preparation="#!/bin/sh\n")
+    assert slurm_plan.layout.preparation_script.read_text() == "#!/bin/sh\n"
+    assert programs.calls("sbatch") == [
+        "sbatch --parsable prepare.sbatch",
+        "sbatch --parsable --dependency=afterok:7 --kill-on-invalid-dep=yes job.sbatch",
+    ]
+    assert (run.submission.job_id, run.submission.preparation_job_id) == ("8", "7")
+    programs.answer("squeue", squeue_line(run, "PENDING", reason="Dependency"))
+    assert "waits for the job that prepares" in observe(run).reason
+    programs.answer("scancel")
+    cancel(run)
+    assert programs.calls("scancel") == ["scancel 8 7"]
+
+
+def test_a_preparation_is_cancelled_if_the_training_job_is_refused(
+    slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace
+) -> None:
+    programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo "invalid partition" >&2; exit 1;; esac')
+    programs.answer("scancel")
+    with pytest.raises(SubmitError, match="invalid partition"):
+        submit(slurm_plan, "", {}, os.environ, preparation="")
+    assert programs.calls("scancel") == ["scancel 7"]
+    assert list(workspace.runs.iterdir()) == []
+
+
+@pytest.mark.parametrize("left", ["8", None])
+def test_a_run_whose_preparation_failed_has_failed_and_not_been_cancelled(
+    slurm_plan: RunPlan, programs: FakePrograms, sacct_line: Callable[..., str], left: str | None
+) -> None:
+    programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo 8;; esac')
+    run = submit(slurm_plan, "", {}, os.environ, preparation="")
+    if left:
+        run.layout.job_exit_code("7").write_text(left)
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "CANCELLED"))
+    seen = observe(run)
+    assert (seen.state, seen.exit_code) == (RunState.FAILED, int(left) if left else None)
+    assert seen.reason == "its data and weights could not be prepared (job 7)"
+
+
 def test_a_workspace_that_can_not_be_written_to_is_named(slurm_plan: RunPlan, workspace: Workspace) -> None:
     workspace.root.write_text("a file, not a folder")
     with pytest.raises(PrerequisiteError, match="can't make the run's folder"):

@@ -6,6 +6,7 @@ After a change on purpose: `FTKIT_UPDATE_GOLDEN=1 pytest tests/unit/launch/rende
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.launch.render import render_job
+from ftkit.launch.render import render_job, render_preparation
 
 if TYPE_CHECKING:
     from conftest import PlanMaker
@@ -35,33 +36,48 @@ CASES = [
     ("apptainer", 2),
 ]
 
+PREPARATIONS = ["slurm", "a4-highgpu-8g", "dev", "apptainer"]
+NAMES = [
+    *(f"{cluster}-{num_nodes}.sbatch" for cluster, num_nodes in CASES),
+    *(f"prepare-{name}.sbatch" for name in PREPARATIONS),
+]
+
 
 @pytest.mark.parametrize(("cluster", "num_nodes"), CASES)
 def test_the_script_is_the_golden_one(cluster: str, num_nodes: int, make_plan: PlanMaker) -> None:
     plan = replace(
         make_plan(cluster, num_nodes), fingerprint="0123456789abcdef"
     )  # that of the data has tests of its own
-    script = render_job(plan)
-    golden = GOLDEN / f"{cluster}-{num_nodes}.sbatch"
+    compare(render_job(plan), f"{cluster}-{num_nodes}.sbatch")
+
+
+@pytest.mark.parametrize("cluster", PREPARATIONS)
+def test_the_script_that_prepares_is_the_golden_one_and_asks_for_no_gpu(cluster: str, make_plan: PlanMaker) -> None:
+    script = render_preparation(replace(make_plan(cluster, 2), fingerprint="0123456789abcdef"))
+    compare(script, f"prepare-{cluster}.sbatch")
+    assert not re.search(r"#SBATCH.*(gpu|gres|exclusive)", script)
+
+
+def compare(script: str, name: str) -> None:
+    golden = GOLDEN / name
     if os.environ.get("FTKIT_UPDATE_GOLDEN"):
         golden.write_text(script, encoding="utf-8")
     assert script == golden.read_text(encoding="utf-8")
 
 
 def test_every_golden_script_is_made_by_a_test() -> None:
-    assert {path.name for path in GOLDEN.iterdir()} == {f"{cluster}-{nodes}.sbatch" for cluster, nodes in CASES}
+    assert {path.name for path in GOLDEN.iterdir()} == set(NAMES)
 
 
-@pytest.mark.parametrize(("cluster", "num_nodes"), CASES)
-def test_bash_can_parse_the_golden_script(cluster: str, num_nodes: int) -> None:
-    path = GOLDEN / f"{cluster}-{num_nodes}.sbatch"
-    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("name", NAMES)
+def test_bash_can_parse_the_golden_script(name: str) -> None:
+    done = subprocess.run(["bash", "-n", str(GOLDEN / name)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.shellcheck
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing_in_the_golden_scripts() -> None:
-    scripts = [GOLDEN / f"{cluster}-{num_nodes}.sbatch" for cluster, num_nodes in CASES]
+    scripts = [GOLDEN / name for name in NAMES]
     done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")

@@ -1,0 +1,38 @@
+"""`ftkit data prepare`: tokenize and pack data, and fetch weights, without a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftkit.cli.arguments import hf_token_option, job_environment, run_args, run_options
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.terminal.console import Terminal
+from ftkit.config.context import Context
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@click.command(
+    "prepare",
+    cls=ExamplesCommand,
+    short_help="Tokenize and pack data, fetch weights.",
+    examples=("ftkit data prepare demo", "ftkit data prepare mine.yaml --workers 8"),
+)
+@run_options
+@click.option("--workers", metavar="N", type=click.IntRange(min=1), help="Processes that tokenize; one for each CPU.")
+@hf_token_option
+def command(words: tuple[str, ...], *, workers: int | None, hf_token_file: Path | None, **options: Any) -> None:
+    """Tokenize and pack the data of a run, and fetch its weights, so that 'ftkit run' finds both.
+
+    Prints the folder of the prepared data. No GPU is needed. Data that is prepared already is left as it is.
+    """
+    from ftkit.launch.preparation import prepare_here
+    from ftkit.launch.resolve import resolve
+
+    terminal = Terminal()
+    plan = resolve(run_args(words, **options), Context.here())
+    prepare_here(plan, job_environment(hf_token_file), terminal.say, workers)
+    terminal.data(f"{plan.data_directory}\n")
