@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.report import show_end
 from ftkit.errors import RunFailedError
-from ftkit.launch.observe import observe_all
-from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.records import RecordTail
 from ftkit.runs.states import Observation, RunState
 
@@ -70,6 +68,9 @@ def poll_states(run: SubmittedRun) -> Iterator[Observation | None]:
     Raises:
         RunFailedError: the scheduler has not known the job for a minute.
     """
+    from ftkit.launch.observe import observe_all
+    from ftkit.launch.scheduler import scheduler_for
+
     pause = scheduler_for(run.submission.scheduler).poll_seconds
     last_known = time.monotonic()
     while True:

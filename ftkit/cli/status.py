@@ -23,7 +23,6 @@ from ftkit.cli.terminal.report import (
     state_cell,
 )
 from ftkit.errors import EXIT_CODES, RunFailedError
-from ftkit.launch.observe import observe_all
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder, read_entry
 from ftkit.runs.states import Observation, RunState
@@ -77,6 +76,7 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
 
 
 def _read(folder: RunFolder) -> _Status:
+    from ftkit.launch.observe import observe_all
     from ftkit.planning.plan import PlanError, read_plan
 
     entry, plan, plan_problem = read_entry(folder), None, ""

@@ -160,7 +160,7 @@ class DataSpec(Spec):
     or one mapping with a kind."""
     validation: ValidationSpec | None = None
     """The validation split; null: as the source's `num_heldout` or `heldout` say, none without."""
-    format: Format = AutoFormat()
+    format: Format = AutoFormat.model_construct()
     """How an example becomes a conversation or a text; a name, or a mapping with the format's own fields. Left out, it
     is detected from the first rows."""
     ignore_columns: tuple[str, ...] = ()

@@ -224,9 +224,8 @@ class ArchitecturePlan(ArchitectureSpec):
     @classmethod
     def of(cls, shape: ArchitectureSpec, counts: ModelCounts | None) -> ArchitecturePlan:
         """Put the counts beside the shape that they are of."""
-        return cls.model_validate(
-            {name: getattr(shape, name) for name in ArchitectureSpec.model_fields} | {"counts": counts}
-        )
+        fields = {name: getattr(shape, name) for name in ArchitectureSpec.model_fields}
+        return cls.model_construct(**fields, counts=counts)
 
 
 class TokenizerSpec(Spec):
@@ -302,4 +301,4 @@ class ModelPlan(ModelSpec):
     def of(cls, model: ModelSpec, shape: ArchitectureSpec, counts: ModelCounts | None) -> ModelPlan:
         """Put the whole shape and the counts in their places."""
         fields = {name: getattr(model, name) for name in ModelSpec.model_fields}
-        return cls.model_validate(fields | {"architecture": ArchitecturePlan.of(shape, counts)})
+        return cls.model_construct(**fields | {"architecture": ArchitecturePlan.of(shape, counts)})

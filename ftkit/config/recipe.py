@@ -56,4 +56,4 @@ class RecipePlan(RecipeSpec):
     def of(cls, recipe: RecipeSpec, model: ModelPlan, training: TrainingPlan) -> RecipePlan:
         """Put what is resolved in its place."""
         fields = {name: getattr(recipe, name) for name in RecipeSpec.model_fields}
-        return cls.model_validate(fields | {"model": model, "training": training})
+        return cls.model_construct(**fields | {"model": model, "training": training})

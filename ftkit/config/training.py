@@ -259,7 +259,7 @@ class TrainingPlan(TrainingSpec):
     ) -> TrainingPlan:
         """Resolve a specification."""
         resolved = {"micro_batch_size": micro_batch_size, "activation_checkpointing": activation_checkpointing}
-        return cls.model_validate({name: getattr(spec, name) for name in TrainingSpec.model_fields} | resolved)
+        return cls.model_construct(**{name: getattr(spec, name) for name in TrainingSpec.model_fields} | resolved)
 
 
 class SqlExecutionSpec(Spec):

@@ -1,0 +1,123 @@
+"""Start-up times of the command line, as medians of whole processes beside the imports that it can't do without.
+
+Usage: python benchmarks/startup.py [--repeats 10] [--runs 1000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+STEP = {
+    "event": "step",
+    "time": 1.0,
+    "num_steps": 400,
+    "epoch": 0.5,
+    "learning_rate": 1e-3,
+    "grad_norm": 1.0,
+    "tokens_per_second": 12345.6,
+    "step_seconds": 0.5,
+    "overhead_ratio": 0.1,
+    "data_wait_ratio": 0.0,
+    "mfu": None,
+    "memory_gib": None,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command of the table; `limit` is in baselines."""
+
+    title: str
+    arguments: tuple[str, ...]
+    limit: float | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def _completion(line: str) -> Case:
+    """Return what the shell calls for TAB at the end of a line."""
+    variables = {"_FTKIT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    return Case(f"{line}<TAB>", ("-m", "ftkit"), 3, variables)
+
+
+DRY_RUN = "run --image olmo3:25.02 --nodes 2 --cluster a4-highgpu-8g --dry-run"
+INSTALLED = {"PYTHONDONTWRITEBYTECODE": "", "CUDA_VISIBLE_DEVICES": ""}
+"""An installed program has its bytecode compiled."""
+CASES = [
+    Case("python -c 'import click, rich.console'", ("-c", "import click, rich.console")),
+    Case("ftkit --help", ("-m", "ftkit", "--help"), 1.2),
+    Case(f"ftkit {DRY_RUN}", ("-m", "ftkit", *DRY_RUN.split()), 5),
+    _completion("ftkit run --cluster a4"),
+    _completion("ftkit status demo"),
+    Case("ftkit runs", ("-m", "ftkit", "runs")),
+]
+
+
+def ftkit(words: list[str], workspace: Path) -> str:
+    """Call the program as a user does, and return its stdout."""
+    environment = {**os.environ, "FTKIT_WORKSPACE": str(workspace), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "ftkit", *words], check=True, capture_output=True, text=True, env=environment
+    )
+    return done.stdout
+
+
+def make_runs(workspace: Path, number: int) -> None:
+    """Fill a workspace with runs that ended: nine of ten completed on Slurm, the others failed."""
+    plan = json.loads(ftkit(["plan", "demo", "--json"], workspace))
+    for index in range(number):
+        folder = (
+            workspace / "runs" / f"demo-20260101T{index // 3600:02}{index // 60 % 60:02}{index % 60:02}Z-{index:04x}"
+        )
+        (folder / "logs").mkdir(parents=True)
+        state = "failed" if index % 10 == 0 else "completed"
+        note = {"job_id": str(index), "state": state, "is_final": True, "observed": time.time() + 60}
+        submission = {"scheduler": "slurm", "job_id": str(index), "submitted": 0.0, "host": "login"}
+        steps = ({**STEP, "step": step, "loss": 6.0 - step / 100, "tokens": step * 8192} for step in range(10, 410, 10))
+        (folder / "plan.json").write_text(json.dumps({**plan, "id": folder.name}, indent=2))
+        (folder / "submission.json").write_text(json.dumps(submission))
+        (folder / "state.json").write_text(json.dumps(note))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+
+
+def measure(cases: list[Case], workspace: Path, repeats: int) -> list[list[float]]:
+    """Return the seconds of each case: one list per case, measured in turn so that all see the same machine."""
+    seconds: list[list[float]] = [[] for _ in cases]
+    for repeat in range(-1, repeats):  # the first round only warms the caches of the file system and of Python
+        for case, measured in zip(cases, seconds, strict=True):
+            environment = {**os.environ, **INSTALLED, "FTKIT_WORKSPACE": str(workspace), **case.variables}
+            environment["PYTHONPYCACHEPREFIX"] = str(workspace / "bytecode")
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, *case.arguments], check=True, capture_output=True, env=environment)
+            if repeat >= 0:
+                measured.append(time.perf_counter() - begin)
+    return seconds
+
+
+def main() -> None:
+    """Print a Markdown table: medians, and the median ratio to the baseline of the same round."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--runs", type=int, default=1000)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = Path(folder)
+        make_runs(workspace, options.runs)
+        seconds = measure(CASES, workspace, options.repeats)
+    print(f"medians of {options.repeats} processes; {options.runs} runs in the workspace\n")
+    print("| command | seconds | times the baseline | at most |\n|---|---|---|---|")
+    for case, measured in zip(CASES, seconds, strict=True):
+        ratio = statistics.median(one / base for one, base in zip(measured, seconds[0], strict=True))
+        print(f"| `{case.title}` | {statistics.median(measured):.2f} | {ratio:.1f} | {case.limit or ''} |")
+
+
+if __name__ == "__main__":
+    main()
