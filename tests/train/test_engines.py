@@ -228,6 +228,17 @@ def test_torch_that_cannot_shard_two_precisions_together_is_refused(
         Fsdp2Engine(build(spec), spec, two)
 
 
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_checkpoints_and_exports_have_the_names_of_the_family(mode: str, world: World) -> None:
+    spec = training(activation_checkpointing=mode)
+    model = build(spec)
+    names = [name for name, _ in model.named_parameters()]
+    engine = Fsdp2Engine(model, spec, world)
+    assert list(engine.state()["model"]) == names
+    assert set(engine.state()["optimizer"]["state"]) == set(names)
+    assert list(engine.trained_weights()) == names
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_adapters_on_one_process_are_not_sharded_and_train_in_bf16(method: Method, world: World) -> None:
     spec = training(method=method, precision="bf16")
