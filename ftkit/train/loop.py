@@ -36,7 +36,7 @@ Outcome = Literal["completed", "stopped"]
 
 @dataclass
 class TrainingLoop:
-    """A run from step to step. Its whole state is the engine's, and `state`."""
+    """The optimizer steps of a run. What changes from step to step is in the engine, and in `state`."""
 
     plan: RunPlan
     world: World
@@ -51,7 +51,7 @@ class TrainingLoop:
     state: TrainState
 
     def train(self) -> Outcome:
-        """Train to the last step, or until someone asks to stop. Either way the last thing is a checkpoint."""
+        """Train to the last step, or until a stop request; either way, end with a checkpoint."""
         tokens_per_step = self.plan.batch.tokens_per_step
         reporter = StepReporter(self.recorder, self.trace, self.mfu_meter, self.num_steps, tokens_per_step)
         stopwatch, reducer = Stopwatch(), StepReducer()
@@ -68,8 +68,8 @@ class TrainingLoop:
                     batch = next(batches)
                 with stopwatch.work():
                     outcome = self._train_step(batch)
-                    before = reducer.pop()  # waits for the step before, on a device that runs behind
-                self._advance()
+                    before = reducer.pop()  # host sync: on the previous step, while the device computes this one
+                self.state = replace(self.state, step=self.state.step + 1)
                 stop = self._is_asked_to_stop()
                 reducer.push(self.state.step, batch.num_targets, outcome, stopwatch.take(), stop=stop)
                 stopped = self._report(reporter, before)
@@ -84,7 +84,7 @@ class TrainingLoop:
 
     @contextmanager
     def _reporting_to_the_end(self, reporter: StepReporter, reducer: StepReducer) -> Iterator[None]:
-        """Report the last step of a run that fails too, unless its device may never be done with it."""
+        """Also report the last step of a run that fails, unless the device may never finish it."""
         try:
             yield
         finally:
@@ -92,7 +92,7 @@ class TrainingLoop:
                 self._report(reporter, reducer.pop())
 
     def _waits_for_step(self) -> bool:
-        """Tell whether this step is waited for anyway, so that it can be reported before anything is built on it."""
+        """Tell whether the host waits for this step anyway, so that it can be reported before what follows."""
         return (
             self.world.device.type == "cpu"
             or self.state.step == self.num_steps
@@ -101,7 +101,7 @@ class TrainingLoop:
         )
 
     def _train_step(self, batch: StepBatch) -> StepOutcome:
-        """Take one optimizer step."""
+        """Run forward and backward on each micro-batch, then take one optimizer step."""
         training = self.plan.recipe.training
         torch.manual_seed(self._seed_of_step())
         last = len(batch.micro_batches) - 1
@@ -120,19 +120,16 @@ class TrainingLoop:
         return StepOutcome(torch.stack(losses).sum(), grad_norm, learning_rate)
 
     def _seed_of_step(self) -> int:
-        """Return what dropout is drawn from: the same when a step is taken again after a resume."""
+        """Return the seed of dropout: the same when a step is repeated after a resume."""
         text = f"{self.plan.recipe.training.seed} {self.state.step} {self.world.rank}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
-    def _advance(self) -> None:
-        self.state = replace(self.state, step=self.state.step + 1)
-
     def _is_asked_to_stop(self) -> bool:
-        """Look for the request on rank 0 alone; the step's sums tell the others."""
+        """Look for a stop request on rank 0; the step's all-reduce tells the others."""
         return self.world.is_first and any(path.exists() for path in _stop_files(self.plan.layout))
 
     def _report(self, reporter: StepReporter, result: StepResult | None) -> bool:
-        """Report a step, if there is one; return whether someone asked to stop after it."""
+        """Report a step, if there is one; return whether a stop was requested."""
         if result is None:
             return False
         reporter.count(result, self.batches.num_packs_of_step(result.step - 1))
@@ -160,6 +157,6 @@ class TrainingLoop:
 
 
 def _stop_files(layout: RunLayout) -> list[Path]:
-    """Return the files of which each is a request: to the run, and to the Slurm job that this is."""
+    """Return the files that request a stop: of the run, and of this Slurm job."""
     own = os.environ.get("FTKIT_STOP_FILE")
     return [layout.stop_request, *([Path(own)] if own else [])]
