@@ -92,7 +92,7 @@ class ClusterProfile(Spec):
     """Variables for the job."""
     nccl: NcclSpec = NcclSpec.model_construct()
     """What the site's network plug-in for NCCL needs."""
-    preparation: PreparationSpec = PreparationSpec()
+    preparation: PreparationSpec = PreparationSpec.model_construct()
     """The job that prepares data and weights."""
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first, as they stand (`module load …`)."""

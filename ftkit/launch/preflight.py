@@ -22,7 +22,6 @@ from ftkit.data.sources import first_rows, peek_rows
 from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_files, local_paths, stat_path
-from ftkit.launch.slurm import sbatch_variables
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.layout import Workspace
 from ftkit.planning.suggestions import suggest_changes
@@ -79,6 +78,8 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[
     yield partial(_check_packages, plan)
     yield partial(check_memory, plan, host_memory_gib())
     if plan.cluster.scheduler == "slurm":
+        from ftkit.launch.slurm import sbatch_variables  # noqa: PLC0415 - a dry run needs no scheduler
+
         yield lambda: [f"{one} in your environment overrides the job script" for one in sbatch_variables(environment)]
 
 

@@ -57,7 +57,10 @@ HEAVY = {
     "ftkit.runs.records", "ftkit.images.docker_engine", "ftkit.data.formats",
 }  # fmt: skip
 DRY_RUN = ("run", "--image", "olmo3:25.02", "--nodes", "2", "--cluster", "a4-highgpu-8g", "--dry-run")
-PLANNING = {"pydantic", "ruamel.yaml", "ftkit.config.load", "ftkit.planning.plan"}
+PLANNING = {
+    "pydantic", "ruamel.yaml", "ftkit.config.load", "ftkit.planning.plan", "ftkit.data.formats", "ftkit.runs.records",
+    "ftkit.launch.preflight",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,11 @@ PLANNING = {"pydantic", "ruamel.yaml", "ftkit.config.load", "ftkit.planning.plan
         ((), "ftkit run --cluster a4", set()),
         ((), "ftkit import ol", set()),
         ((), "ftkit status mi", {"pydantic", "ruamel.yaml", "ftkit.runs.records"}),
-        (DRY_RUN, "", {*PLANNING, "rich", "jinja2", "ftkit.launch.render"}),
+        (
+            DRY_RUN,
+            "",
+            {*PLANNING, "rich", "jinja2", "ftkit.launch.render"},
+        ),
     ],
 )
 def test_a_command_imports_only_the_heavy_modules_that_it_needs(
