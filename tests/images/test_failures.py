@@ -332,5 +332,5 @@ def test_two_imports_at_once_do_the_work_once(project: Project) -> None:
         said = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
     assert sum("building squashfs" in text for text in said) == 1
-    assert sum("is there already" in text for text in said) == 1
+    assert sum("is already imported" in text for text in said) == 1
     project.ok("verify", "tiny:1")
