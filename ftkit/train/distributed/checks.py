@@ -5,6 +5,7 @@ A check that fails ends the run in seconds instead of wasting a night.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,6 @@ GRADIENT_TOLERANCE = 1e-3
 STATE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest change of a token's hidden state, relative to its norm, that another order of sums explains: after 32 layers
 in bf16 0.05 was seen. Attention that ignores documents changes it by 0.3 and more."""
-TENSORWISE_TOLERANCE = 0.5
-"""The same where all tokens of a micro-batch are rounded with one scale (precision fp8): a neighbor's largest number
-changes the rounding of all. There the gradient alone is the check."""
 LOGITS_TOLERANCE = 2e-2
 """Largest change of a token's logits, relative to their norm, that rounding in bf16 explains."""
 
@@ -238,7 +236,9 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict
 
     Args:
         probe: what the model computes.
-        shares_scales: tokens of different documents are rounded with one scale, as with precision fp8.
+        shares_scales: tokens of different documents are rounded with one scale, as with precision fp8. A neighbor's
+            largest number then changes the rounding of all, by 0.56 of a hidden state after the 32 random layers of a
+            Llama 3 8B: the gradient alone is the check.
 
     Raises:
         TrainingError: they do.
@@ -247,7 +247,7 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict
     one, other = (states[kept].float() for states in probe.states)
     change = _largest_ratio((one - other).norm(dim=1), one.norm(dim=1))
     leak = _leak(probe, ~(kept | probe.is_later))
-    tolerance = TENSORWISE_TOLERANCE if shares_scales else STATE_TOLERANCE[probe.states[0].dtype]
+    tolerance = math.inf if shares_scales else STATE_TOLERANCE[probe.states[0].dtype]
     if not (change <= tolerance and leak <= GRADIENT_TOLERANCE):  # NaN fails too
         raise TrainingError(
             f"documents in one pack see each other: with other neighbors, hidden states change by {change:.1e}, and "
