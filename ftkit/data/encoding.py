@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from ftkit.data.rows import Row
 
+MAX_CHARACTERS = 8 << 20
+"""Of one rendering: about two million tokens, longer than any context. `tokenizers` takes 100 bytes for each."""
 IGNORED = -100
 """The label of a token that does not count: PyTorch's default `ignore_index`."""
 
@@ -120,10 +122,19 @@ class RowEncoder:
         with errors_at(row):
             example = read_example(row.columns, self.data, self.format)
             if isinstance(example, PlainText):
-                return [self._plain(example.text)]
-            if self.renderer is None:
+                found = [self._plain(example.text)]
+            elif self.renderer is None:
                 raise TypeError("conversations need a chat template")
-            return self.renderer.renderings(example, self.data)
+            else:
+                found = self.renderer.renderings(example, self.data)
+            longest = max(len(rendering.text) for rendering in found)
+            if longest > MAX_CHARACTERS:
+                raise DataError(
+                    f"a text of {longest:,} characters",
+                    meaning=f"ftkit tokenizes up to {MAX_CHARACTERS:,} at once, more than any model's context",
+                    fix="split it into several rows, or leave it out: data.skip_bad",
+                )
+            return found
 
     def encode(self, rows: Sequence[Row]) -> list[list[Document] | DataError]:
         """Encode rows; give many at once, for the tokenizer is faster then.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -66,22 +67,28 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
         return form
     if not rows:
         raise DataError("there are no rows to detect the format from", fix="check data.source")
-    columns = set.intersection(*(set(row.columns) for row in rows))
-    for style in ("openai", "sharegpt"):
-        found = [
-            name for name in rows[0].columns if name in columns and all(_is_turns(row, name, style) for row in rows)
-        ]
-        if len(found) == 1:
-            return MessagesFormat(column=found[0], style=style)
-    detected = _detect_by_columns(columns)
-    if detected is not None:
-        return detected
+    shapes = Counter(frozenset(row.columns) for row in rows)
+    ((commonest, _),) = shapes.most_common(1)  # where rows differ, those of another shape are bad if they don't fit
+    for alike in (rows, [row for row in rows if row.columns.keys() == commonest]):
+        columns = set.intersection(*(set(row.columns) for row in alike))
+        detected = _detect_turns(columns, alike) or _detect_by_columns(columns)
+        if detected is not None:
+            return detected
     raise DataError(
-        f"{rows[0].where}: no known format has the columns {', '.join(sorted(columns)) or '(none in all rows)'}",
+        f"{rows[0].where}: no known format has the columns {', '.join(sorted(commonest)) or '(none)'}",
         meaning="known are turns (messages, conversations), instruction and output, prompt and completion, and text",
         fix="say how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
         "data.format.prompt='\"{question}\"' data.format.completion='\"{answer}\"'",
     )
+
+
+def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
+    for style in ("openai", "sharegpt"):
+        names = [name for name in rows[0].columns if name in columns]
+        found = [name for name in names if sum(_is_turns(row, name, style) for row in rows) * 2 > len(rows)]
+        if len(found) == 1:
+            return MessagesFormat(column=found[0], style=style)
+    return None
 
 
 def _detect_by_columns(columns: set[str]) -> Format | None:

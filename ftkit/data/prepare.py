@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import texts_of
-from ftkit.data.encoding import RowEncoder, find_answer_end
+from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder, find_answer_end
 from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format
 from ftkit.data.packing import Packer
 from ftkit.data.sources import first_rows, read_rows
@@ -224,4 +224,5 @@ def _train_texts(recipe: RecipePlan, formats: dict[int, Format]) -> Iterator[str
         with suppress(DataError):  # whoever encodes the row says why it is bad
             row = raw.parse() if split == "train" else None
             if row is not None:
-                yield from texts_of(read_example(row.columns, recipe.data, formats[source]))
+                texts = texts_of(read_example(row.columns, recipe.data, formats[source]))
+                yield from (text for text in texts if len(text) <= MAX_CHARACTERS)

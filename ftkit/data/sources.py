@@ -22,7 +22,7 @@ from ftkit.data.tasks import malware_analysis, text_to_sql
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ftkit.config.data import DataSpec
     from ftkit.config.sources import ValidationSpec
@@ -66,12 +66,31 @@ def read_rows(data: DataSpec) -> Iterator[SourceRow]:
 
 
 def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
-    """Read the first rows of a source. Raises as `read_rows` does."""
+    """Read the first rows of a source, without those that can't be parsed as long as one can.
+
+    Raises as `read_rows` does.
+    """
     if isinstance(data.source, GeneratedSource):
         raw = [row for _, _, row in _generate(data.source.model_copy(update={"num_train": 1, "num_heldout": 0}))]
     else:
         raw = list(islice(_open_sources(data, count=False)[source].rows.read(), num_rows))
-    return [row for each in raw if (row := each.parse())]
+    return _parsed(raw, max_bad=len(raw) - 1)
+
+
+def _parsed(raw: Iterable[RawRow], max_bad: int) -> list[Row]:
+    """Parse rows; those that can't be are left out, up to so many."""
+    rows = []
+    num_bad = 0
+    for each in raw:
+        try:
+            row = each.parse()
+        except DataError:
+            num_bad += 1
+            if num_bad > max_bad:
+                raise
+            continue
+        rows += [row] if row else []
+    return rows
 
 
 def split_of(columns: Mapping[str, Any], validation: ValidationSpec) -> Split:
@@ -92,7 +111,7 @@ def peek_rows(data: DataSpec) -> list[Row]:
     if isinstance(data.source, GeneratedSource):
         one = data.source.model_copy(update={"num_train": 1, "num_heldout": 0})
         return [row for each in _generate(one) if (row := each.row.parse())]
-    rows = []
+    seen: list[RawRow] = []
     files = [(file, key) for key, place in data.files for file in find_files(place, key)[:2]]
     for file, key in files:
         left = FIRST_BYTES
@@ -100,8 +119,8 @@ def peek_rows(data: DataSpec) -> list[Row]:
             left -= len(raw.content) if isinstance(raw.content, bytes) else 0
             if left < 0 or number >= FIRST_ROWS:
                 break
-            row = raw.parse()
-            rows += [row] if row else []
+            seen.append(raw)
+    rows = _parsed(seen, max_bad=data.skip_bad)
     are_local = not any(isinstance(source, HubSource) for source in data.sources) and all(
         not is_address(place) for _, place in data.files
     )

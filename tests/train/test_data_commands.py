@@ -136,6 +136,32 @@ def test_each_bad_row_is_printed_with_its_place_and_ends_in_exit_code_8(
     assert json.loads(out)["rows"] == 3
 
 
+def test_bytes_that_are_no_rows_and_rows_of_another_shape_are_each_named_or_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.data.encoding.MAX_CHARACTERS", 5000)
+    good = json.dumps({"messages": TALK}).encode()
+    bad = {
+        b"\0\0": "not valid JSON",
+        '{"messages": "caf\u00e9"}'.encode("latin-1"): "not UTF-8: byte 0xe9",
+        b'{"text": "another", "label": 1}': "columns that the format does not know: text, label",
+        json.dumps({"messages": [{"role": "user", "content": "x" * 6000}, TALK[2]]}).encode(): "a text of 6,",
+        json.dumps({"messages": TALK, "tools": [{"type": "function"}]}).encode(): "a tool has no schema with a name",
+    }
+    file = tmp_path / "chats.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b"\n".join([good, *bad, good.replace(b"2+2", b"\\u0000")]))
+    code, out, err = call(capsys, "check", file, "--json")
+    assert code == 8, err
+    assert out, err
+    found = json.loads(out)
+    assert found["rows"] == 7
+    assert [each["where"] for each in found["bad"]] == [f"{file}:{line}" for line in range(2, 7)]
+    for each, reason in zip(found["bad"], bad.values(), strict=True):
+        assert each["reason"].startswith(reason)
+    code, out, _ = call(capsys, "stats", file, "data.skip_bad=5", "--json")
+    assert (code, json.loads(out)["num_bad"]) == (0, 5)
+
+
 def test_rows_that_are_all_good_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "check", write(tmp_path / "chats.jsonl", {"messages": TALK}))
     assert (code, out) == (0, "")

@@ -77,7 +77,7 @@ def test_plain_text_is_detected_and_stays_a_text() -> None:
     ("rows", "message"),
     [
         ([{"a": 1}], r"f:1: no known format has the columns a"),
-        ([{"text": "a"}, {"prompt": "q"}], r"no known format has the columns \(none in all rows\)"),
+        ([{}], r"no known format has the columns \(none\)"),
         ([{"chosen": [ASK], "rejected": [ASK], "prompt": "q"}], "preference pairs"),
         ([], "no rows to detect the format from"),
     ],
@@ -85,6 +85,15 @@ def test_plain_text_is_detected_and_stays_a_text() -> None:
 def test_rows_of_no_known_format_are_refused(rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         resolve_format(data().format, [Row(columns, "f:1") for columns in rows])
+
+
+def test_the_commonest_shape_of_the_first_rows_is_the_format() -> None:
+    rows = [{"prompt": "q", "completion": "a"}, {"text": "a"}, {"text": "b", "id": 1}, {"text": "c"}]
+    form = resolve_format(data().format, [Row(columns, f"f:{n}") for n, columns in enumerate(rows)])
+    assert describe_format(form) == "plain text in column 'text'"
+    broken = [{"messages": value} for value in ([ASK, ANSWER], 3, [ASK, ANSWER])]
+    form = resolve_format(data().format, [Row(columns, f"f:{n}") for n, columns in enumerate(broken)])
+    assert form == MessagesFormat()
 
 
 @pytest.mark.parametrize("form", ["auto", "alpaca", "dolly", "text", "messages", "sharegpt", "prompt-completion"])
