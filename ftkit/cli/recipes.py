@@ -41,7 +41,11 @@ def command(*, as_json: bool) -> None:
 def _size(model: ModelSpec) -> str:
     """Return how many parameters a model has, if its shape is known without asking anybody."""
     from ftkit.config.model import ArchitectureSpec
-    from ftkit.planning.estimates.parameters import count_parameters
+    from ftkit.config.shipped import shipped_config
+    from ftkit.planning.estimates.parameters import count_by_config, count_parameters
 
     shape = model.architecture
-    return count(count_parameters(shape)) if isinstance(shape, ArchitectureSpec) else "?"
+    if isinstance(shape, ArchitectureSpec):
+        return count(count_parameters(shape))
+    config = shipped_config(model.weights)
+    return "?" if config is None else count(count_by_config(config).total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,7 +16,11 @@ from ftkit.config.request import RunRequest
 from ftkit.config.shipped import read_shipped, shipped_config
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.parameters import count_by_config
-from ftkit.planning.plan import RunPlan, plan_run
+from ftkit.planning.plan import RunPlan, plan_model, plan_run
+
+if TYPE_CHECKING:
+    from ftkit.config.model import ModelPlan
+    from ftkit.config.recipe import RecipeSpec
 
 SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
 RECIPES = list_names("recipe", SHIPPED_ONLY)
@@ -44,6 +49,15 @@ BILLIONS_OF_PARAMETERS = {
 """As published: by the model cards, and for Gemma's text parts by Keras Hub's presets."""
 
 
+def shipped_model(recipe: RecipeSpec) -> ModelPlan:
+    """Resolve the model of a shipped recipe, without a network."""
+    return plan_model(recipe.model, shipped_config(recipe.model.weights))
+
+
+def family_of(recipe: str) -> str:
+    return shipped_model(load_recipe(recipe, SHIPPED_ONLY)).architecture.family
+
+
 def test_every_kind_of_file_is_shipped() -> None:
     assert {"demo", "olmo3-7b-full"} <= set(RECIPES)
     assert {"local", "slurm", "a3-megagpu-8g", "a4-highgpu-8g", "soperator", "aws-p5"} <= set(CLUSTERS)
@@ -68,14 +82,14 @@ def test_an_image_is_what_its_folder_says(reference: str) -> None:
 @pytest.mark.parametrize("reference", IMAGES)
 def test_an_image_serves_the_model_of_its_default_recipe(reference: str) -> None:
     image = load_image(reference, SHIPPED_ONLY)
-    assert load_recipe(image.default_recipe, SHIPPED_ONLY).model.architecture.family in image.families
+    assert family_of(image.default_recipe) in image.families
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_s_image_is_shipped_and_serves_its_model(name: str) -> None:
     recipe = load_recipe(name, SHIPPED_ONLY)
     if recipe.image is not None:
-        assert recipe.model.architecture.family in load_image(recipe.image, SHIPPED_ONLY).families
+        assert family_of(name) in load_image(recipe.image, SHIPPED_ONLY).families
 
 
 @pytest.mark.parametrize("path", sorted(assets.ARCHITECTURES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -97,6 +111,7 @@ def _plan(recipe_name: str, cluster_name: str, num_nodes: int | None) -> RunPlan
         image=NamedImage(recipe.image),
         image_is_explicit=False,
         workspace=Path("/shared/ftkit"),
+        model=shipped_model(recipe),
         python="/opt/ftkit/bin/python3",
         created=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
         suffix="4f2a",
@@ -108,7 +123,8 @@ def _plan(recipe_name: str, cluster_name: str, num_nodes: int | None) -> RunPlan
 @pytest.mark.parametrize("num_nodes", [1, 2])
 @pytest.mark.parametrize("name", FOR_CONTAINERS)
 def test_a_recipe_for_gpus_can_be_planned_on_8_and_16(name: str, num_nodes: int) -> None:
-    assert _plan(name, "slurm", num_nodes).placement.world_size == 8 * num_nodes
+    per_node = load_recipe(name, SHIPPED_ONLY).resources.gpus_per_node or 8
+    assert _plan(name, "slurm", num_nodes).placement.world_size == per_node * num_nodes
 
 
 @pytest.mark.parametrize("name", FOR_CONTAINERS)

@@ -40,7 +40,7 @@ def test_where_no_cluster_is_chosen_an_image_is_planned_for_any_slurm_and_the_pl
     project: Path, num_nodes: int | None
 ) -> None:
     plan = resolve(RunArgs(image="olmo3:25.02", num_nodes=num_nodes), ctx(project))
-    assert (plan.cluster.name, plan.recipe.name, plan.image) == ("slurm", "olmo3-7b-full", "olmo3:25.02")
+    assert (plan.cluster.name, plan.recipe.name, plan.image) == ("slurm", "olmo3-32b-malware-full", "olmo3:25.02")
     assert plan.notes[0].startswith("no cluster is chosen: this is for profile 'slurm'")
 
 
@@ -53,7 +53,7 @@ def test_a_cluster_that_is_chosen_is_never_replaced(project: Path) -> None:
 def test_an_image_alone_is_enough_on_a_cluster(project: Path) -> None:
     (project / "ftkit.yaml").write_text("cluster: a4-highgpu-8g\nworkspace: /shared/me\n")
     plan = resolve(RunArgs(image="olmo3:25.02", num_nodes=2), ctx(project))
-    assert plan.recipe.name == "olmo3-7b-full"
+    assert plan.recipe.name == "olmo3-32b-malware-full"
     assert plan.placement.world_size == 16
     assert plan.container_image is not None
     assert plan.container_image.startswith("/shared/me/images/")
@@ -63,7 +63,7 @@ def test_the_image_of_the_settings_is_used_where_there_are_containers(project: P
     (project / "ftkit.yaml").write_text("image: olmo3:25.02\n")
     assert resolve(RunArgs(recipe="demo"), ctx(project)).image is None
     plan = resolve(RunArgs(cluster="a4-highgpu-8g"), ctx(project))
-    assert (plan.recipe.name, plan.image) == ("olmo3-7b-full", "olmo3:25.02")
+    assert (plan.recipe.name, plan.image) == ("olmo3-32b-malware-full", "olmo3:25.02")
 
 
 def test_the_image_of_the_recipe_is_used_where_nothing_else_names_one(project: Path) -> None:

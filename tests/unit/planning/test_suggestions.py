@@ -15,6 +15,7 @@ from ftkit.config.image_reference import NamedImage
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import RunRequest
+from ftkit.config.shipped import shipped_config
 from ftkit.errors import ConfigError
 from ftkit.planning.engine_choice import least_memory, with_resharding
 from ftkit.planning.estimates.gpus import GPUS
@@ -308,7 +309,8 @@ def test_a_shipped_recipe_is_as_fast_on_a_shipped_cluster_as_the_plan_knows_how(
         spec, gpu = load_recipe(name, NOWHERE), GPUS[cluster.gpu]
         image, created = NamedImage(spec.image or "any:1"), datetime(2026, 1, 2, tzinfo=UTC)
         request = RunRequest(None, None, None, image, False, Path("/w"), "python", created, "a")
-        plan = plan_run(spec, cluster, None, request, ftkit_version="1")
+        model = plan_model(spec.model, shipped_config(spec.model.weights))
+        plan = plan_run(spec, cluster, None, replace(request, model=model), ftkit_version="1")
         per_process = spec.training.global_batch_size // plan.placement.world_size
         best = 0.0
         for size, mode in product((n for n in range(1, per_process + 1) if per_process % n == 0), MODES):
