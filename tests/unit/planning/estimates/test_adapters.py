@@ -88,7 +88,9 @@ def choose(recipe: RecipeSpec, world_size: int, gpu: GpuModel | None) -> EngineP
 
 def test_auto_takes_zero3_where_it_alone_fits_and_says_why() -> None:
     recipe = load_recipe(
-        "llama3.3-70b-full", Context(assets.RECIPES, assets.RECIPES, {}), ("training.optimizer=adamw", "training.offload=optimizer")
+        "llama3.3-70b-full",
+        Context(assets.RECIPES, assets.RECIPES, {}),
+        ("training.optimizer=adamw", "training.offload=optimizer"),
     )
     chosen = choose(recipe, 8, "h100-80gb")
     assert chosen.name == "zero3"
