@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +18,7 @@ from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.__main__ import main
 from ftkit.data.encoding import IGNORED
+from ftkit.data.prepare import prepare as prepare_in_process
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer
 from ftkit.errors import DataError
@@ -151,3 +154,35 @@ def test_a_row_of_a_data_set_is_named_by_its_split_and_number(
     source = json.dumps({"kind": "hub", "dataset": str(folder)})
     printed = refused(plan_for(tmp_path, f"data.source={source}", *rest), capsys)
     assert f"error: data set '{folder}', split train, row 1: turn 2: an assistant turn is blank" in printed
+
+
+def test_the_result_is_the_same_for_any_number_of_workers_and_counts_each_source(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    for file, num_rows in ((first, 400), (second, 100)):
+        write(
+            file,
+            *[turns("count " * rng.randint(1, 30), f"{rng.random()} " * rng.randint(1, 9)) for _ in range(num_rows)],
+        )
+    mixed = [{"source": str(first), "weight": 3}, {"source": str(second), "weight": 1}]
+    options = (f"data.source={json.dumps(mixed)}", "data.validation={fraction: 0.2, by: hash}", "data.format=messages")
+    digests = []
+    for num_workers in (1, 3):
+        plan = plan_for(tmp_path / str(num_workers), *options, "evaluation.every_steps=null")
+        prepared = prepare_in_process(plan, lambda _: None, num_workers)
+        files = [*sorted(prepared.train.iterdir()), *sorted(prepared.validation.iterdir()), prepared.validation_rows]
+        digests.append([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])
+    assert digests[0] == digests[1]
+    manifest = prepared.read_manifest()
+    assert [(source.name, source.num_rows) for source in manifest.sources] == [
+        ("first.jsonl", 300),
+        ("second.jsonl", 100),
+    ]
+    assert sum(source.num_tokens for source in manifest.sources) == manifest.num_train_tokens
+    assert 40 < manifest.num_validation_documents < 120
+    packs = prepared.read_train().read(range(manifest.num_train_packs))
+    in_second = (packs[:, 3] == 1).sum()
+    assert in_second == manifest.sources[1].num_tokens
+    told: list[str] = []
+    prepare_in_process(plan, told.append)
+    assert told == [f"data {plan.fingerprint}: prepared before"]

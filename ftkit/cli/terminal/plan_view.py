@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled
 from ftkit.cli.terminal.format import count, duration, gib, plural, short_path
+from ftkit.config.sources import GeneratedSource
 from ftkit.planning.estimates.parameters import count_model
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
         ("run folder", short_path(plan.layout.root)),
         ("data", f"{_data(plan)} in {short_path(plan.data_directory)}"),
     ]
+    if len(plan.recipe.data.sources) > 1:
+        facts.append(("sources", _shares(plan)))
     if plan.image:
         facts.append(("image", _image(plan)))
     return facts + [("note", Styled(note, "yellow")) for note in plan.notes]
@@ -141,6 +144,26 @@ def _data(plan: RunPlan) -> str:
 
     state = "prepared" if plan.is_data_prepared else "to be prepared"
     return f"{describe_data(plan.recipe.data)}; {state}"
+
+
+def _shares(plan: RunPlan) -> str:
+    """Return what each source gives: its part of the tokens once they are counted, else what the recipe says."""
+    sources = plan.recipe.data.sources
+    if plan.is_data_prepared:
+        from ftkit.data.store import PreparedData
+
+        counted = PreparedData(plan.data_directory).read_manifest().sources
+        total = max(1, sum(source.num_tokens for source in counted))
+        return ", ".join(f"{source.name} {source.num_tokens / total:.1%}" for source in counted) + " of the tokens"
+    weights = [source.weight for source in sources if not isinstance(source, GeneratedSource) and source.weight]
+    if weights:
+        shares = [weight / sum(weights) for weight in weights]
+        named = zip(sources, shares, strict=True)
+        return ", ".join(f"{source.name} {share:.1%}" for source, share in named) + " of the rows"
+    return ", ".join(
+        f"{source.name} " + ("all rows" if source.num_train is None else plural(source.num_train, "row"))
+        for source in sources
+    )
 
 
 def _image(plan: RunPlan) -> str:

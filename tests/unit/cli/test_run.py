@@ -68,6 +68,14 @@ def test_a_dry_run_prints_exactly_the_script_and_writes_nothing(
     assert not workspace.root.exists()
 
 
+def test_the_plan_shows_what_each_of_several_sources_gives(ftkit: Callable[..., Result], tmp_path: Path) -> None:
+    for name in ("chats.jsonl", "code.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n' * 300)
+    sources = f"[{{source: {tmp_path}/chats.jsonl, weight: 3}}, {{source: {tmp_path}/code.jsonl, weight: 1}}]"
+    changes = (f"data.source={sources}", "data.format=text", "data.validation.count=9", "evaluation.sql_execution=null")
+    assert "chats.jsonl 75.0%, code.jsonl 25.0% of the rows" in ftkit("plan", "demo", *changes).out
+
+
 def test_a_dry_run_prints_escape_sequences_and_all_letters_as_they_would_be_submitted(
     ftkit: Callable[..., Result], tmp_path: Path
 ) -> None:
