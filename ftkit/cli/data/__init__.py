@@ -21,7 +21,7 @@ _SECTIONS = {
     cls=LazyGroup,
     sections=_SECTIONS,
     short_help="See and check data before it is trained on.",
-    examples=("ftkit data show demo", "ftkit data stats mine.yaml", "ftkit data check mine.yaml --json"),
+    examples=("ftkit data show demo", "ftkit data stats demo", "ftkit data check demo --json"),
 )
 def command() -> None:
     """See and check data before it is trained on. No GPU is needed.

@@ -16,7 +16,7 @@ from ftkit.cli.terminal.format import plural
     "check",
     cls=ExamplesCommand,
     short_help="Check every row.",
-    examples=("ftkit data check demo", "ftkit data check mine.yaml --skip-bad 10", "ftkit data check mine.yaml --json"),
+    examples=("ftkit data check demo", "ftkit data check demo --skip-bad 10", "ftkit data check demo --json"),
 )
 @run_options
 @click.option("--skip-bad", metavar="N", type=click.IntRange(min=0), help="Bad rows that are no error (data.skip_bad).")

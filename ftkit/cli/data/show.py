@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     short_help="Print samples as they will be trained.",
     examples=(
         "ftkit data show demo",
-        "ftkit data show mine.yaml -n 10 data.train_on=last",
+        "ftkit data show demo -n 10 data.train_on=last",
         "ftkit data show demo --json",
     ),
 )

@@ -23,7 +23,7 @@ _BAR = 30
     "stats",
     cls=ExamplesCommand,
     short_help="Count tokens, lengths, duplicates and packs.",
-    examples=("ftkit data stats demo", "ftkit data stats mine.yaml --cluster slurm --json"),
+    examples=("ftkit data stats demo", "ftkit data stats demo --cluster slurm --json"),
 )
 @run_options
 @json_option
