@@ -13,6 +13,7 @@ import pytest
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
+from ftkit.config.recipe import RecipePlan
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_stamp
 from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
@@ -82,6 +83,12 @@ def check_sources(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
     return [warning for check in source_checks(plan, environment) for warning in check()]
 
 
+def with_recipe(plan: RunPlan, recipe: RecipeSpec) -> RunPlan:
+    """Make a plan for another recipe; of its model, only the tokenizer differs."""
+    model = plan.recipe.model.model_copy(update={"tokenizer": recipe.model.tokenizer})
+    return replace(plan, recipe=RecipePlan.of(recipe, model, plan.recipe.training))
+
+
 def with_weights(plan: RunPlan, weights: str, **changes: object) -> RunPlan:
     """Make a plan for weights in a folder, on a cluster with changes."""
     model = plan.recipe.model.model_copy(update={"weights": weights})
@@ -134,7 +141,7 @@ def test_a_folder_without_data_files_and_a_device_are_refused(plan: RunPlan, tmp
     assert str(tmp_path / "inner" / "rows.jsonl.gz") in data_stamp(recipe)
     device = recipe_with_source(kind="files", train="/dev/zero", num_heldout=100)
     with pytest.raises(NotFoundError, match=r"data\.source\.train: /dev/zero is not a regular file"):
-        check_sources(replace(plan, recipe=device), {})
+        check_sources(with_recipe(plan, device), {})
 
 
 def test_a_folder_with_too_many_files_for_a_data_set_is_refused(
@@ -172,7 +179,7 @@ def test_a_path_that_can_not_be_read_is_reported_with_its_key(tmp_path: Path) ->
 def test_rows_that_cannot_be_used_stop_a_run_before_it_queues(
     plan: RunPlan, tmp_path: Path, rows: str, message: str
 ) -> None:
-    here = replace(plan, recipe=recipe_with_files(tmp_path).model_copy(update={"model": plan.recipe.model}))
+    here = with_recipe(plan, recipe_with_files(tmp_path).model_copy(update={"model": plan.recipe.model}))
     (tmp_path / "train.jsonl").write_text(rows)
     with pytest.raises(DataError, match=message):
         check_sources(here, {})
@@ -204,7 +211,7 @@ def test_a_tokenizer_or_template_that_a_folder_lacks_stops_a_run_before_it_queue
         f"model.tokenizer={{source: {tmp_path}/tokenizer, vocab_size: null}}",
         f"data.chat_template={template}",
     ]
-    here = replace(plan, recipe=load_recipe("demo", NOWHERE, overrides))
+    here = with_recipe(plan, load_recipe("demo", NOWHERE, overrides))
     if message is None:
         assert check_sources(here, {}) == []
     else:
@@ -215,7 +222,7 @@ def test_a_tokenizer_or_template_that_a_folder_lacks_stops_a_run_before_it_queue
 def test_columns_that_a_generator_does_not_make_stop_a_run_before_it_queues(plan: RunPlan) -> None:
     recipe = load_recipe("demo", NOWHERE, ["data.format.prompt='{question}'"])
     with pytest.raises(DataError, match=r"generated example 1: data\.format\.prompt uses columns .*: question"):
-        check_sources(replace(plan, recipe=recipe), {})
+        check_sources(with_recipe(plan, recipe), {})
 
 
 def test_generated_data_has_no_stamp() -> None:
@@ -223,7 +230,7 @@ def test_generated_data_has_no_stamp() -> None:
 
 
 def test_a_data_file_that_is_not_there_stops_a_run_before_it_queues(plan: RunPlan, tmp_path: Path) -> None:
-    here = replace(plan, recipe=recipe_with_files(tmp_path).model_copy(update={"model": plan.recipe.model}))
+    here = with_recipe(plan, recipe_with_files(tmp_path).model_copy(update={"model": plan.recipe.model}))
     assert check_sources(here, {}) == []
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(NotFoundError, match=r"data\.source\.train names .*train\.jsonl"):
@@ -263,7 +270,7 @@ def test_a_misspelt_model_in_a_folder_that_is_here_is_refused(plan: RunPlan, tmp
 def test_a_trackers_key_is_missed_before_the_job_is_submitted(
     plan: RunPlan, sinks: list[str], environment: dict[str, str], said: str | None, tmp_path: Path
 ) -> None:
-    here = replace(plan, recipe=load_recipe("demo", NOWHERE, [f"tracking.sinks={sinks}"]))
+    here = with_recipe(plan, load_recipe("demo", NOWHERE, [f"tracking.sinks={sinks}"]))
     slurm = replace(here, cluster=here.cluster.model_copy(update={"scheduler": "slurm", "runtime": "pyxis"}))
     (tmp_path / ".netrc").touch()  # which no container sees
     if said is None:
@@ -281,7 +288,7 @@ def test_a_trackers_key_is_missed_before_the_job_is_submitted(
 
 
 def test_without_a_container_the_key_in_the_home_folder_is_enough(plan: RunPlan, tmp_path: Path) -> None:
-    here = replace(plan, recipe=load_recipe("demo", NOWHERE, ["tracking.sinks=[wandb]"]))
+    here = with_recipe(plan, load_recipe("demo", NOWHERE, ["tracking.sinks=[wandb]"]))
     on_slurm = replace(here, cluster=here.cluster.model_copy(update={"scheduler": "slurm"}))
     with pytest.raises(PrerequisiteError):
         check_trackers(on_slurm, {"HOME": str(tmp_path)})
@@ -291,7 +298,7 @@ def test_without_a_container_the_key_in_the_home_folder_is_enough(plan: RunPlan,
 
 def test_without_a_container_a_trackers_package_is_missed_too(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftkit.config.tracking.find_spec", lambda _: None)
-    here = replace(plan, recipe=load_recipe("demo", NOWHERE, ["tracking.sinks=[tensorboard]"]))
+    here = with_recipe(plan, load_recipe("demo", NOWHERE, ["tracking.sinks=[tensorboard]"]))
     with pytest.raises(PrerequisiteError, match="package is not installed"):
         check_trackers(here, {})
 
