@@ -77,6 +77,7 @@ def command(  # noqa: PLR0913 - one for each option
 
     from ftkit.cli.image_check import check_image
     from ftkit.launch.jobs import submit
+    from ftkit.launch.model import pin_revision
     from ftkit.launch.preflight import run_checks
     from ftkit.launch.preparation import needs_preparation, prepare_here
     from ftkit.launch.resolve import resolve_image_link
@@ -84,6 +85,7 @@ def command(  # noqa: PLR0913 - one for each option
 
     environment = job_environment(hf_token_file)
     show_findings(run_checks(plan, environment), terminal)
+    plan = pin_revision(plan, environment)
     image_facts = check_image(plan, terminal, does_import=does_import)
     plan = resolve_image_link(plan)  # an image that was just imported has a link only now
     manifest = build_manifest(plan, ["ftkit", *typed], ctx.project) | image_facts

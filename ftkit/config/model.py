@@ -296,6 +296,8 @@ class ModelPlan(ModelSpec):
     """Folder of the adapters that training continues with."""
     source: str | None = None
     """What the recipe asks for, where that is an earlier run."""
+    requested_revision: str | None = None
+    """The revision that the recipe asks for, where it is resolved to a commit."""
 
     @classmethod
     def of(cls, model: ModelSpec, shape: ArchitectureSpec, counts: ModelCounts | None) -> ModelPlan:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from ftkit.families import family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub import fetch_config, find_commit, find_folder
 from ftkit.model_folder import read_model_config
+from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import plan_model, read_plan
 from ftkit.runs.find import find_run
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.model import ModelPlan
     from ftkit.config.recipe import RecipePlan
-    from ftkit.planning.layout import Workspace
+    from ftkit.planning.plan import RunPlan
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Of peft: in a folder of adapters."""
@@ -82,10 +83,26 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
             folder = find_folder(model, environment, home)
     plan = _plan(model, config, environment)
     if folder is not None and not is_path(model.weights):
-        plan = plan.model_copy(update={"revision": find_commit(model, environment, home)})
+        plan = _pinned(plan, find_commit(model, environment, home))
     if asked is model:
         return plan
     return plan.model_copy(update={"adapter": adapter, "source": asked.weights})
+
+
+def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:
+    """Resolve the revision of a model of the hub to a commit: a job loads what its run was submitted with.
+
+    Where the hub can't be asked, the plan stays as it is. Raises as `resolve_model` does.
+    """
+    model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
+    pinned = _pinned(model, find_commit(model, {**environment, **plan.cluster.environment}, home))
+    return replace(plan, recipe=plan.recipe.model_copy(update={"model": pinned}))
+
+
+def _pinned(model: ModelPlan, commit: str | None) -> ModelPlan:
+    if commit is None or commit == model.revision:
+        return model
+    return model.model_copy(update={"revision": commit, "requested_revision": model.revision})
 
 
 def _continue_run(model: ModelSpec, workspace: Workspace) -> tuple[ModelSpec, str | None]:

@@ -223,7 +223,7 @@ def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
         str(PREPARATION_VERSION),
         recipe.data.model_dump_json(exclude={"packing"}),  # documents are packed on disk in any case
         model.tokenizer.model_dump_json(),
-        f"{model.weights}@{model.revision}" if model.tokenizer.source == "model" else "",
+        f"{model.weights}@{recipe.model.revision}" if model.tokenizer.source == "model" else "",
         str(recipe.training.sequence_length),
         str(model.architecture.vocab_size),  # no token is beyond it
         data_stamp,

@@ -39,7 +39,7 @@ def build_manifest(plan: RunPlan, command: Sequence[str], project: Path) -> dict
         "host": socket.gethostname(),
         "plan_sha256": hashlib.sha256(plan_to_json(plan).encode()).hexdigest(),
         "recipe": recipe.name,
-        "model": recipe.model.model_dump(include={"weights", "revision", "source", "adapter"}),
+        "model": recipe.model.model_dump(include={"weights", "revision", "requested_revision", "source", "adapter"}),
         "cluster": plan.cluster.name,
         "image": plan.image,
         "container_image": plan.container_image,

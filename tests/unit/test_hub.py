@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit import hub
-from ftkit.config.model import ArchitectureSpec, ModelSpec
+from ftkit.config.model import ArchitectureSpec, ModelPlan, ModelSpec
 from ftkit.config.sources import HubSource
 from ftkit.data.__main__ import main as prepare_data
 from ftkit.data.store import PreparedData
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
 from ftkit.hub import check_data, read_token
-from ftkit.launch.model import resolve_model
+from ftkit.launch.model import pin_revision, resolve_model
 from ftkit.launch.preflight import source_checks
 from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import plan_to_json
+from ftkit.planning.plan import plan_from_json, plan_to_json
+from ftkit.runs.manifest import build_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -246,8 +247,22 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_has(environment: dic
     assert hub.find_commit(model("org/small", "v1"), environment, tmp_path) == COMMIT
     assert hub.find_commit(model("org/small", COMMIT), {}, tmp_path) == COMMIT
     assert hub.find_commit(model("org/small"), environment | {"HF_HUB_OFFLINE": "1"}, tmp_path) is None
+    assert hub.find_commit(model("org/broken"), environment, tmp_path) is None
     with pytest.raises(NotFoundError, match="has no revision 'gone'"):
         hub.find_commit(model("org/small", "gone"), environment, tmp_path)
+
+
+def test_a_run_is_submitted_with_the_commit_and_its_data_keep_their_place(
+    plan: RunPlan, environment: dict[str, str], tmp_path: Path
+) -> None:
+    named = ModelSpec(weights="org/small", revision="v1")
+    recipe = plan.recipe.model_copy(update={"model": ModelPlan.of(named, SHAPE, None)})
+    pinned = pin_revision(replace(plan, recipe=recipe), environment)
+    assert (pinned.recipe.model.revision, pinned.recipe.model.requested_revision) == (COMMIT, "v1")
+    assert plan_from_json(plan_to_json(pinned), "plan.json") == pinned
+    assert build_manifest(pinned, ["ftkit"], tmp_path)["model"]["revision"] == COMMIT
+    assert pin_revision(pinned, environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}) == pinned
+    assert pin_revision(plan, environment) == plan  # random weights
 
 
 def test_nobody_is_asked_for_random_weights(environment: dict[str, str]) -> None:
