@@ -169,16 +169,17 @@ def train(case: Case, world: World) -> dict[str, Any]:
     batches = [to_micro_batch(own[first : first + 2], world.device) for first in range(0, len(own), 2)]
     result["differing_weights"] = differing_weights(case, engine, batches[0])
     with engine.inference() as model:
-        loss = sum(float(model(batch=batch)) for batch in batches)
-    result["before"] = world.sum([loss])[0] / num_targets()
+        summed = sum(float(model(batch=batch)) for batch in batches)
+    result["before"] = world.sum([summed])[0] / num_targets()
     result["reference"] = reference_loss(case, world)
     losses, norms = [], []
     for _ in range(3):
-        parts = [
-            engine.backward(engine.forward(batch), num_targets(), is_last=index == len(batches) - 1)
-            for index, batch in enumerate(batches)
-        ]
-        losses.append(world.sum([float(sum(parts))])[0] / num_targets())
+        total = 0.0
+        for index, batch in enumerate(batches):
+            loss = engine.forward(batch)
+            engine.backward(loss, num_targets(), is_last=index == len(batches) - 1)
+            total += float(loss)
+        losses.append(world.sum([total])[0] / num_targets())
         norms.append(float(engine.step(training.learning_rate, max_norm=1e9)))
     return result | {"losses": losses, "norms": norms, "seconds": round(time.perf_counter() - began, 1)}
 
