@@ -14,12 +14,14 @@ from transformers import AutoModelForCausalLM
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.model import ArchitectureSpec
+from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import TextConfig, make_config
+from ftkit.train.model.lora import prepare_method
 from ftkit.train.model.weight_conversion import JoinedPieces, _Conversions, map_tensors, split_as_stored
 from ftkit.train.model.weights import load_weights
 from ftkit.train.private_apis import CONVERTS_WEIGHTS
@@ -162,3 +164,13 @@ def test_an_export_is_loaded_by_transformers_and_by_ftkit(world: World, tmp_path
     for name, value in expected.items():
         assert torch.equal(loaded[name], value), name
         assert torch.equal(again.state_dict()[name], value), name
+
+
+@needs_conversions
+def test_adapters_that_peft_would_put_on_experts_are_refused(world: World) -> None:
+    lora = TrainingPlan(
+        sequence_length=32, global_batch_size=1, max_steps=1, learning_rate=1e-3, method="lora",
+        lora=LoraSpec(targets=("q_proj", "gate_proj", "down_proj")),
+    )  # fmt: skip
+    with pytest.raises(TrainingError, match=r"down_proj, gate_proj would adapt the experts of a 'qwen3_moe'"):
+        prepare_method(build("qwen3_moe"), lora, world.device)

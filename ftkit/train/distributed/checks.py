@@ -144,6 +144,12 @@ def run_probe(
             states, own_logits, expected_logits = model(
                 compute=_class_logits, batch=first, num_logits=min(32, layout.is_kept.shape[1])
             )
+        if len(states) != is_kept.numel():
+            raise TrainingError(
+                f"the model's class computes {len(states):,} hidden states for {is_kept.numel():,} tokens",
+                meaning="it adds tokens of its own, which ftkit does not know",
+                fix="choose another model",
+            )
         torch.manual_seed(0)
         with engine.probe() as model:
             other_states, gradients = _states_and_gradients(model, second, is_kept)

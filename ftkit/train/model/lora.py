@@ -80,6 +80,14 @@ def _layout_of(quantization: Quantization, storage: torch.dtype, linear: nn.Line
 def _inject(model: nn.Module, lora: LoraSpec) -> None:
     from peft import inject_adapter_in_model  # noqa: PLC0415 - takes seconds, and only adapters need it
 
+    if fused := targets_of_experts(model, lora):
+        raise TrainingError(
+            f"training.lora.targets: {', '.join(sorted(fused))} would adapt the experts of a "
+            f"'{cast('Any', model).config.model_type}', which are not linear layers",
+            meaning="transformers holds the experts of a layer in one parameter; ftkit adapts linear layers, "
+            "and peft would load them onto the experts",
+            fix="name other layers, for example training.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
+        )
     is_empty = next(model.parameters()).is_meta
     # Not wrapped in a PeftModel: parameters keep the names that they have in the family.
     inject_adapter_in_model(peft_config(lora), cast("Any", model), ADAPTER, low_cpu_mem_usage=is_empty)
@@ -87,6 +95,26 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft made it in the precision of the layer
     compute_in_input_dtype(model)
+
+
+def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:
+    """Return the targets that peft takes for experts of this family, though linear layers may have these names too."""
+    try:
+        from peft.utils.transformers_weight_conversion import (  # noqa: PLC0415 - in newer versions, for transformers 5
+            convert_peft_config_for_transformers,
+        )
+    except ImportError:
+        return set()
+
+    def is_of_experts(target: str) -> bool:
+        config = peft_config(lora.model_copy(update={"targets": (target,)}))
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # it wants the other half of what is fused
+            return True
+        return target not in config.target_modules
+
+    return set(filter(is_of_experts, lora.targets))
 
 
 def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:

@@ -1,0 +1,279 @@
+"""What ftkit trains of a family, tried on a tiny model with random weights. `scripts/families` tries all of them.
+
+A model goes the way of a user's: transformers saves it, ftkit loads it, verifies it, takes a few steps and exports it.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
+from ftkit.config.training import LoraSpec, Method, TrainingPlan
+from ftkit.data.encoding import Document
+from ftkit.data.packing import build_pack
+from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.errors import FtkitError, one_line
+from ftkit.planning.plan import BatchPlan
+from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
+from ftkit.train.components.export import ExportedParts, export
+from ftkit.train.components.generation import Generation
+from ftkit.train.components.padding import pad_documents
+from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.model.build import TextConfig, build_empty, find_decoder_layers
+from ftkit.train.model.lora import init_adapters, prepare_method, targets_of_experts
+from ftkit.train.model.weights import load_weights
+from ftkit.train.packing import choose_packing
+from ftkit.train.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LENGTH, VOCABULARY, STEPS = 128, 320, 3
+MAX_PARAMETERS = 5_000_000
+LAYERS = 4
+TRAINING = TrainingPlan(
+    sequence_length=LENGTH, global_batch_size=2, max_steps=STEPS, learning_rate=3e-3, precision="fp32"
+)
+BATCH = BatchPlan(micro_batch_size=2, accumulation_steps=1, global_batch_size=2, tokens_per_step=2 * LENGTH)
+COLUMNS = ("packed", "unpacked", "adapters", "4 bits", "exported")
+
+SIZES: dict[tuple[str, ...], int] = {
+    ("vocab_size", "vocab_size_per_layer_input"): VOCABULARY,
+    ("hidden_size", "d_model", "n_embd", "emb_dim", "word_embed_proj_dim", "embedding_size", "embedding_dim"): 64,
+    ("attention_hidden_size", "lru_width", "input_embedding_size", "output_embedding_size"): 64,
+    ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers", "num_decoder_layers"): LAYERS,
+    ("num_blocks",): LAYERS,
+    ("encoder_layers", "num_encoder_layers"): 1,
+    ("max_window_layers",): 2,
+    ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "d_inner", "dff"): 96,
+    ("intermediate_size_mlp", "dense_intermediate_size", "dim_ff", "feed_forward_size"): 96,
+    ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"): 32,
+    ("expert_ffn_hidden_size", "shared_intermediate_size", "index_n_heads"): 32,
+    ("num_attention_heads", "n_heads", "n_head", "num_heads", "decoder_attention_heads", "attention_heads"): 4,
+    ("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"): 4,
+    ("swa_num_attention_heads", "linear_num_value_heads", "linear_num_heads"): 4,
+    ("num_key_value_heads", "swa_num_key_value_heads", "linear_num_key_heads"): 2,
+    ("head_dim", "swa_head_dim", "attention_head_dim", "kv_channels", "linear_head_dim", "global_head_dim"): 16,
+    ("linear_key_head_dim", "linear_value_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"): 16,
+    ("q_lora_rank", "kv_lora_rank", "o_lora_rank", "index_head_dim", "query_pre_attn_scalar", "dim_head"): 16,
+    ("qk_head_dim",): 32,
+    ("index_topk",): LENGTH,
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"): 4,
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk"): 2,
+    ("n_shared_experts", "num_shared_experts", "zero_expert_num", "n_group", "topk_group", "num_expert_group"): 1,
+    ("first_k_dense_replace", "num_dense_layers", "mamba_n_groups", "n_groups", "mamba_ngroups"): 1,
+    ("sliding_window", "attention_window_size", "mamba_chunk_size", "chunk_size", "state_size", "block_size"): 16,
+    ("mamba_d_state", "mamba_d_head", "mamba_head_dim", "mamba_headdim", "ssm_state_size"): 16,
+    ("mamba_n_heads", "mamba_num_heads", "rotary_dim", "laurel_rank", "adapter_rank"): 8,
+    ("mamba_dt_rank", "time_step_rank"): 4,
+    ("n_mamba_heads",): 2,
+    ("mamba_d_ssm",): 128,
+    ("hidden_size_per_layer_input",): 16,
+    ("num_kv_shared_layers",): 0,
+    ("max_position_embeddings", "attention_chunk_size", "max_seq_len", "model_max_length", "n_positions", "n_ctx"): 512,
+    ("max_target_positions", "max_source_positions"): 512,
+}
+"""Sizes of a tiny model, by the names that configurations have for them."""
+SIZE_OF = {name: size for names, size in SIZES.items() for name in names}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types")
+
+ODD: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": None, "n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma3n_text": {"intermediate_size": 96, "activation_sparsity_pattern": 0.0},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a family needs besides."""
+
+
+def tiny_config(model_type: str) -> PretrainedConfig:
+    """Return the configuration of a tiny text model of a family."""
+    default: Any = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
+    own = {**default.to_dict(), **{name: getattr(default, name) for name in SIZE_OF if hasattr(default, name)}}
+    depth, public = own.get("num_hidden_layers"), {name: key for key, name in default.attribute_map.items()}
+    fields: dict[str, Any] = {}
+    for name, value in own.items():
+        size = SIZE_OF.get(name, SIZE_OF.get(public.get(name, "")))
+        if name in TOKENS:
+            fields[name] = TOKENS[name]
+        elif (name in KINDS and isinstance(value, list)) or (isinstance(value, list) and depth and len(value) == depth):
+            fields[name] = _each_kind(value)
+        elif size is not None and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            fields[name] = size
+    if "kv_lora_rank" in own:
+        fields["num_key_value_heads"] = SIZE_OF["num_attention_heads"]
+    rope = own.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        halves = int(16 * rope.get("partial_rotary_factor", 1)) // 2
+        fields["rope_parameters"] = rope | {"mrope_section": [halves - 2 * (halves // 4), halves // 4, halves // 4]}
+    config: PretrainedConfig = type(default)(**(fields | ODD.get(default.model_type, {})))
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True  # of an encoder's class, which is causal only then
+    return config
+
+
+def _each_kind(values: list[Any]) -> list[Any]:
+    """Return a layer's values for each layer of the tiny model, each kind among them while there is room."""
+    kinds = list({str(value): value for value in values}.values())[:LAYERS]
+    return (kinds * LAYERS)[:LAYERS]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of a family: for each of `COLUMNS` 'yes', or why not."""
+
+    model_type: str
+    class_name: str
+    results: dict[str, str]
+
+
+def try_family(model_type: str, world: World) -> Tried:
+    """Try all that ftkit does with a model, on a tiny one of a family."""
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    size = sum(parameter.numel() for parameter in empty.parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"the tiny model has {size:,} parameters")
+    results = dict.fromkeys(COLUMNS, "not tried")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(3)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tried = _Family(config, Path(folder), world)
+        results["packed"] = _said(lambda: tried.train("full", is_packed=True))
+        results["unpacked"] = _said(lambda: tried.train("full", is_packed=False))
+        if results["unpacked"] == "yes":
+            is_packed = results["packed"] == "yes"
+            results["adapters"] = _said(lambda: tried.train("lora", is_packed=is_packed))
+            results["4 bits"] = _said(lambda: tried.train("qlora", is_packed=is_packed))
+            results["exported"] = _said(tried.export)
+    return Tried(model_type, type(empty).__name__, results)
+
+
+def _said(attempt: Callable[[], str]) -> str:
+    try:
+        return attempt()
+    except FtkitError as error:
+        return error.what
+    except Exception as error:  # noqa: BLE001 - the table says what any class of transformers raises
+        return f"{type(error).__name__}: {one_line(error)}"
+
+
+@dataclass(frozen=True)
+class _Family:
+    """A tiny model in a folder."""
+
+    config: PretrainedConfig
+    folder: Path
+    world: World
+
+    def train(self, method: Method, *, is_packed: bool) -> str:
+        """Verify and train; return 'yes', or why its documents can't be packed."""
+        engine = self._engine(method)
+        if method == "full":
+            choice = choose_packing(engine, self.world, "auto" if is_packed else "off", VOCABULARY, BATCH, TRAINING)
+            if is_packed and not choice.is_packed:
+                return str(choice.reason)
+            verify_causality(choice.probe)
+            verify_isolation(choice.probe)
+            verify_logits(choice.probe)
+        _train(engine, self.world, is_packed=is_packed)
+        return "yes"
+
+    def export(self) -> str:
+        """Export a trained model, and compare what transformers loads with it."""
+        engine = self._engine("full")
+        _train(engine, self.world, is_packed=False)
+        tokenizer = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
+        ctx = Context(self.folder, self.folder, {})
+        recipe = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.sql_execution=null"])
+        class_name = type(engine.model.hf_model).__name__
+        parts = ExportedParts(recipe, TextConfig(self.config), class_name, tokenizer, Generation((2,), {}))
+        export(engine, parts, self.folder / "export", self.world)
+        kernel = self.config._attn_implementation
+        loaded = AutoModelForCausalLM.from_pretrained(self.folder / "export", attn_implementation=kernel).eval()
+        tokens = torch.arange(3, 43)[None]
+        with engine.inference() as model, torch.no_grad():
+            expected = model(compute=lambda own: own.hf_model(input_ids=tokens, use_cache=False).logits)
+            found = loaded(input_ids=tokens, use_cache=False).logits
+        difference = float((found - expected).norm() / expected.norm())
+        if not difference < 1e-4:
+            return f"the logits of the export differ by {difference:.0e}"
+        loaded.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False)
+        return "yes"
+
+    def _engine(self, method: Method) -> Fsdp2Engine:
+        kernel, _ = choose_kernel(TRAINING, self.config, self.world)
+        model: Any = build_empty(self.config, IMPLEMENTATIONS[kernel])
+        lora = _adapters(model) if method != "full" else None
+        training = TRAINING.model_copy(update={"method": method, "lora": lora})
+        prepare_method(model, training, self.world.device)
+
+        def initialize(sharded: nn.Module) -> None:
+            load_weights(sharded, self.folder)
+            init_adapters(sharded, 0)
+
+        return Fsdp2Engine(model, training, self.world, initialize)
+
+
+def _adapters(model: nn.Module) -> LoraSpec:
+    """Return adapters for all linear layers, apart from those whose names peft takes for experts."""
+    every = LoraSpec(rank=4, targets=tuple(sorted({name.rpartition(".")[2] for name, _ in _linears(model)})))
+    names = tuple(sorted({*every.targets} - targets_of_experts(model, every)))
+    return every.model_copy(update={"targets": names})
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for layer in find_decoder_layers(model):
+        yield from ((name, part) for name, part in layer.named_modules() if type(part) is nn.Linear)
+
+
+def _train(engine: Fsdp2Engine, world: World, *, is_packed: bool) -> None:
+    """Take a few steps on the same documents.
+
+    Raises:
+        ValueError: the loss does not fall.
+    """
+    packs = _packs()
+    batches = [to_micro_batch(packs, world.device)]
+    if not is_packed:
+        batches = [to_padded_micro_batch(rows, world.device) for rows in pad_documents(packs, packs[:, 0].size, 1)]
+    num_targets = sum(len(batch.labels) for batch in batches)
+    losses = []
+    for _ in range(STEPS):
+        parts = [engine.model(batch=batch) for batch in batches]
+        for part in parts:
+            engine.backward(part, num_targets, is_last=part is parts[-1])
+        losses.append(float(sum(part.detach() for part in parts)) / num_targets)
+        engine.step(TRAINING.learning_rate, 1.0)
+    if not (math.isfinite(losses[-1]) and losses[-1] < losses[0]):
+        raise ValueError(f"the loss does not fall: {', '.join(f'{loss:.4f}' for loss in losses)}")
+
+
+def _packs() -> Any:
+    generator = np.random.default_rng(0)
+    documents = []
+    for length in (40, 25, 50, 120):
+        tokens = generator.integers(3, VOCABULARY, length).astype(np.int32)
+        documents.append(Document(tokens, np.append(tokens[1:], -100).astype(np.int32)))
+    return np.stack([build_pack(documents[:3], LENGTH, pad=0), build_pack(documents[3:], LENGTH, pad=0)])

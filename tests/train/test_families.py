@@ -1,0 +1,37 @@
+"""A family for each mechanism, the way of a user's model: loaded, verified, trained, adapted, quantized, exported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from family_matrix import try_family
+
+from ftkit.train.private_apis import CONVERTS_WEIGHTS
+
+if TYPE_CHECKING:
+    from ftkit.train.world import World
+
+pytestmark = [
+    pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="families of transformers 5"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+PACKED = {
+    "gpt_oss": "experts with biases, attention sinks, masks that its class builds without positions",
+    "llama4": "a decoder that `get_decoder` does not find",
+    "mixtral": "experts that files have one by one",
+}
+PADDED = {
+    "bloom": "no positions, attention of its own",
+    "olmo_hybrid": "layers of two classes, states along the row",
+}
+
+
+@pytest.mark.parametrize("family", [*PACKED, *PADDED])
+def test_a_family_trains_and_is_exported(family: str, world: World) -> None:
+    results = try_family(family, world).results
+    packed = results.pop("packed")
+    assert (packed == "yes") == (family in PACKED), packed
+    assert set(results.values()) == {"yes"}, results
