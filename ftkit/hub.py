@@ -174,6 +174,10 @@ def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home:
     from huggingface_hub import hf_hub_download  # noqa: PLC0415
 
     wanted = _Repository("model", "model.weights", model.weights, model.revision)
+    answer = _ask(wanted, (CONFIG_FILE,), environment)  # a download would try five times where there is no network
+    if answer.warning is not None:
+        return None
+    _check_complete(wanted, answer.missing)
     token = read_token(environment)
     try:
         file = hf_hub_download(
@@ -182,15 +186,7 @@ def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home:
             etag_timeout=TIMEOUT_SECONDS,
         )  # fmt: skip
         return read_model_config(Path(file).parent)
-    except NotFoundError:
-        return None
-    except Exception as error:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
-        refused = _read_refusal(error)
-        if refused is None:
-            return None
-        if refused.code == "EntryNotFound":
-            _check_complete(wanted, [CONFIG_FILE])
-        _explain(wanted, refused, has_token=token is not None)
+    except Exception:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
         return None
 
 
@@ -331,10 +327,8 @@ def _read_refusal(error: Exception) -> _Refusal | None:
         "GatedRepo": errors.GatedRepoError, "RepoNotFound": errors.RepositoryNotFoundError,
         "RevisionNotFound": errors.RevisionNotFoundError, "EntryNotFound": errors.EntryNotFoundError,
     }  # fmt: skip
-    while not isinstance(error, errors.HfHubHTTPError):  # a download wraps the reason why it found nothing
-        if not isinstance(error.__cause__, Exception):
-            return None
-        error = error.__cause__
+    if not isinstance(error, errors.HfHubHTTPError):
+        return None
     code = next((name for name, kind in codes.items() if isinstance(error, kind)), "")
     response = getattr(error, "response", None)
     return _Refusal(0 if response is None else int(response.status_code), code)

@@ -54,10 +54,13 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
         ConfigError: with every problem found.
     """
     path = _find("recipe", name, ctx)
-    typed = Layers()
+    typed, names_model = Layers(), False
     for override in overrides:
-        typed = _model_over(_written_out(parse_override(override)), typed)
-    layers = _over(typed, _read_extended("recipe", path, ctx))
+        one = _written_out(parse_override(override))
+        names_model = names_model or isinstance(one.values.get("model"), str)
+        typed = _with_weights(one).over(_with_weights(typed))
+    below = _read_extended("recipe", path, ctx)
+    layers = _over(typed, below.without(("model",)) if names_model else below)
     return Loaded(_with_absolute_paths(validate(RecipeSpec, layers), layers), layers)
 
 

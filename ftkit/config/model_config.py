@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from ftkit.config.model import ArchitectureFields, ArchitectureSpec
+from ftkit.config.paths import is_path
 from ftkit.errors import ConfigError, Problem
 from ftkit.families import FAMILIES, MEASURED, TEXT_MODEL_TYPES, family_of
 
@@ -124,10 +125,14 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
 
 
 def _unknown_shape(model: ModelSpec) -> Problem:
-    return Problem(
-        "", "model.weights", f"the config.json of '{model.weights}' can't be read from here.",
-        f"Where there is a network: hf download {model.weights} config.json; or give the whole model.architecture.",
-    )  # fmt: skip
+    what = f"the config.json of '{model.weights}' can't be read from here."
+    if is_path(model.weights):
+        fix = "Correct the path; for a folder that the nodes alone see, give the whole model.architecture."
+    else:
+        fix = (
+            f"Where there is a network: hf download {model.weights} config.json; or give the whole model.architecture."
+        )
+    return Problem("", "model.weights", what, fix)
 
 
 def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:

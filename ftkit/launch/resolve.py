@@ -117,7 +117,10 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
     from ftkit.launch.model import resolve_model  # noqa: PLC0415 - the hub's client, which few models need
 
-    model = resolve_model(read.spec.model, ctx.environment, workspace)
+    try:
+        model = resolve_model(read.spec.model, ctx.environment, workspace)
+    except ConfigError as error:
+        raise ConfigError([origins.locate(problem) for problem in error.problems]) from error
     request = _request(words, read.spec, model, wanted, workspace, origins)
     here = detect_hardware(site.spec, ctx.environment)
     plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))

@@ -19,6 +19,7 @@ from waiting import PATIENCE_SECONDS
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
+from ftkit.config.strict import RUN
 from ftkit.data.prepare import prepare
 from ftkit.launch.model import resolve_model
 from ftkit.planning.layout import Workspace
@@ -111,7 +112,8 @@ def make_run(workspace: Path) -> Callable[..., Run]:
         local = load_cluster("local", ctx)
         cluster = local.model_copy(update={"device": "cpu", "gpus_per_node": processes, "cpus_per_node": processes})
         request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "test")
-        request = replace(request, model=resolve_model(recipe.model, os.environ, Workspace(workspace)))
+        if recipe.model.weights.startswith(RUN):
+            request = replace(request, model=resolve_model(recipe.model, os.environ, Workspace(workspace)))
         plan = plan_run(recipe, cluster, None, request, ftkit_version="test")
         run = Run(replace(plan, id=name))
         prepare(run.plan, lambda _: None)

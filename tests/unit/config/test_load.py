@@ -368,3 +368,37 @@ def _takes_true(spec: type[Spec], name: str) -> bool:
                 continue
         return True
     return False
+
+
+def test_a_model_by_its_weights_alone_replaces_the_model_of_what_is_below(ctx: Context) -> None:
+    path = ctx.project / "recipes" / "mine.yaml"
+    path.write_text("extends: qwen3-8b-tools-full\nname: mine\nmodel: ./mine\n")
+    mine = load_recipe("mine", ctx).model
+    assert mine.weights == str(ctx.project / "recipes" / "mine")
+    assert not mine.architecture.model_fields_set
+    scaling = "model.architecture.rope_scaling={rope_type: yarn, factor: 2}"
+    typed = [load_recipe("mine", ctx, words).model for words in (["model=x/y", scaling], [scaling, "model=x/y"])]
+    assert typed[0] == typed[1]
+    assert typed[0].weights == "x/y"
+    assert typed[0].architecture.model_fields_set == {"rope_scaling"}
+    assert load_recipe("mine", ctx, ["model=run:earlier"]).model.weights == "run:earlier"
+    kept = load_recipe("qwen3-8b-tools-full", ctx, ["model.revision=v1"]).model
+    assert (kept.weights, kept.revision, kept.architecture.num_hidden_layers) == ("Qwen/Qwen3-8B", "v1", 36)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("model=run:../x", "a run is given as run:NAME"),
+        ("model={weights: run:x, revision: v1}", "revision has no effect with the weights of a run"),
+        ("model=random", "weights 'random' bring no tokenizer"),
+        (
+            "model.architecture.rope_scaling={rope_type: linear, factor: 2, beta_fast: 3}",
+            "beta_fast has no effect with",
+        ),
+        ("model.architecture.rope_scaling={rope_type: llama3, factor: 2}", "rope_type 'llama3' needs low_freq_factor"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(words: str, message: str, ctx: Context) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe("qwen3-8b-tools-full", ctx, [words])
