@@ -97,6 +97,15 @@ def test_renderings_of_a_template_that_rewrites_are_shown_and_said(
     assert {segment["role"] for segment in samples[1]["segments"]} == {"system", "user", "assistant"}
 
 
+def test_plain_text_is_shown_whole_with_what_becomes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "texts.jsonl", {"text": "Once upon a time. " * 30})
+    code, out, err = call(capsys, "show", file, "training.sequence_length=64", "data.too_long=split")
+    assert code == 0
+    assert "trained: all tokens" in err
+    assert "longer than sequence_length 64: split, 64 and" in out
+    assert out.rstrip().endswith("<|im_end|>⟧")
+
+
 def test_statistics_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict[str, Any]] = [{"messages": TALK}] * 3 + [{"messages": TALK[:1] + TALK[3:]}, {"messages": TALK[:2]}]
     file = write(tmp_path / "chats.jsonl", *rows)

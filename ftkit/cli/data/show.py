@@ -42,7 +42,8 @@ def command(words: tuple[str, ...], *, num_rows: int, as_json: bool, **options: 
     if as_json:
         terminal.json([asdict(sample) for sample in samples])
         return
-    terminal.say(f"trained: {_describe(plan.recipe.data.train_on)}")
+    is_text = all(encoder.format.kind == "text" for encoder in inspector.encoder.encoders.values())
+    terminal.say(f"trained: {_describe('all' if is_text else plan.recipe.data.train_on)}")
     if any(sample.num_renderings > 1 for sample in samples):
         terminal.say(
             "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn is in the "
