@@ -360,8 +360,8 @@ def _explain(wanted: _Repository, refused: _Refusal, *, has_token: bool) -> str:
         raise PrerequisiteError(
             f"{wanted.key}: '{wanted.name}' is gated, and "
             + ("your token may not read it" if has_token else "there is no token"),
-            meaning="its owner shares it with those who have accepted its licence",
-            fix=f"accept the licence on the {wanted.kind}'s page; then set HF_TOKEN, or give --hf-token-file",
+            meaning="its owner shares it with those who have accepted its license",
+            fix=f"accept the license on the {wanted.kind}'s page; then set HF_TOKEN, or give --hf-token-file",
         )
     if refused.code == "RepoNotFound" or refused.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND}:
         raise NotFoundError(

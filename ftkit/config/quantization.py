@@ -12,7 +12,7 @@ NF4_BLOCK = 64
 FP8_MULTIPLE = 16
 """FP8 products of GPUs take matrices whose two sides are multiples of it."""
 NF4_NESTED_BLOCK = 256
-"""Scales that share a scale of their own: the double quantisation."""
+"""Scales that share a scale of their own: the double quantization."""
 
 
 def is_quantized(quantization: Quantization, num_inputs: int, num_outputs: int) -> bool:

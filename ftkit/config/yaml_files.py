@@ -208,7 +208,7 @@ class _Composer:
             self._line = text.count("\n", 0, error.position) + 1
             raise self._not_yaml("control characters can't stand in it") from error
         except (YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-            # Not foreseen by ruamel: an escape beyond Unicode is an OverflowError of chr().
+            # Not expected by ruamel: an escape beyond Unicode is an OverflowError of chr().
             raise self._not_yaml(one_line(error)) from error
 
     def _not_yaml(self, said: str) -> ConfigError:

@@ -120,7 +120,7 @@ class RunPlan:
 
     @property
     def data_directory(self) -> Path:
-        """Folder of the tokenised and packed data."""
+        """Folder of the tokenized and packed data."""
         return Workspace(self.workspace).data / self.fingerprint
 
     @property
@@ -199,7 +199,7 @@ def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: Model
 def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
     """Return the plan with what follows from the parameters as they are counted on the real model.
 
-    A plan by an estimate says so, and keeps no gathered weights by it: the counts decide that anew, and how much memory
+    A plan by an estimate says so, and no layers stay unsharded by it: the counts decide that anew, and how much memory
     is needed. Micro-batch and checkpointing stay as planned.
     """
     shape = plan.recipe.model.architecture

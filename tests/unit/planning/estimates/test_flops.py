@@ -32,7 +32,7 @@ def test_full_training_takes_six_operations_a_weight_and_token(architecture: Sha
     assert flops.total == pytest.approx(6 * (count_parameters(shape) - embedding), rel=1e-3)
 
 
-def test_the_published_utilisation_of_a_known_speed_comes_out(architecture: Shapes, training: Specs) -> None:
+def test_the_published_mfu_of_a_known_speed_comes_out(architecture: Shapes, training: Specs) -> None:
     # Llama 3 8B at 8,192: 9,558 tokens a second are 49.7 % of 989 TFLOP/s.
     shape = architecture("llama3-8b")
     flops = token_flops(shape, training(), mean_visible_keys(8192, None), 0)
