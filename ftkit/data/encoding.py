@@ -76,6 +76,8 @@ class RowEncoder:
         vocab_size: rows of the model's embedding table.
         adds_space: whether the tokenizer adds a space before a text, as SentencePiece's older ones do.
         words: what it gives otherwise.
+        begin: the token that begins a document of plain text, if the tokenizer adds one.
+        special_tokens: those that stay text where plain text types them.
     """
 
     tokenizer: Any
@@ -85,6 +87,8 @@ class RowEncoder:
     vocab_size: int
     adds_space: bool
     words: WordCache
+    begin: str
+    special_tokens: tuple[str, ...]
 
     @classmethod
     def of(cls, tokenizer: Any, data: DataSpec, form: Format, vocab_size: int) -> RowEncoder:
@@ -111,7 +115,13 @@ class RowEncoder:
         encode = tokenizer.backend_tokenizer.encode
         whole, *parts = (encode(text, add_special_tokens=False).ids for text in ("a\nHello", "a\n", "Hello"))
         adds_space = whole != [*parts[0], *parts[1]]
-        return cls(tokenizer, data, form, renderer, vocab_size, adds_space, WordCache.of(tokenizer.backend_tokenizer))
+        has_begin = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+        is_parsed = isinstance(form, TextFormat) and form.parse_special_tokens
+        return cls(
+            tokenizer, data, form, renderer, vocab_size, adds_space, WordCache.of(tokenizer.backend_tokenizer),
+            begin=tokenizer.bos_token if has_begin else "",
+            special_tokens=() if is_parsed else special_tokens_of(tokenizer),
+        )  # fmt: skip
 
     def renderings(self, row: Row) -> list[Rendering]:
         """Return the texts of a row, with what is trained of each.
@@ -167,13 +177,9 @@ class RowEncoder:
         """Return a text between the tokens that begin and end a document; special tokens that it types stay text."""
         if not text.strip():
             raise DataError("the text is blank", fix="remove this example")
-        has_begin = self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
-        begin = self.tokenizer.bos_token if has_begin else ""
-        cuts: tuple[int, ...] = ()
-        if not (isinstance(self.format, TextFormat) and self.format.parse_special_tokens):
-            pattern = token_pattern(special_tokens_of(self.tokenizer))
-            cuts = tuple(len(begin) + found.start() + 1 for found in pattern.finditer(text))
-        whole = f"{begin}{text}{self.tokenizer.eos_token}"
+        pattern = token_pattern(self.special_tokens)
+        cuts = tuple(len(self.begin) + found.start() + 1 for found in pattern.finditer(text))
+        whole = f"{self.begin}{text}{self.tokenizer.eos_token}"
         return Rendering(whole, ((0, len(whole)),), cuts)
 
     def _tokenize(self, renderings: Iterable[Rendering]) -> list[Document]:

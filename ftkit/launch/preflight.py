@@ -190,10 +190,20 @@ def _check_adapter(recipe: RecipePlan) -> list[str]:
     return []
 
 
+def _has_turns(data: DataSpec) -> bool:
+    """Tell whether data is known to have conversations, which need a chat template."""
+    if not isinstance(data.format, AutoFormat):
+        return data.format.kind != "text"
+    try:
+        return any(form.kind != "text" for _, form in _with_formats(data, peek_rows(data)))
+    except FtkitError:
+        return False  # the check of the rows says why
+
+
 def _check_tokenizer(recipe: RecipeSpec) -> list[str]:
     source = recipe.model.weights if recipe.model.tokenizer.source == "model" else recipe.model.tokenizer.source
     if is_path(source) and Path(source).is_dir():
-        needs_template = recipe.data.format.kind not in ("auto", "text") or recipe.data.chat_template != "model"
+        needs_template = recipe.data.chat_template != "model" or _has_turns(recipe.data)
         check_tokenizer_folder(Path(source), recipe.data.chat_template, needs_template=needs_template)
     return []
 

@@ -219,6 +219,22 @@ def test_a_tokenizer_or_template_that_a_folder_lacks_stops_a_run_before_it_queue
             check_sources(here, {})
 
 
+def test_a_missing_template_is_noticed_with_rows_of_a_detected_format(plan: RunPlan, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    for row, message in (({"question": "q", "answer": "a"}, "has no chat template"), ({"text": "t"}, None)):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        tokenizer = f"model.tokenizer={{source: {tmp_path}/tokenizer, vocab_size: null}}"
+        source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl}}"
+        overrides = [tokenizer, source, "data.format=auto", "data.chat_template=model", "evaluation.sql_execution=null"]
+        here = with_recipe(plan, load_recipe("demo", NOWHERE, overrides))
+        if message is None:
+            assert check_sources(here, {}) == []
+        else:
+            with pytest.raises(DataError, match=message):
+                check_sources(here, {})
+
+
 def test_columns_that_a_generator_does_not_make_stop_a_run_before_it_queues(plan: RunPlan) -> None:
     recipe = load_recipe("demo", NOWHERE, ["data.format.prompt='{question}'"])
     with pytest.raises(DataError, match=r"generated example 1: data\.format\.prompt uses columns .*: question"):
