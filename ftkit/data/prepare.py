@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from ftkit.config.recipe import RecipePlan
+from ftkit.config.sources import GeneratedSource
 from ftkit.data.conversations import texts_of
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder, find_answer_end
 from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format
 from ftkit.data.packing import Packer
-from ftkit.data.sources import first_rows, read_rows
+from ftkit.data.sources import first_rows, read_rows, split_of
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
 from ftkit.data.tokenizers import check_size, learn_tokenizer, load_tokenizer
 from ftkit.data.workers import BatchEncoder, encode_rows, num_usable_cpus
@@ -195,7 +196,7 @@ class _Totals:
                 f"{num_rows:,} conversations became {self.num_documents:,} documents: the chat template rewrites "
                 "earlier turns, and each trained turn is in the form in which inference sees it"
             )
-        if self.unused:
+        if self.unused and not isinstance(self.recipe.data.source, GeneratedSource):
             report(f"columns that data.format does not use: {', '.join(sorted(self.unused))}")
 
 
@@ -222,7 +223,9 @@ def _tokenizer(recipe: RecipePlan, formats: dict[int, Format], report: Callable[
 def _train_texts(recipe: RecipePlan, formats: dict[int, Format]) -> Iterator[str]:
     for source, split, raw in read_rows(recipe.data):
         with suppress(DataError):  # whoever encodes the row says why it is bad
-            row = raw.parse() if split == "train" else None
-            if row is not None:
+            row = raw.parse() if split != "validation" else None
+            validation = recipe.data.validation
+            is_train = split == "train" or (row and validation and split_of(row.columns, validation) == "train")
+            if row is not None and is_train:
                 texts = texts_of(read_example(row.columns, recipe.data, formats[source]))
                 yield from (text for text in texts if len(text) <= MAX_CHARACTERS)

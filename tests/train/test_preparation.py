@@ -181,6 +181,7 @@ def test_the_result_is_the_same_for_any_number_of_workers_and_counts_each_source
     assert sum(source.num_tokens for source in manifest.sources) == manifest.num_train_tokens
     assert 40 < manifest.num_validation_documents < 120
     packs = prepared.read_train().read(range(manifest.num_train_packs))
+    assert "count" in load_saved_tokenizer(prepared.tokenizer).get_vocab()  # learned from the rows to train on
     in_second = (packs[:, 3] == 1).sum()
     assert in_second == manifest.sources[1].num_tokens
     told: list[str] = []
