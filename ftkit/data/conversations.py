@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftkit.config.data import Role
+from ftkit.errors import DataError
 
 JsonObject = Mapping[str, Any]
+_ROLES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +71,39 @@ def texts_of(example: Example) -> list[str]:
     if isinstance(example, PlainText):
         return [example.text]
     return [message.content for message in example.messages]
+
+
+def trained_turns(conversation: Conversation, train_on: str | list[Any]) -> list[int]:
+    """Return which turns are trained.
+
+    Raises:
+        DataError: none is.
+    """
+    messages, num_prompt = conversation.messages, conversation.num_prompt
+    assistant = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if train_on == "completion" and num_prompt is None:
+        raise DataError(
+            "data.train_on is 'completion', but the data has no prompts and completions",
+            fix="set data.train_on to 'assistant' or 'last'",
+        )
+    match train_on:
+        case "last":
+            chosen = set(assistant[-1:])
+        case "completion":
+            chosen = {index for index in assistant if index >= (num_prompt or 0)}
+        case list():
+            chosen = {index for index, message in enumerate(messages) if message.role in train_on}
+        case _:
+            chosen = set(assistant)
+    trained = [
+        index
+        for index, message in enumerate(messages)
+        if (index in chosen if message.trained is None else message.trained)
+    ]
+    if not trained:
+        raise DataError(
+            f"nothing to train on in the turns {', '.join(message.role for message in messages[:_ROLES_SHOWN])}",
+            meaning="data.train_on, or the weights of the turns, leave none",
+            fix="correct data.format or data.train_on, or leave such examples out",
+        )
+    return trained

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from ftkit.config.data import DataSpec, Format, TextFormat
 from ftkit.data.conversations import Conversation, Message, PlainText
 from ftkit.data.formats import read_example
-from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of, token_pattern
+from ftkit.data.rendering import ChatRenderer, Rendering
 from ftkit.data.rows import errors_at
+from ftkit.data.typed_tokens import special_tokens_of, token_pattern
 from ftkit.data.word_cache import WordCache
 from ftkit.errors import DataError
 

@@ -8,11 +8,11 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
-from ftkit.data.conversations import Conversation, Message, ToolCall
+from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns
+from ftkit.data.typed_tokens import CUT, cut, special_tokens_of, token_pattern, typed_texts
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ _ROLES_SHOWN = 8
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THINKING = re.compile(r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK]\s*\[/THINK])\s*\Z")
 """What opens a turn where the model is not to think; some templates then leave it out of the turn itself."""
-_CUT = "\ufdd0"
-"""Stands inside a special token that the data types. A noncharacter: texts don't have it."""
 _SHORT_ID = 9
 """Letters of a call's id where a template insists (Mistral's)."""
 
@@ -136,20 +134,20 @@ class ChatRenderer:
         if self.needs_short_ids:
             conversation = _with_short_ids(conversation)
         pattern = token_pattern(self.special_tokens)
-        if not any(pattern.search(text) for text in _texts(conversation)):
+        if not any(pattern.search(text) for text in typed_texts(conversation)):
             return conversation, False
-        if any(_CUT in text for text in _texts(conversation)):
+        if any(CUT in text for text in typed_texts(conversation)):
             raise DataError("the text has U+FDD0, which is no character", fix="correct or remove this example")
         messages = tuple(
             replace(
                 message,
-                content=_cut(message.content, pattern),
-                reasoning=_cut(message.reasoning, pattern),
-                tool_calls=tuple(replace(call, arguments=_cut(call.arguments, pattern)) for call in message.tool_calls),
+                content=cut(message.content, pattern),
+                reasoning=cut(message.reasoning, pattern),
+                tool_calls=tuple(replace(call, arguments=cut(call.arguments, pattern)) for call in message.tool_calls),
             )
             for message in conversation.messages
         )
-        return replace(conversation, messages=messages, tools=tuple(_cut(list(conversation.tools), pattern))), True
+        return replace(conversation, messages=messages, tools=tuple(cut(list(conversation.tools), pattern))), True
 
     def _render(
         self, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], *, open_turn: bool
@@ -290,55 +288,6 @@ def _shared(text: str, other: str) -> str:
     return text if length is None else text[:length]
 
 
-def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
-    """Return the tokens that a tokenizer has as special, longest first."""
-    added = tokenizer.added_tokens_decoder.values()
-    special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
-    return tuple(sorted((token for token in special if len(token) > 1), key=lambda token: (-len(token), token)))
-
-
-@lru_cache(maxsize=8)
-def token_pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """Return what finds any of the tokens in a text."""
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
-
-
-def trained_turns(conversation: Conversation, train_on: str | list[Any]) -> list[int]:
-    """Return which turns are trained.
-
-    Raises:
-        DataError: none is.
-    """
-    messages, num_prompt = conversation.messages, conversation.num_prompt
-    assistant = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    if train_on == "completion" and num_prompt is None:
-        raise DataError(
-            "data.train_on is 'completion', but the data has no prompts and completions",
-            fix="set data.train_on to 'assistant' or 'last'",
-        )
-    match train_on:
-        case "last":
-            chosen = set(assistant[-1:])
-        case "completion":
-            chosen = {index for index in assistant if index >= (num_prompt or 0)}
-        case list():
-            chosen = {index for index, message in enumerate(messages) if message.role in train_on}
-        case _:
-            chosen = set(assistant)
-    trained = [
-        index
-        for index, message in enumerate(messages)
-        if (index in chosen if message.trained is None else message.trained)
-    ]
-    if not trained:
-        raise DataError(
-            f"nothing to train on in the turns {', '.join(message.role for message in messages[:_ROLES_SHOWN])}",
-            meaning="data.train_on, or the weights of the turns, leave none",
-            fix="correct data.format or data.train_on, or leave such examples out",
-        )
-    return trained
-
-
 def _context(turns: list[_Turn], end: int) -> list[_Turn]:
     """Return the turns before `end`; of many, the leading system turns and the last ones, from a user's turn on."""
     if end <= _WINDOW:
@@ -433,46 +382,11 @@ def _dropped(renderer: ChatRenderer) -> Iterator[str]:
             continue  # it refuses such turns, and will say so of those in the data
 
 
-def _texts(conversation: Conversation) -> Iterator[str]:
-    """Yield the texts that the data types: contents, reasoning, arguments and schemas."""
-    for message in conversation.messages:
-        yield message.content
-        if message.reasoning:
-            yield message.reasoning
-        for call in message.tool_calls:
-            yield from _strings(call.arguments)
-    for tool in conversation.tools:
-        yield from _strings(tool)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield str(key)
-            yield from _strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner)
-
-
-def _cut(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Put a cut behind the first letter of each special token in texts, at any depth."""
-    if isinstance(value, str):
-        return pattern.sub(lambda found: found[0][0] + _CUT + found[0][1:], value)
-    if isinstance(value, dict):
-        return {_cut(key, pattern): _cut(inner, pattern) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_cut(inner, pattern) for inner in value]
-    return value
-
-
 def _without_cuts(rendering: Rendering) -> Rendering:
     """Take the cuts out of the text, and return where they were."""
-    places = [place for place, letter in enumerate(rendering.text) if letter == _CUT]
+    places = [place for place, letter in enumerate(rendering.text) if letter == CUT]
     spans = tuple(
         (begin - bisect_left(places, begin), end - bisect_left(places, end)) for begin, end in rendering.spans
     )
     cuts = tuple(place - number for number, place in enumerate(places))
-    return Rendering(rendering.text.replace(_CUT, ""), spans, cuts)
+    return Rendering(rendering.text.replace(CUT, ""), spans, cuts)
