@@ -30,7 +30,7 @@ from ftkit.train.components.generation import Generation
 from ftkit.train.components.padding import pad_documents
 from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.attention import IMPLEMENTATIONS, choose_kernel
+from ftkit.train.model.attention import choose_kernel, implementation_of
 from ftkit.train.model.build import TextConfig, build_empty, find_decoder_layers
 from ftkit.train.model.lora import init_adapters, prepare_method, targets_of_experts
 from ftkit.train.model.weights import load_weights
@@ -224,7 +224,7 @@ class _Family:
 
     def _engine(self, method: Method) -> Fsdp2Engine:
         kernel, _ = choose_kernel(TRAINING, self.config, self.world)
-        model: Any = build_empty(self.config, IMPLEMENTATIONS[kernel])
+        model: Any = build_empty(self.config, implementation_of(kernel))
         lora = _adapters(model) if method != "full" else None
         training = TRAINING.model_copy(update={"method": method, "lora": lora})
         prepare_method(model, training, self.world.device)
@@ -236,11 +236,21 @@ class _Family:
         return Fsdp2Engine(model, training, self.world, initialize)
 
 
-def _adapters(model: nn.Module) -> LoraSpec:
-    """Return adapters for all linear layers, apart from those whose names peft takes for experts."""
-    every = LoraSpec(rank=4, targets=tuple(sorted({name.rpartition(".")[2] for name, _ in _linears(model)})))
-    names = tuple(sorted({*every.targets} - targets_of_experts(model, every)))
-    return every.model_copy(update={"targets": names})
+def _adapters(model: Any) -> LoraSpec:
+    """Return adapters for the linear layers that peft adapts.
+
+    Not for those whose names it takes for experts, nor for the last projection of Mamba layers, whose kernels would
+    leave adapters out.
+
+    Raises:
+        ValueError: there are none.
+    """
+    names = {name.rpartition(".")[2] for name, _ in _linears(model)} - {"out_proj"}
+    names = {name for name in names if name.isidentifier()}
+    if not names:
+        raise ValueError("it has no layers of torch's nn.Linear class that can be named")
+    every = LoraSpec(rank=4, targets=tuple(sorted(names)))
+    return every.model_copy(update={"targets": tuple(sorted(names - targets_of_experts(model, every)))})
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
