@@ -17,6 +17,7 @@ from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats
 from ftkit.data.tokenizers import check_size, learn_tokenizer, load_tokenizer
 from ftkit.data.workers import BatchEncoder, encode_rows, num_usable_cpus
 from ftkit.errors import DataError, one_line
+from ftkit.planning.plan import PREPARATION_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,6 +91,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         num_too_long=totals.num_too_long,
         max_seqlen=totals.longest,
         sources=tuple(totals.sources),
+        preparation_version=PREPARATION_VERSION,
     )
 
 

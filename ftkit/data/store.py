@@ -119,6 +119,18 @@ class DataManifest:
     num_too_long: int
     max_seqlen: int
     sources: tuple[SourceStats, ...] = ()
+    preparation_version: int = 0
+    """Of the code that prepared the data; manifests written before it was recorded have none."""
+
+    @property
+    def identity(self) -> str:
+        """What checkpoints know the data by.
+
+        An earlier version's plan keeps its fingerprint when its data is prepared anew, by another version, into other
+        packs; only this tells them apart.
+        """
+        version = self.preparation_version
+        return f"{self.fingerprint}@{version}" if version else self.fingerprint
 
     @property
     def fill_ratio(self) -> float:

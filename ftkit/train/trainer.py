@@ -111,9 +111,10 @@ class Trainer:
     def _train(self, engine: Engine, built: BuiltModel, store: PackStore, num_steps: int) -> tuple[Outcome, int]:
         """Do all that follows once there is an engine; return how it ended, and after which step."""
         is_packed = self._verify(engine, built.expected, store)
+        identity = self.data.read_manifest().identity
         self.trace.begin("loading the newest checkpoint")
-        state = load_newest(engine, self.plan.layout, self.world, self.plan.fingerprint)
-        state = state or TrainState(step=0, fingerprint=self.plan.fingerprint)
+        state = load_newest(engine, self.plan.layout, self.world, identity)
+        state = state or TrainState(step=0, fingerprint=identity)
         self._record_start(num_steps, state, built.num_parameters)
         evaluator = Evaluator(self.plan, self.data, self.tokenizer, built.generation, self.world, is_packed)
         if state.step == 0:

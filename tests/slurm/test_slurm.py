@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from waiting import wait_until
 
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
+from ftkit.config.model_config import CONFIG_KEYS
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -54,15 +58,17 @@ def test_the_log_is_followed_to_the_end_of_the_run(cluster: Cluster) -> None:
 
 
 def test_a_failing_rank_is_shown_with_its_reason_as_the_run_showed_it(cluster: Cluster, shared_folder: Path) -> None:
-    # What the file says fits; its class adds the sizes of another model, which every rank finds out.
-    (shared_folder / "config.json").write_text('{"model_type": "qwen3"}')
+    # A model's configuration without its tensors, which only the ranks find out.
+    shape = load_recipe("tests/train/tiny.yaml", Context.here()).model.architecture.model_dump(exclude_none=True)
+    config = {"model_type": "qwen3"} | {key: value for key, value in shape.items() if key in CONFIG_KEYS}
+    (shared_folder / "config.json").write_text(json.dumps(config))
     (shared_folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # no tensors
     arguments = ("run", "tests/train/tiny.yaml", "--cluster", "dev", "--nodes", "2", "--name", "failing", FOUR)
     done = cluster.ftkit(*arguments, f"model.weights={shared_folder}", expect=9)
-    assert "are of another shape than model.architecture" in done.stderr
+    assert "of the model's parameters are not in" in done.stderr
     shown = cluster.ftkit("status", "failing").stdout
     assert "TrainingError" in shown
-    assert "are of another shape than model.architecture" in shown
+    assert "of the model's parameters are not in" in shown
     assert "Traceback" not in shown
     assert cluster.status("failing")["state"] == "failed"
 

@@ -138,6 +138,12 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_and_says_so(layout: RunLa
         newest_loaded(layout, world)
 
 
+def test_checkpoints_of_other_data_are_refused(layout: RunLayout, world: World) -> None:
+    engine: Any = OneWeight()
+    with pytest.raises(TrainingError, match="trained on data the data, but the prepared data is the data@5"):
+        load_newest(engine, layout, world, "the data@5")
+
+
 def test_a_run_without_checkpoints_begins(tmp_path: Path, world: World) -> None:
     engine: Any = OneWeight()
     assert load_newest(engine, RunLayout(tmp_path), world, DATA) is None

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
+from ftkit.files import parse_json
+from ftkit.planning.plan import PREPARATION_VERSION
 from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
@@ -22,6 +24,7 @@ from ftkit.runs.records import (
     VerificationRecord,
     read_records,
 )
+from ftkit.train.components.checkpoint import MARKER, Marker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +43,13 @@ def test_a_run_learns_and_records_each_stage(finished_run: Any) -> None:
     assert [record.when for record in finished_run.records(EvaluationRecord)] == ["before", "after"]
     (verification,) = finished_run.records(VerificationRecord)
     assert verification.checks["units"] == "3"
+
+
+def test_checkpoints_know_the_version_that_prepared_their_data(finished_run: Any) -> None:
+    plan = finished_run.plan
+    (folder,) = [folder for step, folder in plan.layout.list_checkpoints() if step == 20]
+    progress = parse_json((folder / MARKER).read_bytes(), Marker).progress
+    assert progress.fingerprint == f"{plan.fingerprint}@{PREPARATION_VERSION}"
 
 
 @pytest.mark.oldest

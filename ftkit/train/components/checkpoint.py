@@ -48,7 +48,7 @@ class DamagedCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a run continues from besides weights and optimizer states: steps done, and the fingerprint of its data."""
+    """What a run continues from besides weights and optimizer states: steps done, and the identity of its data."""
 
     step: int
     fingerprint: str

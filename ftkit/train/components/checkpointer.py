@@ -256,8 +256,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 # --- Loading -------------------------------------------------------------------------------------
 
 
-def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: str) -> TrainState | None:
+def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> TrainState | None:
     """Load the newest undamaged checkpoint; None if none was ever written. Collective: every rank must call it.
+
+    `data` is the identity of the prepared data.
 
     Raises:
         TrainingError: all checkpoints are damaged, or the newest undamaged one belongs to other data.
@@ -269,10 +271,11 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, fingerprint: st
             log.warning("checkpoint %s is damaged (%s): trying the one before it", folder.name, damage)
             damaged.append(f"{folder.name} ({damage})")
             continue
-        if marker.progress.fingerprint != fingerprint:
+        if marker.progress.fingerprint != data:
             raise TrainingError(
-                f"{folder} was trained on data {marker.progress.fingerprint}, the plan is for {fingerprint}",
-                fix="start a new run for new data",
+                f"{folder} was trained on data {marker.progress.fingerprint}, but the prepared data is {data}",
+                meaning="the data was deleted and prepared anew by another version of ftkit, which makes other packs",
+                fix="resume with the version of ftkit that the run began with, or start a new run",
             )
         _load(engine, folder)
         return marker.progress

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -79,6 +81,15 @@ def test_the_second_of_two_that_prepare_the_same_yields(tmp_path: Path) -> None:
             quick.write_manifest(MANIFEST)
         slow.write_manifest(DataManifest("other", 4, 1, 1, 3, 2, 0, 0, 0, 3))
     assert PreparedData(tmp_path / "f").read_manifest() == MANIFEST
+
+
+def test_data_prepared_anew_by_another_version_is_told_from_what_a_plan_s_fingerprint_meant(tmp_path: Path) -> None:
+    folder, anew = PreparedData(tmp_path), replace(MANIFEST, preparation_version=7)
+    folder.write_manifest(MANIFEST)
+    before = json.loads(folder.manifest_path.read_text())
+    del before["preparation_version"]  # as manifests were
+    folder.manifest_path.write_text(json.dumps(before))
+    assert (folder.read_manifest().identity, anew.identity) == ("f", "f@7")
 
 
 def test_data_that_is_not_prepared_says_what_to_do(tmp_path: Path) -> None:

@@ -17,7 +17,16 @@ from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluste
 from ftkit.config.request import Origins, RunRequest
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.planning.estimates.parameters import count_model
-from ftkit.planning.plan import RunPlan, count_steps, fingerprint, plan_from_json, plan_model, plan_run, plan_to_json
+from ftkit.planning.plan import (
+    PREPARATION_VERSION,
+    RunPlan,
+    count_steps,
+    fingerprint,
+    plan_from_json,
+    plan_model,
+    plan_run,
+    plan_to_json,
+)
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
@@ -377,10 +386,12 @@ def test_steps_follow_from_epochs_once_the_packs_are_known() -> None:
     assert count_steps(DEMO.training, None) == DEMO.training.max_steps
 
 
-def test_the_fingerprint_changes_with_what_changes_the_packs_and_nothing_else() -> None:
+def test_the_fingerprint_changes_with_what_changes_the_packs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     same = print_of(demo("training.learning_rate=1", "training.global_batch_size=64"), "")
     assert same == print_of(DEMO, "")
     for other in ("training.sequence_length=128", "data.source.seed=9", "data.train_on=all"):
         assert print_of(demo(other), "") != same
     assert print_of(DEMO, "files changed") != same
     assert print_of(demo("model.architecture.vocab_size=5000"), "") != same
+    monkeypatch.setattr("ftkit.planning.plan.PREPARATION_VERSION", PREPARATION_VERSION + 1)
+    assert print_of(DEMO, "") != same
