@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ftkit.cli.terminal.console import Terminal
+    from ftkit.config.settings import Settings
     from ftkit.launch.resolve import RunArgs
     from ftkit.planning.layout import Workspace
     from ftkit.runs.find import RunFolder
@@ -27,14 +28,7 @@ RUN_HELP = (
     "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, or 'last'."
 )
 
-_RUN_OPTIONS = (
-    click.argument("words", metavar="[RECIPE] [KEY.PATH=VALUE]...", nargs=-1, shell_complete=complete_recipe),
-    click.option(
-        "--image",
-        metavar="NAME:TAG",
-        shell_complete=complete_image,
-        help="Training image: one that 'ftkit images' lists, a .sqsh or .sif file, or HOST/PATH:TAG in a registry.",
-    ),
+_PLACEMENT_OPTIONS = (
     click.option("--nodes", "num_nodes", metavar="N", type=click.IntRange(min=1), help="Number of nodes."),
     click.option("--gpus-per-node", metavar="N", type=click.IntRange(min=1), help="GPUs per node; one process each."),
     click.option(
@@ -43,6 +37,16 @@ _RUN_OPTIONS = (
         shell_complete=complete_cluster,
         help="A profile of 'ftkit clusters'.",
     ),
+)
+_RUN_OPTIONS = (
+    click.argument("words", metavar="[RECIPE] [KEY.PATH=VALUE]...", nargs=-1, shell_complete=complete_recipe),
+    click.option(
+        "--image",
+        metavar="NAME:TAG",
+        shell_complete=complete_image,
+        help="Training image: one that 'ftkit images' lists, a .sqsh or .sif file, or HOST/PATH:TAG in a registry.",
+    ),
+    *_PLACEMENT_OPTIONS,
     click.option("--name", metavar="NAME", help="Name of the run; default: the recipe's name."),
 )
 
@@ -61,7 +65,16 @@ run_argument = click.argument("reference", metavar="RUN", shell_complete=complet
 
 def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the arguments that select what to run and where."""
-    for decorate in reversed(_RUN_OPTIONS):
+    return _decorated(function, _RUN_OPTIONS)
+
+
+def placement_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that select where to run."""
+    return _decorated(function, _PLACEMENT_OPTIONS)
+
+
+def _decorated(function: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    for decorate in reversed(options):
         function = decorate(function)
     return function
 
@@ -96,6 +109,13 @@ def job_environment(hf_token_file: Path | None) -> dict[str, str]:
             environment.pop(variable, None)
         environment["HF_TOKEN_PATH"] = str(hf_token_file)
     return environment
+
+
+def current_settings() -> Settings:
+    """Return the settings, without what the command line adds."""
+    from ftkit.config.settings import load_settings
+
+    return load_settings(Context.here()).settings
 
 
 def current_workspace() -> Workspace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit import __version__
@@ -19,7 +20,6 @@ from ftkit.images.verify import manifest_if_intact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.planning.plan import RunPlan
@@ -81,6 +81,8 @@ def require_same_image(plan: RunPlan, terminal: Terminal) -> None:
     """
     facts = check_image(plan, terminal)
     recorded = read_json_if_valid(plan.layout.manifest, dict[str, Any]) or {}
+    if Path(str(recorded.get("container_image"))).suffix != Path(str(plan.container_image)).suffix:
+        facts.pop("image_sha256", None)  # another cluster's format: the same image in another file
     differing = [name for name, value in facts.items() if recorded.get(name, value) != value]
     if differing:
         name = differing[0]

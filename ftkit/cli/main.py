@@ -28,7 +28,7 @@ _SECTIONS = {
     "Train": (
         LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and follow it."),
         LazyCommand("plan", "ftkit.cli.plan", "Preview a run and check that it fits."),
-        LazyCommand("resume", "ftkit.cli.resume", "Submit a run again; it continues from its newest checkpoint."),
+        LazyCommand("resume", "ftkit.cli.resume", "Continue a run from its newest checkpoint."),
         LazyCommand("cancel", "ftkit.cli.cancel", "Cancel a run."),
     ),
     "Inspect": (

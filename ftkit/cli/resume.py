@@ -1,4 +1,4 @@
-"""`ftkit resume`: submit a run again."""
+"""`ftkit resume`: continue a run, as it was planned or in another place."""
 
 from __future__ import annotations
 
@@ -6,41 +6,106 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, follow_option, get_run, hf_token_option, job_environment, run_argument
+from ftkit.cli.arguments import (
+    RUN_HELP,
+    current_settings,
+    follow_option,
+    get_run,
+    hf_token_option,
+    job_environment,
+    placement_options,
+    run_argument,
+)
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ftkit.launch.resume import ResumeArgs, ResumedPlan
+    from ftkit.planning.plan import RunPlan
+
 
 @click.command(
     "resume",
     cls=ExamplesCommand,
-    short_help="Submit a run again; it continues from its newest checkpoint.",
-    examples=("ftkit resume last", "ftkit resume demo --no-follow"),
-    help=f"""Submit a run's own script again; the run continues from its newest checkpoint.
+    short_help="Continue a run from its newest checkpoint.",
+    examples=(
+        "ftkit resume last",
+        "ftkit resume demo --no-follow",
+        "ftkit resume demo --gpus-per-node 1 training.log_every_steps=5",
+    ),
+    help=f"""Submit a run again; it continues from its newest checkpoint.
 
     {RUN_HELP}
+
+    With options, the run is planned anew: on other nodes, or on another cluster that sees the same workspace. Model,
+    data, global batch and seed stay, so it consumes the packs that it would have consumed. KEY.PATH=VALUE changes a
+    value of the recipe: more steps, logging, checkpoints and evaluation pass; a change that changes the result needs
+    '--allow KEY'.
     """,
 )
 @run_argument
+@click.argument("overrides", metavar="[KEY.PATH=VALUE]...", nargs=-1)
+@placement_options
+@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit, in Slurm's words: 2-00:00:00.")
+@click.option("--allow", "allowed", metavar="KEY", multiple=True, help="A key that may change the result.")
 @hf_token_option
 @follow_option
-def command(reference: str, *, hf_token_file: Path | None, follow: bool) -> None:
+@click.pass_obj
+def command(  # noqa: PLR0913 - one for each option
+    typed: list[str],
+    /,
+    reference: str,
+    overrides: tuple[str, ...],
+    *,
+    num_nodes: int | None,
+    gpus_per_node: int | None,
+    cluster: str | None,
+    time_limit: str | None,
+    allowed: tuple[str, ...],
+    hf_token_file: Path | None,
+    follow: bool,
+) -> None:
     """Submit a run again."""
     from ftkit.cli.image_check import require_same_image
     from ftkit.cli.run import report_submission
     from ftkit.launch.jobs import read_resumable_plan, resume
     from ftkit.launch.preflight import check_trackers
+    from ftkit.launch.resume import ResumeArgs
     from ftkit.runs.records import RecordTail
 
     terminal, environment = Terminal(), job_environment(hf_token_file)
+    if wrong := [word for word in overrides if "=" not in word]:
+        raise click.UsageError(f"expected KEY.PATH=VALUE after the run, got '{wrong[0]}'", click.get_current_context())
+    if time_limit:
+        overrides = (*overrides, f"resources.time_limit='{time_limit}'")
+    args = ResumeArgs(num_nodes, gpus_per_node, cluster, overrides, allowed)
     layout = get_run(reference).layout
     tail = RecordTail(layout.metrics, skips_old=True)  # follow shows only what this job writes
-    plan = read_resumable_plan(layout)
-    for warning in check_trackers(plan, environment):
+    plan, changed = read_resumable_plan(layout), None
+    if args.asks_for_changes:
+        changed = _replan(plan, args, terminal)
+    for warning in check_trackers(changed.plan if changed else plan, environment):
         terminal.warn(warning)
-    require_same_image(plan, terminal)
-    run = resume(plan, environment)
+    require_same_image(changed.plan if changed else plan, terminal)
+    run = resume(plan, environment, ["ftkit", *typed], changed)
     report_submission(run, terminal, does_follow=follow, tail=tail)
+
+
+def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan:
+    """Plan the run anew, and say what differs."""
+    from ftkit.config.context import Context
+    from ftkit.config.image_reference import parse_image
+    from ftkit.launch.resume import replan
+
+    settings, ctx = current_settings(), Context.here()
+    image = parse_image(settings.image, ctx.project) if settings.image else None
+    changed = replan(plan, args, ctx, image)
+    for warning in changed.warnings:
+        terminal.warn(warning)
+    new = changed.plan.batch
+    facts = [(change.key, f"{change.before} → {change.after}") for change in changed.changes]
+    batch = f"{new.micro_batch_size} × {changed.plan.placement.world_size} processes × {new.accumulation_steps}"
+    terminal.facts([*facts, ("global batch", f"{new.global_batch_size} packs ({batch})")], is_data=False)
+    return changed

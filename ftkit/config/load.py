@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from pydantic import BaseModel
 
@@ -28,7 +28,7 @@ from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from ftkit.config.context import Context
 
@@ -62,6 +62,19 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
     below = _read_extended("recipe", path, ctx)
     layers = _over(typed, below.without(("model",)) if names_model else below)
     return Loaded(_with_absolute_paths(validate(RecipeSpec, layers), layers), layers)
+
+
+def override_recipe(recipe: Mapping[str, Any], overrides: Iterable[str]) -> Loaded[RecipeSpec]:
+    """Lay `key.path=value` overrides over the values of a recipe that was read before, and check the whole.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    typed = Layers()
+    for override in overrides:
+        typed = _model_over(parse_override(override), typed)
+    layers = _over(typed, Layers(dict(recipe)))
+    return Loaded(validate(RecipeSpec, layers), layers)
 
 
 def load_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> RecipeSpec:

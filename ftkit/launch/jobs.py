@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError
-from ftkit.files import atomic_folder, write_json
+from ftkit.files import atomic_folder, write_file, write_json
 from ftkit.launch.observe import observe
 from ftkit.launch.preparation import needs_preparation
+from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.launch.slurm import UncertainSubmitError
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, plan_to_json, read_plan
 from ftkit.process import ProgramTimeoutError
 from ftkit.runs.lease import current_holder, revoke
+from ftkit.runs.manifest import add_submission
+from ftkit.runs.records import EndRecord, read_last_record
 from ftkit.runs.states import RunState
 from ftkit.runs.submission import Submission, SubmittedRun, read_submission, write_submission
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from ftkit.launch.resume import ResumedPlan
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.states import Observation
 
@@ -104,29 +109,70 @@ def _is_same(first: Path, second: Path) -> bool:
         return False
 
 
-def resume(plan: RunPlan, environment: Mapping[str, str]) -> SubmittedRun:
-    """Submit a run's script again; training goes on from the newest checkpoint.
+def resume(
+    plan: RunPlan,
+    environment: Mapping[str, str],
+    command: Sequence[str] = (),
+    changed: ResumedPlan | None = None,
+) -> SubmittedRun:
+    """Submit a run again; training continues from the newest checkpoint.
+
+    Args:
+        plan: the run's.
+        environment: variables of the jobs.
+        command: what was typed, for the manifest.
+        changed: the plan to continue by, whose script is submitted; the run's own script and plan if null.
 
     Raises:
-        SubmitError: the run goes on already, or there is nothing left to do; or as `submit`.
+        SubmitError: the run is not over, or there is nothing left to do; or as `submit`, and then the run's own plan
+            and script are still in place.
     """
-    layout = plan.layout
+    layout, new = plan.layout, changed.plan if changed else plan
     submission = read_submission(layout)
     if submission:
-        _check_it_ended(SubmittedRun(layout, submission))
+        _check_it_ended(SubmittedRun(layout, submission), new)
     elif holder := current_holder(layout):  # Slurm took the job, although it seemed not to
         raise SubmitError(
             f"{plan.id} is trained already, by {holder}: two jobs must not train in one folder",
             fix="end that job first (Slurm's list of yours: squeue --me), or let it end",
         )
+    script = render_job(new) if changed else None
+    needs_work = needs_preparation(new, environment)
+    preparation = render_preparation(new) if changed and needs_work else None
     revoke(layout)  # nobody trains any more: the next job need not find that out by watching
     ended = [layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state]
     if submission:
         ended += [layout.job_exit_code(submission.job_id), layout.job_stop_request(submission.job_id)]
     for path in ended:
         path.unlink(missing_ok=True)
-    has_preparation = layout.preparation_script.is_file() and needs_preparation(plan, environment)
-    return _submit(plan, environment, has_preparation=has_preparation, earlier=submission)
+    with _restored_if_refused(layout.plan, layout.script, layout.preparation_script, layout.manifest):
+        if script is not None:
+            write_file(layout.plan, plan_to_json(new).encode())
+            write_file(layout.script, script.encode())
+        if preparation is not None:
+            write_file(layout.preparation_script, preparation.encode())
+        add_submission(
+            new, command, {each.key: (each.before, each.after) for each in changed.changes} if changed else {}
+        )
+        has_preparation = needs_work and layout.preparation_script.is_file()
+        return _submit(new, environment, has_preparation=has_preparation, earlier=submission)
+
+
+@contextmanager
+def _restored_if_refused(*paths: Path) -> Iterator[None]:
+    """Write files back as they were if the block raises, unless there may be a job that reads them."""
+    former = {path: path.read_bytes() if path.is_file() else None for path in paths}
+    try:
+        yield
+    except UncertainSubmitError:
+        raise
+    except BaseException:
+        for path, content in former.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_file(path, content)
+        raise
 
 
 def _submit(
@@ -147,10 +193,13 @@ def _submit(
     return SubmittedRun(plan.layout, submission)
 
 
-def _check_it_ended(run: SubmittedRun) -> None:
+def _check_it_ended(run: SubmittedRun, plan: RunPlan) -> None:
     seen = observe(run)
-    if seen.state is RunState.COMPLETED:
-        raise SubmitError(f"{run.id} is completed: there is nothing left to do", fix="start a new run")
+    if seen.state is RunState.COMPLETED and not _has_steps_left(plan):
+        raise SubmitError(
+            f"{run.id} is completed: there is nothing left to do",
+            fix=f"start a new run, or train this one for longer: ftkit resume {run.id} training.max_steps=N",
+        )
     is_lost = seen.state is RunState.UNKNOWN and run.submission.scheduler == "slurm"
     if not seen.is_final and not is_lost:
         reason = f" ({seen.reason})" if seen.reason else ""
@@ -158,6 +207,12 @@ def _check_it_ended(run: SubmittedRun) -> None:
             f"{run.id} is {seen.state}{reason}: two jobs must not train in one folder",
             fix=f"watch it with 'ftkit status {run.id} --follow', or end it first with 'ftkit cancel {run.id}'",
         )
+
+
+def _has_steps_left(plan: RunPlan) -> bool:
+    """Whether a run whose training came to its end is now planned to take more steps."""
+    end = read_last_record(plan.layout.metrics)
+    return isinstance(end, EndRecord) and plan.num_steps is not None and plan.num_steps > end.step
 
 
 def cancel(run: SubmittedRun) -> Observation | None:

@@ -16,9 +16,10 @@ from ftkit import process
 from ftkit.errors import FtkitError, TrainingError, redact_command
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.planning.plan import plan_to_json
+from ftkit.runs.summary import list_checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ftkit.planning.plan import RunPlan
 
@@ -28,17 +29,66 @@ _IMAGE = Path("/opt/ftkit")
 
 def build_manifest(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, Any]:
     """Return what manifest.json holds of a run that is about to be submitted."""
-    recipe = plan.recipe
     return {
         "run": plan.id,
         "created": plan.created.isoformat(),
         "command": redact_command(command, os.environ),
-        "ftkit": {"version": plan.ftkit_version, "git": _own_commit()},
         "project": {"folder": str(project), "git": git_commit(project)},
+        **_describe_plan(plan),
+        "submissions": [_describe_submission(plan, command, {})],
+    }
+
+
+def add_submission(plan: RunPlan, command: Sequence[str], changes: Mapping[str, tuple[Any, Any]]) -> None:
+    """Add another submission of a run to its manifest, which then says what its newest plan says.
+
+    Nothing is written if the run has no manifest that can be read.
+
+    Args:
+        plan: the plan from now on.
+        command: what was typed.
+        changes: the values that differ from the plan so far: before, and after.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    values = read_json_if_valid(plan.layout.manifest, dict[str, Any])
+    earlier = None if values is None else values.get("submissions", [])
+    if values is None or not isinstance(earlier, list):
+        return
+    submission = _describe_submission(plan, command, changes)
+    write_json(plan.layout.manifest, {**values, **_describe_plan(plan), "submissions": [*earlier, submission]})
+
+
+def _describe_submission(
+    plan: RunPlan, command: Sequence[str], changes: Mapping[str, tuple[Any, Any]]
+) -> dict[str, Any]:
+    place, checkpoints = plan.placement, list_checkpoints(plan.layout)
+    return {
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "command": redact_command(command, os.environ),
+        "ftkit": {"version": ftkit.__version__, "git": _own_commit()},
+        "cluster": plan.cluster.name,
+        "num_nodes": place.num_nodes,
+        "processes_per_node": place.processes_per_node,
+        "device": place.device,
+        "container_image": plan.container_image,
+        "from_step": checkpoints[-1][0] if checkpoints else 0,
+        "changes": {key: {"before": before, "after": after} for key, (before, after) in changes.items()},
+    }
+
+
+def _describe_plan(plan: RunPlan) -> dict[str, Any]:
+    """Return what the manifest copies from the plan."""
+    recipe = plan.recipe
+    return {
+        "ftkit": {"version": plan.ftkit_version, "git": _own_commit()},
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "plan_sha256": hashlib.sha256(plan_to_json(plan).encode()).hexdigest(),
         "recipe": recipe.name,
+        "resolved_recipe": recipe.model_dump(mode="json"),
         "model": recipe.model.model_dump(include={"weights", "revision", "requested_revision", "source", "adapter"}),
         "cluster": plan.cluster.name,
         "image": plan.image,

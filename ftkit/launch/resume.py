@@ -1,0 +1,258 @@
+"""Plan a run anew from where it stopped: other nodes, another cluster, other values of its recipe.
+
+Model, data, and the format of the checkpoints stay. The order of the data follows from the seed and the global batch,
+so a run that keeps both consumes the same packs at any number of processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from ftkit import __version__
+from ftkit.config.image_reference import NamedImage, parse_image
+from ftkit.config.layers import COMMAND_LINE, Layers
+from ftkit.config.load import load_image, override_recipe, read_cluster
+from ftkit.config.request import Origins, RunRequest
+from ftkit.config.yaml_files import parse_override
+from ftkit.errors import ConfigError, NotFoundError, Problem
+from ftkit.files import read_json_if_valid
+from ftkit.launch.resolve import detect_hardware, resolve_image_link
+from ftkit.planning.layout import DataLayout
+from ftkit.planning.plan import RunPlan, plan_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.context import Context
+    from ftkit.config.image import ImageSpec
+    from ftkit.config.image_reference import AnyImage
+
+_CHANGEABLE = ("training", "evaluation", "tracking", "profile", "resources")
+_FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length", "optimizer", "engine"))
+"""No checkpoint of the run can be loaded with another value."""
+_LENGTHS = ("training.max_steps", "training.num_epochs")
+_HARMLESS = (
+    "evaluation.*",
+    "profile.*",
+    "resources.*",
+    "tracking.*",
+    *(
+        f"training.{key}"
+        for key in (
+            "activation_checkpointing",
+            "activation_offload",
+            "checkpoint_every_steps",
+            "collectives",
+            "keep_checkpoints",
+            "log_every_steps",
+            "micro_batch_size",
+            "reshard_after_forward",
+        )
+    ),
+)
+"""They change what is recorded, or speed and memory, but not what the optimizer sees."""
+
+
+@dataclass(frozen=True)
+class ResumeArgs:
+    """What was typed after `ftkit resume RUN`.
+
+    Args:
+        overrides: `key.path=value`, the time limit among them.
+        allowed: keys that may change although it changes the result.
+    """
+
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
+    cluster: str | None = None
+    overrides: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
+
+    @property
+    def asks_for_changes(self) -> bool:
+        """Whether the run is to continue in another way than it was planned."""
+        return self != ResumeArgs()
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that differs from the run's earlier plan."""
+
+    key: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class ResumedPlan:
+    """A plan made anew, what differs in it, and what the user should know of that."""
+
+    plan: RunPlan
+    changes: tuple[Change, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImage | None = None) -> ResumedPlan:
+    """Plan a run anew with the same id, model, and data.
+
+    Args:
+        plan: the run's.
+        args: what is to change.
+        ctx: where cluster profiles are searched for.
+        default_image: of the settings, for a run that had no container so far.
+
+    Raises:
+        ConfigError: with all changes that are refused, or all reasons why the new plan is impossible.
+        NotFoundError: there is no such cluster.
+    """
+    _check_sections(args)
+    known = _values(plan)
+    loaded = override_recipe(known, args.overrides)
+    recipe = loaded.spec
+    changes = [
+        Change(key, _value(known, key), _value(recipe.model_dump(mode="json", include=set(_CHANGEABLE)), key))
+        for key in _typed_keys(args)
+    ]
+    cluster, origins = plan.cluster, Layers()
+    if args.cluster:
+        site = read_cluster(args.cluster, ctx)
+        cluster, origins = detect_hardware(site.spec, ctx.environment), site.layers
+    image = _image(plan, cluster, ctx, default_image)
+    if str(image or "") != (plan.image or ""):
+        changes.append(Change("image", plan.image, None if image is None else str(image)))
+    _check_changes([change for change in changes if change.before != change.after], args)
+    prepared = read_json_if_valid(DataLayout(plan.data_directory).manifest, dict[str, Any]) or {}
+    request = RunRequest(
+        name=plan.name,
+        num_nodes=args.num_nodes or plan.placement.num_nodes,
+        gpus_per_node=args.gpus_per_node or (None if args.cluster else plan.placement.processes_per_node),
+        image=image,
+        image_is_explicit=False,
+        workspace=plan.workspace,
+        python=plan.python,
+        created=plan.created,
+        suffix=plan.id.rpartition("-")[2],
+        num_packs=prepared.get("num_train_packs"),
+        model=plan.recipe.model,
+        origins=Origins(recipe=loaded.layers, cluster=origins),
+    )
+    new = plan_run(recipe, cluster, _definition(image, ctx), request, ftkit_version=__version__)
+    new = replace(new, id=plan.id, fingerprint=plan.fingerprint)  # prepared data is not prepared again
+    is_same_file = (cluster.runtime, cluster.image_format) == (plan.cluster.runtime, plan.cluster.image_format)
+    if is_same_file and new.image == plan.image:
+        new = replace(new, container_image=plan.container_image)
+    else:
+        new = resolve_image_link(new)
+    changes += _placement_changes(plan, new)
+    kept = tuple(change for change in changes if change.before != change.after)
+    return ResumedPlan(new, kept, tuple(_warnings(kept, new)))
+
+
+def _values(plan: RunPlan) -> dict[str, Any]:
+    """Return the recipe with what `auto` stood for left open again: another cluster may need other values."""
+    recipe = plan.recipe
+    values = recipe.model_dump(mode="json", include=set(_CHANGEABLE))
+    values["training"] |= dict.fromkeys(plan.execution.chosen, "auto") | {"engine": plan.engine.name}
+    return {name: getattr(recipe, name) for name in type(recipe).model_fields} | values
+
+
+def _typed_keys(args: ResumeArgs) -> list[str]:
+    """Return the keys that were typed, each once, down to single values."""
+    keys = [key for override in args.overrides for key in _leaves(parse_override(override).values)]
+    return list(dict.fromkeys(keys))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    value: Any = values
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _check_sections(args: ResumeArgs) -> None:
+    """Refuse what no checkpoint of the run could continue with, before the recipe is checked as a whole."""
+    _raise(
+        Problem(COMMAND_LINE, key, "can't change in a run that is resumed: its checkpoints are of the former value.",
+                "Start a new run; 'model: run:NAME' continues from what this one has trained.")
+        for key in _typed_keys(args)
+        if key.partition(".")[0] not in _CHANGEABLE or _matches(key, _FIXED)
+    )  # fmt: skip
+
+
+def _check_changes(changes: Sequence[Change], args: ResumeArgs) -> None:
+    changed = {change.key for change in changes}
+    refused = [
+        Problem(COMMAND_LINE, change.key, f"changes the result: from {change.before!r} to {change.after!r}.",
+                f"Leave it out; or accept that the run is not the same: --allow {change.key}")
+        for change in changes
+        if change.key not in args.allowed and not _is_harmless(change)
+    ]  # fmt: skip
+    unused = [
+        Problem(COMMAND_LINE, f"--allow {key}", "allows a change that was not asked for.", "Leave it out.")
+        for key in args.allowed
+        if key not in changed
+    ]
+    _raise([*refused, *unused])
+
+
+def _raise(problems: Iterator[Problem] | Sequence[Problem]) -> None:
+    if found := list(problems):
+        raise ConfigError(found)
+
+
+def _is_harmless(change: Change) -> bool:
+    if change.key in _LENGTHS:
+        return isinstance(change.before, int) and isinstance(change.after, int) and change.after > change.before
+    return _matches(change.key, _HARMLESS)
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _image(plan: RunPlan, cluster: ClusterProfile, ctx: Context, default: AnyImage | None) -> AnyImage | None:
+    """Return the image to continue in: the run's own, or the first that is set, for a run that had none."""
+    if cluster.runtime == "none":
+        return None
+    name = plan.image or plan.recipe.image
+    return parse_image(name, ctx.project) if name else default
+
+
+def _definition(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
+    """Read the definition of an image. The run's image may be one whose definition is not here any more."""
+    try:
+        return load_image(image.reference, ctx) if isinstance(image, NamedImage) else None
+    except NotFoundError:
+        return None
+
+
+def _placement_changes(old: RunPlan, new: RunPlan) -> list[Change]:
+    return [
+        Change("cluster", old.cluster.name, new.cluster.name),
+        Change("nodes", old.placement.num_nodes, new.placement.num_nodes),
+        Change("processes per node", old.placement.processes_per_node, new.placement.processes_per_node),
+        Change("device", old.placement.device, new.placement.device),
+    ]
+
+
+def _warnings(changes: Sequence[Change], plan: RunPlan) -> Iterator[str]:
+    training = plan.recipe.training
+    for change in changes:
+        if change.key in _LENGTHS and training.schedule != "constant":
+            yield (
+                f"{change.key} changes from {change.before} to {change.after}: the {training.schedule} schedule of the "
+                "learning rate is stretched over all steps, so its next value is higher than the last one was"
+            )
+        elif change.key == "image" or (change.key.startswith("training.") and not _is_harmless(change)):
+            yield f"{change.key} changes from {change.before} to {change.after}: this run can't be repeated as one run"

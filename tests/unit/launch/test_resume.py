@@ -1,0 +1,120 @@
+"""Plans made anew for runs that continue in another way."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.config.context import Context
+from ftkit.errors import ConfigError, SubmitError
+from ftkit.launch.jobs import resume
+from ftkit.launch.resume import ResumeArgs, replan
+from ftkit.planning.plan import plan_from_json, plan_to_json, read_plan
+from ftkit.runs.manifest import build_manifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import FakePrograms, RunMaker
+
+    from ftkit.planning.plan import RunPlan
+
+
+@pytest.fixture
+def ctx(tmp_path: Path) -> Context:
+    return Context(tmp_path, tmp_path / "user", {})
+
+
+def refusal(plan: RunPlan, args: ResumeArgs, ctx: Context) -> str:
+    with pytest.raises(ConfigError) as caught:
+        replan(plan, args, ctx)
+    return " ".join(map(str, caught.value.problems))
+
+
+def test_another_number_of_processes_keeps_everything_that_the_optimizer_sees(plan: RunPlan, ctx: Context) -> None:
+    read = plan_from_json(plan_to_json(plan), "plan.json")
+    changed = replan(read, ResumeArgs(gpus_per_node=4), ctx)
+    new = changed.plan
+    assert (new.id, new.fingerprint, new.created) == (plan.id, plan.fingerprint, plan.created)
+    assert (new.placement.world_size, new.batch.accumulation_steps) == (4, 1)
+    assert new.batch.global_batch_size == plan.batch.global_batch_size
+    assert new.recipe.training.model_dump(exclude={"engine"}) == plan.recipe.training.model_dump(exclude={"engine"})
+    assert (new.recipe.model, new.recipe.data) == (plan.recipe.model, plan.recipe.data)
+    assert [change.key for change in changed.changes] == ["processes per node"]
+
+
+def test_a_plan_that_chose_the_micro_batch_chooses_it_anew(plan: RunPlan, ctx: Context) -> None:
+    for chosen in (("micro_batch_size",), ("activation_checkpointing",), ()):
+        left_open = replace(plan, execution=replace(plan.execution, chosen=chosen))
+        assert replan(left_open, ResumeArgs(gpus_per_node=4), ctx).plan.execution.chosen == chosen
+
+
+def test_another_cluster_brings_its_own_profile(plan: RunPlan, ctx: Context, tmp_path: Path) -> None:
+    folder = tmp_path / "clusters"
+    folder.mkdir()
+    text = "name: ours\nextends: slurm\nruntime: none\ngpus_per_node: 4\ngpu: h100-80gb\npartition: gpu\n"
+    (folder / "ours.yaml").write_text(text)
+    changed = replan(plan, ResumeArgs(None, 4, "ours", ("resources.time_limit=02:00:00",)), ctx)
+    new = changed.plan
+    assert (new.cluster.partition, new.placement.device, new.placement.world_size) == ("gpu", "cuda", 4)
+    assert {change.key for change in changed.changes} >= {"cluster", "device", "resources.time_limit"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["training.max_steps=500", "training.log_every_steps=1", "evaluation.every_steps=7", "training.keep_checkpoints=9"],
+)
+def test_harmless_changes_pass(override: str, plan: RunPlan, ctx: Context) -> None:
+    changed = replan(plan, ResumeArgs(overrides=(override,)), ctx)
+    assert [change.key for change in changed.changes] == [override.partition("=")[0]]
+    assert bool(changed.warnings) == ("max_steps" in override)  # the cosine schedule is stretched
+
+
+@pytest.mark.parametrize(
+    "override", ["training.learning_rate=1e-9", "training.seed=9", "training.max_steps=300", "training.num_epochs=2"]
+)
+def test_changes_of_the_result_need_to_be_allowed_by_name(override: str, plan: RunPlan, ctx: Context) -> None:
+    key = override.partition("=")[0]
+    assert f"--allow {key}" in refusal(plan, ResumeArgs(overrides=(override,)), ctx)
+    changed = replan(plan, ResumeArgs(overrides=(override,), allowed=(key,)), ctx)
+    assert key in " ".join(changed.warnings)
+
+
+@pytest.mark.parametrize("override", ["model.weights=a/b", "data.too_long=drop", "training.method=lora", "name=x"])
+def test_what_no_checkpoint_fits_is_refused_even_if_it_is_allowed(override: str, plan: RunPlan, ctx: Context) -> None:
+    key = override.partition("=")[0]
+    assert "can't change" in refusal(plan, ResumeArgs(overrides=(override,), allowed=(key,)), ctx)
+
+
+def test_a_key_that_is_allowed_but_not_changed_is_a_mistake(plan: RunPlan, ctx: Context) -> None:
+    assert "not asked for" in refusal(plan, ResumeArgs(num_nodes=1, allowed=("training.seed",)), ctx)
+
+
+def test_a_batch_that_does_not_divide_is_refused_as_in_a_new_run(plan: RunPlan, ctx: Context) -> None:
+    assert "global_batch_size" in refusal(plan, ResumeArgs(gpus_per_node=3), ctx)
+
+
+def test_a_refused_submission_leaves_plan_script_and_manifest_as_they_were(
+    make_run: RunMaker, programs: FakePrograms, ctx: Context
+) -> None:
+    layout = make_run(job_id="1").layout
+    plan = read_plan(layout)
+    layout.manifest.write_text(json.dumps(build_manifest(plan, ["ftkit", "run"], ctx.project)))
+    files = (layout.plan, layout.script, layout.manifest)
+    before = [path.read_bytes() for path in files]
+    changed = replan(plan, ResumeArgs(gpus_per_node=4), ctx)
+    programs.answer("squeue")
+    programs.answer("sbatch", stderr="sbatch: error: invalid partition specified: x\n", code=1)
+    with pytest.raises(SubmitError, match="invalid partition"):
+        resume(plan, os.environ, ["ftkit", "resume"], changed)
+    assert [path.read_bytes() for path in files] == before
+    programs.answer("sbatch", "2\n")
+    resume(plan, os.environ, ["ftkit", "resume"], changed)
+    assert read_plan(layout) == changed.plan
+    first, second = json.loads(layout.manifest.read_text())["submissions"]
+    assert (first["processes_per_node"], second["processes_per_node"]) == (plan.placement.processes_per_node, 4)
+    assert second["changes"] == {"processes per node": {"before": plan.placement.processes_per_node, "after": 4}}
