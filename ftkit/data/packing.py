@@ -23,8 +23,8 @@ WINDOW_TOKENS = 8 << 20
 _MIN_PACKS_OF_WINDOW = 128
 _FULL = 0.995
 """A pack less full than this waits for the documents of the next window."""
-_MAX_WAITING = 0.25
-"""Part of a window that may wait."""
+_MAX_WAITING = 0.5
+"""Part of a window that may wait. With documents of up to a whole pack, a quarter costs 0.3 % of the room."""
 
 
 def assign_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:

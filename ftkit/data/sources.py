@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ftkit.config.paths import is_address
 from ftkit.config.sources import FilesSource, GeneratedSource, HubSource, MixtureSource
 from ftkit.data.files import RawRow, count_rows, find_files, read_file
-from ftkit.data.tasks import malware_analysis, text_to_sql
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -318,6 +317,8 @@ def _whole(number: int, files: _Files) -> Iterator[SourceRow]:
 
 
 def _generate(source: GeneratedSource) -> Iterator[SourceRow]:
+    from ftkit.data.tasks import malware_analysis, text_to_sql  # noqa: PLC0415 - a plan of other data needs neither
+
     task: text_to_sql.TextToSql | malware_analysis.MalwareAnalysis
     match source.generator:
         case "text-to-sql":

@@ -19,7 +19,6 @@ from ftkit.data.chat_templates import check_tokenizer_folder
 from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, peek_rows
-from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.data_files import data_files, local_paths, stat_path
 from ftkit.planning.estimates.gpus import GPUS
@@ -152,9 +151,11 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
             num_bad += 1
             if num_bad > recipe.data.skip_bad:
                 raise
-    for row in rows[-1:] if recipe.evaluation.sql_execution else ():  # of the held-out file, where there is one
-        with errors_at(row):
-            read_question(row.columns)
+    if rows and recipe.evaluation.sql_execution:
+        from ftkit.data.tasks.sql_score import read_question  # noqa: PLC0415 - only these recipes need it
+
+        with errors_at(rows[-1]):  # of the validation file, where there is one
+            read_question(rows[-1].columns)
     return []
 
 
