@@ -252,6 +252,46 @@ TEXT_MODEL_TYPES: Mapping[str, str] = {
 """The `model_type` of the text model within a multimodal one, where config.json leaves it to the class."""
 
 
+UNPACKED = frozenset(
+    [
+        "afmoe",
+        "bailing_hybrid",
+        "bamba",
+        "bart",
+        "bert-generation",
+        "bigbird_pegasus",
+        "biogpt",
+        "blenderbot",
+        "blenderbot-small",
+        "bloom",
+        "deepseek_v4",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "inkling2_text",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "mamba",
+        "mamba2",
+        "marian",
+        "mbart",
+        "minimax",
+        "mpt",
+        "mvp",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    ]
+)
+"""Families whose packed documents were seen to see each other (docs/reference/families.md), at least without kernels of
+other packages: `data.packing: auto` then trains padded rows."""
+
+
 def family_of(model_type: str) -> Family:
     """Return what is known of a family; of one that is not in the table, by its name, whether it has experts."""
     return FAMILIES.get(model_type) or (_UNKNOWN_MIXTURE if "moe" in model_type else _UNKNOWN)

@@ -13,13 +13,14 @@ from ftkit.config.recipe import RecipeSpec
 from ftkit.config.sources import GeneratedSource
 from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import Problem
-from ftkit.families import MEASURED
+from ftkit.families import MEASURED, UNPACKED
 from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.parameters import count_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ftkit.config.data import Packing
     from ftkit.config.image import ImageSpec
     from ftkit.config.model import ArchitecturePlan, CountSource, ModelPlan
     from ftkit.config.request import RunRequest
@@ -306,8 +307,17 @@ _ESTIMATED: dict[CountSource, str] = {
 }
 
 
-def find_notes(shape: ArchitecturePlan, cluster: ClusterProfile, image: ImageSpec | None) -> Iterator[str]:
-    """Return what is possible, but not as sure as the rest of the plan."""
+def find_notes(
+    shape: ArchitecturePlan, cluster: ClusterProfile, image: ImageSpec | None, packing: Packing
+) -> Iterator[str]:
+    """Return what is possible, but not as sure or as fast as the rest of the plan."""
+    if packing == "off":
+        yield "data.packing is 'off': each document is a padded row of its own, which is slower than predicted"
+    elif shape.family in UNPACKED:
+        yield (
+            f"'{shape.family}' keeps packed documents apart only with kernels of other packages, if at all: if the "
+            "check before step 1 finds that it does not, each document becomes a padded row, slower than predicted"
+        )
     if shape.is_measured:
         return
     counts = count_model(shape)

@@ -175,7 +175,7 @@ def plan_run(
         image=str(request.image) if request.image and cluster.runtime != "none" else None,
         container_image=_container_image(cluster, request),
         python=request.python if cluster.runtime == "none" else "python3",
-        notes=(*_notes(setup, cluster, memory), *find_notes(shape, cluster, image)),
+        notes=(*_notes(setup, cluster, memory), *find_notes(shape, cluster, image, recipe.data.packing)),
         execution=execution,
     )
 

@@ -292,6 +292,15 @@ def test_kernels_that_can_have_no_effect_are_refused() -> None:
     assert "no effect with engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
 
 
+def test_the_plan_says_where_documents_may_become_padded_rows() -> None:
+    def notes(*overrides: str) -> str:
+        return "\n".join(plan(demo(*overrides)).notes)
+
+    assert "padded row" not in notes()
+    assert "data.packing is 'off': each document is a padded row" in notes("data.packing=off")
+    assert "'lfm2' keeps packed documents apart only with" in notes("model.architecture.family=lfm2")
+
+
 def test_fp8_is_refused_where_it_can_have_no_effect() -> None:
     a100 = A4.model_copy(update={"gpu": "a100-80gb"})
     on_a100 = problems(load_recipe("olmo3-7b-full", HERE, ["training.precision=fp8"]), a100)
