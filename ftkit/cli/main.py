@@ -31,6 +31,10 @@ _SECTIONS = {
         LazyCommand("resume", "ftkit.cli.resume", "Continue a run from its newest checkpoint."),
         LazyCommand("cancel", "ftkit.cli.cancel", "Cancel a run."),
     ),
+    "Try": (
+        LazyCommand("chat", "ftkit.cli.chat", "Talk to a trained model."),
+        LazyCommand("generate", "ftkit.cli.generate", "Generate completions for prompts, as JSON Lines."),
+    ),
     "Inspect": (
         LazyCommand("runs", "ftkit.cli.runs", "List runs, newest first."),
         LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),

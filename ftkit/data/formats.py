@@ -237,10 +237,11 @@ def _conversation(system: str | None, prompt: str, completion: str) -> Conversat
     return Conversation(messages, num_prompt=len(before) + 1)
 
 
-def read_prompt(columns: Mapping[str, Any], form: PromptCompletionFormat) -> Conversation:
+def read_prompt(columns: Mapping[str, Any], form: PromptCompletionFormat | JinjaFormat) -> Conversation:
     """Return the turns before the assistant's, for the model to answer."""
-    before = (Message("system", _fill(form.system, columns, "system")),) if form.system else ()
-    return Conversation((*before, Message("user", _fill(form.prompt, columns, "prompt"))))
+    fill = _render if isinstance(form, JinjaFormat) else _fill
+    before = (Message("system", fill(form.system, columns, "system")),) if form.system else ()
+    return Conversation((*before, Message("user", fill(form.prompt, columns, "prompt"))))
 
 
 def _fill(template: str, columns: Mapping[str, Any], key: str) -> str:

@@ -56,6 +56,9 @@ def commands(block: Block) -> list[str]:
 DEMO = "ftkit run demo"
 STOPPED = ("echo stopped >$MACHINE/outcome", "! ftkit run demo", "echo completed >$MACHINE/outcome")
 
+TRAINED = (DEMO, "$REAL_PYTHON $CHECKOUT/tests/commands/write_export.py $(ls -d /shared/runs/*)")
+PROMPTS = """echo '{"prompt": "How many pets are there?"}' >prompts.jsonl"""
+
 BEFORE_PAGE = {"when-something-fails": STOPPED}
 """What was done before somebody reads a page."""
 
@@ -103,6 +106,8 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "push": IMPORTED[:1],
     "import": IMPORTED[:1],
     "verify": IMPORTED,
+    "chat": TRAINED,
+    "generate": (*TRAINED, PROMPTS),
 }
 """What is there before a command is of use."""
 

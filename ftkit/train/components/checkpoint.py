@@ -16,6 +16,7 @@ import os
 import pathlib
 import pickle
 import time
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -173,13 +174,16 @@ def check_index(folder: Path, marker: Marker) -> None:
 def read_state(state: dict[str, Any], folder: Path) -> None:
     """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size.
 
-    Every rank must call it.
+    Every rank must call it, where there is a process group.
 
     Args:
         state: holds nothing but tensors.
         folder: the checkpoint.
     """
-    state_dict_loader.load(state, storage_reader=_Reader(folder), planner=_TensorsAlone())
+    with warnings.catch_warnings():
+        # One process alone reads a checkpoint to try it, and has no process group.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        state_dict_loader.load(state, storage_reader=_Reader(folder), planner=_TensorsAlone())
 
 
 def read_index(folder: Path) -> Metadata:

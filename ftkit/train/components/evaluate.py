@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -98,19 +99,14 @@ class Evaluator:
             raise TypeError("the plan's checks let only prompt-completion data through")
         renderer = ChatRenderer.of(self.tokenizer, self.plan.recipe.data.template_options)
         prompts = [renderer.render(read_prompt(example, form), open_turn=True) for example in examples]
-        encoded = self.tokenizer(
-            prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
-        ).to(self.world.device)
-        config = self.generation.greedy(self.tokenizer, max_new_tokens)
         with generation_attention(model.hf_model):
-            output = model(
-                compute=CausalLM.generate,
-                input_ids=encoded["input_ids"],
-                attention_mask=encoded["attention_mask"],
-                generation_config=config,
+            answers = self.generation.complete(
+                partial(model, compute=CausalLM.generate),
+                self.tokenizer(prompts, add_special_tokens=False)["input_ids"],
+                self.generation.greedy(self.tokenizer, max_new_tokens),
+                self.world.device,
                 synced_gpus=self.world.size > 1,
             )
-        answers = output[:, encoded["input_ids"].shape[1] :].tolist()
         texts: list[str] = self.tokenizer.batch_decode(
             [self.generation.up_to_end(answer) for answer in answers], skip_special_tokens=True
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ftkit.data.encoding import find_answer_end
@@ -12,7 +13,7 @@ from ftkit.files import write_json
 from ftkit.model_folder import GENERATION_FILE, read_end_tokens, read_generation_config
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 
@@ -66,6 +67,37 @@ class Generation:
         """Return the tokens of a completion before its end token; in a batch, padding follows shorter ones."""
         ends = (index for index, token in enumerate(answer) if token in self.end_tokens)
         return answer[: next(ends, len(answer))]
+
+    def complete(
+        self,
+        generate: Callable[..., torch.Tensor],
+        prompts: Sequence[Sequence[int]],
+        config: GenerationConfig,
+        device: torch.device,
+        **options: Any,
+    ) -> list[list[int]]:
+        """Return the completion of each prompt, with its end token if it has one.
+
+        Args:
+            generate: as transformers' `generate`: int64 [B, T] to [B, T + new].
+            prompts: tokens; shorter ones are padded on the left, so that all of them end where generation begins.
+            config: how to decode.
+            device: of the model.
+            options: for `generate`.
+        """
+        length = max(len(prompt) for prompt in prompts)
+        padding = 0 if config.pad_token_id is None else config.pad_token_id
+        rows = [[padding] * (length - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        output = generate(
+            input_ids=torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            generation_config=config,
+            **options,
+        )
+        answers: list[list[int]] = output[:, length:].tolist()
+        whole = [self.up_to_end(answer) for answer in answers]
+        return [answer[: len(text) + 1] for answer, text in zip(answers, whole, strict=True)]
 
     def save(self, folder: Path) -> None:
         """Write `generation_config.json`, also settings of the hub that transformers refuses to write."""

@@ -1,0 +1,82 @@
+"""What commands share that try a model: which one, how it generates, and whether this machine can."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftkit.cli.arguments import current_workspace
+from ftkit.cli.shell_completion import complete_run
+from ftkit.errors import PrerequisiteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.cli.terminal.console import Terminal
+    from ftkit.evaluate.load import LoadedModel
+    from ftkit.evaluate.source import ModelSource, Target
+
+MODEL_HELP = (
+    "RUN is a run as other commands take it: its export, or its newest checkpoint where there is none. RUN@STEP is the "
+    "checkpoint after a step, RUN@0 the model before training. MODEL is a folder (./model) or a hub id (org/model)."
+)
+
+model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run)
+_DECODING_OPTIONS = (
+    click.option(
+        "--max-new-tokens", metavar="N", type=click.IntRange(min=1), default=256, help="Tokens at most (default 256)."
+    ),
+    click.option(
+        "--temperature",
+        metavar="T",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        help="Draw tokens at this temperature; 0, the default, takes the most probable one.",
+    ),
+    click.option("--seed", metavar="N", type=int, default=0, help="Seed of what is drawn (default 0)."),
+)
+
+
+def decoding_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say how tokens are chosen."""
+    for decorate in reversed(_DECODING_OPTIONS):
+        function = decorate(function)
+    return function
+
+
+def find_model(reference: str) -> Target:
+    """Return the model that was typed.
+
+    Raises:
+        PrerequisiteError: a package that runs models is missing here.
+        NotFoundError: there is no such run or model.
+    """
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise PrerequisiteError(
+            f"this command runs a model, and needs packages that are missing here: {', '.join(missing)}",
+            meaning="ftkit was installed without what training needs",
+            fix="pip install 'ftkit[train]'; or type the same command in a job, in the training image of the run: "
+            "it has all packages",
+        )
+    from ftkit.evaluate.source import find_target
+
+    return find_target(reference, current_workspace())
+
+
+def load_model(source: ModelSource, terminal: Terminal) -> LoadedModel:
+    """Load a model on the first GPU, or on the CPU, and say so."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    from ftkit.evaluate.load import default_device
+    from ftkit.evaluate.load import load_model as load
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = default_device()
+    terminal.say(f"loading {source.label} on {'the CPU' if device.type == 'cpu' else device}")
+    return load(source, device)

@@ -1,0 +1,220 @@
+"""Load what was trained for inference, on the CPU or one GPU: an export, adapters, or a checkpoint of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from ftkit.data.store import PreparedData
+from ftkit.data.tokenizers import load_saved_tokenizer
+from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
+from ftkit.evaluate.source import ADAPTER_CONFIG, ModelFolder, TrainedStep, fetch_model
+from ftkit.model_folder import read_generation_config
+from ftkit.train.components.checkpoint import (
+    DamagedCheckpointError,
+    check_index,
+    find_damage,
+    read_marker,
+    read_state,
+    saved_sizes,
+)
+from ftkit.train.components.generation import Generation
+from ftkit.train.dtypes import DTYPES
+from ftkit.train.model.attention import generation_attention
+from ftkit.train.model.build import TextConfig, build_empty, has_random_weights, make_config, read_config
+from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
+from ftkit.train.model.weights import init_weights, load_weights, materialize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transformers import GenerationConfig
+
+    from ftkit.evaluate.source import ModelSource
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for inference.
+
+    Attributes:
+        autocast: makes the context of its computations, where adapters have another dtype than the weights.
+    """
+
+    label: str
+    hf_model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    generation: Generation
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @contextmanager
+    def inference(self) -> Iterator[PreTrainedModel]:
+        """Give the model in the context of its computations: without gradients, with a kernel that takes masks."""
+        with torch.inference_mode(), self.autocast(), generation_attention(self.hf_model):
+            yield self.hf_model
+
+    def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any) -> list[list[int]]:
+        """Return the completion of each prompt in tokens, with its end token if it has one."""
+        with self.inference() as model:
+            generate = cast("Callable[..., torch.Tensor]", model.generate)
+            return self.generation.complete(generate, prompts, config, self.device, **options)
+
+    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
+        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
+        tokens = self.generation.up_to_end(list(completion))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=not is_raw)).strip()
+
+    def is_ended(self, completion: Sequence[int]) -> bool:
+        """Tell whether a completion has its end token."""
+        return bool(completion) and completion[-1] in self.generation.end_tokens
+
+
+def default_device() -> torch.device:
+    """Return the first GPU, or the CPU where there is none."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def load_model(source: ModelSource, device: torch.device) -> LoadedModel:
+    """Load a model.
+
+    Raises:
+        NotFoundError: files are missing.
+        TrainingError: they can't be loaded.
+    """
+    return _load_folder(source, device) if isinstance(source, ModelFolder) else _load_step(source, device)
+
+
+# --- Hugging Face's layout -----------------------------------------------------------------------
+
+
+def _load_folder(source: ModelFolder, device: torch.device) -> LoadedModel:
+    base = _base_of(source) if source.is_adapter else source
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base.folder, dtype="auto", trust_remote_code=False)
+        if source.is_adapter:
+            from peft import PeftModel  # noqa: PLC0415 - takes seconds, and only adapters need it
+
+            model = PeftModel.from_pretrained(model, source.folder).get_base_model()
+        has_tokenizer = (source.folder / "tokenizer_config.json").is_file()
+        tokenizer = load_saved_tokenizer(source.folder if has_tokenizer else base.folder)
+    except Exception as error:  # transformers, peft and safetensors raise errors of their own on odd files
+        raise TrainingError(
+            f"can't load the model {source.label}: {one_line(error)}",
+            meaning="a file is missing or cut short, or it needs another version of transformers or peft",
+            fix="copy or export it again; for a model with custom code, choose another: ftkit never runs it",
+        ) from error
+    generation = Generation.of(tokenizer, base.folder)
+    if source.is_adapter:
+        own = read_generation_config(source.folder).get("eos_token_id")
+        ends = [token for token in (own if isinstance(own, list) else [own]) if token is not None]
+        generation = replace(generation, end_tokens=tuple(dict.fromkeys([*ends, *generation.end_tokens])))
+    return LoadedModel(source.label, model.to(device).eval(), _with_padding(tokenizer), generation, device)
+
+
+def _base_of(source: ModelFolder) -> ModelFolder:
+    stored = json.loads((source.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    name = stored.get("base_model_name_or_path")
+    if not name or name == "random":
+        raise NotFoundError(
+            f"the adapters in {source.folder} do not say which model they are for",
+            meaning="base_model_name_or_path of adapter_config.json is empty: the base model had random weights",
+            fix="try a checkpoint of the run instead: RUN@STEP",
+        )
+    return fetch_model(name, stored.get("revision"))
+
+
+def _with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+# --- Checkpoints ---------------------------------------------------------------------------------
+
+
+def _load_step(source: TrainedStep, device: torch.device) -> LoadedModel:
+    """Build the model as its trainer does, and load the trained weights of a checkpoint into it."""
+    recipe, training = source.plan.recipe, source.plan.recipe.training
+    tokenizer = _tokenizer_of(source)
+    folder = None
+    if has_random_weights(recipe.model):
+        config = TextConfig(make_config(recipe.model.architecture, tokenizer))
+    else:
+        folder = fetch_model(recipe.model.weights, recipe.model.revision).folder
+        config = read_config(folder, recipe.model.architecture)
+    model = cast("PreTrainedModel", build_empty(config.text, "eager"))
+    if training.adapters is not None:
+        prepare_method(model, training, device)
+    materialize(model, device, device)
+    model.tie_weights()
+    with torch.no_grad():
+        if folder is None:
+            init_weights(model, recipe.model.architecture, training.seed)
+        else:
+            load_weights(model, folder)
+        init_adapters(model, training.seed)
+        if recipe.model.adapter is not None:
+            load_adapters(model, Path(recipe.model.adapter), is_wrapped=config.is_wrapped)
+        if source.step:
+            _load_trained(model, source)
+    dtype = DTYPES[training.compute_precision]
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    if training.adapters is None:
+        model.to(dtype)
+    elif training.compute_precision == "bf16":
+        autocast = partial(torch.autocast, device.type, dtype)
+    generation = Generation.of(tokenizer, folder)
+    model.generation_config.eos_token_id = list(generation.end_tokens) or None
+    return LoadedModel(source.label, model.eval(), tokenizer, generation, device, autocast)
+
+
+def _tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the run was trained with: it is beside the prepared data, and in the export."""
+    for folder in (PreparedData(source.plan.data_directory).tokenizer, source.layout.export):
+        if (folder / "tokenizer_config.json").is_file():
+            return load_saved_tokenizer(folder)
+    raise DataError(
+        f"the tokenizer of {source.plan.id} is not there any more",
+        meaning=f"the prepared data in {source.plan.data_directory} was deleted, and there is no export",
+        fix=f"prepare the data again: ftkit resume {source.plan.id}",
+    )
+
+
+def _load_trained(model: torch.nn.Module, source: TrainedStep) -> None:
+    """Fill the trained parameters from a checkpoint of any engine and world size; ZeRO-3's are flat."""
+    folder = source.layout.checkpoint(source.step)
+    try:
+        marker = read_marker(folder, source.step)
+        damage = ", ".join(find_damage(folder, marker, sorted(marker.files)))
+        if not damage:
+            check_index(folder, marker)
+    except DamagedCheckpointError as error:
+        damage = str(error)
+    if damage:
+        raise TrainingError(
+            f"checkpoint {folder} is damaged: {damage}",
+            meaning="the file system lost data, or files were changed or moved",
+            fix="give another step of the run as RUN@STEP",
+        )
+    sizes = saved_sizes(folder, "model.")
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    wrong = [name for name, each in trained.items() if name not in sizes or sizes[name].numel() != each.numel()]
+    if wrong:
+        raise TrainingError(
+            f"checkpoint {folder} is of another model: {', '.join(wrong[:3])}",
+            meaning="the base model's files, or the run's plan, were changed after it was written",
+            fix="restore them, or use the export of the run",
+        )
+    saved = {name: torch.empty(sizes[name], dtype=each.dtype) for name, each in trained.items()}
+    read_state({"model": saved}, folder)
+    for name, parameter in trained.items():
+        parameter.copy_(saved[name].view(parameter.shape))

@@ -1,0 +1,83 @@
+"""Prompts for a model: from rows of a file in any format that is trained on, or from a text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ftkit.config.data import JinjaFormat, PromptCompletionFormat
+from ftkit.data.conversations import Conversation, Message
+from ftkit.data.formats import read_prompt
+from ftkit.data.rendering import ChatRenderer
+from ftkit.data.turns import is_turn, read_tools, read_turns
+from ftkit.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ftkit.config.data import Format
+    from ftkit.evaluate.load import LoadedModel
+
+_TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text")
+_MORE_COLUMNS = ("input", "context")
+"""What belongs to an instruction."""
+_TOOL_COLUMNS = ("tools", "functions")
+
+
+def conversation_of(columns: Mapping[str, Any], form: Format | None) -> Conversation:
+    """Return the turns of a row that the assistant is to answer.
+
+    Args:
+        columns: the row.
+        form: the recipe's format; used where the row has its columns. Otherwise turns, or a column with a prompt.
+
+    Raises:
+        DataError: the row has no prompt.
+    """
+    if isinstance(form, PromptCompletionFormat | JinjaFormat):
+        asked = form.model_copy(update={"completion": form.prompt})
+        if all(name in columns for name in asked.columns):
+            return read_prompt(columns, form)
+    for style in ("openai", "sharegpt"):
+        for name, value in columns.items():
+            if isinstance(value, list) and value and all(is_turn(turn, style) for turn in value):
+                return _open(columns, tuple(read_turns(value, name, style, ())))
+    for name in _TEXT_COLUMNS:
+        if isinstance(columns.get(name), str):
+            more = [str(columns[each]) for each in _MORE_COLUMNS if name == "instruction" and columns.get(each)]
+            return Conversation((Message("user", "\n\n".join([columns[name], *more])),))
+    raise DataError(
+        f"there is no prompt in the columns {', '.join(columns) or '(none)'}",
+        meaning=f"a prompt is a list of turns (messages, conversations), or one of {', '.join(_TEXT_COLUMNS)}",
+        fix='rename a column: each line is e.g. {"prompt": "..."}',
+    )
+
+
+def _open(columns: Mapping[str, Any], messages: tuple[Message, ...]) -> Conversation:
+    """Return the turns up to the last that is not the assistant's, with the row's tools."""
+    end = max((number for number, each in enumerate(messages, start=1) if each.role != "assistant"), default=0)
+    if not end:
+        raise DataError("all turns are the assistant's", fix="add the user's turn before them")
+    schemas = tuple(tool for name in _TOOL_COLUMNS if columns.get(name) for tool in read_tools(columns[name]))
+    return Conversation(messages[:end], schemas)
+
+
+def renderer_of(model: LoadedModel, options: Mapping[str, Any]) -> ChatRenderer:
+    """Return the renderer of a model's chat template.
+
+    Raises:
+        DataError: its tokenizer has none.
+    """
+    if model.tokenizer.chat_template is None:
+        raise DataError(
+            f"the tokenizer of {model.label} has no chat template",
+            meaning="it is a base model: it continues texts, and was not trained on turns",
+            fix="try a model that was trained on conversations",
+        )
+    return ChatRenderer.of(model.tokenizer, options)
+
+
+def encode_prompt(model: LoadedModel, renderer: ChatRenderer, conversation: Conversation) -> list[int]:
+    """Return a prompt's tokens, up to where the assistant begins to speak."""
+    text = renderer.render(conversation, open_turn=True)
+    tokens: list[int] = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens

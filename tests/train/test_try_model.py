@@ -1,0 +1,89 @@
+"""`ftkit generate` and `ftkit chat` on a run that was trained: its export, its checkpoints, and before training."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ftkit.cli.main import main
+from ftkit.data.store import PreparedData
+from ftkit.evaluate.load import LoadedModel, load_model
+from ftkit.evaluate.source import find_target
+from ftkit.planning.layout import Workspace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import Run
+
+QUESTION = "CREATE TABLE pets (name TEXT)\nHow many pets are there?"
+
+
+@pytest.fixture(scope="module")
+def run(finished_run: Run) -> Run:
+    """The finished run under a name that commands find."""
+    return finished_run.copy_to("tried-20261121T090000Z-1a2b")
+
+
+def loaded(run: Run, step: str = "") -> LoadedModel:
+    target = find_target(f"tried{step}", Workspace(run.plan.workspace))
+    return load_model(target.source, torch.device("cpu"))
+
+
+def logits(model: LoadedModel) -> torch.Tensor:
+    tokens = torch.tensor([model.tokenizer(QUESTION)["input_ids"]])
+    with model.inference() as hf_model:
+        found: torch.Tensor = hf_model(input_ids=tokens).logits
+        return found
+
+
+def test_export_and_last_checkpoint_are_one_model_and_the_one_before_training_is_another(run: Run) -> None:
+    export, checkpoint, before = (loaded(run, step) for step in ("", "@20", "@0"))
+    torch.testing.assert_close(logits(export), logits(checkpoint))
+    assert (logits(export) - logits(before)).abs().max() > 0.1
+    assert export.generation.end_tokens == checkpoint.generation.end_tokens
+    assert before.label.endswith("@0")
+
+
+def test_an_interrupted_output_is_continued_and_batches_change_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    prompts, output = PreparedData(run.plan.data_directory).validation_rows, tmp_path / "out.jsonl"
+    words = ["generate", "tried", "--input", str(prompts), "--max-new-tokens", "8"]
+    assert main([*words, "--output", str(output)]) == 0
+    whole = output.read_text()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert [row["sql"] for row in rows] == [json.loads(line)["sql"] for line in prompts.read_text().splitlines()]
+    assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
+    output.write_text("".join(whole.splitlines(keepends=True)[:5]) + '{"half a li')
+    assert main([*words, "--output", str(output), "--batch-size", "1"]) == 0
+    assert output.read_text() == whole
+    assert main(["generate", "tried@0", *words[2:], "--output", str(output)]) == 8  # another model's
+    assert "another model" in capfd.readouterr().err
+
+
+def test_chat_streams_into_a_pipe_what_generate_answers(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    assert main(["generate", "tried", "--input", QUESTION, "--max-new-tokens", "8"]) == 0
+    generated = json.loads(capfd.readouterr().out)["completion"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION.replace("\n", "\\\n") + "\n/exit\n"))
+    assert main(["chat", "tried", "--max-new-tokens", "8"]) == 0
+    assert capfd.readouterr().out.strip() == generated
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert main(["chat", "tried", "--before", "--max-new-tokens", "2"]) == 0
+    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()][:1] == ["before"]
+
+
+def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    assert main(["generate", "tried@7", "--input", "hi"]) == 4
+    assert "its checkpoints: 10, 20" in capfd.readouterr().err
