@@ -25,6 +25,7 @@ from ftkit.cli.terminal.report import (
 from ftkit.errors import EXIT_CODES, RunFailedError
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder, read_entry
+from ftkit.runs.progress import Restart, Silence, list_restarts, measure_silence, seconds_left
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.submission import SubmittedRun
 from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarize
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan  # noqa: TC004 - no pydantic reads this dataclass
 
 _NUM_CHECKPOINTS_SHOWN = 5
+_NUM_RESTARTS_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class _Status:
     seen: Observation
     summary: TrainingSummary
     failure: Failure | None
+    silence: Silence | None
+    restarts: list[Restart]
+    doubts: list[str]
+    """What keeps the run from being repeated exactly."""
 
 
 @click.command(
@@ -78,6 +84,7 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
 def _read(folder: RunFolder) -> _Status:
     from ftkit.launch.observe import observe_all
     from ftkit.planning.plan import PlanError, read_plan
+    from ftkit.runs.manifest import explain_missing_digests
 
     entry, plan, plan_problem = read_entry(folder), None, ""
     if entry.plan:
@@ -94,6 +101,9 @@ def _read(folder: RunFolder) -> _Status:
         seen=seen,
         summary=summarize(folder.layout),
         failure=explain_failure(entry.run, seen) if entry.run else None,
+        silence=measure_silence(folder.layout, seen, plan.recipe.training.log_every_steps if plan else 1, time.time()),
+        restarts=list_restarts(folder.layout),
+        doubts=explain_missing_digests(folder.layout),
     )
 
 
@@ -103,6 +113,7 @@ def _show(status: _Status, terminal: Terminal) -> None:
         ("state", state_cell(status.seen)),
         *_job_facts(status),
         *result_facts(status.summary),
+        *_progress_facts(status),
         *_place_facts(status),
     ]
     terminal.facts(facts, is_data=True)
@@ -135,6 +146,31 @@ def _job_facts(status: _Status) -> list[tuple[str, Cell]]:
     if code:
         is_explained = status.failure and code == status.failure.exit_code
         facts.append(("exit code", f"{code}: {EXIT_CODES[code]}" if is_explained else f"{code} (of the job)"))
+    return facts
+
+
+def _progress_facts(status: _Status) -> list[tuple[str, Cell]]:
+    """Return what is left to do, whether the run stalls, and why it was started again."""
+    facts: list[tuple[str, Cell]] = []
+    left = seconds_left(status.summary)
+    if left is not None and status.seen.state is RunState.RUNNING:
+        facts.append(("left", f"about {duration(left)} at this rate"))
+    silence = status.silence
+    if silence and silence.is_stalled:
+        alive = "its trainer is alive" if silence.is_alive else "its trainer shows no sign of life"
+        facts.append(("stalled", Styled(f"no record for {duration(silence.seconds)}, and {alive}", "red")))
+    shown = status.restarts[-_NUM_RESTARTS_SHOWN:]
+    lines = [
+        f"{age(time.time() - each.time)} ago"
+        + ("" if each.step is None else f", from step {each.step}")
+        + (f", on {each.host}" if each.host else "")
+        + (f": {each.reason}" if each.reason else "")
+        for each in shown
+    ]
+    if lines:
+        facts.append(("restarts", "\n".join([f"{len(status.restarts)}, the newest last", *lines])))
+    if status.doubts:
+        facts.append(("not repeatable", "; ".join(status.doubts)))
     return facts
 
 
@@ -185,6 +221,11 @@ def _as_json(status: _Status) -> dict[str, Any]:
             "engine": plan.engine.name if plan else None,
             "num_steps": summary.last_step.num_steps if summary.last_step else plan and plan.num_steps,
             **{key: asdict(record) if record else None for key, record in vars(summary).items()},
+            "seconds_left": seconds_left(summary) if status.seen.state is RunState.RUNNING else None,
+            "silent_seconds": status.silence.seconds if status.silence else None,
+            "is_stalled": bool(status.silence and status.silence.is_stalled),
+            "restarts": [asdict(restart) for restart in status.restarts],
+            "not_repeatable": status.doubts,
             "checkpoints": [{"step": step, "path": str(path)} for step, path in list_checkpoints(layout)],
             "exit_code": _exit_code(status),
             "error": asdict(status.failure.error) if status.failure and status.failure.error else None,

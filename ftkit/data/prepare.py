@@ -46,6 +46,7 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         return prepared
     with new_prepared_data(prepared.root) as folder:
         manifest = _build(folder, plan, report, num_workers or num_usable_cpus())
+        manifest = replace(manifest, digests=folder.compute_digests())
         folder.write_manifest(manifest)
     if manifest.num_too_long:
         done = {"drop": "left out", "truncate": "cut after their last turn that fits", "split": "split"}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -121,6 +122,8 @@ class DataManifest:
     sources: tuple[SourceStats, ...] = ()
     preparation_version: int = 0
     """Of the code that prepared the data; manifests written before it was recorded have none."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the packs of each split, and of the tokenizer. Data that an earlier version prepared has none."""
 
     @property
     def identity(self) -> str:
@@ -319,9 +322,22 @@ class PreparedData:
         """Write the manifest."""
         write_json(self.manifest_path, manifest)
 
+    def compute_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of the packs of each split and of the tokenizer: over the names and contents of files."""
+        return {folder.name: _digest(folder) for folder in (self.train, self.validation, self.tokenizer)}
+
     def read_validation_rows(self) -> list[dict[str, Any]]:
         """Read the columns of the validation rows."""
         return [row.columns for row in read_json_lines(self.validation_rows)]
+
+
+def _digest(folder: Path) -> str:
+    whole = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        whole.update(f"{content}  {path.relative_to(folder)}\n".encode())
+    return whole.hexdigest()
 
 
 @contextmanager

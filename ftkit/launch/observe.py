@@ -71,15 +71,22 @@ def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Ob
         seen = scheduler_for(name).observe(runs)
     except FtkitError as error:
         for run in runs:
-            states[run.id] = _read_final(run, even_if_old=True) or Observation(
-                RunState.UNKNOWN, is_final=False, reason=error.what
-            )
+            states[run.id] = _read_final(run, even_if_old=True) or _judge_alone(run, error)
         return [error.what]
     for run in runs:
         states[run.id] = _conclude(run, seen.get(run.id))
         if states[run.id].is_final:
             _write_final(run, states[run.id])
     return []
+
+
+def _judge_alone(run: SubmittedRun, error: FtkitError) -> Observation:
+    """Judge a run by its folder, as its scheduler can't be asked."""
+    if holder := current_holder(run.layout):
+        return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since)
+    if _exit_code(run) is not None:
+        return _conclude(run, None)
+    return Observation(RunState.UNKNOWN, is_final=False, reason=error.what)
 
 
 def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:

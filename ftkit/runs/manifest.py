@@ -5,24 +5,31 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ftkit
 from ftkit import process
-from ftkit.errors import FtkitError, TrainingError, redact_command
+from ftkit.config.paths import is_path
+from ftkit.errors import FtkitError, TrainingError, one_line, redact_command
 from ftkit.files import read_json_if_valid, write_json
+from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import plan_to_json
-from ftkit.runs.summary import list_checkpoints
+from ftkit.runs.records import EndRecord, read_last_record
+from ftkit.runs.summary import first_error, list_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ftkit.planning.plan import RunPlan
 
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao", "flash-attn-4")
 _IMAGE = Path("/opt/ftkit")
 """Where an image that ftkit built says what it is."""
 
@@ -135,7 +142,12 @@ def record_start(manifest: Path, image: Path = _IMAGE) -> None:
     earlier = None if values is None else values.get("starts", [])
     if values is None or not isinstance(earlier, list):
         return
-    start = _describe_start(image)
+    layout = RunLayout(manifest.parent)
+    start = _describe_start(image) | {
+        "versions": _installed_versions(),
+        "data": _data_digests(layout, values.get("data_fingerprint")),
+        "after": _explain_restart(layout, earlier),
+    }
     write_json(manifest, {**values, "starts": [*earlier, start]})
     expected, found = values.get("image_lock_sha256"), start["image"].get("lock_sha256")
     if expected and found != expected:
@@ -155,6 +167,78 @@ def _describe_start(image: Path) -> dict[str, Any]:
         "ftkit_version": ftkit.__version__,
         "image": _describe_image(image),
     }
+
+
+def _installed_versions() -> dict[str, str]:
+    """Return the versions of the packages that a run's numbers depend on."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
+
+
+def _data_digests(layout: RunLayout, fingerprint: object) -> dict[str, str]:
+    """Return the digests of packs and tokenizer that preparation left; none if an earlier version prepared them."""
+    data = DataLayout(Workspace(layout.root.parents[1]).data / str(fingerprint))
+    digests = (read_json_if_valid(data.manifest, dict[str, Any]) or {}).get("digests")
+    return digests if isinstance(digests, dict) else {}
+
+
+def _explain_restart(layout: RunLayout, earlier: Sequence[Any]) -> str:
+    """Say why the start before this one ended; later, the errors of its ranks are gone."""
+    if not earlier:
+        return ""
+    last = read_last_record(layout.metrics)
+    if isinstance(last, EndRecord):
+        return {"stopped": "asked to stop", "completed": "completed; more steps were asked for"}[last.outcome]
+    since = earlier[-1].get("time") if isinstance(earlier[-1], dict) else None
+    error = first_error(layout, since=since if isinstance(since, float) else 0.0)
+    if error:
+        return f"rank {error.rank} on {error.host} failed: {error.type}: {one_line(error.message)}"
+    return "ended without an error: killed, or its node was lost"
+
+
+def explain_missing_digests(layout: RunLayout) -> list[str]:
+    """Return what keeps a run from being repeated exactly: everything that its manifest has no digest of."""
+    values = read_json_if_valid(layout.manifest, dict[str, Any])
+    if values is None:
+        return ["there is no manifest"]
+    starts = values.get("starts")
+    last = starts[-1] if isinstance(starts, list) and starts and isinstance(starts[-1], dict) else None
+    return [
+        *_doubts_about_model(values.get("model")),
+        *_doubts_about_code(values),
+        *(_doubts_about_data(last.get("data")) if last else []),
+    ]
+
+
+def _doubts_about_model(model: Any) -> list[str]:
+    weights, revision = (
+        (str(model.get(key)) for key in ("weights", "revision")) if isinstance(model, dict) else ("", "")
+    )
+    if weights == "random" or (not is_path(weights) and re.fullmatch(r"[0-9a-f]{40}", revision)):
+        return []
+    return [f"no digest of the weights in {weights}" if is_path(weights) else "the model's commit is not known"]
+
+
+def _doubts_about_code(values: Mapping[str, Any]) -> list[str]:
+    image = values.get("container_image")
+    if image:
+        has_digest = "sha256" in str(image) or values.get("image_sha256") or values.get("image_id")
+        return [] if has_digest else ["no digest of the image"]
+    doubts = ["no image: packages are those of the machine"]
+    ftkit_code = values.get("ftkit")
+    git = ftkit_code.get("git") if isinstance(ftkit_code, dict) else None
+    if isinstance(git, dict) and git.get("has_uncommitted_changes"):
+        doubts.append("ftkit had uncommitted changes")
+    return doubts
+
+
+def _doubts_about_data(digests: Any) -> list[str]:
+    names = {"train": "data", "tokenizer": "tokenizer"}
+    found = digests if isinstance(digests, dict) else {}
+    return [f"no digest of the {name}" for key, name in names.items() if key not in found]
 
 
 def _describe_image(image: Path) -> dict[str, str]:

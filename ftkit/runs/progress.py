@@ -1,0 +1,108 @@
+"""How a run advances: restarts and why, the time that is left, and whether it has stalled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ftkit.files import read_json_if_valid
+from ftkit.runs.lease import current_holder
+from ftkit.runs.records import EndRecord, StartRecord, StepRecord, read_last_record, read_outline
+from ftkit.runs.states import Observation, RunState
+
+if TYPE_CHECKING:
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.summary import TrainingSummary
+
+_MIN_STALL_SECONDS = 300.0
+"""Clocks of nodes may differ by minutes."""
+_STAGE_STALL_SECONDS = 1800.0
+"""Loading weights, compiling, evaluating and exporting write nothing while they last."""
+_STALLED_STEPS = 10
+"""Records that should have come in the meantime."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A later start of a run's training.
+
+    Attributes:
+        time: when, in seconds since the epoch.
+        step: of the checkpoint that it continued from; None if it did not come so far.
+        job_id: its Slurm job; empty without Slurm.
+        host: of rank 0.
+        reason: why the start before it had ended; empty if nobody wrote it down.
+    """
+
+    time: float
+    step: int | None
+    job_id: str
+    host: str
+    reason: str
+
+
+def list_restarts(layout: RunLayout) -> list[Restart]:
+    """Return all starts of a run's training but the first, oldest first."""
+    records = [record for record in read_outline(layout.metrics) if isinstance(record, StartRecord)]
+    manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
+    listed = manifest.get("starts")
+    starts = [each for each in listed if _is_start(each)] if isinstance(listed, list) else []
+    if not starts:  # a run of an earlier version
+        return [Restart(record.time, record.resumed_from, "", "", "") for record in records[1:]]
+    ends = [*(start["time"] for start in starts[1:]), float("inf")]
+    return [
+        Restart(
+            start["time"],
+            next((record.resumed_from for record in records if start["time"] <= record.time < end), None),
+            str(start.get("job_id", "")),
+            str(start.get("host", "")),
+            str(start.get("after", "")),
+        )
+        for start, end in list(zip(starts, ends, strict=True))[1:]
+    ]
+
+
+def _is_start(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("time"), float)
+
+
+def seconds_left(summary: TrainingSummary) -> float | None:
+    """Return the time of the steps that are left at the speed of the last ones; None if nobody can tell."""
+    last = summary.last_step
+    if last is None or (summary.end and summary.end.time >= last.time):
+        return None
+    return (last.num_steps - last.step) * last.step_seconds
+
+
+@dataclass(frozen=True)
+class Silence:
+    """How long a running job has written no record.
+
+    Attributes:
+        seconds: since the last record.
+        is_stalled: whether that is much longer than the run's own pace explains.
+        is_alive: whether its trainer still renews its lease.
+    """
+
+    seconds: float
+    is_stalled: bool
+    is_alive: bool
+
+
+def measure_silence(layout: RunLayout, seen: Observation, log_every_steps: int, now: float) -> Silence | None:
+    """Return how long a running job has been silent; None if it does not run, or has ended its training.
+
+    Args:
+        layout: of the run.
+        seen: its state.
+        log_every_steps: steps between records.
+        now: in seconds since the epoch.
+    """
+    last = read_last_record(layout.metrics)
+    if seen.state is not RunState.RUNNING or last is None or isinstance(last, EndRecord):
+        return None
+    limit = _STAGE_STALL_SECONDS
+    if isinstance(last, StepRecord):
+        limit = max(_MIN_STALL_SECONDS, _STALLED_STEPS * log_every_steps * last.step_seconds)
+    seconds = max(0.0, now - max(last.time, seen.started or 0.0))
+    return Silence(seconds, seconds > limit, current_holder(layout) is not None)

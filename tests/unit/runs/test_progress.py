@@ -1,0 +1,110 @@
+"""Restarts, the time that is left, and runs that stall."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.runs.manifest import explain_missing_digests, record_start
+from ftkit.runs.progress import list_restarts, measure_silence, seconds_left
+from ftkit.runs.records import RankError, StageRecord, StartRecord, write_rank_error
+from ftkit.runs.states import Observation, RunState
+from ftkit.runs.summary import summarize
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import RunMaker
+
+RUNNING = Observation(RunState.RUNNING, is_final=False)
+
+
+def start(time: float, resumed_from: int) -> StartRecord:
+    return StartRecord(time, 400, resumed_from, 2, "fsdp2", "cpu", 1000, {"torch": "2"})
+
+
+def test_each_restart_says_where_it_continued_and_why_the_start_before_it_ended(
+    make_run: RunMaker, records: Any, tmp_path: Path
+) -> None:
+    run = make_run()
+    layout = run.layout
+    layout.manifest.write_text("{}")
+    none = tmp_path / "no-image"
+    record_start(layout.manifest, none)
+    record_start(layout.manifest, none)  # killed at once
+    records.write(run, records.step(1), records.end("stopped", 1))
+    record_start(layout.manifest, none)
+    begun = json.loads(layout.manifest.read_text())["starts"][-1]["time"]
+    records.write(run, start(begun, 1))
+    error = RankError(begun, 3, "n7", "RuntimeError", "NCCL: unhandled\nsystem error", "", 1)
+    write_rank_error(layout.rank_error(3), error)
+    record_start(layout.manifest, none)
+    assert [(each.step, each.reason) for each in list_restarts(layout)] == [
+        (None, "ended without an error: killed, or its node was lost"),
+        (1, "asked to stop"),
+        (None, "rank 3 on n7 failed: RuntimeError: NCCL: unhandled system error"),
+    ]
+
+
+def test_runs_of_earlier_versions_have_restarts_without_a_reason(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    records.write(run, start(1.0, 0), start(2.0, 10))
+    assert [(each.step, each.reason) for each in list_restarts(run.layout)] == [(10, "")]
+
+
+def test_the_time_that_is_left_follows_from_the_last_steps(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    assert seconds_left(summarize(run.layout)) is None
+    records.write(run, records.step(100, step_seconds=2.0))
+    assert seconds_left(summarize(run.layout)) == 600
+    records.write(run, records.end("stopped", 100))
+    assert seconds_left(summarize(run.layout)) is None
+
+
+@pytest.mark.parametrize(("seconds", "is_stalled"), [(299, False), (301, True)])
+def test_a_run_stalls_if_it_is_silent_for_longer_than_its_pace_explains(
+    seconds: float, is_stalled: bool, make_run: RunMaker, records: Any
+) -> None:
+    run = make_run()
+    records.write(run, records.step(100))
+    silence = measure_silence(run.layout, RUNNING, 10, 110 + seconds)
+    assert silence is not None
+    assert (silence.seconds, silence.is_stalled, silence.is_alive) == (seconds, is_stalled, False)
+
+
+def test_long_steps_and_stages_are_no_stall(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    records.write(run, records.step(100, step_seconds=60.0))
+    slow = measure_silence(run.layout, RUNNING, 10, 110 + 5000)
+    records.write(run, StageRecord(110.0, "evaluating"))
+    stage = measure_silence(run.layout, RUNNING, 10, 110 + 1700)
+    assert slow
+    assert stage
+    assert not slow.is_stalled
+    assert not stage.is_stalled
+    assert measure_silence(run.layout, Observation(RunState.PENDING, is_final=False), 10, 1e6) is None
+
+
+def test_a_run_says_what_it_has_no_digest_of(make_run: RunMaker) -> None:
+    layout = make_run().layout
+    assert explain_missing_digests(layout) == ["there is no manifest"]
+    whole = {
+        "model": {"weights": "a/b", "revision": "a" * 40},
+        "container_image": "/images/x.sqsh",
+        "image_sha256": "1",
+        "starts": [{"data": {"train": "1", "tokenizer": "2"}}],
+    }
+    layout.manifest.write_text(json.dumps(whole))
+    assert explain_missing_digests(layout) == []
+    for change, doubt in {
+        "model": ({"weights": "a/b", "revision": "main"}, "the model's commit is not known"),
+        "image_sha256": (None, "no digest of the image"),
+        "container_image": (None, "no image: packages are those of the machine"),
+        "starts": ([{"data": {"train": "1"}}], "no digest of the tokenizer"),
+    }.items():
+        layout.manifest.write_text(json.dumps(whole | {change: doubt[0]}))
+        assert explain_missing_digests(layout) == [doubt[1]]
+    layout.manifest.write_text(json.dumps({"model": 3, "starts": 7, "ftkit": []}))
+    assert explain_missing_digests(layout)
