@@ -58,6 +58,8 @@ class ClusterProfile(Spec):
     """Model of the GPUs, for memory plans and MFU. Unknown if null."""
     gpus_per_node: PositiveInt
     """GPUs of a node; on `cpu`, processes of a node."""
+    price_per_gpu_hour: PositiveFloat | None = None
+    """What a GPU costs an hour, in the currency of your choice, for predicted costs. Unknown if null."""
     network_gbps: PositiveFloat | None = None
     """Bandwidth of a node's network for GPUs, in Gbit/s, for predicted step times. Unknown if null."""
     max_nodes: PositiveInt | None = None

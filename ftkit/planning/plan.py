@@ -102,6 +102,11 @@ class RunPlan:
         """Predicted time of all steps; None if the GPU or the number of steps is not known yet."""
         return None if self.speed is None or self.num_steps is None else self.num_steps * self.speed.step_seconds
 
+    def cost_of(self, seconds: float) -> float | None:
+        """Return what all GPUs cost in so many seconds, in the profile's currency; None if the price is not known."""
+        price = self.cluster.price_per_gpu_hour
+        return None if price is None else price * self.placement.world_size * seconds / 3600
+
     @property
     def setup(self) -> Setup:
         """What memory and step time are predicted from."""

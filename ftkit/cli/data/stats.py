@@ -71,13 +71,15 @@ def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
     text = plural(epoch["steps"], "step")
     if epoch["seconds"] is not None:
         text += f", {duration(epoch['seconds'])}, {epoch['gpu_hours']:,.1f} GPU hours on {plan.cluster.name}"
+        text += "" if epoch["cost"] is None else f", {epoch['cost']:,.2f} by its price_per_gpu_hour"
     facts.append(("an epoch", f"{text}; {count(stats.num_tokens)} tokens"))
     return facts
 
 
 def _epoch(stats: DataStats, plan: RunPlan) -> dict[str, Any]:
-    """Return the steps of an epoch, and what they take where the plan predicts a step."""
+    """Return the steps of an epoch, and what they take and cost where the plan predicts a step."""
     steps = -(-stats.num_packs // plan.batch.global_batch_size)
     seconds = steps * plan.speed.step_seconds if plan.speed else None
     gpu_hours = None if seconds is None else seconds * plan.placement.world_size / 3600
-    return {"steps": steps, "seconds": seconds, "gpu_hours": gpu_hours}
+    cost = None if seconds is None else plan.cost_of(seconds)
+    return {"steps": steps, "seconds": seconds, "gpu_hours": gpu_hours, "cost": cost}

@@ -132,7 +132,11 @@ def _speed(plan: RunPlan) -> str:
     text = f"about {duration(speed.step_seconds)} a step, {count(each)} tokens/s a GPU ({speed.mfu:.0%} MFU)"
     if speed.bound != "gpu":
         text += f", held up by the {speed.bound}"
-    return text if plan.training_seconds is None else f"{text}; {duration(plan.training_seconds)} in all"
+    if plan.training_seconds is None:
+        return text
+    cost = plan.cost_of(plan.training_seconds)
+    price = "" if cost is None else f", which costs {cost:,.2f} by the profile's price_per_gpu_hour"
+    return f"{text}; {duration(plan.training_seconds)} in all{price}"
 
 
 def _runtime(plan: RunPlan) -> str:

@@ -292,6 +292,16 @@ def test_kernels_that_can_have_no_effect_are_refused() -> None:
     assert "no effect with engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
 
 
+def test_a_run_costs_its_gpus_for_its_time() -> None:
+    recipe = load_recipe("olmo3-7b-full", HERE, ["training.max_steps=100"])
+    priced = plan(recipe, A4.model_copy(update={"price_per_gpu_hour": 4.5}), IMAGE, replace(REQUEST, image=OLMO3))
+    assert priced.training_seconds is not None
+    assert priced.cost_of(priced.training_seconds) == pytest.approx(
+        4.5 * priced.placement.world_size * priced.training_seconds / 3600
+    )
+    assert plan().cost_of(3600) is None
+
+
 def test_the_plan_says_where_documents_may_become_padded_rows() -> None:
     def notes(*overrides: str) -> str:
         return "\n".join(plan(demo(*overrides)).notes)
