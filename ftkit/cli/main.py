@@ -43,6 +43,10 @@ _SECTIONS = {
         LazyCommand("clusters", "ftkit.cli.clusters", "List cluster profiles: where to train."),
         LazyCommand("data", "ftkit.cli.data", "See and check data before it is trained on."),
     ),
+    "Hand over": (
+        LazyCommand("export", "ftkit.cli.export", "Export a checkpoint for transformers, peft or vLLM."),
+        LazyCommand("verify-export", "ftkit.cli.verify_export", "Verify that an export is what was trained."),
+    ),
     "Images": (
         LazyCommand("images", "ftkit.cli.images", "List training images and where each one is."),
         LazyCommand("lock", "ftkit.cli.lock", "Pin an image's packages, with hashes."),

@@ -1,1 +1,1 @@
-"""Try and measure what was trained: load a run or a model, generate, chat, evaluate."""
+"""Try, measure and hand over what was trained: load a run or a model, generate, chat, evaluate, export."""

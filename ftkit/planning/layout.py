@@ -159,6 +159,11 @@ class RunLayout:
         return self.root / "export"
 
     @property
+    def exports(self) -> Path:
+        """What `ftkit export` wrote: a folder for each checkpoint and form."""
+        return self.root / "exports"
+
+    @property
     def stop_request(self) -> Path:
         """A file whose existence asks the trainer to write a checkpoint and stop."""
         return self.root / "stop-requested"

@@ -70,13 +70,14 @@ class BuiltModel:
     """What is known of a built model, besides its weights.
 
     Attributes:
+        pretrained: the folder of the weights that it begins with; None if they are random.
         num_parameters: without adapters.
         expected: what the checks must find once it is sharded.
     """
 
     config: TextConfig
-    class_name: str
     generation: Generation
+    pretrained: Path | None
     num_parameters: int
     expected: ParameterCounts
 
@@ -140,8 +141,8 @@ class Trainer:
         if outcome == "completed":
             self._evaluate(evaluator, engine, num_steps, "after")
             self._stage("exporting the model")
-            parts = ExportedParts(self.plan.recipe, built.config, built.class_name, self.tokenizer, built.generation)
-            export(engine, parts, self.plan.layout.export, self.world)
+            parts = ExportedParts(self.plan.recipe, built.config, self.tokenizer, built.generation, built.pretrained)
+            export(engine, parts, self.plan.layout, num_steps, self.world)
             exported = str(self.plan.layout.export)
         self.trace.begin("")
         self.recorder.write(EndRecord(time.time(), outcome, loop.state.step, training_seconds, exported))
@@ -193,7 +194,7 @@ class Trainer:
         expected = count_method(model, recipe.training)
         if recipe.model.architecture.is_measured:
             expected = method_counts(recipe.model.architecture, recipe.training)
-        built = BuiltModel(config, type(model).__name__, generation, counts.total, expected)
+        built = BuiltModel(config, generation, folder, counts.total, expected)
         prepare_method(model, recipe.training, self.world.device)
 
         def initialize(sharded: nn.Module) -> None:

@@ -103,6 +103,8 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "run": IMPORTED,
     "status": (*ON_SLURM, DEMO),
     "logs": (DEMO,),
+    "export": (DEMO,),
+    "verify-export": ("mkdir my-model",),
     "push": IMPORTED[:1],
     "import": IMPORTED[:1],
     "verify": IMPORTED,

@@ -17,7 +17,9 @@ import pathlib
 import pickle
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +33,7 @@ from ftkit.train.private_apis import checkpoint_index_names
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from torch.distributed.checkpoint.planner import ReadItem
@@ -180,10 +182,14 @@ def read_state(state: dict[str, Any], folder: Path) -> None:
         state: holds nothing but tensors.
         folder: the checkpoint.
     """
+    _read(state, _Reader(folder))
+
+
+def _read(state: dict[str, Any], reader: _Reader) -> None:
     with warnings.catch_warnings():
-        # One process alone reads a checkpoint to try it, and has no process group.
+        # One process alone reads a checkpoint to try or export it, and has no process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        state_dict_loader.load(state, storage_reader=_Reader(folder), planner=_TensorsAlone())
+        state_dict_loader.load(state, storage_reader=reader, planner=_TensorsAlone())
 
 
 def read_index(folder: Path) -> Metadata:
@@ -212,13 +218,67 @@ def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
     }
 
 
+class CheckpointTensors(Mapping[str, torch.Tensor]):
+    """The trained weights of a checkpoint, by the names that they have in the model; each is read when it is asked for.
+
+    In one process, whatever the engine and the world size were: ZeRO-3 writes flat tensors.
+    """
+
+    def __init__(self, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
+        """Read the index.
+
+        Args:
+            folder: the checkpoint.
+            shapes: those of the model's parameters, of which some are trained.
+
+        Raises:
+            DamagedCheckpointError: the index is damaged, or belongs to another model.
+        """
+        self._reader = _Reader(folder)
+        stored = self._reader.read_metadata().state_dict_metadata
+        self._stored = {
+            name.removeprefix(_MODEL): each
+            for name, each in stored.items()
+            if name.startswith(_MODEL) and isinstance(each, metadata.TensorStorageMetadata)
+        }
+        self._shapes = shapes
+        wrong = [
+            name
+            for name, each in self._stored.items()
+            if name not in shapes or each.size.numel() != shapes[name].numel()
+        ]
+        if wrong or not self._stored:
+            raise DamagedCheckpointError(
+                f"{INDEX}: the model has no '{min(wrong)}'" if wrong else f"{INDEX}: no weights"
+            )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        stored = self._stored[name]
+        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+        _read({_MODEL + name: whole}, self._reader)
+        return whole.view(self._shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+_MODEL = "model."
+"""Prefix of the trained weights in a checkpoint: the key of `Engine.state`."""
+
+
 class _Reader(FileSystemReader):
     """torch's reader with our reading of the index. It takes no `kwargs`: torch then tries no other index."""
 
+    @cached_property
+    def _index(self) -> Metadata:
+        return read_index(pathlib.Path(self.path))
+
     def read_metadata(self) -> Metadata:
-        index = read_index(pathlib.Path(self.path))
-        index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-        return index
+        self._index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return self._index
 
 
 class _TensorsAlone(DefaultLoadPlanner):

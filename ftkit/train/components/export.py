@@ -1,69 +1,263 @@
-"""Export the trained model: in Hugging Face's format, or peft's for adapters."""
+"""Export trained weights: in Hugging Face's layout, or peft's for adapters, with a record of what they compute."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import logging
+from collections import ChainMap, defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from huggingface_hub import save_torch_state_dict
+import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.config.recipe import RecipePlan
-from ftkit.files import atomic_folder, mode_of_new_files
+from ftkit.errors import TrainingError, one_line
+from ftkit.files import atomic_folder, mode_of_new_files, write_json
+from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.runs.card import CARD_FILE, model_card, read_license
+from ftkit.train.components.checkpoint import SavedFile
+from ftkit.train.components.export_record import RECORD_FILE, ExportRecord, make_prompts, streamed_logits
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.dtypes import DTYPES
-from ftkit.train.model.build import TextConfig, config_for_export
-from ftkit.train.model.lora import ADAPTER_FILE, peft_config, to_peft_names
+from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
+from ftkit.train.model.lora import (
+    ADAPTER_FILE,
+    AdaptedTensors,
+    MergedTensors,
+    peft_config,
+    prepare_method,
+    to_peft_names,
+)
 from ftkit.train.model.weight_conversion import split_as_stored, wrapped_name, wrapped_targets
+from ftkit.train.model.weights import PretrainedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping, Sequence
 
-    import torch
-
+    from ftkit.config.training import Precision
+    from ftkit.planning.layout import RunLayout
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
+
+log = logging.getLogger(__name__)
+_SHARD_BYTES = 2 * 2**30
+"""A file of weights is held in memory, twice, while it is written."""
 
 
 @dataclass(frozen=True)
 class ExportedParts:
-    """Everything of an exported model besides its weights."""
+    """Everything of an exported model besides its weights.
+
+    Attributes:
+        pretrained: the folder of the weights that training began with; None if they were random.
+    """
 
     recipe: RecipePlan
     config: TextConfig
-    class_name: str
     tokenizer: PreTrainedTokenizerBase
     generation: Generation
+    pretrained: Path | None
 
 
-def export(engine: Engine, parts: ExportedParts, folder: Path, world: World) -> None:
-    """Write weights, configurations and tokenizer into a folder, in the precision of training.
+def export(engine: Engine, parts: ExportedParts, layout: RunLayout, step: int, world: World) -> None:
+    """Write the trained model into the run's export folder, in the precision of training.
 
     Collective: every rank must call it. The folder appears complete, and replaces a former export.
     """
     weights = engine.trained_weights()
     if world.is_first:
-        dtype = DTYPES[parts.recipe.training.compute_precision]
-        converted = {name: _as_stored(tensor, dtype) for name, tensor in weights.items()}
+        exporter = Exporter(parts, build_whole(parts), weights)
+        precision = parts.recipe.training.compute_precision
+        record = exporter.record(layout.root.name, step, precision, merges=False)
+        try:
+            record = exporter.with_logits(record)
+        except Exception as error:  # noqa: BLE001 - of any model's own code, run on a CPU: what was trained is kept
+            log.warning("the export is written, but 'ftkit verify-export' can't check it: %s", one_line(error))
+        folder = layout.export
         with atomic_folder(folder, folder.with_name(f".{folder.name}.partial")) as temporary:
-            if parts.recipe.training.adapters is None:
-                _write_model(split_as_stored(engine.model.hf_model, converted), parts, temporary)
-            else:
-                _write_adapters(converted, parts, temporary)
-            parts.tokenizer.save_pretrained(temporary)
-            parts.generation.save(temporary)
-            _let_others_read(temporary)
+            exporter.write(record, temporary, layout)
     world.barrier()
 
 
-def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def build_whole(parts: ExportedParts) -> PreTrainedModel:
+    """Build the model on the meta device, with its adapters if there are any, and nothing quantized."""
+    model = build_empty(parts.config.text, "eager")
+    training = parts.recipe.training
+    unquantized = {"precision": training.compute_precision, "base_precision": "auto"}
+    if training.adapters is not None:
+        unquantized["method"] = "lora"
+    prepare_method(model, training.model_copy(update=unquantized), torch.device("cpu"))
+    return cast("PreTrainedModel", model)
+
+
+class Exporter:
+    """Writes the weights that a run has trained, one shard at a time, and records what they compute.
+
+    Merged adapters go into the unquantized base in fp32 and are rounded once.
+    """
+
+    def __init__(self, parts: ExportedParts, model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
+        """Take the weights.
+
+        Args:
+            parts: everything else.
+            model: what `build_whole` returned.
+            trained: the trained weights by the model's names; each is read when it is needed.
+        """
+        self._parts, self._model, self._trained = parts, model, trained
+        self._plain = model
+        if parts.recipe.training.adapters is not None:
+            self._plain = cast("PreTrainedModel", build_empty(parts.config.text, "eager"))
+        self._base = None if parts.pretrained is None else PretrainedTensors(self._plain, parts.pretrained)
+
+    def record(self, run: str, step: int, precision: Precision, *, merges: bool) -> ExportRecord:
+        """Return the record of an export, without logits and files."""
+        source = self._parts.recipe.model
+        is_adapters = self._parts.recipe.training.adapters is not None and not merges
+        return ExportRecord(
+            run=run,
+            step=step,
+            kind="adapters" if is_adapters else "model",
+            precision=precision,
+            base=None if self._parts.pretrained is None else source.weights,
+            revision=source.revision,
+            end_tokens=self._parts.generation.end_tokens,
+            prompts=make_prompts(self._parts.tokenizer),
+            trained=None,
+            untrained=None,
+            files={},
+        )
+
+    def with_logits(self, record: ExportRecord) -> ExportRecord:
+        """Compute what the trained weights and the base model say to the prompts of a record."""
+        trained = self._trained
+        if self._parts.recipe.training.adapters is not None:
+            trained = AdaptedTensors(self._need_base(), trained)
+        else:
+            trained = self._with_buffers(trained)
+        untrained = None if self._base is None else streamed_logits(self._plain, self._base, record.prompts)
+        return replace(record, trained=streamed_logits(self._model, trained, record.prompts), untrained=untrained)
+
+    def write(self, record: ExportRecord, folder: Path, layout: RunLayout) -> None:
+        """Write weights, configurations, tokenizer, model card and record into an empty folder."""
+        dtype = DTYPES[record.precision]
+        if record.kind == "adapters":
+            self._write_adapters(dtype, folder)
+        else:
+            self._write_model(dtype, folder)
+        self._parts.tokenizer.save_pretrained(folder)
+        self._parts.generation.save(folder)
+        known = None if self._parts.pretrained is None else read_license(self._parts.pretrained)
+        card = model_card(layout, self._parts.recipe, record.step, record.kind, known)
+        (folder / CARD_FILE).write_text(card, "utf-8")
+        files = {path.name: SavedFile.of(path) for path in sorted(folder.glob("*.safetensors"))}
+        write_json(folder / RECORD_FILE, replace(record, files=files))
+        _let_others_read(folder)
+
+    def _write_model(self, dtype: torch.dtype, folder: Path) -> None:
+        """Write what `AutoModelForCausalLM.from_pretrained` loads: the text model, also of a multimodal one."""
+        lora = self._parts.recipe.training.adapters
+        if lora is not None:
+            weights: Mapping[str, torch.Tensor] = MergedTensors(self._need_base(), self._trained, lora)
+        else:
+            weights = self._with_buffers(self._trained)
+        if missing := sorted({name for name, _ in self._plain.named_parameters()} - weights.keys()):
+            raise TrainingError(
+                f"{len(missing)} of the model's parameters are not there: {', '.join(missing[:3])} …",
+                meaning="the weights of the base model are incomplete, or the checkpoint is of another model",
+                fix="download the base model again",
+            )
+        config = self._parts.config.text
+        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        names = [name for name in weights if name not in tied]
+        write_shards(_as_stored(self._plain, weights, names, dtype), folder)
+        end_tokens = end_token_setting(self._parts.generation.end_tokens)
+        config_for_export(config, type(self._plain).__name__, dtype, end_tokens).save_pretrained(folder)
+
+    def _write_adapters(self, dtype: torch.dtype, folder: Path) -> None:
+        """Write what `PeftModel.from_pretrained` loads on top of the pretrained model, which may be multimodal."""
+        lora, is_wrapped = self._parts.recipe.training.adapters, self._parts.config.is_wrapped
+        if lora is None:
+            raise AssertionError("there are adapters to write, or the whole model is written")
+        name_of = wrapped_name if is_wrapped else str
+        named = to_peft_names({name_of(name): _contiguous(tensor.to(dtype)) for name, tensor in self._trained.items()})
+        save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
+        config = peft_config(lora, base=self._parts.recipe.model.weights)
+        if is_wrapped:
+            config.target_modules = wrapped_targets(lora.targets)
+        config.save_pretrained(str(folder))
+
+    def _with_buffers(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Add the buffers that the pretrained files hold: they are not trained, and in no checkpoint."""
+        if self._base is None:
+            return weights
+        buffers = {name: self._base[name] for name, _ in self._plain.named_buffers() if name in self._base}
+        return ChainMap(cast("Any", weights), buffers)
+
+    def _need_base(self) -> PretrainedTensors:
+        if self._base is None:
+            raise TrainingError(
+                "these adapters were trained on random weights, which are in no file",
+                meaning="the recipe has no pretrained model (model.weights=random)",
+                fix="train adapters on a pretrained model, or all weights: training.method=full",
+            )
+        return self._base
+
+
+def _as_stored(
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], names: Sequence[str], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors as files on the hub hold them, a decoder layer at a time."""
+    layers = find_decoder_layers(model)
+    prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
+    units = defaultdict(list)
+    for name in names:
+        units[next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), name)].append(name)
+    for unit in units.values():
+        whole = {name: _rounded(weights[name], dtype) for name in unit}
+        yield from split_as_stored(model, whole).items()
+
+
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _contiguous(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = _SHARD_BYTES) -> None:
+    """Write safetensors files with an index; only one file's tensors are in memory.
+
+    Args:
+        tensors: contiguous, by the names that they get.
+        folder: where to.
+        shard_bytes: no file has more, unless it has one tensor.
+    """
+    places: dict[str, int] = {}
+    shard: dict[str, torch.Tensor] = {}
+    num_bytes = total = number = 0
+    for name, tensor in tensors:
+        if shard and num_bytes + tensor.nbytes > shard_bytes:
+            save_file(shard, folder / f"{number}.part", metadata={"format": "pt"})
+            shard, num_bytes, number = {}, 0, number + 1
+        shard[name], places[name] = tensor, number
+        num_bytes, total = num_bytes + tensor.nbytes, total + tensor.nbytes
+    save_file(shard, folder / f"{number}.part", metadata={"format": "pt"})
+    if number == 0:
+        (folder / "0.part").rename(folder / WEIGHTS_FILE)
+        return
+    files = [f"model-{one + 1:05d}-of-{number + 1:05d}.safetensors" for one in range(number + 1)]
+    for one, file in enumerate(files):
+        (folder / f"{one}.part").rename(folder / file)
+    index = {"metadata": {"total_size": total}, "weight_map": {name: files[one] for name, one in places.items()}}
+    write_json(folder / WEIGHTS_INDEX, index)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor that owns all of its storage, as safetensors requires.
 
     Where the number of ranks does not divide the rows, a gathered tensor is a view of a larger one.
     """
-    stored = tensor.to(dtype).contiguous()
+    stored = tensor.contiguous()
     return stored if stored.untyped_storage().nbytes() == stored.nbytes else stored.clone()
 
 
@@ -73,27 +267,3 @@ def _let_others_read(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
-
-
-def _write_model(weights: Mapping[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
-    """Write what `AutoModelForCausalLM.from_pretrained` loads: the text model, also of a multimodal one."""
-    config = parts.config.text
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    save_torch_state_dict({name: tensor for name, tensor in weights.items() if name not in tied}, folder)
-    dtype = next(iter(weights.values())).dtype
-    end_tokens = end_token_setting(parts.generation.end_tokens)
-    config_for_export(config, parts.class_name, dtype, end_tokens).save_pretrained(folder)
-
-
-def _write_adapters(weights: dict[str, torch.Tensor], parts: ExportedParts, folder: Path) -> None:
-    """Write what `PeftModel.from_pretrained` loads on top of the pretrained model, which may be multimodal."""
-    lora = parts.recipe.training.adapters
-    if lora is None:
-        raise AssertionError("there are adapters to write, or the whole model is written")
-    name_of = wrapped_name if parts.config.is_wrapped else str
-    named = to_peft_names({name_of(name): tensor for name, tensor in weights.items()})
-    save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
-    config = peft_config(lora, base=parts.recipe.model.weights)
-    if parts.config.is_wrapped:
-        config.target_modules = wrapped_targets(lora.targets)
-    config.save_pretrained(str(folder))

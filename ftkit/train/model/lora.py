@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,7 @@ from ftkit.train.model.weight_conversion import wrapped_name
 from ftkit.train.private_apis import compute_in_input_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import nn
@@ -115,6 +117,60 @@ def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:
         return target not in config.target_modules
 
     return set(filter(is_of_experts, lora.targets))
+
+
+class MergedTensors(Mapping[str, torch.Tensor]):
+    """The weights of a model with its adapters merged into them, in fp32; each is computed when it is asked for.
+
+    LoRA: `W + s B A` with `s = alpha / r` (Hu et al. 2021, section 4.1), or `alpha / sqrt(r)` (rsLoRA). DoRA: each row
+    of that is scaled to the trained magnitude (Liu et al. 2024, equation 5).
+    """
+
+    def __init__(self, base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], lora: LoraSpec) -> None:
+        """Combine them.
+
+        Args:
+            base: unquantized weights, by the names of a model without adapters.
+            adapters: by the names of the model with adapters.
+            lora: how the adapters were made.
+        """
+        self._base, self._adapters, self._lora = base, adapters, lora
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight, module = self._base[name], name.removesuffix("weight")
+        down = self._adapters.get(f"{module}lora_A.{ADAPTER}.weight")
+        if down is None or module == name:
+            return weight
+        up = self._adapters[f"{module}lora_B.{ADAPTER}.weight"]
+        divisor = math.sqrt(self._lora.rank) if self._lora.use_rslora else self._lora.rank
+        merged = torch.addmm(weight.float(), up.float(), down.float(), alpha=self._lora.alpha / divisor)
+        magnitude = self._adapters.get(module + DORA_MAGNITUDE)
+        if magnitude is not None:
+            merged *= (magnitude.float() / torch.linalg.norm(merged, dim=1))[:, None]
+        return merged
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+class AdaptedTensors(Mapping[str, torch.Tensor]):
+    """The weights of a model with adapters, by its names: peft adds a level to those of the base weights."""
+
+    def __init__(self, base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> None:
+        """Combine base weights, by the names of a model without adapters, and adapters."""
+        self._base, self._adapters = base, adapters
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._adapters[name] if is_adapter(name) else self._base[name.replace(".base_layer.", ".")]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._base, *self._adapters))
+
+    def __len__(self) -> int:
+        return len(self._base) + len(self._adapters)
 
 
 def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:

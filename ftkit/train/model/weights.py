@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
 from ftkit.train.model.weight_conversion import TensorSource, map_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel
 
     from ftkit.config.model import ArchitectureSpec, ModelSpec
@@ -82,6 +85,35 @@ def load_weights(model: nn.Module, folder: Path) -> None:
                 wanted[name].load(one.source, one.first)
             else:
                 buffers[name].copy_(one.source[...])
+
+
+class PretrainedTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a folder of pretrained weights, by a model's names; each is read when it is asked for.
+
+    As the files hold them, and only those that the model has; MXFP4 is dequantized.
+    """
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        """Look into the files.
+
+        Args:
+            model: without adapters, maybe on the meta device; only its class and the names of its tensors matter.
+            folder: Hugging Face's layout.
+        """
+        places = {stored: path for path, names in _files(folder).items() for stored in names}
+        known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        self._files = _OpenFiles(places)
+        self._mapped = map_tensors(model, places, known, self._files.read)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        source = self._mapped[name].source
+        return source[:] if len(source.get_shape()) else source[...]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mapped)
+
+    def __len__(self) -> int:
+        return len(self._mapped)
 
 
 class _OpenFiles(ExitStack):

@@ -1,0 +1,94 @@
+"""`ftkit export`: write the weights of a checkpoint for others to load, and verify them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from ftkit import process
+from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, run_argument
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.terminal.console import Terminal
+from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_VERIFICATION_SECONDS = 24 * 3600.0
+
+
+@click.command(
+    "export",
+    cls=ExamplesCommand,
+    short_help="Export a checkpoint for transformers, peft or vLLM.",
+    examples=(
+        "ftkit export last",
+        "ftkit export demo --step best --dtype fp32",
+        "ftkit export demo --step 10 --to ./my-model",
+    ),
+    help=f"""Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
+
+    The folder has all that transformers or peft loads: weights, configuration, tokenizer, chat template, generation
+    settings and a model card. It gets its name only after another process has loaded it, and computes what the trained
+    model does. Prints the folder.
+
+    {RUN_HELP}
+    """,
+)
+@run_argument
+@click.option(
+    "--step", metavar="N|best|last", default="last", show_default=True,
+    help="Checkpoint: a step, the one with the lowest validation loss, or the newest.",
+)  # fmt: skip
+@click.option("--merge", "merges", is_flag=True, help="Merge adapters into the unquantized base model.")
+@click.option(
+    "--dtype", "precision", type=click.Choice(["bf16", "fp32"]), help="Precision of the weights; default: training's."
+)
+@click.option(
+    "--to", "folder", metavar="DIR", type=click.Path(file_okay=False, resolve_path=True, path_type=Path),
+    help="Folder to write; default: one in the run's folder.",
+)  # fmt: skip
+@click.option(
+    "--verify/--no-verify", "verifies", default=True,
+    help="Verify the export (default). It needs 4 bytes of memory per parameter.",
+)  # fmt: skip
+def command(
+    reference: str, *, step: str, merges: bool, precision: str | None, folder: Path | None, verifies: bool
+) -> None:
+    """Export a checkpoint."""
+    terminal, layout = Terminal(), get_run(reference).layout
+    _use_hub_cache()
+    from ftkit.evaluate.export import ExportRequest, export_run
+
+    request = ExportRequest(step, merges, cast("Any", precision), folder)
+    exported = export_run(layout, request, _verifier(terminal) if verifies else None, terminal.say)
+    terminal.data(f"{exported}\n")
+
+
+def _use_hub_cache() -> None:
+    """Look for base models where the jobs have them, unless HF_HOME says otherwise."""
+    os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
+
+
+def _verifier(terminal: Terminal) -> Callable[[Path], None]:
+    def verify(folder: Path) -> None:
+        done = process.run_stoppable(
+            [sys.executable, "-m", "ftkit", "verify-export", str(folder)], timeout_seconds=_VERIFICATION_SECONDS
+        )
+        if done.returncode:
+            what = done.stderr.strip() or EXIT_CODES.get(done.returncode, f"it ended with status {done.returncode}")
+            raise _failed(what)
+        terminal.say(done.stdout.rstrip())
+
+    return verify
+
+
+def _failed(what: str) -> FtkitError:
+    return TrainingError(
+        f"the export was written, but is not what was trained; it was removed\n{what}",
+        fix="if the difference is that of rounding: --dtype fp32",
+    )

@@ -1,0 +1,42 @@
+"""`ftkit verify-export`: verify that an export is what was trained."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from ftkit.cli.arguments import current_workspace, json_option
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.terminal.console import Styled, Terminal
+
+
+@click.command(
+    "verify-export",
+    cls=ExamplesCommand,
+    short_help="Verify that an export is what was trained.",
+    examples=("ftkit verify-export ./my-model",),
+)
+@click.argument(
+    "folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
+)
+@json_option
+def command(folder: Path, *, as_json: bool) -> None:
+    """Load an export by transformers (and peft), and compare it with what was recorded as it was made.
+
+    Its logits equal the trained model's and differ from the base model's, generation stops at each end token, and the
+    chat template renders as in training. Exit code 9 if anything differs.
+    """
+    os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
+    from ftkit.evaluate.verify_export import require_passed, verify_export
+
+    terminal = Terminal()
+    checks = verify_export(folder, terminal.say)
+    if as_json:
+        terminal.json([asdict(check) for check in checks])
+    else:
+        facts = [(check.name, check.found if check.passed else Styled(check.found, "red")) for check in checks]
+        terminal.facts(facts, is_data=True)
+    require_passed(folder, checks)

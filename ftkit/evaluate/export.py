@@ -1,0 +1,203 @@
+"""Export the weights of any checkpoint of a run: in one process, on a CPU, a part of the model at a time."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit.config.paths import is_path
+from ftkit.config.training import Precision
+from ftkit.data.store import PreparedData
+from ftkit.data.tokenizers import load_saved_tokenizer
+from ftkit.errors import NotFoundError, TrainingError, one_line
+from ftkit.files import atomic_folder
+from ftkit.hub import download_weights
+from ftkit.model_folder import check_folder
+from ftkit.planning.layout import Workspace
+from ftkit.planning.plan import read_plan
+from ftkit.runs.records import EvaluationRecord, read_records
+from ftkit.train.components.checkpoint import (
+    CheckpointTensors,
+    DamagedCheckpointError,
+    check_index,
+    find_damage,
+    read_marker,
+)
+from ftkit.train.components.export import ExportedParts, Exporter, build_whole
+from ftkit.train.components.export_record import RECORD_FILE
+from ftkit.train.components.generation import Generation
+from ftkit.train.model.build import TextConfig, has_random_weights, make_config, read_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.planning.layout import RunLayout
+    from ftkit.planning.plan import RunPlan
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export.
+
+    Attributes:
+        step: a step that has a checkpoint; `last`; or `best`, the one with the lowest validation loss.
+        merges: whether adapters are merged into the base model.
+        precision: dtype of the weights; that of training if None.
+        folder: where to; a folder in the run's if None.
+    """
+
+    step: str
+    merges: bool
+    precision: Precision | None
+    folder: Path | None
+
+
+def export_run(
+    layout: RunLayout, request: ExportRequest, verify: Callable[[Path], None] | None, report: Callable[[str], None]
+) -> Path:
+    """Export a checkpoint; return the folder, which gets its name only once `verify` has returned.
+
+    Args:
+        layout: the run's folder.
+        request: what to export.
+        verify: checks a written folder, and raises if it is not what was trained; None: nothing to compare with is
+            recorded either, and the model is never computed.
+        report: called with one line as each stage begins.
+
+    Raises:
+        NotFoundError: there is no such checkpoint, or the base model can't be found.
+        TrainingError: a checkpoint is damaged, or belongs to another model.
+    """
+    plan = read_plan(layout)
+    lora = plan.recipe.training.adapters
+    if request.merges and lora is None:
+        raise TrainingError(
+            "--merge: this run trained all weights, so there are no adapters to merge",
+            fix="leave --merge out: the export is a whole model",
+        )
+    step, checkpoint = choose_checkpoint(layout, request.step)
+    folder = request.folder or _default_folder(layout, step, request)
+    _check_replaceable(folder)
+    report(f"reading the checkpoint of step {step}")
+    _check_checkpoint(checkpoint, step)
+    parts = _load_parts(plan)
+    model = build_whole(parts)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    try:
+        trained = CheckpointTensors(checkpoint, shapes)
+    except DamagedCheckpointError as error:
+        raise _damaged(checkpoint, str(error)) from error
+    exporter = Exporter(parts, model, trained)
+    precision = request.precision or plan.recipe.training.compute_precision
+    record = exporter.record(layout.root.name, step, precision, merges=request.merges)
+    if verify is not None:
+        report("computing logits of the trained model and of its base")
+        record = exporter.with_logits(record)
+    with atomic_folder(folder) as temporary:
+        report(f"writing {folder}")
+        exporter.write(record, temporary, layout)
+        if verify is not None:
+            report("loading the export in another process, and comparing it with the trained model")
+            verify(temporary)
+    return folder
+
+
+def choose_checkpoint(layout: RunLayout, wanted: str) -> tuple[int, Path]:
+    """Return step and folder of the checkpoint that is meant: a step, `last`, or `best`.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    found = dict(layout.list_checkpoints())
+    if not found:
+        raise NotFoundError(
+            f"{layout.root.name} has no checkpoint",
+            meaning="the run has not come to its first one, or its folder was tidied up",
+            fix=f"see its state with 'ftkit status {layout.root.name}'",
+        )
+    there = ", ".join(map(str, found))
+    if wanted == "last":
+        step = max(found)
+    elif wanted == "best":
+        losses = {
+            record.step: record.loss
+            for record in read_records(layout.metrics)
+            if isinstance(record, EvaluationRecord) and record.step in found
+        }
+        if not losses:
+            raise NotFoundError(
+                f"--step best: no checkpoint of {layout.root.name} has a validation loss (there are those of {there})",
+                meaning="validation came at other steps than checkpoints, or there is no validation split",
+                fix="give a step, or 'last'",
+            )
+        step = min(losses, key=lambda step: losses[step])
+    elif wanted.isdecimal() and int(wanted) in found:
+        step = int(wanted)
+    else:
+        raise NotFoundError(
+            f"--step {wanted}: {layout.root.name} has no such checkpoint",
+            meaning=f"there are those of step {there}; older ones were deleted (training.keep_checkpoints)",
+            fix="give one of these steps, 'last' or 'best'",
+        )
+    return step, found[step]
+
+
+def _default_folder(layout: RunLayout, step: int, request: ExportRequest) -> Path:
+    words = [f"step-{step:06d}", *(["merged"] if request.merges else []), *([request.precision or ""])]
+    return layout.exports / "-".join(filter(None, words))
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to replace what is no export."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() and not (folder / RECORD_FILE).is_file():
+        raise NotFoundError(
+            f"--to: there is something else than an export in {folder}",
+            meaning="an export replaces a former one only",
+            fix="give a folder that is not there yet",
+        )
+
+
+def _check_checkpoint(folder: Path, step: int) -> None:
+    try:
+        marker = read_marker(folder, step)
+        damage = ", ".join(find_damage(folder, marker, sorted(marker.files)))
+        check_index(folder, marker)
+    except DamagedCheckpointError as error:
+        damage = str(error)
+    if damage:
+        raise _damaged(folder, damage)
+
+
+def _damaged(folder: Path, damage: str) -> TrainingError:
+    return TrainingError(
+        f"the checkpoint {folder} can't be exported: {one_line(damage)}",
+        meaning="the file system lost data, files were changed or moved, or they belong to another model",
+        fix="export another step: --step N",
+    )
+
+
+def _load_parts(plan: RunPlan) -> ExportedParts:
+    recipe = plan.recipe
+    data = PreparedData(plan.data_directory)
+    data.read_manifest()
+    tokenizer = load_saved_tokenizer(data.tokenizer)
+    folder = None
+    if has_random_weights(recipe.model):
+        config = TextConfig(make_config(recipe.model.architecture, tokenizer))
+    else:
+        folder = _find_base(plan)
+        config = read_config(folder, recipe.model.architecture)
+    generation = Generation.of(tokenizer, folder)
+    return ExportedParts(recipe, config, tokenizer, generation, folder)
+
+
+def _find_base(plan: RunPlan) -> Path:
+    model = plan.recipe.model
+    if is_path(model.weights):
+        check_folder(Path(model.weights))
+        return Path(model.weights)
+    return download_weights(model, os.environ, Workspace(plan.workspace).hub_home)

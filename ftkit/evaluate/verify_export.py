@@ -1,0 +1,212 @@
+"""Verify an export: load it by transformers and peft, and compare what it computes with its record."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+from ftkit.errors import FtkitError, NotFoundError, TrainingError, one_line
+from ftkit.files import DamagedFileError, read_json
+from ftkit.train.components.checkpoint import SavedFile
+from ftkit.train.components.export_record import RECORD_FILE, ExportRecord, render, sample_logits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TOLERANCES = {"fp32": 1e-3, "bf16": 5e-2}
+"""Largest error of logits by the precision of the files: the root of the mean square of the difference to the trained
+model's, relative to the standard deviation of these. Of bf16, numbers have 8 bits: 0.4 %, at each matrix."""
+_CLOSER_THAN_BASE = 0.5
+"""The error may be at most so much of the distance between the trained model and its base."""
+_NUM_TOKENS_BEFORE_END = 3
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that was compared, what came of it, and whether it must not be so."""
+
+    name: str
+    found: str
+    passed: bool
+
+
+def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
+    """Compare an export with its record; return every check, passed or not.
+
+    Args:
+        folder: the export.
+        report: called with one line as each stage begins.
+
+    Raises:
+        NotFoundError: it is no export, or has no record to compare with.
+    """
+    record = read_record(folder)
+    report("reading the files of weights")
+    checks = [_check_files(folder, record)]
+    report("loading the tokenizer")
+    checks += _check_tokenizer(folder, record)
+    report("loading the model")
+    try:
+        checks += _check_model(folder, record)
+    except FtkitError:
+        raise
+    except Exception as error:  # noqa: BLE001 - damaged files make transformers, peft and safetensors raise anything
+        checks.append(Check("loads in transformers", f"{type(error).__name__}: {one_line(error)}", passed=False))
+    return checks
+
+
+def require_passed(folder: Path, checks: list[Check]) -> None:
+    """Raise an error if any check failed.
+
+    Raises:
+        TrainingError: with all that failed.
+    """
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        raise TrainingError(
+            f"{folder} is not what was trained: " + "; ".join(f"{check.name}: {check.found}" for check in failed),
+            meaning="files were changed, renamed or cut short after the export, or a library loads them in another way",
+            fix="export it again with 'ftkit export', and don't serve this one",
+        )
+
+
+def read_record(folder: Path) -> ExportRecord:
+    """Read the record of an export.
+
+    Raises:
+        NotFoundError: there is none that can be used.
+    """
+    missing = NotFoundError(
+        f"{folder} has no {RECORD_FILE} with what the trained model computes",
+        meaning="it is no export of ftkit, an earlier version wrote it, or the model could not be computed",
+        fix="export the run again: ftkit export RUN",
+    )
+    try:
+        record = read_json(folder / RECORD_FILE, ExportRecord)
+    except DamagedFileError as error:
+        raise missing from error
+    if record is None or record.trained is None:
+        raise missing
+    return record
+
+
+def _check_files(folder: Path, record: ExportRecord) -> Check:
+    wrong = []
+    for name, file in record.files.items():
+        try:
+            is_whole = SavedFile.of(folder / name) == file
+        except OSError:
+            is_whole = False
+        wrong += [] if is_whole else [name]
+    extra = {path.name for path in folder.glob("*.safetensors")} - record.files.keys()
+    if wrong or extra:
+        text = f"differ from what was written: {', '.join([*wrong, *sorted(extra)])}"
+        return Check("files of weights", text, passed=False)
+    return Check("files of weights", f"{len(record.files)}, sizes and digests as written", passed=True)
+
+
+def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        differing = []
+        for prompt in record.prompts:
+            text = render(tokenizer, prompt) if prompt.turns else prompt.text
+            tokens = tokenizer(text, add_special_tokens=not prompt.turns)["input_ids"]
+            if text != prompt.text or tuple(tokens) != prompt.tokens:
+                differing.append(text)
+    except Exception as error:  # noqa: BLE001 - templates and damaged files raise anything
+        return [Check("chat template", f"{type(error).__name__}: {one_line(error)}", passed=False)]
+    if differing:
+        text = f"{len(differing)} of {len(record.prompts)} prompts are rendered otherwise than in training"
+        return [Check("chat template", f"{text}: {one_line(differing[0])!r}", passed=False)]
+    return [Check("chat template", f"renders {len(record.prompts)} prompts as in training", passed=True)]
+
+
+def _check_model(folder: Path, record: ExportRecord) -> list[Check]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they warn of, missing adapters for one, is checked below
+        model = _load(folder, record)
+    model.eval()
+    logits, trained = sample_logits(model, record.prompts), record.trained or []
+    error = _distance(logits, trained)
+    tolerance, untrained = TOLERANCES[record.precision], record.untrained
+    checks = []
+    if untrained is not None:
+        effect = _distance(untrained, trained)
+        from_base = _distance(logits, untrained, trained)
+        tolerance = min(tolerance, _CLOSER_THAN_BASE * effect)
+        text = f"differ by {from_base:.2g}, as trained: {effect:.2g}"
+        checks.append(Check("logits and the base model's", text, passed=effect > 0 and from_base > error))
+        if record.kind == "adapters":
+            with model.disable_adapter():
+                base_error = _distance(sample_logits(model, record.prompts), untrained)
+            text = f"logits differ by {base_error:.2g} from those of the base of training"
+            checks.append(Check("base model", text, passed=base_error <= TOLERANCES["fp32"]))
+    text = f"differ by {error:.2g}, tolerance {tolerance:.2g}"
+    checks.append(Check("logits and the trained model's", text, passed=error <= tolerance))
+    return [*checks, _check_end(folder, model, record)]
+
+
+def _load(folder: Path, record: ExportRecord) -> Any:
+    if record.kind == "model":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    from peft import PeftModel  # noqa: PLC0415 - takes seconds, and only adapters need it
+
+    try:
+        base = AutoModelForCausalLM.from_pretrained(record.base, revision=record.revision, dtype=torch.float32)
+    except OSError as error:
+        raise NotFoundError(
+            f"the base model {record.base} can't be loaded: {one_line(error)}",
+            meaning="adapters need it, and it is not on this machine",
+            fix="bring it here, or set HF_HOME to the cache that has it",
+        ) from error
+    return PeftModel.from_pretrained(base, str(folder))
+
+
+def _distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) -> float:
+    """Return the root mean square of the difference, relative to the standard deviation of the last one."""
+    if [len(row) for row in one] != [len(row) for row in other]:
+        return float("inf")
+    first, second, third = (
+        torch.tensor([token for row in rows for token in row]) for rows in (one, other, scale or other)
+    )
+    if first.shape != second.shape:
+        return float("inf")
+    distance = float((first - second).square().mean().sqrt() / third.std())
+    return distance if distance == distance else float("inf")  # noqa: PLR0124 - NaN
+
+
+def _check_end(folder: Path, model: Any, record: ExportRecord) -> Check:
+    """Generate with the exported settings; a completion must end where each end token comes."""
+    if not record.end_tokens:
+        return Check("end of turn", "no token ends a completion, as in training", passed=True)
+    settings = GenerationConfig.from_pretrained(folder)
+    settings.update(max_new_tokens=2 * _NUM_TOKENS_BEFORE_END + 2, do_sample=False, num_beams=1)
+    if settings.pad_token_id is None:
+        settings.pad_token_id = record.end_tokens[0]
+    prompt = torch.tensor([record.prompts[0].tokens])
+    length = prompt.shape[1] + _NUM_TOKENS_BEFORE_END
+    other = next(token for token in range(len(record.end_tokens) + 1) if token not in record.end_tokens)
+    written = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+    missed = [str(end) for end in record.end_tokens if end not in written]  # where the model's own would serve
+    for end in () if missed else record.end_tokens:
+        done = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=settings,
+            # No token is left to chance: the end comes at this length, and nothing that ends before it.
+            prefix_allowed_tokens_fn=lambda _, row, end=end: [end] if len(row) == length else [other],
+        )
+        missed += [] if done.shape[1] == length + 1 else [str(end)]
+    if missed:
+        return Check("end of turn", f"generation does not stop at token {', '.join(missed)}", passed=False)
+    return Check("end of turn", f"generation stops at {', '.join(map(str, record.end_tokens))}", passed=True)

@@ -1,0 +1,129 @@
+"""Exports of any checkpoint, and the proof that an export is what was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ftkit.errors import TrainingError
+from ftkit.evaluate.export import ExportRequest, export_run
+from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
+from ftkit.files import write_json
+from ftkit.train.components.checkpoint import SavedFile
+from ftkit.train.components.export_record import RECORD_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
+
+
+def quiet(_: object) -> None:
+    pass
+
+
+def verify(folder: Path) -> None:
+    require_passed(folder, verify_export(folder, quiet))
+
+
+def export(run: Any, folder: Path, *, step: str = "last", merges: bool = False, precision: Any = "fp32") -> Path:
+    return export_run(run.layout, ExportRequest(step, merges, precision, folder), verify, quiet)
+
+
+def test_the_trainers_own_export_and_one_of_its_last_checkpoint_are_the_same_and_verified(
+    finished_run: Any, tmp_path: Path
+) -> None:
+    verify(finished_run.layout.export)
+    exported = export(finished_run, tmp_path / "again", precision=None)
+    name = "model.safetensors"
+    assert (exported / name).read_bytes() == (finished_run.layout.export / name).read_bytes()
+    assert read_record(exported).trained == read_record(finished_run.layout.export).trained
+
+
+def refresh_digests(folder: Path) -> None:
+    """Record the files as they are now, as a tool that converts weights in good faith would."""
+    files = {path.name: SavedFile.of(path) for path in folder.glob("*.safetensors")}
+    write_json(folder / RECORD_FILE, replace(read_record(folder), files=files))
+
+
+@pytest.fixture(scope="module")
+def adapted(finished_run: Any, make_run: Callable[..., Any]) -> Any:
+    """Adapters of DoRA on a 4-bit base. Tests must not change it."""
+    method = ("training.method=qlora", "training.lora={rank: 4, use_dora: true}", "training.learning_rate=0.02")
+    base = f"model.weights={finished_run.layout.export}"
+    run = make_run("for-export", base, *method, "evaluation.sql_execution=null", processes=1)
+    run.train()
+    return run
+
+
+def test_adapters_and_the_model_merged_with_them_are_verified(adapted: Any, tmp_path: Path) -> None:
+    verify(adapted.layout.export)
+    adapters = export(adapted, tmp_path / "adapters", step="10")
+    merged = export(adapted, tmp_path / "merged", merges=True)
+    rounded = export(adapted, tmp_path / "rounded", merges=True, precision="bf16")
+    assert read_record(adapters).step == 10
+    assert read_record(adapters).trained != read_record(merged).trained
+    assert read_record(merged).trained == read_record(adapted.layout.export).trained
+    exact, coarse = (load_file(folder / "model.safetensors") for folder in (merged, rounded))
+    assert all(torch.equal(coarse[name], exact[name].bfloat16()) for name in exact)
+    model = AutoModelForCausalLM.from_pretrained(rounded)
+    assert model.config.dtype == torch.bfloat16
+
+
+def rename_prefix(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = {name.replace("base_model.model.model.", "base_model.model."): it for name, it in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def zero_adapters(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = {name: it * 0 if "lora_B" in name else it for name, it in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def swap_template(folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text().replace("<start_of_turn>", "<end_of_turn>"))
+
+
+def drop_end_token(folder: Path) -> None:
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"eos_token_id": None}))
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("mutate", "check"),
+    [
+        (rename_prefix, "logits and the base model's"),
+        (zero_adapters, "logits and the trained model's"),
+        (swap_template, "chat template"),
+        (drop_end_token, "end of turn"),
+        (cut_short, "loads in transformers"),
+    ],
+)
+def test_an_export_that_was_changed_is_refused_by_what_it_does(
+    mutate: Callable[[Path], None], check: str, adapted: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(adapted.layout.export, folder)
+    mutate(folder)
+    is_weights = "files of weights" in {one.name for one in verify_export(folder, quiet) if not one.passed}
+    assert is_weights == (mutate in (rename_prefix, zero_adapters, cut_short))
+    refresh_digests(folder)
+    with pytest.raises(TrainingError, match=check):
+        verify(folder)
