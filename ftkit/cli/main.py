@@ -30,6 +30,7 @@ _SECTIONS = {
         LazyCommand("plan", "ftkit.cli.plan", "Preview a run and check that it fits."),
         LazyCommand("resume", "ftkit.cli.resume", "Continue a run from its newest checkpoint."),
         LazyCommand("cancel", "ftkit.cli.cancel", "Cancel a run."),
+        LazyCommand("rm", "ftkit.cli.rm", "Remove a run's folder."),
     ),
     "Try": (
         LazyCommand("chat", "ftkit.cli.chat", "Talk to a trained model."),
@@ -38,6 +39,8 @@ _SECTIONS = {
     "Inspect": (
         LazyCommand("runs", "ftkit.cli.runs", "List runs, newest first."),
         LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),
+        LazyCommand("compare", "ftkit.cli.compare", "Show how runs differ and what came of them."),
+        LazyCommand("checkpoints", "ftkit.cli.checkpoints", "List the checkpoints of a run, and verify them."),
         LazyCommand("logs", "ftkit.cli.logs", "Print the log of a run."),
         LazyCommand("recipes", "ftkit.cli.recipes", "List recipes: what to train, and how."),
         LazyCommand("clusters", "ftkit.cli.clusters", "List cluster profiles: where to train."),

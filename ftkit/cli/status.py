@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import click
 from ftkit.cli.arguments import RUN_HELP, get_run, get_submitted_run, json_option, run_argument
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
-from ftkit.cli.terminal.format import age, duration, short_path
+from ftkit.cli.terminal.format import age, duration, finite, short_path
 from ftkit.cli.terminal.report import (
     advice,
     next_commands,
@@ -203,7 +202,7 @@ def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
 def _as_json(status: _Status) -> dict[str, Any]:
     summary, plan, layout = status.summary, status.plan, status.folder.layout
     submission = status.run.submission if status.run else None
-    values: dict[str, Any] = _finite(
+    values: dict[str, Any] = finite(
         {
             "id": status.folder.id,
             "name": status.folder.name,
@@ -235,12 +234,3 @@ def _as_json(status: _Status) -> dict[str, Any]:
         }
     )
     return values
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that JSON does not have, such as a loss of NaN, by null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -17,14 +17,9 @@ from ftkit.hub import download_weights
 from ftkit.model_folder import check_folder
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import read_plan
+from ftkit.runs.checkpoints import DamagedCheckpointError, find_damage, read_marker
 from ftkit.runs.records import EvaluationRecord, read_records
-from ftkit.train.components.checkpoint import (
-    CheckpointTensors,
-    DamagedCheckpointError,
-    check_index,
-    find_damage,
-    read_marker,
-)
+from ftkit.train.components.checkpoint import CheckpointTensors, check_index
 from ftkit.train.components.export import ExportedParts, Exporter, build_whole
 from ftkit.train.components.export_record import RECORD_FILE
 from ftkit.train.components.generation import Generation

@@ -18,14 +18,8 @@ from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
 from ftkit.evaluate.source import ADAPTER_CONFIG, ModelFolder, TrainedStep, fetch_model
 from ftkit.model_folder import read_generation_config
-from ftkit.train.components.checkpoint import (
-    DamagedCheckpointError,
-    check_index,
-    find_damage,
-    read_marker,
-    read_state,
-    saved_sizes,
-)
+from ftkit.runs.checkpoints import DamagedCheckpointError, find_damage, read_marker
+from ftkit.train.components.checkpoint import check_index, read_state, saved_sizes
 from ftkit.train.components.generation import Generation
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.attention import generation_attention

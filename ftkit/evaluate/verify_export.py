@@ -15,7 +15,7 @@ from transformers import (
 
 from ftkit.errors import FtkitError, NotFoundError, TrainingError, one_line
 from ftkit.files import DamagedFileError, read_json
-from ftkit.train.components.checkpoint import SavedFile
+from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import RECORD_FILE, ExportRecord, render, sample_logits
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ftkit.errors import FtkitError, PrerequisiteError, SubmitError
+from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
 from ftkit.files import atomic_folder, write_file, write_json
-from ftkit.launch.observe import observe
+from ftkit.launch.observe import LOST, observe
 from ftkit.launch.preparation import needs_preparation
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.scheduler import scheduler_for
@@ -17,6 +17,7 @@ from ftkit.launch.slurm import UncertainSubmitError
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, plan_to_json, read_plan
 from ftkit.process import ProgramTimeoutError
+from ftkit.runs.find import read_entry
 from ftkit.runs.lease import current_holder, revoke
 from ftkit.runs.manifest import add_submission
 from ftkit.runs.records import EndRecord, read_last_record
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from ftkit.launch.resume import ResumedPlan
     from ftkit.planning.plan import RunPlan
+    from ftkit.runs.find import RunFolder
     from ftkit.runs.states import Observation
 
 
@@ -233,3 +235,47 @@ def cancel(run: SubmittedRun) -> Observation | None:
         run.layout.cancelled.unlink(missing_ok=True)
         raise
     return None
+
+
+def check_removable(folder: RunFolder) -> None:
+    """Check that nobody trains in a run's folder, or will.
+
+    Raises:
+        SubmitError: the run is not over, or nobody can tell.
+    """
+    run = read_entry(folder).run
+    seen = observe(run) if run else None
+    if holder := current_holder(folder.layout):
+        reason = f"is trained by {holder}"
+    elif seen and not seen.is_final and not _is_lost(seen):
+        reason = f"is {seen}"
+    else:
+        return
+    raise SubmitError(
+        f"{folder.id} {reason}: it is not removed",
+        fix=f"cancel it first: ftkit cancel {folder.id}; where its job can't be asked for: squeue --me",
+    )
+
+
+def _is_lost(seen: Observation) -> bool:
+    """Whether Slurm itself says that it does not know the job."""
+    return seen.state is RunState.UNKNOWN and seen.reason == LOST
+
+
+def remove_run(folder: RunFolder) -> None:
+    """Remove a run's folder: at once for everyone who lists runs, then file by file.
+
+    Raises:
+        PrerequisiteError: it, or a part of it, can't be removed.
+    """
+    root = folder.layout.root
+    doomed = root.with_name(f".{root.name}.deleted")
+    try:
+        root.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise PrerequisiteError(
+            f"can't remove the whole of {root}: {one_line(error)}",
+            meaning="the folder, or a file in it, belongs to somebody else",
+            fix=f"see what is left: ls -la {doomed if doomed.exists() else root}",
+        ) from error

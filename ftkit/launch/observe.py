@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from ftkit.runs.submission import SchedulerName, SubmittedRun
 
 
+LOST = "Slurm no longer knows the job, and it left no exit code"
+"""Why the state of a run is unknown although its scheduler answered."""
+
 _OBSERVATION = TypeAdapter(Observation)
 
 
@@ -147,9 +150,7 @@ def _by_its_files(run: SubmittedRun, stopped_at: str) -> Observation:
     if run.submission.scheduler == "local":
         killed = "its process is gone without an exit code: killed, or the machine was restarted"
         return Observation(RunState.FAILED, is_final=True, reason=killed)
-    lost = Observation(
-        RunState.UNKNOWN, is_final=False, reason="Slurm no longer knows the job, and it left no exit code"
-    )
+    lost = Observation(RunState.UNKNOWN, is_final=False, reason=LOST)
     return _read_final(run, even_if_old=True) or lost
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ftkit.planning.plan import RunPlan
+from ftkit.runs.checkpoints import TrainState
 from ftkit.train.components.batches import BatchSchedule, StepBatch
-from ftkit.train.components.checkpoint import TrainState
 from ftkit.train.components.checkpointer import Checkpointer
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.lr_schedule import learning_rate_at

@@ -22,9 +22,9 @@ from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import RunPlan, count_steps, plan_for_counts
+from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
 from ftkit.train.components.batches import BatchSchedule
-from ftkit.train.components.checkpoint import TrainState
 from ftkit.train.components.checkpointer import Checkpointer, load_newest
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.export import ExportedParts, export

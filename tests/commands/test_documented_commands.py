@@ -102,6 +102,9 @@ BUSY = ("rm -rf /shared/runs", *IMPORTED, "touch $MACHINE/is-busy", ON_SLURM[-1]
 BEFORE: dict[str, tuple[str, ...]] = {
     "run": IMPORTED,
     "status": (*ON_SLURM, DEMO),
+    "compare": (DEMO, "ftkit run demo --name other"),
+    "checkpoints": (DEMO,),
+    "rm": (DEMO,),
     "logs": (DEMO,),
     "export": (DEMO,),
     "verify-export": ("mkdir my-model",),

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
-from ftkit.train.components.checkpoint import INDEX, MARKER, Marker, SavedFile, TrainState, read_state
+from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
+from ftkit.train.components.checkpoint import INDEX, read_state
 from ftkit.train.components.checkpointer import load_newest
 from fuzzing.area import Area, Case, read_case, write_case
 from fuzzing.mutate import damaged_bytes, damaged_json

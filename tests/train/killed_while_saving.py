@@ -8,8 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
+from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.__main__ import main
-from ftkit.train.components.checkpoint import SavedFile
 
 
 def read_or_die(path: Path) -> SavedFile:

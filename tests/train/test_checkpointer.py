@@ -12,9 +12,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from waiting import PATIENCE_SECONDS
 
 from ftkit.errors import TrainingError
+from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import CheckpointRecord, StartRecord, read_records
 from ftkit.train.components import checkpointer
-from ftkit.train.components.checkpoint import TrainState, read_state
+from ftkit.train.components.checkpoint import read_state
 from ftkit.train.components.checkpointer import Checkpointer, load_newest
 from ftkit.train.components.metrics import Recorder
 

@@ -15,17 +15,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
+from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
 from ftkit.train.components import checkpoint
-from ftkit.train.components.checkpoint import (
-    INDEX,
-    MARKER,
-    Marker,
-    SavedFile,
-    TrainState,
-    delete_oldest,
-    read_state,
-    remove_leftovers,
-)
+from ftkit.train.components.checkpoint import INDEX, delete_oldest, read_state, remove_leftovers
 from ftkit.train.components.checkpointer import load_newest
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ftkit.errors import TrainingError
 from ftkit.evaluate.export import ExportRequest, export_run
 from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
 from ftkit.files import write_json
-from ftkit.train.components.checkpoint import SavedFile
+from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import RECORD_FILE
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
 from ftkit.files import parse_json
 from ftkit.planning.plan import PREPARATION_VERSION
+from ftkit.runs.checkpoints import MARKER, Marker
 from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
@@ -24,7 +25,6 @@ from ftkit.runs.records import (
     VerificationRecord,
     read_records,
 )
-from ftkit.train.components.checkpoint import MARKER, Marker
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _AGES = 1000 * 365 * _DAY
@@ -71,3 +73,12 @@ def plural(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have, such as a loss of NaN, by null, also in lists and dictionaries."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value

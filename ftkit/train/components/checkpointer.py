@@ -17,19 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from ftkit.config.execution import GIB
 from ftkit.errors import TrainingError
+from ftkit.runs.checkpoints import DamagedCheckpointError, Marker, SavedFile, TrainState, find_damage, read_marker
 from ftkit.runs.records import CheckpointRecord
 from ftkit.train.components.checkpoint import (
     INDEX,
-    DamagedCheckpointError,
-    Marker,
-    SavedFile,
-    TrainState,
     begin,
     check_index,
     complete,
     delete_oldest,
-    find_damage,
-    read_marker,
     remove_leftovers,
     temporary_of,
 )

@@ -17,7 +17,7 @@ from ftkit.errors import TrainingError, one_line
 from ftkit.files import atomic_folder, mode_of_new_files, write_json
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.runs.card import CARD_FILE, model_card, read_license
-from ftkit.train.components.checkpoint import SavedFile
+from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import RECORD_FILE, ExportRecord, make_prompts, streamed_logits
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.dtypes import DTYPES

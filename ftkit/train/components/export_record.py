@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ftkit.config.training import Precision
-from ftkit.train.components.checkpoint import SavedFile
+from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.model.build import find_decoder_layers
 
 if TYPE_CHECKING:

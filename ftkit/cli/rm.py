@@ -1,0 +1,60 @@
+"""`ftkit rm`: remove a run's folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ftkit.cli.arguments import RUN_HELP, get_run, run_argument
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.terminal.console import Cell, Terminal
+from ftkit.cli.terminal.format import gib, short_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@click.command(
+    "rm",
+    cls=ExamplesCommand,
+    short_help="Remove a run's folder.",
+    examples=("ftkit rm demo --yes",),
+    help=f"""Remove a run's folder with its checkpoints, export, logs and metrics, after asking. A run that may still
+    train is refused. Prepared data and images stay: other runs may use them.
+
+    {RUN_HELP}
+    """,
+)
+@run_argument
+@click.option("--yes", is_flag=True, help="Remove without asking.")
+def command(reference: str, *, yes: bool) -> None:
+    """Remove a run."""
+    from ftkit.launch.jobs import check_removable, remove_run
+
+    terminal, folder = Terminal(), get_run(reference)
+    check_removable(folder)
+    layout = folder.layout
+    facts: list[tuple[str, Cell]] = [
+        ("run", folder.id),
+        ("run folder", f"{short_path(layout.root)}, {gib(_size(layout.root) / 2**30)}"),
+    ]
+    if layout.export.is_dir():
+        facts.append(("export", f"{short_path(layout.export)} is removed too"))
+    terminal.facts(facts, is_data=False)
+    if not yes and not click.confirm("Remove it?", err=True):
+        terminal.say("removed nothing")
+        return
+    remove_run(folder)
+    terminal.say(f"removed {folder.id}")
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of all files of a folder, as far as they can be read."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.lstat().st_size
+        except OSError:
+            continue
+    return total

@@ -1,0 +1,242 @@
+"""Runs side by side: what differs in what they were made from, and what came of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from math import isfinite
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ftkit.files import read_json_if_valid
+from ftkit.planning.layout import DataLayout, Workspace
+from ftkit.runs.progress import list_restarts
+from ftkit.runs.records import EndRecord, EvaluationRecord, MemoryRecord, StartRecord, StepRecord, read_records
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ftkit.planning.layout import RunLayout
+
+NUM_POINTS = 10
+"""Places at which loss curves are compared."""
+_WARM_UP_RECORDS = 1
+"""The first record of a start has compilation and allocation in its time."""
+_SECTIONS = ("recipe", "data", "image", "versions", "cluster")
+
+
+@dataclass(frozen=True)
+class LossPoint:
+    """The loss after a step."""
+
+    step: int
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """What came of a run; None where it is not known.
+
+    Attributes:
+        tokens_per_second_per_process: the median over the records of steps; a process has one GPU.
+        mfu: the median, a part of 1.
+        predicted_gib: peak of a GPU's memory, by the plan.
+        measured_gib: peak of a device's memory, the largest over ranks and stages.
+        training_seconds: between the first and the last record of each start, without time in the queue.
+        num_restarts: of the training.
+    """
+
+    step: int | None
+    tokens: int | None
+    loss: float | None
+    validation_loss: float | None
+    execution_accuracy: float | None
+    tokens_per_second_per_process: float | None
+    mfu: float | None
+    predicted_gib: float | None
+    measured_gib: float | None
+    training_seconds: float | None
+    num_restarts: int
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run as it is compared.
+
+    Attributes:
+        inputs: of each section, the values by key: what the run was made from.
+        curve: the loss by step, without the steps that were lost and taken again.
+    """
+
+    id: str
+    inputs: dict[str, dict[str, Any]]
+    results: RunResults
+    curve: tuple[LossPoint, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value in which runs differ: one for each run; None where a run has no such value."""
+
+    section: str
+    key: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class CurveComparison:
+    """A run's loss curve beside the first run's.
+
+    Attributes:
+        num_common: points after the same number of tokens.
+        largest_difference: of the loss there, where both are finite; None if they nowhere are.
+        first_difference: tokens after which the losses differ for the first time; None: they are equal.
+    """
+
+    num_common: int
+    largest_difference: float | None
+    first_difference: int | None
+
+
+def read_run(layout: RunLayout) -> ComparedRun:
+    """Read all that is compared of a run, from its folder alone. What is missing or damaged is not known."""
+    plan = read_json_if_valid(layout.plan, dict[str, Any]) or {}
+    manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
+    steps: dict[int, StepRecord] = {}
+    spans: list[tuple[float, float]] = []
+    speeds: list[float] = []
+    mfus: list[float] = []
+    num_since_start = 0
+    memory: list[float] = []
+    start, after = None, None
+    for record in read_records(layout.metrics):
+        match record:
+            case StartRecord():
+                start, num_since_start = record, 0
+                steps = {step: each for step, each in steps.items() if step <= record.resumed_from}
+                spans.append((record.time, record.time))
+            case StepRecord():
+                steps[record.step] = record
+                num_since_start += 1
+                if num_since_start > _WARM_UP_RECORDS:
+                    speeds.append(record.tokens_per_second / (start.world_size if start else 1))
+                    mfus += [] if record.mfu is None else [record.mfu]
+            case MemoryRecord():
+                memory.append(record.largest_peak_gib)
+            case EvaluationRecord():
+                after = record
+        if spans and isinstance(record, StepRecord | EvaluationRecord | EndRecord):
+            spans[-1] = (spans[-1][0], max(spans[-1][1], record.time))
+    last = max(steps.values(), key=lambda each: each.step, default=None)
+    results = RunResults(
+        step=last.step if last else None,
+        tokens=last.tokens if last else None,
+        loss=last.loss if last else None,
+        validation_loss=after.loss if after else None,
+        execution_accuracy=after.execution_accuracy if after else None,
+        tokens_per_second_per_process=median(speeds) if speeds else None,
+        mfu=median(mfus) if mfus else None,
+        predicted_gib=_predicted_gib(plan),
+        measured_gib=max(memory, default=None),
+        training_seconds=sum(end - begin for begin, end in spans) if spans else None,
+        num_restarts=len(list_restarts(layout)),
+    )
+    curve = tuple(LossPoint(step, steps[step].tokens, steps[step].loss) for step in sorted(steps))
+    return ComparedRun(layout.root.name, _inputs(layout, plan, manifest, start), results, curve)
+
+
+def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
+    """Return the inputs in which runs differ, by section."""
+    found = []
+    for section in _SECTIONS:
+        keys = dict.fromkeys(key for run in runs for key in run.inputs[section])
+        for key in keys:
+            values = tuple(run.inputs[section].get(key) for run in runs)
+            if any(value != values[0] for value in values):
+                found.append(Difference(section, key, values))
+    return found
+
+
+def align_losses(runs: Sequence[ComparedRun], num_points: int = NUM_POINTS) -> list[tuple[int, tuple[float, ...]]]:
+    """Return the losses of runs after the same numbers of tokens, evenly spread over what all runs have trained.
+
+    Between two records a loss is interpolated linearly. Steps of one run may hold more tokens than those of another.
+    """
+    if not all(run.curve for run in runs):
+        return []
+    first = max(run.curve[0].tokens for run in runs)
+    last = min(run.curve[-1].tokens for run in runs)
+    if last < first:
+        return []
+    places = sorted({first + (last - first) * index // max(1, num_points - 1) for index in range(num_points)})
+    return [(tokens, tuple(_loss_at(run.curve, tokens) for run in runs)) for tokens in places]
+
+
+def compare_curves(first: ComparedRun, other: ComparedRun) -> CurveComparison:
+    """Compare two loss curves where both have a record after the same number of tokens."""
+    losses = {point.tokens: point.loss for point in first.curve}
+    common = [(point.tokens, losses[point.tokens], point.loss) for point in other.curve if point.tokens in losses]
+    differing = [tokens for tokens, one, two in common if repr(one) != repr(two)]  # two NaN are equal
+    gaps = [abs(one - two) for _, one, two in common if isfinite(one) and isfinite(two)]
+    largest = max(gaps, default=None)
+    return CurveComparison(len(common), largest, differing[0] if differing else None)
+
+
+def _loss_at(curve: Sequence[LossPoint], tokens: int) -> float:
+    after = bisect_left(curve, tokens, key=lambda point: point.tokens)
+    right = curve[min(after, len(curve) - 1)]
+    left = curve[max(0, after - 1)]
+    if right.tokens <= tokens or right.tokens == left.tokens:
+        return right.loss
+    weight = (tokens - left.tokens) / (right.tokens - left.tokens)
+    return left.loss + weight * (right.loss - left.loss)
+
+
+# --- What a run was made from --------------------------------------------------------------------
+
+
+def _inputs(
+    layout: RunLayout, plan: Mapping[str, Any], manifest: Mapping[str, Any], start: StartRecord | None
+) -> dict[str, dict[str, Any]]:
+    recipe = _mapping(plan.get("recipe"))
+    data = DataLayout(Workspace(layout.root.parents[1]).data / str(plan.get("fingerprint")))
+    digests = _mapping((read_json_if_valid(data.manifest, dict[str, Any]) or {}).get("digests"))
+    code = _mapping(_mapping(manifest.get("ftkit")).get("git"))
+    image_keys = ("image", "container_image", "image_id", "image_sha256", "image_lock_sha256")
+    return {
+        "recipe": dict(_flat({key: value for key, value in recipe.items() if key not in ("data", "image")}))
+        | dict(_flat({"engine": _mapping(plan.get("engine")).get("name")})),
+        "data": dict(_flat(_mapping(recipe.get("data"))))
+        | {"fingerprint": plan.get("fingerprint")}
+        | {f"{name} sha256": digest for name, digest in digests.items()},
+        "image": {key: manifest.get(key, plan.get(key)) for key in image_keys},
+        "versions": {
+            "ftkit": plan.get("ftkit_version"),
+            "ftkit commit": code.get("commit"),
+            "ftkit has uncommitted changes": code.get("has_uncommitted_changes"),
+            **(start.versions if start else {}),
+        },
+        "cluster": dict(_flat({**_mapping(plan.get("cluster")), **_mapping(plan.get("placement"))}))
+        | {"device": start.device if start else None},
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _predicted_gib(plan: Mapping[str, Any]) -> float | None:
+    """Return the sum of the parts of the predicted peak; None without a GPU."""
+    if _mapping(plan.get("placement")).get("device") != "cuda":
+        return None
+    memory = {key: value for key, value in _mapping(plan.get("memory")).items() if isinstance(value, float)}
+    return sum(memory.values()) if memory else None

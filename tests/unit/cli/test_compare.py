@@ -1,0 +1,113 @@
+"""`ftkit compare`, `ftkit checkpoints`, `ftkit rm`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ftkit.files import write_json
+from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+    from conftest import FakePrograms, Result, RunMaker
+
+    from ftkit.runs.submission import SubmittedRun
+
+
+def save(run: SubmittedRun, step: int) -> Path:
+    """Write a checkpoint of one file."""
+    folder = run.layout.checkpoint(step)
+    folder.mkdir(parents=True)
+    (folder / "shard").write_bytes(b"tensor")
+    files = {"shard": SavedFile.of(folder / "shard")}
+    write_json(folder / MARKER, Marker(TrainState(step, "x"), 2, files))
+    return folder
+
+
+def complete(run: SubmittedRun, records: Any) -> None:
+    records.write(run, records.end())
+    run.layout.exit_code.write_text("0")
+
+
+def test_equal_runs_differ_in_nothing_and_say_so(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    for name in ("one", "two"):
+        records.write(make_run(name), records.step(1, 2.0), records.step(2, 1.0))
+    result = ftkit("compare", "one", "two")
+    assert result.code == 0
+    assert "nothing differs" in result.out
+    assert "A and B: equal losses, bit for bit (2 records" in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+
+
+def test_a_comparison_is_complete_as_json(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+    one, two = make_run("one"), make_run("two", scheduler="local")
+    records.write(one, records.step(1, 2.0))
+    records.write(two, records.step(1, float("nan")))
+    found = json.loads(ftkit("compare", "one", "two", "--json").out)
+    assert found["runs"] == [one.id, two.id]
+    assert found["differences"] == [{"section": "cluster", "key": "scheduler", "values": ["slurm", "local"]}]
+    assert found["results"][two.id]["loss"] is None
+    assert found["losses"] == [{"tokens": 8192, "losses": [2.0, None]}]
+    assert "from 8.19 k tokens on" in ftkit("compare", "one", "two").out
+
+
+def test_one_run_alone_is_not_compared(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    make_run("one")
+    assert ftkit("compare", "one", "one").code == 2
+
+
+def test_checkpoints_are_listed_and_verified_by_their_digests(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    run = make_run()
+    assert "no checkpoints yet" in ftkit("checkpoints", "last").err
+    save(run, 10)
+    folder = save(run, 20)
+    assert [line.split()[0] for line in ftkit("checkpoints", "last").out.splitlines()] == ["STEP", "10", "20"]
+    assert ftkit("checkpoints", "last", "--verify").out.count("verified") == 2
+    (folder / "shard").write_bytes(b"tensoR")
+    assert ftkit("checkpoints", "last").code == 0
+    result = ftkit("checkpoints", "last", "--verify", "--json")
+    assert result.code == 9
+    assert [each["damage"] for each in json.loads(result.out)] == [[], ["shard"]]
+    assert "1 checkpoint of 2 damaged: step 20" in result.err
+    (folder / "shard").unlink()
+    assert ftkit("checkpoints", "last").code == 9
+
+
+def test_a_removed_run_is_gone_after_asking(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, kept = make_run(), make_run("kept")
+    complete(run, records)
+    monkeypatch.setattr("click.confirm", lambda *_, **__: False)
+    assert "removed nothing" in ftkit("rm", run.id).err
+    assert run.layout.root.is_dir()
+    monkeypatch.setattr("click.confirm", lambda *_, **__: True)
+    assert ftkit("rm", run.id).code == 0
+    assert [path.name for path in run.layout.root.parent.iterdir()] == [kept.id]
+
+
+def test_a_run_that_may_still_train_is_not_removed(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, squeue_line: Any
+) -> None:
+    run = make_run()
+    assert ftkit("rm", run.id, "--yes").code == 6  # Slurm can't be asked
+    programs.answer("squeue", squeue_line(run, "RUNNING"))
+    result = ftkit("rm", run.id, "--yes")
+    assert (result.code, run.layout.root.is_dir()) == (6, True)
+    assert f"ftkit cancel {run.id}" in result.err
+
+
+def test_a_run_that_slurm_forgot_is_removed(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
+) -> None:
+    run = make_run()
+    programs.answer("squeue")
+    programs.answer("sacct")
+    assert ftkit("rm", run.id, "--yes").code == 0
+    assert not run.layout.root.exists()

@@ -1,0 +1,124 @@
+"""Runs side by side, from run folders alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.planning.plan import plan_to_json, read_plan
+from ftkit.runs.compare import (
+    ComparedRun,
+    LossPoint,
+    RunResults,
+    align_losses,
+    compare_curves,
+    find_differences,
+    read_run,
+)
+from ftkit.runs.records import MemoryRecord, StartRecord
+
+if TYPE_CHECKING:
+    from conftest import RunMaker
+
+UNKNOWN = RunResults(None, None, None, None, None, None, None, None, None, None, 0)
+
+
+def start(time: float, resumed_from: int, world_size: int = 2, torch: str = "2.7") -> StartRecord:
+    return StartRecord(time, 400, resumed_from, world_size, "fsdp2", "cpu", 1000, {"torch": torch})
+
+
+def with_curve(name: str, *points: tuple[int, float]) -> ComparedRun:
+    return ComparedRun(name, {}, UNKNOWN, tuple(LossPoint(step, *point) for step, point in enumerate(points)))
+
+
+def test_results_count_what_is_kept_of_a_run_that_was_interrupted(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    memory = MemoryRecord(5.0, "training", *[1.0] * 3, 1.0, 2.5, 3.0)
+    records.write(
+        run,
+        start(10.0, 0),
+        records.step(10, 3.0, tokens_per_second=1.0, mfu=0.1),  # compiles
+        records.step(20, 2.0, tokens_per_second=200.0, mfu=0.4),
+        records.step(30, 9.0, tokens_per_second=200.0, mfu=0.4),  # lost
+        memory,
+        start(100.0, 20, world_size=1),
+        records.step(30, 1.0, time=130.0, tokens_per_second=1.0, mfu=0.1),
+        records.step(40, 0.5, time=140.0, tokens_per_second=55.0, mfu=0.4),
+    )
+    found = read_run(run.layout)
+    assert [(point.step, point.loss) for point in found.curve] == [(10, 3.0), (20, 2.0), (30, 1.0), (40, 0.5)]
+    results = found.results
+    assert (results.step, results.tokens, results.loss) == (40, 40 * 8192, 0.5)
+    assert (results.tokens_per_second_per_process, results.mfu) == (100.0, 0.4)
+    assert (results.measured_gib, results.predicted_gib) == (2.5, None)
+    assert (results.training_seconds, results.num_restarts) == (30.0 + 40.0, 1)
+
+
+def test_differences_are_found_in_each_section_and_nowhere_else(make_run: RunMaker, records: Any) -> None:
+    first, second = make_run("a"), make_run("b")
+    plan = read_plan(second.layout)
+    training = plan.recipe.training.model_copy(update={"learning_rate": 0.5})
+    recipe = plan.recipe.model_copy(update={"training": training})
+    changed = replace(plan, recipe=recipe, fingerprint="other", cluster=plan.cluster.model_copy(update={"qos": "high"}))
+    second.layout.plan.write_text(plan_to_json(changed))
+    records.write(first, start(1.0, 0))
+    records.write(second, start(1.0, 0, torch="2.8"))
+    for run, digest in ((first, "1"), (second, "2")):
+        run.layout.manifest.write_text(json.dumps({"image_sha256": digest}))
+    found = find_differences([read_run(first.layout), read_run(second.layout)])
+    assert [(each.section, each.key) for each in found] == [
+        ("recipe", "training.learning_rate"),
+        ("data", "fingerprint"),
+        ("image", "image_sha256"),
+        ("versions", "torch"),
+        ("cluster", "qos"),
+    ]
+    assert found[0].values == (plan.recipe.training.learning_rate, 0.5)
+
+
+def test_a_folder_with_nothing_in_it_compares_as_unknown(make_run: RunMaker) -> None:
+    layout = make_run().layout
+    layout.plan.write_text("{")
+    assert read_run(layout).results == UNKNOWN
+    layout.plan.write_text('{"recipe": 3, "memory": [], "cluster": null, "placement": {"device": "cuda"}}')
+    assert read_run(layout).results == UNKNOWN
+
+
+def test_losses_are_aligned_by_tokens_and_interpolated_between_records() -> None:
+    fine = with_curve("fine", (0, 4.0), (10, 3.0), (20, 2.0), (30, 1.0))
+    coarse = with_curve("coarse", (10, 5.0), (50, 1.0))
+    assert align_losses([fine, coarse], 3) == [(10, (3.0, 5.0)), (20, (2.0, 4.0)), (30, (1.0, 3.0))]
+    assert align_losses([fine, with_curve("later", (40, 1.0), (50, 1.0))]) == []
+    assert align_losses([fine, with_curve("none")]) == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 10)), min_size=1), st.integers(1, 12))
+def test_a_curve_is_aligned_with_itself_within_its_own_bounds(steps: list[tuple[int, float]], num_points: int) -> None:
+    tokens, points = 0, []
+    for more, loss in steps:
+        tokens += more
+        points.append((tokens, loss))
+    run = with_curve("one", *points)
+    for _, (one, two) in align_losses([run, run], num_points):
+        assert one == two
+        assert min(loss for _, loss in points) - 1e-9 <= one <= max(loss for _, loss in points) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (((10, 3.0), (20, 2.0)), (2, 0.0, None)),
+        (((10, 3.0), (20, 2.5)), (2, 0.5, 20)),
+        (((15, 3.0),), (0, None, None)),
+        (((10, 3.0), (30, float("nan"))), (2, 0.0, None)),
+    ],
+)
+def test_curves_are_equal_only_bit_for_bit(other: tuple[tuple[int, float], ...], expected: tuple[Any, ...]) -> None:
+    first = with_curve("first", (10, 3.0), (20, 2.0), (30, float("nan")))
+    found = compare_curves(first, with_curve("other", *other))
+    assert (found.num_common, found.largest_difference, found.first_difference) == expected
