@@ -136,6 +136,17 @@ class DataManifest:
         return f"{self.fingerprint}@{version}" if version else self.fingerprint
 
     @property
+    def mixed_sources(self) -> tuple[str, ...]:
+        """The names of several sources by which metrics tell them apart; none for a single source.
+
+        Of the same name are files of several folders: they get their place in `data.source` too.
+        """
+        names = [source.name for source in self.sources]
+        if len(names) < 2:  # noqa: PLR2004 - two are several
+            return ()
+        return tuple(f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names))
+
+    @property
     def fill_ratio(self) -> float:
         """Part of the training packs that is not padding."""
         return self.num_train_tokens / max(1, self.num_train_packs * self.sequence_length)

@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
@@ -88,6 +88,14 @@ class MemoryRecord:
 
 
 @dataclass(frozen=True)
+class SourceLoss:
+    """The mean loss over the target tokens of one source of a mixture, and how many these are."""
+
+    loss: float
+    num_targets: Count
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """The state after an optimizer step.
 
@@ -95,6 +103,7 @@ class StepRecord:
     `tokens_per_second` is over all processes, `overhead_ratio` is the part of the time since the last
     record that was not forward, backward or optimizer, `data_wait_ratio` the part in which there was no
     batch to work on, `mfu` the part of the GPUs' peak that the work comes to (none: their peak is not known).
+    `sources` has the loss of this step by source, where several are mixed: those that it has target tokens of.
     """
 
     event: ClassVar[str] = "step"
@@ -112,6 +121,7 @@ class StepRecord:
     data_wait_ratio: float
     mfu: float | None
     memory_gib: float | None
+    sources: dict[str, SourceLoss] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """A measurement on the held-out part. `execution_accuracy` is a part of 1."""
+    """A measurement on the held-out part. `execution_accuracy` is a part of 1, `sources` as in a `StepRecord`."""
 
     event: ClassVar[str] = "evaluation"
     time: Seconds
@@ -136,6 +146,7 @@ class EvaluationRecord:
     perplexity: float
     execution_accuracy: float | None
     samples: tuple[Sample, ...]
+    sources: dict[str, SourceLoss] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -185,7 +196,10 @@ def _adapter(event: str) -> TypeAdapter[Record]:
 
 def to_line(record: Record) -> str:
     """Return a record as one line of JSON, without the line break."""
-    return json.dumps({"event": record.event, **asdict(record)}, allow_nan=True)
+    values = {"event": record.event, **asdict(record)}
+    if not values.get("sources"):
+        values.pop("sources", None)  # of a single source there is nothing more to say
+    return json.dumps(values, allow_nan=True)
 
 
 def from_line(line: str | bytes) -> Record | None:

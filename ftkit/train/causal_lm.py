@@ -33,6 +33,7 @@ class MicroBatch:
         cu_seqlens: int32, where each document begins in the flattened tokens, and B * T at the end.
         max_seqlen: no document is longer.
         attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
+        label_sources: int64 [N], the source of each label, as its place in `data.source`; None for a single source.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +43,7 @@ class MicroBatch:
     cu_seqlens: torch.Tensor
     max_seqlen: int
     attention_mask: torch.Tensor | None = None
+    label_sources: torch.Tensor | None = None
 
     def pinned(self) -> MicroBatch:
         """Return it in pinned memory, from which copies to a GPU don't stop the host."""
@@ -56,6 +58,28 @@ class MicroBatch:
             name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         return replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class SourceLosses:
+    """The losses of each of S sources, added up on the device from micro-batch to micro-batch.
+
+    FSDP2 casts tensors that are passed to `forward` to the dtype of the computations; it leaves this object alone.
+
+    Attributes:
+        sums: fp32 [2, S], the losses of each source's labels, and the number of its labels (exact up to 2**24).
+    """
+
+    sums: torch.Tensor
+
+    @classmethod
+    def zeros(cls, num_sources: int, device: torch.device) -> SourceLosses:
+        """Begin at zero; with no sources, to which only micro-batches without `label_sources` can be added."""
+        return cls(torch.zeros((2, num_sources), dtype=torch.float32, device=device))
+
+    def add(self, losses: torch.Tensor, label_sources: torch.Tensor) -> None:
+        """Add the losses of labels, fp32 [N] without a graph, each to its source, int64 [N]."""
+        self.sums.index_add_(1, label_sources, torch.stack([losses, torch.ones_like(losses)]))
 
 
 class CausalLM(nn.Module):
@@ -97,14 +121,24 @@ class CausalLM(nn.Module):
         with self._autocast():
             return self.loss(**inputs) if compute is None else compute(self, **inputs)
 
-    def loss(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the cross-entropy summed over the labels: a scalar in fp32. Within `forward` only."""
+    def loss(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
+        """Return the cross-entropy summed over the labels: a scalar in fp32. Within `forward` only.
+
+        Args:
+            batch: the labels are its.
+            source_losses: the losses are added to it too, where the labels are of several sources.
+        """
         hidden = self.hidden_states(batch).flatten(0, 1).index_select(0, batch.label_index)
         projection: Any = self.hf_model.get_output_embeddings()
         if self._is_chunked:
-            return linear_cross_entropy(hidden, projection.weight, batch.labels, self.logit_transform)
-        logits = self.logit_transform.apply(projection(hidden).float())
-        return functional.cross_entropy(logits, batch.labels, reduction="sum")
+            loss, losses = linear_cross_entropy(hidden, projection.weight, batch.labels, self.logit_transform)
+        else:
+            logits = self.logit_transform.apply(projection(hidden).float())
+            losses = functional.cross_entropy(logits, batch.labels, reduction="none")
+            loss = losses.sum()
+        if source_losses is not None and batch.label_sources is not None:
+            source_losses.add(losses.detach(), batch.label_sources)
+        return loss
 
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ftkit.train.causal_lm import CausalLM, MicroBatch
+    from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 
 InitWeights = Callable[["nn.Module"], None]
 """Initializes or loads the parameters of a sharded transformers model; an engine calls it once they have memory."""
@@ -58,8 +58,11 @@ class Engine(Protocol):
     def sharding_stats(self) -> ShardingStats:
         """Return how the model is sharded, for the checks before step 1."""
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the loss summed over a micro-batch's labels: a scalar in fp32, with its graph."""
+    def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
+        """Return the loss summed over a micro-batch's labels: a scalar in fp32, with its graph.
+
+        The losses are added to `source_losses` too, where the labels are of several sources.
+        """
 
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
         """Accumulate the gradients of the mean loss over a step's labels.

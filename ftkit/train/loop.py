@@ -13,6 +13,7 @@ import torch
 
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.checkpoints import TrainState
+from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.components.batches import BatchSchedule, StepBatch
 from ftkit.train.components.checkpointer import Checkpointer
 from ftkit.train.components.evaluate import Evaluator
@@ -49,12 +50,14 @@ class TrainingLoop:
     checkpointer: Checkpointer
     num_steps: int
     state: TrainState
+    sources: tuple[str, ...] = ()
+    """The names of several sources, whose losses are told apart."""
 
     def train(self) -> Outcome:
         """Train to the last step, or until a stop request; either way, end with a checkpoint."""
         tokens_per_step = self.plan.batch.tokens_per_step
         reporter = StepReporter(self.recorder, self.trace, self.mfu_meter, self.num_steps, tokens_per_step)
-        stopwatch, reducer = Stopwatch(), StepReducer()
+        stopwatch, reducer = Stopwatch(), StepReducer(self.sources)
         stopped = False
         steps = range(self.state.step, self.num_steps)
         with (
@@ -106,9 +109,10 @@ class TrainingLoop:
         torch.manual_seed(self._seed_of_step())
         last = len(batch.micro_batches) - 1
         losses = []
+        source_losses = SourceLosses.zeros(len(self.sources), self.world.device)
         for index, micro_batch in enumerate(batch.micro_batches):
             self.trace.begin_once("first forward")
-            loss = self.engine.forward(micro_batch)
+            loss = self.engine.forward(micro_batch, source_losses)
             self.trace.begin_once("first backward")
             self.engine.backward(loss, batch.num_targets, is_last=index == last)
             self.trace.begin_once("first step")
@@ -117,7 +121,7 @@ class TrainingLoop:
         learning_rate = learning_rate_at(self.state.step, self.num_steps, training)
         grad_norm = self.engine.step(learning_rate, training.max_grad_norm)
         self.trace.begin_once("training")
-        return StepOutcome(torch.stack(losses).sum(), grad_norm, learning_rate)
+        return StepOutcome(torch.stack(losses).sum(), source_losses, grad_norm, learning_rate)
 
     def _seed_of_step(self) -> int:
         """Return the seed of dropout: the same when a step is repeated after a resume."""

@@ -112,7 +112,8 @@ class Trainer:
     def _train(self, engine: Engine, built: BuiltModel, store: PackStore, num_steps: int) -> tuple[Outcome, int]:
         """Do all that follows once there is an engine; return how it ended, and after which step."""
         is_packed = self._verify(engine, built.expected, store)
-        identity = self.data.read_manifest().identity
+        manifest = self.data.read_manifest()
+        identity = manifest.identity
         self.trace.begin("loading the newest checkpoint")
         state = load_newest(engine, self.plan.layout, self.world, identity)
         state = state or TrainState(step=0, fingerprint=identity)
@@ -126,7 +127,7 @@ class Trainer:
                 self.plan,
                 self.world,
                 engine,
-                self._batches(store, is_packed=is_packed),
+                self._batches(store, is_packed=is_packed, is_mixed=bool(manifest.mixed_sources)),
                 evaluator,
                 self.recorder,
                 self.trace,
@@ -134,6 +135,7 @@ class Trainer:
                 checkpointer,
                 num_steps,
                 state,
+                manifest.mixed_sources,
             )
             outcome = loop.train()
         training_seconds = time.time() - training_began
@@ -155,7 +157,7 @@ class Trainer:
         check_profile(self.plan.recipe.profile, num_steps)
         return num_steps
 
-    def _batches(self, store: PackStore, *, is_packed: bool) -> BatchSchedule:
+    def _batches(self, store: PackStore, *, is_packed: bool, is_mixed: bool) -> BatchSchedule:
         training = self.plan.recipe.training
         return BatchSchedule(
             store,
@@ -165,6 +167,7 @@ class Trainer:
             rank=self.world.rank,
             size=self.world.size,
             is_packed=is_packed,
+            is_mixed=is_mixed,
         )
 
     def _build_engine(self) -> tuple[Engine, BuiltModel]:

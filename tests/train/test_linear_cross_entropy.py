@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ftkit.planning.estimates import memory
+from ftkit.config import execution
 from ftkit.train.model.linear_cross_entropy import LogitTransform, linear_cross_entropy
 
 
@@ -13,17 +13,20 @@ from ftkit.train.model.linear_cross_entropy import LogitTransform, linear_cross_
 def test_loss_and_gradients_are_those_of_whole_logits(
     vocabulary: int, chunk_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(execution, "CHUNK_LOGITS", chunk_logits)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(23, 16, generator=generator, dtype=torch.float64).float().requires_grad_()
     weight = torch.randn(vocabulary, 16, generator=generator, dtype=torch.float64).float().requires_grad_()
     targets = torch.randint(0, vocabulary, (23,), generator=generator)
-    loss = linear_cross_entropy(hidden, weight, targets)
+    loss, losses = linear_cross_entropy(hidden, weight, targets)
     (3 * loss).backward()
     exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
-    expected = functional.cross_entropy(exact_hidden @ exact_weight.T, targets, reduction="sum")
+    exact = functional.cross_entropy(exact_hidden @ exact_weight.T, targets, reduction="none")
+    expected = exact.sum()
     (3 * expected).backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert not losses.requires_grad
+    torch.testing.assert_close(losses, exact.detach().float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(hidden.grad, exact_hidden.grad.float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight.grad, exact_weight.grad.float(), rtol=1e-4, atol=1e-5)
 
@@ -31,9 +34,10 @@ def test_loss_and_gradients_are_those_of_whole_logits(
 def test_a_batch_without_targets_costs_nothing_and_still_has_gradients() -> None:
     hidden = torch.empty(0, 8, requires_grad=True)
     weight = torch.randn(10, 8, requires_grad=True)
-    loss = linear_cross_entropy(hidden, weight, torch.empty(0, dtype=torch.int64))
+    loss, losses = linear_cross_entropy(hidden, weight, torch.empty(0, dtype=torch.int64))
     loss.backward()
     assert loss.item() == 0
+    assert losses.shape == (0,)
     assert weight.grad is not None
     assert not weight.grad.any()
 
@@ -42,7 +46,7 @@ def test_a_frozen_projection_gets_no_gradient_and_the_hidden_states_keep_theirs(
     hidden = torch.randn(5, 8, requires_grad=True)
     weight = torch.randn(10, 8)
     targets = torch.arange(5)
-    linear_cross_entropy(hidden, weight, targets).backward()
+    linear_cross_entropy(hidden, weight, targets)[0].backward()
     exact = hidden.detach().clone().requires_grad_()
     functional.cross_entropy(exact @ weight.T, targets, reduction="sum").backward()
     torch.testing.assert_close(hidden.grad, exact.grad, rtol=1e-4, atol=1e-5)
@@ -55,7 +59,7 @@ def test_scaled_and_capped_logits_have_the_loss_and_gradients_of_autograd(transf
     targets = torch.randint(0, 70, (20,), generator=generator)
     expected = functional.cross_entropy(transform.apply(hidden @ weight.T), targets, reduction="sum")
     gradients = torch.autograd.grad(expected, (hidden, weight))
-    loss = linear_cross_entropy(hidden, weight, targets, transform)
+    loss, _ = linear_cross_entropy(hidden, weight, targets, transform)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     for found, wanted in zip(torch.autograd.grad(loss, (hidden, weight)), gradients, strict=True):
         assert torch.allclose(found, wanted, atol=1e-5)

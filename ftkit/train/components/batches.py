@@ -61,6 +61,7 @@ class BatchSchedule:
         rank: int,
         size: int,
         is_packed: bool = True,
+        is_mixed: bool = False,
     ) -> None:
         self._store = store
         self._plan = plan
@@ -69,6 +70,7 @@ class BatchSchedule:
         self._rank = rank
         self._size = size
         self._is_packed = is_packed
+        self._is_mixed = is_mixed
 
     def packs_of_step(self, step: int) -> list[int]:
         """Return the packs of a step over all processes; fewer than a full batch at the end of the last epoch."""
@@ -94,18 +96,25 @@ class BatchSchedule:
         micro, length = self._plan.micro_batch_size, self._store.sequence_length
         if not self._is_packed:
             rows = pad_documents(self._store.read(packs), micro * length, self._size)[self._rank :: self._size]
-            return StepBatch([to_padded_micro_batch(each, HOST) for each in rows], num_targets)
+            padded = [to_padded_micro_batch(each, HOST, is_mixed=self._is_mixed) for each in rows]
+            return StepBatch(padded, num_targets)
         micro_batches = []
         for accumulation in range(self._plan.accumulation_steps):
             begin = (accumulation * self._size + self._rank) * micro
             chosen = packs[begin : begin + micro]
             rows_of_packs = np.concatenate([self._store.read(chosen), _empty_packs(micro - len(chosen), length)])
-            micro_batches.append(to_micro_batch(rows_of_packs, HOST))
+            micro_batches.append(to_micro_batch(rows_of_packs, HOST, is_mixed=self._is_mixed))
         return StepBatch(micro_batches, num_targets)
 
 
-def to_micro_batch(packs: NDArray[np.int32], device: torch.device) -> MicroBatch:
-    """Bring packs, as `PackStore.read` returns them, to a device in the form in which they are computed on."""
+def to_micro_batch(packs: NDArray[np.int32], device: torch.device, *, is_mixed: bool = False) -> MicroBatch:
+    """Bring packs, as `PackStore.read` returns them, to a device in the form in which they are computed on.
+
+    Args:
+        packs: int32 [packs, 4, length].
+        device: where to.
+        is_mixed: whether they are of several sources, so that each label comes with its own.
+    """
     labels = packs[:, 1].reshape(-1)
     index = np.flatnonzero(labels != IGNORED)
 
@@ -122,13 +131,14 @@ def to_micro_batch(packs: NDArray[np.int32], device: torch.device) -> MicroBatch
         cu_seqlens=tensor(borders, np.int32),
         # A bound that is the same for all batches: kernels are compiled for it.
         max_seqlen=packs.shape[2],
+        label_sources=tensor(packs[:, 3].reshape(-1)[index], np.int64) if is_mixed else None,
     )
     return batch.on(device)
 
 
-def to_padded_micro_batch(rows: PaddedRows, device: torch.device) -> MicroBatch:
-    """Bring padded rows to a device in the form in which they are computed on."""
-    batch = to_micro_batch(rows.values, HOST)
+def to_padded_micro_batch(rows: PaddedRows, device: torch.device, *, is_mixed: bool = False) -> MicroBatch:
+    """Bring padded rows to a device in the form in which they are computed on; see `to_micro_batch`."""
+    batch = to_micro_batch(rows.values, HOST, is_mixed=is_mixed)
     # A row without a document has one token too: attention needs something to attend to.
     mask = np.arange(rows.values.shape[2]) < np.maximum(1, rows.lengths)[:, None]
     return replace(batch, attention_mask=torch.from_numpy(mask.astype(np.int64))).on(device)

@@ -17,10 +17,11 @@ from ftkit.data.rendering import ChatRenderer
 from ftkit.data.store import PreparedData
 from ftkit.data.tasks.sql_score import execution_match, read_question
 from ftkit.planning.plan import RunPlan
-from ftkit.runs.records import EvaluationRecord, Sample
-from ftkit.train.causal_lm import CausalLM
+from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
+from ftkit.train.causal_lm import CausalLM, SourceLosses
 from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.generation import Generation
+from ftkit.train.components.metrics import mean_losses
 from ftkit.train.components.padding import pad_documents
 from ftkit.train.model.attention import generation_attention
 from ftkit.train.world import World
@@ -48,36 +49,41 @@ class Evaluator:
     def evaluate(self, engine: Engine, step: int, when: Literal["before", "during", "after"]) -> EvaluationRecord:
         """Compute loss and perplexity; before and after training, also execute its SQL if the recipe says so."""
         with engine.inference() as model:
-            loss = self._loss(model)
+            loss, sources = self._loss(model)
             asked = self.plan.recipe.evaluation.sql_execution
             answers = [] if asked is None or when == "during" else self._answer_questions(model, asked)
         accuracy = sum(answer.correct for answer in answers) / len(answers) if answers else None
         # exp(loss) overflows above 709.
         perplexity = math.exp(min(loss, 700.0))
         samples = tuple(answers[:NUM_SAMPLES])
-        return EvaluationRecord(time.time(), step, when, loss, perplexity, accuracy, samples)
+        return EvaluationRecord(time.time(), step, when, loss, perplexity, accuracy, samples, sources)
 
-    def _loss(self, model: CausalLM) -> float:
-        """Return the mean loss over the targets of the validation packs."""
+    def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss]]:
+        """Return the mean loss over the targets of the validation packs, and that of each of several sources."""
+        names = self.data.read_manifest().mixed_sources
         store = self.data.read_validation()
         num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
         micro = self.plan.recipe.training.micro_batch_size
         total = torch.zeros((), device=self.world.device)
+        source_losses = SourceLosses.zeros(len(names), self.world.device)
         for first in range(0, num_packs, micro * self.world.size):
             if not self.is_packed:
                 packs = store.read(range(first, min(first + micro * self.world.size, num_packs)))
                 rows = pad_documents(packs, micro * packs.shape[2], self.world.size)
                 for own in rows[self.world.rank :: self.world.size]:
-                    total += model(batch=to_padded_micro_batch(own, self.world.device))
+                    batch = to_padded_micro_batch(own, self.world.device, is_mixed=bool(names))
+                    total += model(batch=batch, source_losses=source_losses)
                 continue
             # Ranks beyond the end compute the last packs again, without counting them.
             begin = first + self.world.rank * micro
             counts = begin < num_packs
             chosen = range(begin, min(begin + micro, num_packs)) if counts else range(num_packs - 1, num_packs)
-            loss = model(batch=to_micro_batch(store.read(chosen), self.world.device))
+            batch = to_micro_batch(store.read(chosen), self.world.device, is_mixed=bool(names))
+            loss = model(batch=batch, source_losses=source_losses if counts else None)
             total += loss if counts else 0
-        (summed,) = self.world.sum([float(total)])  # host sync: once an evaluation
-        return summed / max(1, int(store.num_targets[:num_packs].sum()))
+        own_sums = torch.cat([total.reshape(1), source_losses.sums.flatten()])
+        summed, *by_source = self.world.sum(own_sums.tolist())  # host sync: once an evaluation
+        return summed / max(1, int(store.num_targets[:num_packs].sum())), mean_losses(names, by_source)
 
     def _answer_questions(self, model: CausalLM, asked: SqlExecutionSpec) -> list[Sample]:
         """Return the questions in order, each answered by one of the ranks."""

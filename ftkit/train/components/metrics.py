@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ftkit.runs.records import Record, StepRecord, append_record
+from ftkit.runs.records import Record, SourceLoss, StepRecord, append_record
+from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.memory.host_staging import empty_pinned_like
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ class StepOutcome:
 
     Attributes:
         loss: summed over the targets of this rank, on the device.
+        source_losses: of this rank, on the device.
         grad_norm: L2 norm of the whole gradient, over all ranks, on the device.
         learning_rate: what the optimizer used.
     """
 
     loss: torch.Tensor
+    source_losses: SourceLosses
     grad_norm: torch.Tensor
     learning_rate: float
 
@@ -111,10 +114,11 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step, reduced over all ranks; `loss` is the mean over its targets."""
+    """A step, reduced over all ranks; `loss` is the mean over its targets, `sources` has that of each source."""
 
     step: int
     loss: float
+    sources: dict[str, SourceLoss]
     grad_norm: float
     learning_rate: float
     stop_requested: bool
@@ -127,7 +131,7 @@ class _Pending:
     num_targets: int
     learning_rate: float
     numbers: torch.Tensor
-    """Loss, requests to stop and the gradient's norm, in main memory once `copied` has come."""
+    """Loss, requests to stop, sums by source and the gradient's norm, in main memory once `copied` has come."""
     copied: torch.cuda.Event | None
     timing: StepTiming
 
@@ -140,13 +144,16 @@ class StepReducer:
     the same step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sources: tuple[str, ...]) -> None:
+        """Take the names of the sources that are mixed."""
+        self._sources = sources
         self._pending: _Pending | None = None
         self._buffer: torch.Tensor | None = None
 
     def push(self, step: int, num_targets: int, outcome: StepOutcome, timing: StepTiming, *, stop: bool) -> None:
         """Start the sums of a step. Collective; the step before must have been popped."""
-        sums = torch.stack([outcome.loss, torch.full_like(outcome.loss, float(stop))])
+        asked = torch.full_like(outcome.loss, float(stop))
+        sums = torch.cat([torch.stack([outcome.loss, asked]), outcome.source_losses.sums.flatten()])
         dist.all_reduce(sums)
         numbers = torch.cat([sums, outcome.grad_norm.to(sums).reshape(1)])
         copied = None
@@ -172,10 +179,31 @@ class StepReducer:
             return None
         if pending.copied is not None:
             pending.copied.synchronize()  # host sync: on a step that ends while the next one is queued
-        loss, stop, grad_norm = pending.numbers.tolist()
+        loss, stop, *by_source, grad_norm = pending.numbers.tolist()
         return StepResult(
-            pending.step, loss / pending.num_targets, grad_norm, pending.learning_rate, stop > 0, pending.timing
+            pending.step,
+            loss / pending.num_targets,
+            mean_losses(self._sources, by_source),
+            grad_norm,
+            pending.learning_rate,
+            stop > 0,
+            pending.timing,
         )
+
+
+def mean_losses(sources: tuple[str, ...], sums: list[float]) -> dict[str, SourceLoss]:
+    """Return the losses of the sources that have targets.
+
+    Args:
+        sources: their names.
+        sums: `SourceLosses.sums` over all ranks, flattened: the losses of each source, then its numbers of targets.
+    """
+    losses, counts = sums[: len(sources)], sums[len(sources) :]
+    return {
+        name: SourceLoss(loss / count, int(count))
+        for name, loss, count in zip(sources, losses, counts, strict=True)
+        if count
+    }
 
 
 class StepReporter:
@@ -220,6 +248,7 @@ class StepReporter:
             data_wait_ratio=wait / seconds,
             mfu=self._mfu_meter.mfu(num_packs / seconds),
             memory_gib=self._trace.peak_gib(),
+            sources=result.sources,
         )
         self._recorder.write(record)
         log.info(

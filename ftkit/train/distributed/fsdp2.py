@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ftkit.errors import TrainingError
-from ftkit.train.causal_lm import CausalLM, MicroBatch
+from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
 from ftkit.train.components.checkpoint import read_state, saved_sizes
 from ftkit.train.components.optimizer import HostStateAdamW, parameter_groups
@@ -94,9 +94,9 @@ class Fsdp2Engine:
             is_unsharded=self._is_unsharded,
         )
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         """Return the loss summed over a micro-batch's labels; see `Engine.forward`."""
-        loss: torch.Tensor = self.model(batch=batch)
+        loss: torch.Tensor = self.model(batch=batch, source_losses=source_losses)
         return loss
 
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:

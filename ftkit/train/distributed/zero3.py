@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from ftkit.config.execution import ZERO3_BUCKET
-from ftkit.train.causal_lm import CausalLM, MicroBatch
+from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.components.checkpoint import read_state
 from ftkit.train.components.optimizer import parameter_groups
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
@@ -110,9 +110,9 @@ class Zero3Engine:
         shard = self._shard_of(parameter)
         return zero3_partition(parameter) is not None and shard.local <= shard.allowed
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         """Return the loss summed over a micro-batch's labels; see `Engine.forward`."""
-        loss: torch.Tensor = self._engine(batch=batch)
+        loss: torch.Tensor = self._engine(batch=batch, source_losses=source_losses)
         return loss
 
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:

@@ -47,8 +47,8 @@ class LogitTransform:
 
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform = LogitTransform()
-) -> torch.Tensor:
-    """Return the summed cross-entropy of the logits of `hidden @ weight.T`, in fp32.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed cross-entropy of the logits of `hidden @ weight.T`, in fp32, and each token's.
 
     The forward pass computes the gradients too, while a chunk's logits exist, so that they are neither kept nor
     recomputed.
@@ -58,28 +58,30 @@ def linear_cross_entropy(
         weight: [V, H].
         targets: int64 [N], token ids below V.
         transform: from products to logits.
+
+    Returns:
+        The sum, a scalar; and the losses of the tokens, [N], through which no gradients flow.
     """
-    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
-    return loss
+    loss, losses = _LinearCrossEntropy.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
+    return loss, losses
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad  # a frozen projection needs none
         vocabulary = weight.shape[0]
         weight = _padded(weight)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         chunk = max(1, logits_rows(len(targets), weight.shape[0]))
         for begin in range(0, len(targets), chunk):
             part = slice(begin, begin + chunk)
             logits = hidden[part] @ weight.T
-            part_loss, grad_logits = _loss_and_gradient(logits, targets[part], vocabulary, transform)
-            loss += part_loss
+            losses[part], grad_logits = _losses_and_gradient(logits, targets[part], vocabulary, transform)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
@@ -88,10 +90,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight[:vocabulary].to(weight.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight)
-        return loss
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = (None if grad is None else grad * grad_output for grad in ctx.saved_tensors)
         return grad_hidden, grad_weight, None, None
 
@@ -110,10 +113,10 @@ def _padded(weight: torch.Tensor) -> torch.Tensor:
     return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
-def _loss_and_gradient(
+def _losses_and_gradient(
     products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of products [N, V], and its gradient to them: softmax minus one at the target.
+    """Return the losses of products [N, V], and the gradient of their sum to them: softmax minus one at the target.
 
     Columns from `vocabulary` on are padding: no token is there.
     """
@@ -130,7 +133,7 @@ def _plain(
     lse = exact.logsumexp(dim=-1, keepdim=True)
     chosen = exact.gather(1, targets[:, None])
     gradient = (exact - lse).exp() - (places == targets[:, None]).float()
-    return (lse - chosen).sum(), (gradient * transform.derivative(logits)).to(products.dtype)
+    return (lse - chosen).squeeze(1), (gradient * transform.derivative(logits)).to(products.dtype)
 
 
 @cache

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftkit.runs.records import (
@@ -9,6 +10,7 @@ from ftkit.runs.records import (
     RankError,
     RecordTail,
     Sample,
+    SourceLoss,
     StageRecord,
     StepRecord,
     append_record,
@@ -35,8 +37,10 @@ def evaluation(num_samples: int) -> EvaluationRecord:
 
 
 def test_a_record_survives_its_line() -> None:
-    for record in (STEP, STAGE, evaluation(3)):
+    mixed = replace(STEP, sources={"chats.jsonl": SourceLoss(1.25, 300), "data-set": SourceLoss(2.5, 100)})
+    for record in (STEP, mixed, STAGE, evaluation(3)):
         assert from_line(to_line(record)) == record
+    assert "sources" not in to_line(STEP) + to_line(evaluation(3)), "a single source has the loss of the step"
 
 
 def test_lines_that_are_no_records_are_none() -> None:

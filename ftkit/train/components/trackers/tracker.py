@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 Outcome = Literal["completed", "stopped", "failed"]
 
 DEFAULT_PROJECT = "ftkit"
+
+_REJECTED = re.compile(r"^[./]+|[^\w.-]+")
+"""What MLflow rejects in a name, and what would be a path in it."""
 
 _NOT_MEASURED = {"time", "step", "num_steps"}
 
@@ -52,9 +56,12 @@ class Tracker(Protocol):
 
 
 def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
-    """Return the numbers of a record by their names in trackers: train/loss, eval/perplexity and so on."""
+    """Return the numbers of a record by their names in trackers: train/loss, train/loss/SOURCE and so on."""
     prefix = "train" if isinstance(record, StepRecord) else "eval"
-    return {
+    by_source = {
+        f"{prefix}/loss/{_REJECTED.sub('_', source)}": measured.loss for source, measured in record.sources.items()
+    }
+    return by_source | {
         f"{prefix}/{name}": value
         for name, value in vars(record).items()
         if name not in _NOT_MEASURED and isinstance(value, int | float)
