@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from forked_ranks import ForkedRanks
 from lone_world import lone_world
 from waiting import PATIENCE_SECONDS
 
@@ -48,15 +49,23 @@ class Run:
     """A run folder, and the trainer on it."""
 
     plan: RunPlan
+    ranks: ForkedRanks
 
     @property
     def layout(self) -> RunLayout:
         return self.plan.layout
 
-    def train(self, *program: str, expect: int = 0) -> str:
-        """Start the ranks as a job script does; return what they printed."""
-        self.layout.root.mkdir(parents=True, exist_ok=True)
-        self.layout.plan.write_text(plan_to_json(self.plan))
+    def train(self, *, expect: int = 0) -> str:
+        """Train in ranks that need not import torch first; return what they printed."""
+        output = self._write_plan().with_name("output")
+        code = self.ranks.run(self.layout.plan, self.plan.placement.world_size, output, timeout=PATIENCE_SECONDS)
+        printed = output.read_text()
+        assert (code != 0) == (expect != 0), printed
+        return printed
+
+    def launch(self, *program: str, expect: int = 0) -> str:
+        """Start the ranks as a job script does; return what they and torchrun printed."""
+        self._write_plan()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={self.plan.placement.world_size}", *(program or ("-m", "ftkit.train"))]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -66,6 +75,11 @@ class Run:
         )
         assert (done.returncode != 0) == (expect != 0), done.stdout + done.stderr
         return done.stdout + done.stderr
+
+    def _write_plan(self) -> Path:
+        self.layout.root.mkdir(parents=True, exist_ok=True)
+        self.layout.plan.write_text(plan_to_json(self.plan))
+        return self.layout.plan
 
     def records(self, kind: type[Record]) -> list[Record]:
         return [record for record in read_records(self.layout.metrics) if isinstance(record, kind)]
@@ -85,7 +99,7 @@ class Run:
 
     def copy_to(self, name: str) -> Run:
         """Return a run that is a copy of this one as it is now, under another id."""
-        copied = Run(replace(self.plan, id=name))
+        copied = replace(self, plan=replace(self.plan, id=name))
         shutil.copytree(self.layout.root, copied.layout.root)
         return copied
 
@@ -105,7 +119,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_run(workspace: Path) -> Callable[..., Run]:
+def ranks() -> Iterator[ForkedRanks]:
+    with ForkedRanks() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def make_run(workspace: Path, ranks: ForkedRanks) -> Callable[..., Run]:
     def make(name: str, *overrides: str, processes: int = 2) -> Run:
         ctx = Context.here()
         recipe = load_recipe(str(TINY), ctx, overrides)
@@ -115,7 +135,7 @@ def make_run(workspace: Path) -> Callable[..., Run]:
         if recipe.model.weights.startswith(RUN):
             request = replace(request, model=resolve_model(recipe.model, os.environ, Workspace(workspace)))
         plan = plan_run(recipe, cluster, None, request, ftkit_version="test")
-        run = Run(replace(plan, id=name))
+        run = Run(replace(plan, id=name), ranks)
         prepare(run.plan, lambda _: None)
         return run
 
@@ -126,7 +146,7 @@ def make_run(workspace: Path) -> Callable[..., Run]:
 def finished_run(make_run: Callable[..., Run]) -> Run:
     """A run of 20 steps on two processes. Tests must not change it: they copy it."""
     run = make_run("finished")
-    run.train()
+    run.launch()
     return run
 
 

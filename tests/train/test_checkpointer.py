@@ -195,7 +195,7 @@ def test_a_run_killed_in_the_middle_of_a_checkpoint_goes_on_from_the_one_before(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     run = make_run("killed", "training.checkpoint_every_steps=5")
-    assert "SIGKILL" in run.train(str(KILLED), expect=-9)
+    assert "SIGKILL" in run.launch(str(KILLED), expect=-9)
     assert [folder.name for _, folder in run.layout.list_checkpoints()] == ["step-000005"]
     assert (run.layout.checkpoints / ".step-000010.partial").is_dir()
     run.train()

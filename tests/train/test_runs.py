@@ -155,7 +155,7 @@ def test_a_request_to_stop_ends_in_a_checkpoint_from_which_the_run_goes_on(
 @pytest.mark.parametrize("device", ["at once", "behind"])
 def test_a_run_that_is_killed_in_a_step_has_recorded_the_step_before(device: str, make_run: Callable[..., Any]) -> None:
     run = make_run(f"killed {device}", "evaluation.sql_execution=null", processes=1)
-    printed = run.train(str(KILLED), "11", device, expect=-9)
+    printed = run.launch(str(KILLED), "11", device, expect=-9)
     assert "SIGKILL" in printed
     assert sorted(run.losses()) == list(range(1, 11))
     events = [type(record) for record in read_records(run.layout.metrics)]
@@ -164,7 +164,7 @@ def test_a_run_that_is_killed_in_a_step_has_recorded_the_step_before(device: str
 
 def test_a_run_that_fails_in_a_step_has_recorded_the_step_before(make_run: Callable[..., Any]) -> None:
     run = make_run("failed behind", "evaluation.sql_execution=null", processes=1)
-    run.train(str(KILLED), "6", "behind", "by an error", expect=1)
+    run.launch(str(KILLED), "6", "behind", "by an error", expect=1)
     assert sorted(run.losses()) == list(range(1, 6))
 
 

@@ -1,0 +1,138 @@
+"""Ranks without the seconds that each takes to import torch: forked from a process that has imported what they import.
+
+The process reads a job from each line of its standard input, runs it, and answers with the exit code, as torchrun's
+is: that of the first rank that failed, whereupon the others are ended.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_ANSWERS = 1
+_IMPORTED = ("ftkit.train.trainer", "ftkit.train.self_check", "peft")
+_GRACE_SECONDS = 30
+"""After this long, a rank that is to end is killed, as torchrun does it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Processes that train: `python -m ftkit.train PLAN` in each."""
+
+    plan: str
+    num_ranks: int
+    port: int
+    output: str
+    environment: dict[str, str]
+
+
+class ForkedRanks:
+    """Runs jobs one after another."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._server:
+            self._server.kill()
+
+    def run(self, plan: Path, num_ranks: int, output: Path, *, timeout: float) -> int:
+        """Run a job; return its exit code. What the ranks print is in `output`."""
+        output.unlink(missing_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        job = Job(str(plan), num_ranks, port, str(output), {**os.environ, "OMP_NUM_THREADS": "1"})
+        questions, answers = self._server.stdin, self._server.stdout
+        assert questions is not None
+        assert answers is not None
+        questions.write(json.dumps(asdict(job)) + "\n")
+        questions.flush()
+        assert select.select([answers], [], [], timeout)[0], output.read_text()
+        return int(answers.readline())
+
+
+def serve() -> None:
+    """Run the jobs that standard input names."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        code = _run(Job(**json.loads(line)))
+        os.write(_ANSWERS, f"{code}\n".encode())
+
+
+def _run(job: Job) -> int:
+    running = {_start(job, rank) for rank in range(job.num_ranks)}
+    first, deadline = 0, float("inf")
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            running.discard(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if code and not first:
+                first, deadline = code, time.monotonic() + _GRACE_SECONDS
+                _signal(running, signal.SIGTERM)
+            continue
+        if time.monotonic() > deadline:
+            _signal(running, signal.SIGKILL)
+        time.sleep(0.01)
+    return first
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def _start(job: Job, rank: int) -> int:
+    if pid := os.fork():
+        return pid
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        output = os.open(job.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ |= job.environment | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(job.num_ranks),
+            "LOCAL_WORLD_SIZE": str(job.num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(job.port),
+        }
+        sys.argv[1:] = [job.plan]
+        runpy.run_module("ftkit.train", run_name="__main__", alter_sys=True)  # ends this process
+    except BaseException:  # noqa: BLE001 - nothing may come back to the loop above
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    serve()
