@@ -18,6 +18,7 @@ import ftkit
 _DPKG = Path("/var/lib/dpkg/status")
 _OS_RELEASE = Path("/etc/os-release")
 _PYPI = "pkg:pypi/"
+_PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
 
 
 def make_sbom(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dict[str, Any]:
@@ -84,13 +85,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(make_sbom(), indent=1) + "\n", encoding="utf-8")
-
-
-_PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
-
-
 def parse_pins(text: str) -> dict[str, str]:
     """Return the pinned packages of a lock, or of `pip list --format freeze`, with their versions."""
     return {normalize_name(name): version for name, version in _PIN.findall(text)}
@@ -99,3 +93,7 @@ def parse_pins(text: str) -> dict[str, str]:
 def normalize_name(name: str) -> str:
     """Normalize the name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(make_sbom(), indent=1) + "\n", encoding="utf-8")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import subprocess
+import sys
 import tarfile
 import zipfile
 from dataclasses import replace
@@ -23,6 +25,7 @@ from ftkit.images.lock import inputs_digest, read_lock
 from ftkit.images.packages import make_sbom, parse_pins
 from ftkit.images.sif import definition_file
 
+CHECKOUT = Path(__file__).parents[3]
 SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
 IMAGES = list_images(SHIPPED_ONLY)
 
@@ -172,6 +175,12 @@ def test_the_bill_of_materials_lists_python_and_debian_packages(tmp_path: Path) 
     assert any(url.startswith("pkg:pypi/pydantic@") for url in urls)
     assert document["bomFormat"] == "CycloneDX"
     assert make_sbom(status, release) == document
+
+
+def test_the_dockerfile_s_command_writes_the_bill_of_materials_with_the_standard_library_alone(tmp_path: Path) -> None:
+    written = tmp_path / "sbom.json"
+    subprocess.run([sys.executable, "-S", "-m", "ftkit.images.packages", str(written)], cwd=CHECKOUT, check=True)
+    assert json.loads(written.read_text())["bomFormat"] == "CycloneDX"
 
 
 def check(folder: Path, *, lock: str = "", base: str = "", **image: object) -> list[str]:
