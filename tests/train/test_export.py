@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ftkit.errors import TrainingError
-from ftkit.evaluate.export import ExportRequest, export_run
+from ftkit.cli.main import cli
+from ftkit.errors import NotFoundError, TrainingError
+from ftkit.evaluate.export import ExportRequest, choose_checkpoint, export_run
 from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
 from ftkit.files import write_json
 from ftkit.runs.checkpoints import SavedFile
@@ -127,3 +129,30 @@ def test_an_export_that_was_changed_is_refused_by_what_it_does(
     refresh_digests(folder)
     with pytest.raises(TrainingError, match=check):
         verify(folder)
+
+
+def test_the_command_exports_a_checkpoint_of_zero3_and_keeps_nothing_that_fails(
+    make_run: Callable[..., Any], workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("training.engine=zero3", "training.max_steps=3", "evaluation.sql_execution=null")
+    run = make_run("zero3-export-20260102T030405Z-ab12", *settings)
+    run.train()
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(workspace))
+    folder = tmp_path / "of-zero3"
+    typed = ["export", "zero3-export", "--to", str(folder), "--dtype", "fp32"]
+    done = CliRunner().invoke(cli, typed, catch_exceptions=False)
+    assert done.stdout == f"{folder}\n"
+    assert "generation stops at" in done.stderr
+    first, last = (load_file(each / "model.safetensors") for each in (run.layout.export, folder))
+    assert all(torch.allclose(first[name], last[name], atol=1e-6) for name in first)
+    assert "* Recipe: tiny" in (folder / "README.md").read_text()
+
+    def refuse(_: Path) -> None:
+        raise TrainingError("it is another model")
+
+    failing = ExportRequest("last", merges=False, precision=None, folder=tmp_path / "failed")
+    with pytest.raises(TrainingError, match="another model"):
+        export_run(run.layout, failing, refuse, quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["of-zero3"]
+    with pytest.raises(NotFoundError, match="there are those of step 3"):
+        choose_checkpoint(run.layout, "2")

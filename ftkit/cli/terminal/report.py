@@ -145,7 +145,7 @@ def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None)
     if not seen.is_final:
         return [f"ftkit status {run_id} --follow", f"ftkit logs {run_id} -f", f"ftkit cancel {run_id}"]
     if seen.state is RunState.COMPLETED:
-        return [f"ftkit status {run_id}", f"ftkit logs {run_id}"]
+        return [f"ftkit chat {run_id}", f"ftkit export {run_id}", f"ftkit status {run_id}"]
     if failure and not failure.can_resume:
         return [original_command(layout)]
     if failure and failure.exit_code == RunFailedError.exit_code and seen.state is RunState.FAILED:
