@@ -70,11 +70,12 @@ esac
 """
 
 FTKIT = """#!{python}
-import os, pathlib, sys, types
+import os, sys, types
+def export_run(layout, folder, *_):
+    (folder or layout.exports).mkdir(parents=True, exist_ok=True)
+    return folder or layout.exports
 sys.modules |= {{  # what loads models
-    "ftkit.evaluate.export": types.SimpleNamespace(
-        ExportRequest=lambda *request: request, export_run=lambda *_: pathlib.Path("export")
-    ),
+    "ftkit.evaluate.export": types.SimpleNamespace(ExportRequest=lambda *request: request[-1], export_run=export_run),
     "ftkit.evaluate.verify_export": types.SimpleNamespace(
         require_passed=lambda *_: None, verify_export=lambda *_: []
     ),
