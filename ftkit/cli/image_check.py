@@ -72,8 +72,8 @@ def check_image(plan: RunPlan, terminal: Terminal, *, does_import: bool = False)
     return _check_file(plan, plan.image_file, terminal)
 
 
-def require_same_image(plan: RunPlan, terminal: Terminal) -> None:
-    """Check that a resumed run gets the image of its first job.
+def require_same_image(plan: RunPlan, terminal: Terminal) -> dict[str, str]:
+    """Check that a resumed run gets the image of its first job; return what its manifest records of the image.
 
     Raises:
         NotFoundError: the image is missing now.
@@ -82,7 +82,7 @@ def require_same_image(plan: RunPlan, terminal: Terminal) -> None:
     facts = check_image(plan, terminal)
     recorded = read_json_if_valid(plan.layout.manifest, dict[str, Any]) or {}
     if Path(str(recorded.get("container_image"))).suffix != Path(str(plan.container_image)).suffix:
-        facts.pop("image_sha256", None)  # another cluster's format: the same image in another file
+        recorded.pop("image_sha256", None)  # another cluster's format: the same image in another file
     differing = [name for name, value in facts.items() if recorded.get(name, value) != value]
     if differing:
         name = differing[0]
@@ -92,6 +92,7 @@ def require_same_image(plan: RunPlan, terminal: Terminal) -> None:
             meaning="the image was built or imported again, or its file was replaced",
             fix="restore the first image, or start a new run with the new one",
         )
+    return facts
 
 
 def _lock_digest(labels: Mapping[str, str]) -> dict[str, str]:

@@ -70,8 +70,9 @@ def command(  # noqa: PLR0913 - one for each option
     """Submit a run again."""
     from ftkit.cli.image_check import require_same_image
     from ftkit.cli.run import report_submission
+    from ftkit.cli.terminal.plan_view import show_findings
     from ftkit.launch.jobs import read_resumable_plan, resume
-    from ftkit.launch.preflight import check_trackers
+    from ftkit.launch.preflight import check_trackers, run_checks
     from ftkit.launch.resume import ResumeArgs
     from ftkit.runs.records import RecordTail
 
@@ -86,10 +87,12 @@ def command(  # noqa: PLR0913 - one for each option
     plan, changed = read_resumable_plan(layout), None
     if args.asks_for_changes:
         changed = _replan(plan, args, terminal)
-    for warning in check_trackers(changed.plan if changed else plan, environment):
-        terminal.warn(warning)
-    require_same_image(changed.plan if changed else plan, terminal)
-    run = resume(plan, environment, ["ftkit", *typed], changed)
+        show_findings(run_checks(changed.plan, environment), terminal)
+    else:
+        for warning in check_trackers(plan, environment):
+            terminal.warn(warning)
+    image_facts = require_same_image(changed.plan if changed else plan, terminal)
+    run = resume(plan, environment, ["ftkit", *typed], changed, image_facts)
     report_submission(run, terminal, does_follow=follow, tail=tail)
 
 

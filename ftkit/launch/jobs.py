@@ -116,6 +116,7 @@ def resume(
     environment: Mapping[str, str],
     command: Sequence[str] = (),
     changed: ResumedPlan | None = None,
+    image_facts: Mapping[str, str] | None = None,
 ) -> SubmittedRun:
     """Submit a run again; training continues from the newest checkpoint.
 
@@ -124,6 +125,7 @@ def resume(
         environment: variables of the jobs.
         command: what was typed, for the manifest.
         changed: the plan to continue by, whose script is submitted; the run's own script and plan if null.
+        image_facts: digests of the image, for the manifest.
 
     Raises:
         SubmitError: the run is not over, or there is nothing left to do; or as `submit`, and then the run's own plan
@@ -153,9 +155,8 @@ def resume(
             write_file(layout.script, script.encode())
         if preparation is not None:
             write_file(layout.preparation_script, preparation.encode())
-        add_submission(
-            new, command, {each.key: (each.before, each.after) for each in changed.changes} if changed else {}
-        )
+        changes = {each.key: (each.before, each.after) for each in (changed.changes if changed else ())}
+        add_submission(new, command, changes, image_facts or {})
         has_preparation = needs_work and layout.preparation_script.is_file()
         return _submit(new, environment, has_preparation=has_preparation, earlier=submission)
 

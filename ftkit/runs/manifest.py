@@ -46,7 +46,9 @@ def build_manifest(plan: RunPlan, command: Sequence[str], project: Path) -> dict
     }
 
 
-def add_submission(plan: RunPlan, command: Sequence[str], changes: Mapping[str, tuple[Any, Any]]) -> None:
+def add_submission(
+    plan: RunPlan, command: Sequence[str], changes: Mapping[str, tuple[Any, Any]], image_facts: Mapping[str, str]
+) -> None:
     """Add another submission of a run to its manifest, which then says what its newest plan says.
 
     Nothing is written if the run has no manifest that can be read.
@@ -55,6 +57,7 @@ def add_submission(plan: RunPlan, command: Sequence[str], changes: Mapping[str, 
         plan: the plan from now on.
         command: what was typed.
         changes: the values that differ from the plan so far: before, and after.
+        image_facts: digests of the image; another cluster's format has another file.
 
     Raises:
         OSError: it can't be written.
@@ -64,7 +67,9 @@ def add_submission(plan: RunPlan, command: Sequence[str], changes: Mapping[str, 
     if values is None or not isinstance(earlier, list):
         return
     submission = _describe_submission(plan, command, changes)
-    write_json(plan.layout.manifest, {**values, **_describe_plan(plan), "submissions": [*earlier, submission]})
+    write_json(
+        plan.layout.manifest, {**values, **_describe_plan(plan), **image_facts, "submissions": [*earlier, submission]}
+    )
 
 
 def _describe_submission(

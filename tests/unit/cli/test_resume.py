@@ -1,0 +1,48 @@
+"""`ftkit resume` with changes, as it is typed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from ftkit.planning.plan import read_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import FakePrograms, Result, RunMaker
+
+
+def test_a_run_resumed_on_more_processes_says_what_changes_and_is_planned_so(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
+) -> None:
+    run = make_run()
+    before = read_plan(run.layout).placement.processes_per_node
+    for name, answer in {"squeue": "", "sacct": "", "sbatch": "2\n"}.items():
+        programs.answer(name, answer)
+    run.layout.manifest.write_text("{}")
+    words = ("--gpus-per-node", "4", "--time", "02:00:00", "training.max_steps=500", "--no-follow")
+    result = ftkit("resume", run.id, *words)
+    assert (result.code, result.out) == (0, f"{run.id}\n"), result.err
+    told = " ".join(result.err.split())
+    assert f"processes per node {before} → 4" in told
+    assert "8 × 4 processes × 1" in told
+    assert "the cosine schedule" in result.err
+    plan = read_plan(run.layout)
+    assert (plan.num_steps, plan.recipe.resources.time_limit, plan.placement.world_size) == (500, "02:00:00", 4)
+    assert "--time=02:00:00" in run.layout.script.read_text()
+    (submission,) = json.loads(run.layout.manifest.read_text())["submissions"]
+    assert submission["command"] == ["ftkit", "resume", run.id, *words]
+
+
+def test_refused_changes_submit_nothing(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
+) -> None:
+    run = make_run()
+    before = run.layout.plan.read_bytes()
+    result = ftkit("resume", run.id, "training.learning_rate=1", "training.seed=3")
+    assert result.code == 3
+    assert "--allow training.learning_rate" in result.err
+    assert "--allow training.seed" in result.err
+    assert (programs.calls(), run.layout.plan.read_bytes()) == ([], before)
+    assert ftkit("resume", run.id, "another-recipe").code == 2
