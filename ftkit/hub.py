@@ -26,7 +26,7 @@ from ftkit.model_folder import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ftkit.config.model import ModelSpec
     from ftkit.config.sources import Source
@@ -80,7 +80,7 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
 
 def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
     """Refuse a shape that would have no effect: what is trained is what the weights' configuration says."""
-    found = find_contradictions(model.architecture, config)
+    found = find_contradictions(model.architecture_of_weights, config)
     where, fix = f"{CONFIG_FILE} of {model.weights}", "Correct the recipe, or leave it out."
     if found:
         raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
@@ -188,6 +188,38 @@ def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home:
         return read_model_config(Path(file).parent)
     except Exception:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
         return None
+
+
+def fetch_files(
+    model: ModelSpec, names: Sequence[str], environment: Mapping[str, str], default_home: Path
+) -> Path | None:
+    """Return the folder of the hub's cache that has some of a model's files, downloaded if the first is not there.
+
+    Arguments as `check_weights` has them; raises as it does. Files that the model lacks are left out. None: the first
+    is lacking, or the hub can't be asked from here.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
+
+    cache = _cache(environment, default_home, *_CACHE_OF_MODELS)
+    found = try_to_load_from_cache(model.weights, names[0], cache_dir=cache, revision=model.revision)
+    if isinstance(found, str):
+        return Path(found).parent
+    if _offline(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        return None
+    answer = _ask(_Repository("model", "model.weights", model.weights, model.revision), tuple(names), environment)
+    if answer.warning is not None or names[0] in answer.missing:
+        return None
+    try:
+        files = [
+            hf_hub_download(
+                model.weights, name, revision=model.revision, endpoint=_endpoint(environment), cache_dir=cache,
+                token=read_token(environment) or False, etag_timeout=TIMEOUT_SECONDS,
+            )
+            for name in names if name not in answer.missing
+        ]  # fmt: skip
+    except Exception:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
+        return None
+    return Path(files[0]).parent
 
 
 def check_data(source: Source, environment: Mapping[str, str], default_home: Path) -> str | None:

@@ -244,6 +244,10 @@ class TokenizerSpec(Spec):
         return self
 
 
+AddedToken = Annotated[str, Field(pattern=r"^\S{2,}$")]
+"""A special token that a recipe adds."""
+
+
 class ModelSpec(Spec):
     """The model to fine-tune. `model: WEIGHTS` is short for `model: {weights: WEIGHTS}`."""
 
@@ -259,6 +263,17 @@ class ModelSpec(Spec):
     `max_position_embeddings` that it allows."""
     tokenizer: TokenizerSpec = TokenizerSpec.model_construct()
     """Where the tokenizer comes from."""
+    added_tokens: tuple[AddedToken, ...] = ()
+    """Special tokens to add to the tokenizer, such as `<|tool|>`. The embedding (and an output projection of its own)
+    grows by what doesn't fit into the rows that are there; new rows begin as the mean of the others. New tokens need
+    `training.method: full`: adapters leave the embedding frozen."""
+
+    @field_validator("added_tokens", mode="after")
+    @classmethod
+    def _are_listed_once(cls, tokens: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := sorted({token for token in tokens if tokens.count(token) > 1}):
+            raise ValueError(f"{', '.join(twice)} listed twice")
+        return tokens
 
     @field_validator("architecture", mode="after")
     @classmethod
@@ -281,6 +296,11 @@ class ModelSpec(Spec):
             raise ValueError(f"weights 'random' need the whole architecture: {', '.join(missing)} not given")
         return self
 
+    @property
+    def architecture_of_weights(self) -> ArchitectureFields:
+        """The shape as the weights' files have it, as far as it is given."""
+        return self.architecture
+
 
 def _missing(fields: ArchitectureFields) -> list[str]:
     required = (name for name, field in ArchitectureSpec.model_fields.items() if field.is_required())
@@ -298,6 +318,16 @@ class ModelPlan(ModelSpec):
     """What the recipe asks for, where that is an earlier run."""
     requested_revision: str | None = None
     """The revision that the recipe asks for, where it is resolved to a commit."""
+    new_tokens: tuple[str, ...] = ()
+    """The added tokens that the tokenizer lacks."""
+    vocab_size_of_weights: PositiveInt | None = None
+    """Rows of the embedding in the weights' files, where added tokens need more."""
+
+    @property
+    def architecture_of_weights(self) -> ArchitecturePlan:
+        """The shape as the weights' files have it."""
+        rows = self.vocab_size_of_weights
+        return self.architecture if rows is None else self.architecture.model_copy(update={"vocab_size": rows})
 
     @classmethod
     def of(cls, model: ModelSpec, shape: ArchitectureSpec, counts: ModelCounts | None) -> ModelPlan:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from ftkit.data.vocabulary import read_vocabulary
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -81,12 +82,21 @@ def missing_tokens(source: str, name: str, missing: Collection[str]) -> DataErro
         f"the tokenizer of '{source}' lacks {', '.join(missing)} of the '{name}' chat template",
         meaning="the template is another family's; its marks would be ordinary text to this model",
         fix="set data.chat_template to the template that this model was trained with, or to 'model'; where the "
-        f"tokenizer has none, write a {TEMPLATE_FILE} beside its files",
+        f"tokenizer has none, write a {TEMPLATE_FILE} beside its files. With method full, the missing ones "
+        "can be learned: model.added_tokens",
     )
 
 
-def check_tokenizer_folder(folder: Path, template_name: str, *, needs_template: bool = True) -> None:
+def check_tokenizer_folder(
+    folder: Path, template_name: str, *, added_tokens: Collection[str] = (), needs_template: bool = True
+) -> None:
     """Check by its files that a folder has a tokenizer, and that it suits the chat template that is asked of it.
+
+    Args:
+        folder: with the tokenizer's files.
+        template_name: `model`, or that of a shipped template.
+        added_tokens: those that the recipe adds to the tokenizer.
+        needs_template: whether the data is rendered at all.
 
     Raises:
         DataError: it does not.
@@ -100,27 +110,14 @@ def check_tokenizer_folder(folder: Path, template_name: str, *, needs_template: 
     if not needs_template:
         return
     if template_name in TEMPLATES:
-        known = _known_tokens(folder)
-        missing = TEMPLATES[template_name].missing_tokens(known) if known else []
+        known = read_vocabulary(folder)  # None: SentencePiece's or tiktoken's own file, known once it is loaded
+        missing = TEMPLATES[template_name].missing_tokens({*known.ids, *added_tokens}) if known else []
         if missing:
             raise missing_tokens(str(folder), template_name, missing)
     elif template_name == "model" and not any(any(folder.glob(pattern)) for pattern in _TEMPLATE_FILES):
         stored = _read_json(folder / "tokenizer_config.json")
         if stored is not None and not stored.get("chat_template"):
             raise missing_template(str(folder))
-
-
-def _known_tokens(folder: Path) -> set[str]:
-    """Return the tokens of a tokenizer.json and those added in tokenizer_config.json; none if they can't be told."""
-    whole = _read_json(folder / "tokenizer.json")
-    if not whole:
-        return set()  # SentencePiece's or tiktoken's own file: known once the tokenizer is loaded
-    vocabulary = (whole.get("model") or {}).get("vocab") or {}
-    config = _read_json(folder / "tokenizer_config.json") or {}
-    added = [*(whole.get("added_tokens") or []), *(config.get("added_tokens_decoder") or {}).values()]
-    # Unigram models list pairs of token and score.
-    names = vocabulary if isinstance(vocabulary, dict) else (pair[0] for pair in vocabulary)
-    return {*names, *(str(token.get("content")) for token in added)}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

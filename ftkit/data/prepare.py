@@ -14,7 +14,7 @@ from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, re
 from ftkit.data.packing import Packer
 from ftkit.data.sources import first_rows, read_rows, split_of
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
-from ftkit.data.tokenizers import check_size, learn_tokenizer, load_tokenizer
+from ftkit.data.tokenizers import add_tokens, check_size, learn_tokenizer, load_tokenizer
 from ftkit.data.workers import BatchEncoder, encode_rows, num_usable_cpus
 from ftkit.errors import DataError, one_line
 from ftkit.planning.plan import PREPARATION_VERSION
@@ -106,7 +106,7 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     formats = _formats(recipe, report)
     tokenizer = _tokenizer(recipe, formats, report)
     vocab_size = recipe.model.architecture.vocab_size
-    check_size(tokenizer, vocab_size, report)
+    check_size(tokenizer, recipe.model, vocab_size, report)
     encoders = {source: RowEncoder.of(tokenizer, recipe.data, form, vocab_size) for source, form in formats.items()}
     return BatchEncoder(recipe, encoders, find_answer_end(tokenizer))
 
@@ -218,9 +218,11 @@ def _tokenizer(recipe: RecipePlan, formats: dict[int, Format], report: Callable[
     vocab_size = recipe.model.tokenizer.vocab_size
     if vocab_size is None:
         is_text = all(form.kind == "text" for form in formats.values())
-        return load_tokenizer(recipe.model, None if is_text else recipe.data.chat_template)
+        return load_tokenizer(recipe.model, None if is_text else recipe.data.chat_template, report)
     report(f"learning a tokenizer of {vocab_size} tokens")
-    return learn_tokenizer(_train_texts(recipe, formats), vocab_size, recipe.data.chat_template)
+    learned = learn_tokenizer(_train_texts(recipe, formats), vocab_size, recipe.data.chat_template)
+    add_tokens(learned, recipe.model.added_tokens, report)
+    return learned
 
 
 def _train_texts(recipe: RecipePlan, formats: dict[int, Format]) -> Iterator[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ftkit.data.chat_templates import TEMPLATES, missing_template, missing_tokens
 from ftkit.data.encoding import check_tokens
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
@@ -50,12 +50,15 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, template_name: str) -
     return learned
 
 
-def load_tokenizer(model: ModelSpec, chat_template: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the recipe names, from a folder or the hub, with the recipe's chat template.
+def load_tokenizer(
+    model: ModelSpec, chat_template: str | None, report: Callable[[str], None] = lambda _: None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the recipe names, from a folder or the hub, with its added tokens and chat template.
 
     Args:
         model: says where it is.
         chat_template: `model` for its own, the name of a shipped one, or Jinja; None: plain text needs none.
+        report: is told what became of added tokens.
 
     Raises:
         DataError: it can't be had, has no chat template and the recipe sets none, or the set one is another family's.
@@ -72,9 +75,21 @@ def load_tokenizer(model: ModelSpec, chat_template: str | None) -> PreTrainedTok
             meaning="the name is wrong, a file is broken, the model is gated, or this machine can't reach the hub",
             fix="check model.weights and its files; for a gated model accept its license and set HF_TOKEN",
         ) from error
+    add_tokens(tokenizer, model.added_tokens, report)
     if chat_template is not None:
         _set_template(tokenizer, source, chat_template)
     return _with_padding(tokenizer, source)
+
+
+def add_tokens(tokenizer: Any, tokens: Sequence[str], report: Callable[[str], None]) -> None:
+    """Make tokens special tokens of a tokenizer, which lacks them or has them as plain ones."""
+    vocabulary = tokenizer.get_vocab()
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    made = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in special]
+    tokenizer.add_tokens(made, special_tokens=True)
+    for token in tokens:
+        was = "added" if token not in vocabulary else "there before" if token in special else "was a plain token"
+        report(f"special token {token}: id {tokenizer.convert_tokens_to_ids(token)}, {was}")
 
 
 def _set_template(tokenizer: Any, source: str, template: str) -> None:
@@ -102,13 +117,14 @@ def _with_padding(tokenizer: Any, source: str) -> PreTrainedTokenizerBase:
     return result
 
 
-def check_size(tokenizer: Any, vocab_size: int, report: Callable[[str], None]) -> None:
-    """Check that the padding token is in the model's vocabulary; report whether other tokens are not.
+def check_size(tokenizer: Any, model: ModelSpec, vocab_size: int, report: Callable[[str], None]) -> None:
+    """Check that padding and added tokens are in the model's vocabulary; report whether other tokens are not.
 
     Raises:
-        DataError: it is not.
+        DataError: they are not.
     """
-    check_tokens(tokenizer, np.array([tokenizer.pad_token_id]), vocab_size)
+    needed = [tokenizer.pad_token_id, *map(tokenizer.convert_tokens_to_ids, model.added_tokens)]
+    check_tokens(tokenizer, np.array(needed), vocab_size)
     if len(tokenizer) > vocab_size:
         report(
             f"the tokenizer has {len(tokenizer):,} tokens, model.architecture.vocab_size is {vocab_size:,}: "

@@ -185,7 +185,7 @@ def _load_parts(plan: RunPlan) -> ExportedParts:
         config = TextConfig(make_config(recipe.model.architecture, tokenizer))
     else:
         folder = _find_base(plan)
-        config = read_config(folder, recipe.model.architecture)
+        config = read_config(folder, recipe.model.architecture, recipe.model.vocab_size_of_weights)
     generation = Generation.of(tokenizer, folder)
     return ExportedParts(recipe, config, tokenizer, generation, folder)
 

@@ -144,7 +144,7 @@ def _load_step(source: TrainedStep, device: torch.device) -> LoadedModel:
         config = TextConfig(make_config(recipe.model.architecture, tokenizer))
     else:
         folder = fetch_model(recipe.model.weights, recipe.model.revision).folder
-        config = read_config(folder, recipe.model.architecture)
+        config = read_config(folder, recipe.model.architecture, recipe.model.vocab_size_of_weights)
     model = cast("PreTrainedModel", build_empty(config.text, "eager"))
     if training.adapters is not None:
         prepare_method(model, training, device)
@@ -154,7 +154,7 @@ def _load_step(source: TrainedStep, device: torch.device) -> LoadedModel:
         if folder is None:
             init_weights(model, recipe.model.architecture, training.seed)
         else:
-            load_weights(model, folder)
+            load_weights(model, folder, recipe.model.vocab_size_of_weights)
         init_adapters(model, training.seed)
         if recipe.model.adapter is not None:
             load_adapters(model, Path(recipe.model.adapter), is_wrapped=config.is_wrapped)

@@ -17,10 +17,11 @@ from ftkit.config.model_config import text_part
 from ftkit.config.paths import is_path
 from ftkit.config.shipped import shipped_config
 from ftkit.config.strict import RUN
+from ftkit.data.vocabulary import TOKENIZER_FILE, VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.families import family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
-from ftkit.hub import fetch_config, find_commit, find_folder
+from ftkit.hub import fetch_config, fetch_files, find_commit, find_folder
 from ftkit.model_folder import read_model_config
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import plan_model, read_plan
@@ -82,6 +83,8 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
             config = fetch_config(model, environment, home)
             folder = find_folder(model, environment, home)
     plan = _plan(model, config, environment)
+    if model.added_tokens:
+        plan = _with_added_tokens(plan, model, config, environment, home)
     if folder is not None and not is_path(model.weights):
         plan = _pinned(plan, find_commit(model, environment, home))
     if asked is model:
@@ -128,7 +131,7 @@ def _continue_run(model: ModelSpec, workspace: Workspace) -> tuple[ModelSpec, st
         shape = ArchitectureFields.model_validate(base.architecture.model_dump(include=positions))
     tokenizer = TokenizerSpec(source=str(export)) if model.tokenizer.source == "model" else model.tokenizer
     fields = {"weights": base.weights, "revision": base.revision, "architecture": shape, "tokenizer": tokenizer}
-    return ModelSpec.model_validate(fields), str(export)
+    return ModelSpec.model_validate(fields | {"added_tokens": model.added_tokens}), str(export)
 
 
 def check_adapter(recipe: RecipePlan) -> None:
@@ -165,6 +168,52 @@ def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[
     if counted is None:
         return plan_model(model, config)
     return plan_model(model, None if config is None else counted.config, counted.counts)
+
+
+def _with_added_tokens(
+    plan: ModelPlan, model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[str, str], home: Path
+) -> ModelPlan:
+    """Return the plan with as many rows in the embedding as the added tokens need, and the new tokens among them.
+
+    Raises:
+        ConfigError: the tokenizer's vocabulary can't be read from here, or the model's class can't grow.
+    """
+    added, rows = model.added_tokens, plan.architecture.vocab_size
+    vocabulary = _read_vocabulary(model, environment, home)
+    tokens = vocabulary.with_tokens(added).ids
+    needed, new = 1 + max(tokens[token] for token in added), vocabulary.lacking(added)
+    if needed <= rows:
+        return plan.model_copy(update={"new_tokens": new})
+    if config is not None:
+        text = text_part(config)
+        if text.get("hidden_size_per_layer_input"):
+            what = f"{text.get('model_type')} has an embedding in each layer, which can't grow."
+            fix = f"Leave out what doesn't fit into its {rows:,} rows."
+            raise ConfigError([Problem("", "model.added_tokens", what, fix)])
+        inner = config.get("text_config")
+        update = {"vocab_size": needed} if text is config else {"text_config": {**(inner or {}), "vocab_size": needed}}
+        config = config | update
+    shape = model.architecture
+    if shape.vocab_size is not None:
+        shape = shape.model_copy(update={"vocab_size": needed})
+    grown = _plan(model.model_copy(update={"architecture": shape}), config, environment)
+    return grown.model_copy(update={"new_tokens": new, "vocab_size_of_weights": rows})
+
+
+def _read_vocabulary(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Vocabulary:
+    tokenizer = model.tokenizer
+    if tokenizer.vocab_size is not None:  # it will be learned: all but its own marks are new
+        return Vocabulary({}, tokenizer.vocab_size)
+    owner = model if tokenizer.source == "model" else ModelSpec(weights=tokenizer.source)
+    is_folder = is_path(owner.weights)
+    folder = Path(owner.weights) if is_folder else fetch_files(owner, VOCABULARY_FILES, environment, home)
+    if folder is not None and (found := read_vocabulary(folder)) is not None:
+        return found
+    what = f"the {TOKENIZER_FILE} of '{owner.weights}' can't be read from here, so its tokens can't be counted."
+    fix = "Give a folder that has it: tokenizer.save_pretrained(FOLDER) writes it; set model.tokenizer.source=FOLDER."
+    if not is_folder:
+        fix = f"Where there is a network: hf download {owner.weights} {' '.join(VOCABULARY_FILES[:2])}."
+    raise ConfigError([Problem("", "model.added_tokens", what, fix)])
 
 
 def _shipped_config(model: ModelSpec) -> dict[str, Any] | None:

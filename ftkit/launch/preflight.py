@@ -205,7 +205,10 @@ def _check_tokenizer(recipe: RecipeSpec) -> list[str]:
     source = recipe.model.weights if recipe.model.tokenizer.source == "model" else recipe.model.tokenizer.source
     if is_path(source) and Path(source).is_dir():
         needs_template = recipe.data.chat_template != "model" or _has_turns(recipe.data)
-        check_tokenizer_folder(Path(source), recipe.data.chat_template, needs_template=needs_template)
+        added = recipe.model.added_tokens
+        check_tokenizer_folder(
+            Path(source), recipe.data.chat_template, added_tokens=added, needs_template=needs_template
+        )
     return []
 
 

@@ -39,6 +39,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
     shape = model.architecture
     problems = [
         *_adapters(recipe, model),
+        *_added_tokens(recipe, model),
         *_placement(cluster, request, num_nodes, processes_per_node),
         *_batch(recipe, num_nodes * processes_per_node),
         *_offload(recipe, cluster),
@@ -62,6 +63,18 @@ def _adapters(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:
         yield Problem(
             f"recipe {recipe.name}", "training.method", f"'full' does not train the adapters of {model.source}.",
             "Take 'lora' or 'qlora'; or merge them into their model, and give model.weights the folder.",
+        )  # fmt: skip
+
+
+def _added_tokens(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:
+    is_new = model.new_tokens or model.vocab_size_of_weights is not None
+    if is_new and recipe.training.adapters is not None:
+        names = ", ".join(model.new_tokens or recipe.model.added_tokens)
+        yield Problem(
+            f"recipe {recipe.name}", "model.added_tokens",
+            f"{names}: method '{recipe.training.method}' leaves the embedding frozen, so new tokens would stay "
+            "untrained, even where it has free rows.",
+            "Take training.method 'full'; or leave them out, or take special tokens that the tokenizer has.",
         )  # fmt: skip
 
 
@@ -307,10 +320,13 @@ _ESTIMATED: dict[CountSource, str] = {
 }
 
 
-def find_notes(
-    shape: ArchitecturePlan, cluster: ClusterProfile, image: ImageSpec | None, packing: Packing
-) -> Iterator[str]:
-    """Return what is possible, but not as sure or as fast as the rest of the plan."""
+def find_notes(model: ModelPlan, cluster: ClusterProfile, image: ImageSpec | None, packing: Packing) -> Iterator[str]:
+    """Return what becomes of added tokens, and what is possible, but not as sure or as fast as the rest of the plan."""
+    shape, rows = model.architecture, model.vocab_size_of_weights
+    if rows is not None:
+        yield f"model.added_tokens: the embedding grows from {rows:,} to {shape.vocab_size:,} rows"
+    elif model.new_tokens:
+        yield f"model.added_tokens: {len(model.new_tokens)} new tokens take free rows of the embedding"
     if packing == "off":
         yield "data.packing is 'off': each document is a padded row of its own, which is slower than predicted"
     elif shape.family in UNPACKED:

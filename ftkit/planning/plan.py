@@ -180,7 +180,7 @@ def plan_run(
         image=str(request.image) if request.image and cluster.runtime != "none" else None,
         container_image=_container_image(cluster, request),
         python=request.python if cluster.runtime == "none" else "python3",
-        notes=(*_notes(setup, cluster, memory), *find_notes(shape, cluster, image, recipe.data.packing)),
+        notes=(*_notes(setup, cluster, memory), *find_notes(model, cluster, image, recipe.data.packing)),
         execution=execution,
     )
 
@@ -230,6 +230,7 @@ def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
         recipe.data.model_dump_json(exclude={"packing"}),  # documents are packed on disk in any case
         model.tokenizer.model_dump_json(),
         f"{model.weights}@{recipe.model.revision}" if model.tokenizer.source == "model" else "",
+        *model.added_tokens,
         str(recipe.training.sequence_length),
         str(model.architecture.vocab_size),  # no token is beyond it
         data_stamp,

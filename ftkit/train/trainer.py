@@ -178,7 +178,7 @@ class Trainer:
             config = TextConfig(make_config(recipe.model.architecture, self.tokenizer))
         else:
             folder = fetch_weights(recipe.model, self.world)
-            config = read_config(folder, recipe.model.architecture)
+            config = read_config(folder, recipe.model.architecture, recipe.model.vocab_size_of_weights)
         generation = Generation.of(self.tokenizer, folder)
         kernel, reason = choose_kernel(recipe.training, config.text, self.world)
         log.info("attention: %s (%s)", kernel, reason)
@@ -204,7 +204,7 @@ class Trainer:
             if folder is None:
                 init_weights(sharded, recipe.model.architecture, recipe.training.seed)
             else:
-                load_weights(sharded, folder)
+                load_weights(sharded, folder, recipe.model.vocab_size_of_weights)
             init_adapters(sharded, recipe.training.seed)
             if recipe.model.adapter is not None:
                 load_adapters(sharded, Path(recipe.model.adapter), is_wrapped=config.is_wrapped)

@@ -126,13 +126,13 @@ def ranks() -> Iterator[ForkedRanks]:
 
 @pytest.fixture(scope="session")
 def make_run(workspace: Path, ranks: ForkedRanks) -> Callable[..., Run]:
-    def make(name: str, *overrides: str, processes: int = 2) -> Run:
+    def make(name: str, *overrides: str, processes: int = 2, base: Path = TINY) -> Run:
         ctx = Context.here()
-        recipe = load_recipe(str(TINY), ctx, overrides)
+        recipe = load_recipe(str(base), ctx, overrides)
         local = load_cluster("local", ctx)
         cluster = local.model_copy(update={"device": "cpu", "gpus_per_node": processes, "cpus_per_node": processes})
         request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "test")
-        if recipe.model.weights.startswith(RUN):
+        if recipe.model.weights.startswith(RUN) or recipe.model.added_tokens:
             request = replace(request, model=resolve_model(recipe.model, os.environ, Workspace(workspace)))
         plan = plan_run(recipe, cluster, None, request, ftkit_version="test")
         run = Run(replace(plan, id=name), ranks)

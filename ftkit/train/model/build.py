@@ -79,8 +79,13 @@ class TextConfig:
     is_wrapped: bool = False
 
 
-def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
+def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None) -> TextConfig:
     """Read the configuration beside the weights; of a multimodal model's, the text part.
+
+    Args:
+        folder: with the weights.
+        shape: that the model is to have.
+        stored_vocab_size: rows of the embedding in the files, where added tokens need more.
 
     Raises:
         NotFoundError: it can't be read, or names no architecture.
@@ -89,7 +94,8 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
     stored = _read_stored(folder)
     config = stored.get_text_config(decoder=True)
     _check_quantization(stored, folder)
-    found = find_contradictions(shape, {key: getattr(config, key, None) for key in CONFIG_KEYS})
+    of_files = shape if stored_vocab_size is None else shape.model_copy(update={"vocab_size": stored_vocab_size})
+    found = find_contradictions(of_files, {key: getattr(config, key, None) for key in CONFIG_KEYS})
     wrong = [f"{key}: {values}" for key, values in found.items()]
     if wrong:
         raise TrainingError(
@@ -98,6 +104,8 @@ def read_config(folder: Path, shape: ArchitectureSpec) -> TextConfig:
             fix="correct model.architecture in the recipe",
         )
     _scale_positions(config, shape)
+    if stored_vocab_size is not None:
+        config.vocab_size = shape.vocab_size
     return TextConfig(config, is_wrapped=config is not stored)
 
 

@@ -61,16 +61,22 @@ def materialize(model: nn.Module, device: torch.device, parameters_on: torch.dev
         setattr(model.get_submodule(owner), own_name, buffer)
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None = None) -> None:
     """Load a sharded model's parameters, apart from adapters, and the buffers that the files hold.
 
     Of a multimodal model's files, only the text model is read.
+
+    Args:
+        model: with its parameters allocated.
+        folder: with the files.
+        stored_vocab_size: tokens of the files, where the model has more: rows of the others begin as the mean.
 
     Raises:
         TrainingError: a parameter is missing from the files, or is there in another shape.
     """
     wanted, buffers = _load_targets(model), dict(model.named_buffers())
     places = {stored: path for path, names in _files(folder).items() for stored in names}
+    vocabulary = set() if stored_vocab_size is None else _vocabulary_parameters(model)
     with _OpenFiles(places) as files:
         mapped = map_tensors(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys(), files.read)
         if missing := sorted(wanted.keys() - mapped.keys()):
@@ -82,7 +88,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         for name in sorted(mapped, key=lambda name: (places[mapped[name].first], mapped[name].first)):
             one = mapped.pop(name)  # what was read to be converted is freed with the last that became of it
             if name in wanted:
-                wanted[name].load(one.source, one.first)
+                rows = wanted[name].wanted[0]
+                grows = name in vocabulary and one.source.get_shape()[0] == stored_vocab_size
+                wanted[name].load(_GrownTensor(one.source, rows) if grows else one.source, one.first)
             else:
                 buffers[name].copy_(one.source[...])
 
@@ -114,6 +122,42 @@ class PretrainedTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._mapped)
+
+
+def _vocabulary_parameters(model: Any) -> set[str]:
+    """Return the names of the parameters that have a row for each token, as the files have them."""
+    owners = (model.get_input_embeddings(), model.get_output_embeddings())
+    ids = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+
+
+@dataclass(frozen=True)
+class _GrownTensor:
+    """A tensor of the files with rows added, each the mean of those that are there."""
+
+    source: TensorSource
+    num_rows: int
+
+    def get_shape(self) -> list[int]:
+        return [self.num_rows, *self.source.get_shape()[1:]]
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        stored, (first, last, _) = self.source.get_shape()[0], rows.indices(self.num_rows)
+        if last <= stored:  # as on most ranks: they need no mean, for which all is read
+            return self.source[first:last]
+        mean = self._mean()
+        new = mean.expand(last - max(first, stored), *mean.shape)
+        return torch.cat([self.source[first:stored], new]) if first < stored else new
+
+    def _mean(self) -> torch.Tensor:
+        """Compute the mean in fp64, by chunks that don't depend on the shards; return it as the files' dtype."""
+        shape = self.source.get_shape()
+        height = rows_at_once(shape)
+        total, dtype = torch.zeros(shape[1:], dtype=torch.float64), torch.float64
+        for first in range(0, shape[0], height):
+            chunk = self.source[first : min(first + height, shape[0])]
+            total, dtype = total + chunk.double().sum(dim=0), chunk.dtype
+        return (total / shape[0]).to(dtype)
 
 
 class _OpenFiles(ExitStack):

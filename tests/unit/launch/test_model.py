@@ -128,3 +128,25 @@ def test_a_configuration_that_does_not_tell_the_shape_is_refused(
 def test_a_folder_without_a_config_is_refused_with_what_a_recipe_for_the_nodes_needs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"read from here\. Correct the path; for a folder that the nodes alone"):
         resolve_model(ModelSpec(weights=str(tmp_path / "nowhere")), {}, Workspace(tmp_path))
+
+
+def test_added_tokens_take_free_rows_or_grow_the_embedding(tmp_path: Path, program: Program) -> None:
+    vocabulary = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<s>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": "[PAD]", "eos_token": "<s>"}))
+    old = resolve(tmp_path, MIXTRAL | {"vocab_size": 5})
+    free = resolve(tmp_path, MIXTRAL | {"vocab_size": 5}, added_tokens=("<s>", "<|t|>"))
+    assert (free.new_tokens, free.vocab_size_of_weights, free.architecture) == (("<|t|>",), None, old.architecture)
+    grown = resolve(tmp_path, MIXTRAL | {"vocab_size": 5}, added_tokens=("<|t|>", "b2", "<|u|>"))
+    assert (grown.architecture.vocab_size, grown.vocab_size_of_weights) == (7, 5)
+    assert grown.architecture_of_weights.vocab_size == 5
+    counts, before = grown.architecture.counts, old.architecture.counts
+    assert counts is not None
+    assert before is not None
+    assert counts.total - before.total == 2 * 2 * MIXTRAL["hidden_size"]  # type: ignore[operator]
+    kept = resolve(tmp_path, MIXTRAL | {"vocab_size": 5}, added_tokens=("<s>",), architecture={"vocab_size": 5})
+    assert kept.architecture.vocab_size == 5
+    assert program.calls == 0
+    (tmp_path / "tokenizer.json").write_text('{"model": []}')
+    with pytest.raises(ConfigError, match="its tokens can't be counted"):
+        resolve(tmp_path, MIXTRAL, added_tokens=("<|t|>",))

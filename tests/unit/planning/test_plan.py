@@ -414,3 +414,21 @@ def test_the_fingerprint_changes_with_what_changes_the_packs_and_nothing_else(mo
     assert print_of(demo("model.architecture.vocab_size=5000"), "") != same
     monkeypatch.setattr("ftkit.planning.plan.PREPARATION_VERSION", PREPARATION_VERSION + 1)
     assert print_of(DEMO, "") != same
+
+
+def test_added_tokens_change_the_data_and_need_a_trained_embedding() -> None:
+    recipe = demo("model.added_tokens=['<|tool|>']")
+    assert print_of(recipe, "") != print_of(DEMO, "")
+    assert print_of(demo("model.added_tokens=[]"), "") == print_of(DEMO, "")
+    model = plan_model(recipe.model, None)
+    new = model.model_copy(update={"new_tokens": ("<|tool|>",), "vocab_size_of_weights": 10})
+    notes = plan(recipe, request=replace(REQUEST, model=new)).notes
+    assert any("the embedding grows from 10 to" in note for note in notes)
+    lora = demo("model.added_tokens=['<|tool|>']", "training.method=lora")
+    for refused in (new, new.model_copy(update={"vocab_size_of_weights": None})):
+        found = problems(lora, request=replace(REQUEST, model=refused))
+        assert "model.added_tokens: <|tool|>: method 'lora' leaves the embedding frozen" in found
+    plan(lora, request=replace(REQUEST, model=model))  # the tokenizer has it: nothing is untrained
+    for wrong in ("['<|a|>', '<|a|>']", "['']", "['two words']"):
+        with pytest.raises(ConfigError, match="added_tokens"):
+            demo(f"model.added_tokens={wrong}")

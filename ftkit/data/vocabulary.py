@@ -1,0 +1,82 @@
+"""The tokens that a tokenizer's files list: known without loading it, where a run is planned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+TOKENIZER_FILE = "tokenizer.json"
+VOCABULARY_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""What tells a tokenizer's vocabulary. The first one must be there."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a tokenizer.
+
+    Attributes:
+        ids: the id of each token.
+        size: of the tokenizer's own model, without added tokens.
+    """
+
+    ids: dict[str, int]
+    size: int
+
+    def lacking(self, tokens: Sequence[str]) -> tuple[str, ...]:
+        """Return those of the tokens that are not in the vocabulary."""
+        return tuple(token for token in tokens if token not in self.ids)
+
+    def with_tokens(self, tokens: Sequence[str]) -> Vocabulary:
+        """Return the vocabulary with tokens added: new ones get the next ids, as `tokenizers` does it."""
+        first = max(self.size, 1 + max(self.ids.values(), default=-1))
+        added = {token: first + number for number, token in enumerate(self.lacking(tokens))}
+        return Vocabulary(self.ids | added, self.size)
+
+
+def read_vocabulary(folder: Path) -> Vocabulary | None:
+    """Return the vocabulary that a tokenizer's files list; None if they can't tell: there is no tokenizer.json."""
+    whole, config, special_map, added_file = (_read_json(folder / name) for name in VOCABULARY_FILES)
+    try:
+        return _vocabulary(whole, config, special_map, added_file) if whole else None
+    except (LookupError, TypeError, ValueError, AttributeError):  # damaged: whoever loads it says how
+        return None
+
+
+def _vocabulary(
+    whole: dict[str, Any], config: dict[str, Any], special_map: dict[str, Any], added_file: dict[str, Any]
+) -> Vocabulary:
+    listed = (whole.get("model") or {}).get("vocab") or {}
+    # Unigram models list pairs of token and score.
+    names = listed if isinstance(listed, dict) else {pair[0]: number for number, pair in enumerate(listed)}
+    added = {_content(token): int(token["id"]) for token in whole.get("added_tokens") or ()}
+    in_config = (config.get("added_tokens_decoder") or {}).items()
+    added |= {_content(token): int(number) for number, token in in_config}
+    known = Vocabulary({**names, **added_file, **added}, len(names))
+    # transformers adds special tokens that the configuration names and the vocabulary lacks.
+    return known.with_tokens(list(dict.fromkeys([*_special_tokens(config), *_special_tokens(special_map)])))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _special_tokens(config: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+    for key, value in config.items():
+        tokens = value if key.endswith("_special_tokens") and isinstance(value, list) else [value]
+        if key.endswith(("_token", "_special_tokens")):
+            found += [_content(token) for token in tokens if isinstance(token, (str, dict))]
+    return found
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token.get("content"))
