@@ -171,21 +171,13 @@ def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home:
     """
     if _offline(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         return None
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415
-
     wanted = _Repository("model", "model.weights", model.weights, model.revision)
     answer = _ask(wanted, (CONFIG_FILE,), environment)  # a download would try five times where there is no network
     if answer.warning is not None:
         return None
     _check_complete(wanted, answer.missing)
-    token = read_token(environment)
     try:
-        file = hf_hub_download(
-            model.weights, CONFIG_FILE, revision=model.revision, endpoint=_endpoint(environment),
-            cache_dir=_cache(environment, default_home, *_CACHE_OF_MODELS), token=token or False,
-            etag_timeout=TIMEOUT_SECONDS,
-        )  # fmt: skip
-        return read_model_config(Path(file).parent)
+        return read_model_config(_download(model, CONFIG_FILE, environment, default_home).parent)
     except Exception:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
         return None
 
@@ -198,7 +190,7 @@ def fetch_files(
     Arguments as `check_weights` has them; raises as it does. Files that the model lacks are left out. None: the first
     is lacking, or the hub can't be asked from here.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
     cache = _cache(environment, default_home, *_CACHE_OF_MODELS)
     found = try_to_load_from_cache(model.weights, names[0], cache_dir=cache, revision=model.revision)
@@ -210,16 +202,21 @@ def fetch_files(
     if answer.warning is not None or names[0] in answer.missing:
         return None
     try:
-        files = [
-            hf_hub_download(
-                model.weights, name, revision=model.revision, endpoint=_endpoint(environment), cache_dir=cache,
-                token=read_token(environment) or False, etag_timeout=TIMEOUT_SECONDS,
-            )
-            for name in names if name not in answer.missing
-        ]  # fmt: skip
+        files = [_download(model, name, environment, default_home) for name in names if name not in answer.missing]
     except Exception:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
         return None
-    return Path(files[0]).parent
+    return files[0].parent
+
+
+def _download(model: ModelSpec, name: str, environment: Mapping[str, str], default_home: Path) -> Path:
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+    file = hf_hub_download(
+        model.weights, name, revision=model.revision, endpoint=_endpoint(environment),
+        cache_dir=_cache(environment, default_home, *_CACHE_OF_MODELS), token=read_token(environment) or False,
+        etag_timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    return Path(file)
 
 
 def check_data(source: Source, environment: Mapping[str, str], default_home: Path) -> str | None:

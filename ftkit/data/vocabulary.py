@@ -42,9 +42,10 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     """Return the vocabulary that a tokenizer's files list; None if they can't tell: there is no tokenizer.json."""
     whole, config, special_map, added_file = (_read_json(folder / name) for name in VOCABULARY_FILES)
     try:
-        return _vocabulary(whole, config, special_map, added_file) if whole else None
+        found = _vocabulary(whole, config, special_map, added_file)
     except (LookupError, TypeError, ValueError, AttributeError):  # damaged: whoever loads it says how
         return None
+    return found if found.size else None
 
 
 def _vocabulary(

@@ -110,7 +110,8 @@ class Exporter:
         self._plain = model
         if parts.recipe.training.adapters is not None:
             self._plain = cast("PreTrainedModel", build_empty(parts.config.text, "eager"))
-        self._base = None if parts.pretrained is None else PretrainedTensors(self._plain, parts.pretrained)
+        stored, folder = parts.recipe.model.vocab_size_of_weights, parts.pretrained
+        self._base = None if folder is None else PretrainedTensors(self._plain, folder, stored)
 
     def record(self, run: str, step: int, precision: Precision, *, merges: bool) -> ExportRecord:
         """Return the record of an export, without logits and files."""

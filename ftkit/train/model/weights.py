@@ -76,7 +76,7 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
     """
     wanted, buffers = _load_targets(model), dict(model.named_buffers())
     places = {stored: path for path, names in _files(folder).items() for stored in names}
-    vocabulary = set() if stored_vocab_size is None else _vocabulary_parameters(model)
+    growth = _Growth.of(model, stored_vocab_size)
     with _OpenFiles(places) as files:
         mapped = map_tensors(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys(), files.read)
         if missing := sorted(wanted.keys() - mapped.keys()):
@@ -88,9 +88,7 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
         for name in sorted(mapped, key=lambda name: (places[mapped[name].first], mapped[name].first)):
             one = mapped.pop(name)  # what was read to be converted is freed with the last that became of it
             if name in wanted:
-                rows = wanted[name].wanted[0]
-                grows = name in vocabulary and one.source.get_shape()[0] == stored_vocab_size
-                wanted[name].load(_GrownTensor(one.source, rows) if grows else one.source, one.first)
+                wanted[name].load(growth.grow(name, one.source), one.first)
             else:
                 buffers[name].copy_(one.source[...])
 
@@ -98,23 +96,25 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
 class PretrainedTensors(Mapping[str, torch.Tensor]):
     """The tensors of a folder of pretrained weights, by a model's names; each is read when it is asked for.
 
-    As the files hold them, and only those that the model has; MXFP4 is dequantized.
+    As the files hold them, and only those that the model has; MXFP4 is dequantized, and added tokens have their rows.
     """
 
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+    def __init__(self, model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> None:
         """Look into the files.
 
         Args:
             model: without adapters, maybe on the meta device; only its class and the names of its tensors matter.
             folder: Hugging Face's layout.
+            stored_vocab_size: as `load_weights` has it.
         """
         places = {stored: path for path, names in _files(folder).items() for stored in names}
         known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         self._files = _OpenFiles(places)
         self._mapped = map_tensors(model, places, known, self._files.read)
+        self._growth = _Growth.of(model, stored_vocab_size)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        source = self._mapped[name].source
+        source = self._growth.grow(name, self._mapped[name].source)
         return source[:] if len(source.get_shape()) else source[...]
 
     def __iter__(self) -> Iterator[str]:
@@ -124,11 +124,35 @@ class PretrainedTensors(Mapping[str, torch.Tensor]):
         return len(self._mapped)
 
 
-def _vocabulary_parameters(model: Any) -> set[str]:
-    """Return the names of the parameters that have a row for each token, as the files have them."""
-    owners = (model.get_input_embeddings(), model.get_output_embeddings())
-    ids = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+@dataclass(frozen=True)
+class _Growth:
+    """Which tensors of the files get rows for added tokens.
+
+    Attributes:
+        names: the model's names of parameters that have a row for each token; empty: none grows.
+        stored: rows in the files.
+        wanted: rows in the model.
+    """
+
+    names: frozenset[str]
+    stored: int | None
+    wanted: int
+
+    @classmethod
+    def of(cls, model: Any, stored: int | None) -> _Growth:
+        """Find the parameters of a model; `stored` is None where nothing grows."""
+        if stored is None:
+            return cls(frozenset(), None, 0)
+        owners = (model.get_input_embeddings(), model.get_output_embeddings())
+        ids = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}
+        names = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in ids)
+        return cls(names, stored, model.config.vocab_size)
+
+    def grow(self, name: str, source: TensorSource) -> TensorSource:
+        """Return a tensor of the files with as many rows as the model has."""
+        if name not in self.names or source.get_shape()[0] != self.stored:
+            return source
+        return _GrownTensor(source, self.wanted)
 
 
 @dataclass(frozen=True)
