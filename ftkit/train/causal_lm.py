@@ -60,22 +60,18 @@ class MicroBatch:
         return replace(self, **changed)
 
 
-@dataclass(frozen=True)
 class SourceLosses:
     """The losses of each of S sources, added up on the device from micro-batch to micro-batch.
 
-    FSDP2 casts tensors that are passed to `forward` to the dtype of the computations; it leaves this object alone.
+    No dataclass: FSDP2 casts the tensors in those that are passed to `forward` to the dtype of the computations.
 
     Attributes:
         sums: fp32 [2, S], the losses of each source's labels, and the number of its labels (exact up to 2**24).
     """
 
-    sums: torch.Tensor
-
-    @classmethod
-    def zeros(cls, num_sources: int, device: torch.device) -> SourceLosses:
-        """Begin at zero; with no sources, to which only micro-batches without `label_sources` can be added."""
-        return cls(torch.zeros((2, num_sources), dtype=torch.float32, device=device))
+    def __init__(self, num_sources: int, device: torch.device) -> None:
+        """Begin at zero; with no sources, only micro-batches without `label_sources` can be added."""
+        self.sums = torch.zeros((2, num_sources), dtype=torch.float32, device=device)
 
     def add(self, losses: torch.Tensor, label_sources: torch.Tensor) -> None:
         """Add the losses of labels, fp32 [N] without a graph, each to its source, int64 [N]."""

@@ -109,7 +109,7 @@ class TrainingLoop:
         torch.manual_seed(self._seed_of_step())
         last = len(batch.micro_batches) - 1
         losses = []
-        source_losses = SourceLosses.zeros(len(self.sources), self.world.device)
+        source_losses = SourceLosses(len(self.sources), self.world.device)
         for index, micro_batch in enumerate(batch.micro_batches):
             self.trace.begin_once("first forward")
             loss = self.engine.forward(micro_batch, source_losses)

@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.runs.records import EvaluationRecord, SourceLoss, StepRecord
+from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.components.trackers.tracker import scalars_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from ftkit.train.world import World
 
 NAMES = ("rows.jsonl.0", "rows.jsonl.1")
 
@@ -64,6 +68,20 @@ def test_the_losses_of_the_sources_are_their_parts_of_the_loss(
     exact = validation_losses(run.layout.export, data.read_validation())
     assert {name: source.loss for name, source in after.sources.items()} == pytest.approx(exact, rel=1e-4)
     assert exact[NAMES[0]] < exact[NAMES[1]]
+
+
+def test_sums_of_sources_stay_in_fp32_where_fsdp2_casts_inputs(world: World) -> None:
+    class Adder(torch.nn.Linear):
+        def forward(self, hidden: torch.Tensor, *, source_losses: SourceLosses) -> torch.Tensor:
+            assert hidden.dtype == torch.bfloat16
+            source_losses.add(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 0]))
+            return super().forward(hidden)
+
+    adder = Adder(4, 4)
+    fully_shard(adder, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    sources = SourceLosses(2, world.device)
+    adder(torch.ones(1, 4), source_losses=sources)
+    assert sources.sums.tolist() == [[4.0, 2.0], [2.0, 1.0]]
 
 
 def test_sources_have_names_that_every_tracker_takes() -> None:

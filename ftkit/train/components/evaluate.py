@@ -65,7 +65,7 @@ class Evaluator:
         num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
         micro = self.plan.recipe.training.micro_batch_size
         total = torch.zeros((), device=self.world.device)
-        source_losses = SourceLosses.zeros(len(names), self.world.device)
+        source_losses = SourceLosses(len(names), self.world.device)
         for first in range(0, num_packs, micro * self.world.size):
             if not self.is_packed:
                 packs = store.read(range(first, min(first + micro * self.world.size, num_packs)))
