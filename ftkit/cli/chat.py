@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     examples=(
         "ftkit chat last",
         "ftkit chat last --before",
-        "echo 'CREATE TABLE pets (name TEXT) How many pets are there?' | ftkit chat last",
+        "echo 'CREATE TABLE pets (name TEXT) How many pets?' | ftkit chat last",
     ),
     help=f"""Talk to a model, turn by turn. A line is a turn; a line that ends with \\ continues on the next one.
 

@@ -18,7 +18,7 @@ from ftkit.cli.terminal.console import Terminal
     cls=ExamplesCommand,
     short_help="Generate completions for prompts, as JSON Lines.",
     examples=(
-        "ftkit generate last --input 'CREATE TABLE pets (name TEXT) How many pets are there?'",
+        "ftkit generate last --input 'CREATE TABLE pets (name TEXT) How many pets?'",
         "ftkit generate last --input prompts.jsonl --output completions.jsonl",
         "ftkit generate last@0 --input prompts.jsonl --batch-size 32",
     ),
