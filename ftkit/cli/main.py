@@ -35,6 +35,7 @@ _SECTIONS = {
     "Try": (
         LazyCommand("chat", "ftkit.cli.chat", "Talk to a trained model."),
         LazyCommand("generate", "ftkit.cli.generate", "Generate completions for prompts, as JSON Lines."),
+        LazyCommand("eval", "ftkit.cli.eval", "Measure a trained model, before and after training."),
     ),
     "Inspect": (
         LazyCommand("runs", "ftkit.cli.runs", "List runs, newest first."),

@@ -113,6 +113,7 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "verify": IMPORTED,
     "chat": TRAINED,
     "generate": (*TRAINED, PROMPTS),
+    "eval": (*TRAINED, PROMPTS),
 }
 """What is there before a command is of use."""
 

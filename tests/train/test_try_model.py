@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from ftkit.data.store import PreparedData
 from ftkit.evaluate.load import LoadedModel, load_model
 from ftkit.evaluate.source import find_target
 from ftkit.planning.layout import Workspace
+from ftkit.runs.records import EvaluationRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,3 +88,38 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are(
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
     assert main(["generate", "tried@7", "--input", "hi"]) == 4
     assert "its checkpoints: 10, 20" in capfd.readouterr().err
+
+
+def evaluated(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["eval", *words, "--max-new-tokens", "8", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return found
+
+
+def test_eval_finds_the_losses_that_the_run_recorded_and_shows_the_change(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    found = evaluated(capfd, "tried")
+    before, after = (each.loss for each in run.records(EvaluationRecord))
+    metrics = {each["metric"]: each for each in found["metrics"]}
+    assert metrics["loss"]["before"] == pytest.approx(before, rel=1e-4)
+    assert metrics["loss"]["after"] == pytest.approx(after, rel=1e-4)
+    assert metrics["loss"]["interval"][1] < 0
+    assert {"perplexity", "token_accuracy", "sql", "repetition"} <= metrics.keys()
+    assert metrics["sql"]["num_cases"] == found["num_rows"] == 12
+
+
+def test_a_file_of_prompts_gives_perplexity_and_repetition(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "How many pets are there?"}\n{"prompt": "Which?"}\n')
+    export = str(run.layout.export)
+    found = evaluated(capfd, export, "--data", str(tmp_path / "prompts.jsonl"), "--metrics", "loss,repetition")
+    names = ["loss", "perplexity", "token_accuracy", "repetition"]
+    assert [(each["metric"], each["before"], each["num_cases"]) for each in found["metrics"]] == [
+        (name, None, 2) for name in names
+    ]
+    assert main(["eval", export]) == 8
+    assert "--data FILE" in capfd.readouterr().err

@@ -1,0 +1,147 @@
+"""`ftkit eval`: measure a model, beside the one before training."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ftkit.cli.arguments import json_option
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.model_arguments import MODEL_HELP, find_model, load_model, model_argument
+from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.evaluate.measure import Example, Measured, Result
+
+_LONGEST = 300
+
+
+@click.command(
+    "eval",
+    cls=ExamplesCommand,
+    short_help="Measure a trained model, before and after training.",
+    examples=(
+        "ftkit eval last --limit 3 --max-new-tokens 8",
+        "ftkit eval last --data prompts.jsonl --metrics loss,repetition --json",
+        "ftkit eval last@0 --no-before --limit 3 --max-new-tokens 8",
+    ),
+    help=f"""Measure a model on rows that it was not trained on, and the model before training on the same rows.
+
+    Loss, perplexity and token accuracy count the assistant turns; of rows that are prompts alone, the prompts. Answers
+    are scored by --metrics, by default by what the data is: sql (execution accuracy), calls (tool calls by name and
+    arguments, also in parallel and where none is right), verdict, exact_match; and repetition. A function of your own
+    is module:function; it gets a row and an answer, and returns a number. --metrics loss generates nothing.
+
+    The interval holds 95 % of the changes that a paired bootstrap over the rows finds.
+
+    {MODEL_HELP}
+    """,
+)
+@model_argument
+@click.option(
+    "--data",
+    "file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A JSON Lines file in any format that can be trained on, or of prompts; default: the validation split.",
+)
+@click.option("--metrics", metavar="NAME,...", default="", help="Metrics of answers; default: by the data.")
+@click.option("--limit", metavar="N", type=click.IntRange(min=1), default=200, help="Rows at most (default 200).")
+@click.option("--before/--no-before", "with_before", default=True, help="Compare with the model before training.")
+@click.option(
+    "--examples", "num_examples", metavar="N", type=click.IntRange(min=0), default=2,
+    help="Best and worst examples to show (default 2 of each).",
+)  # fmt: skip
+@click.option(
+    "--max-new-tokens", metavar="N", type=click.IntRange(min=1), default=128, help="Of an answer (default 128)."
+)
+@click.option("--batch-size", metavar="N", type=click.IntRange(min=1), default=16, help="Answers at a time.")
+@click.option("--seed", metavar="N", type=int, default=0, help="Seed of the bootstrap (default 0).")
+@json_option
+def command(  # noqa: PLR0913 - one for each option
+    reference: str, *, file: Path | None, metrics: str, limit: int, with_before: bool, num_examples: int,
+    max_new_tokens: int, batch_size: int, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure a model."""
+    terminal, target = Terminal(), find_model(reference)
+    from ftkit.evaluate.cases import make_evaluation_set, read_evaluation_rows
+    from ftkit.evaluate.measure import changed_examples, compare, measure
+    from ftkit.evaluate.metrics import choose_metrics
+
+    rows = read_evaluation_rows(target, file, limit)
+    model = load_model(target.source, terminal)
+    data = make_evaluation_set(model, rows, target.data, terminal.say)
+    chosen = choose_metrics([name for name in metrics.split(",") if name], data.cases)
+    terminal.say(f"measuring {len(data.rows):,} rows" + (f", {len(data.cases):,} answers" if chosen else ""))
+    after = measure(model, data, chosen, max_new_tokens, batch_size)
+    before: Measured | None = None
+    if with_before and target.before and target.before != target.source:
+        before = measure(load_model(target.before, terminal), data, chosen, max_new_tokens, batch_size)
+    results = compare(data, chosen, after, before, seed)
+    examples = changed_examples(model, data, chosen[0], after, before) if chosen and before else []
+    best = [example for example in examples if example.change > 0][:num_examples]
+    worst = [example for example in reversed(examples) if example.change < 0][:num_examples]
+    if as_json:
+        terminal.json(
+            {
+                "model": target.source.label,
+                "before": target.before.label if before and target.before else None,
+                "num_rows": len(data.rows),
+                "seed": seed,
+                "metrics": [asdict(result) for result in results],
+                "examples": {"best": list(map(asdict, best)), "worst": list(map(asdict, worst))},
+            }
+        )
+        return
+    _show(results, terminal)
+    _show_examples("got better", best, terminal)
+    _show_examples("got worse", worst, terminal)
+
+
+def _show(results: Sequence[Result], terminal: Terminal) -> None:
+    has_before = any(result.before is not None for result in results)
+    titles = ["metric", "cases", *(["before", "after", "change"] if has_before else ["value"]), "95 % interval"]
+    columns = [Column(title, is_number=title != "metric", can_shrink=title == "metric") for title in titles]
+    rows = []
+    for result in results:
+        name = f"{result.metric} ({result.source})" if result.source else result.metric
+        cells: list[Cell] = [name, f"{result.num_cases:,}"]
+        if result.before is not None and result.change is not None:
+            is_better = result.change < 0 if result.is_lower_better else result.change > 0
+            low, high = result.interval
+            style = "" if low <= 0 <= high else "green" if is_better else "red"
+            cells += [_number(result.before, result), _number(result.after, result)]
+            cells.append(Styled(_number(result.change, result, sign="+"), style))
+        else:
+            cells.append(_number(result.after, result))
+        low_text, high_text = (_number(each, result, sign="+" if has_before else "") for each in result.interval)
+        rows.append([*cells, f"{low_text} to {high_text}"])
+    terminal.table(columns, rows)
+
+
+def _number(value: float, result: Result, sign: str = "") -> str:
+    return f"{value * 100:{sign}.1f} %" if result.is_part else f"{value:{sign}.4g}"
+
+
+def _show_examples(title: str, examples: Sequence[Example], terminal: Terminal) -> None:
+    for example in examples:
+        terminal.text(is_data=True)
+        terminal.text(Styled(f"{title} ({example.metric}): {example.where}", "bold"), is_data=True)
+        facts: list[tuple[str, Cell]] = [
+            ("prompt", example.prompt if len(example.prompt) <= _LONGEST else f"…{example.prompt[-_LONGEST:]}")
+        ]
+        facts += [] if example.reference is None else [("expected", _short(example.reference))]
+        facts += [("before", _short(example.before)), ("after", _short(example.after))]
+        terminal.facts(facts, is_data=True)
+
+
+def _short(text: str, *, keeps_end: bool = False) -> str:
+    """Cut a long text; of a prompt, the end is the question."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"…{text[-_LONGEST:]}" if keeps_end else f"{text[:_LONGEST]}…"

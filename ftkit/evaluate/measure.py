@@ -1,0 +1,239 @@
+"""Measure a model, and compare two of them on the same rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ftkit.data.encoding import IGNORED
+from ftkit.evaluate.bootstrap import Interval, Ratio, paired_interval
+from ftkit.evaluate.metrics import Answer, Metric
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ftkit.data.encoding import Document
+    from ftkit.evaluate.cases import EvaluationSet
+    from ftkit.evaluate.load import LoadedModel
+
+_TOKENS_AT_ONCE = 8192
+"""In one forward pass: their logits are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model's measurements.
+
+    Attributes:
+        loss: float64 [rows, 3]: summed loss, tokens that count, those of them that the model finds most probable.
+        answers: of each case.
+        scores: of each case, by metric; None where a metric does not apply.
+    """
+
+    loss: NDArray[np.float64]
+    answers: list[Answer]
+    scores: dict[str, list[float | None]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A metric, before and after.
+
+    Attributes:
+        source: whose rows; empty for all rows.
+        interval: 95 %, of the change, or of `after` if there is nothing before.
+        num_cases: rows for losses, answers for others.
+    """
+
+    metric: str
+    source: str
+    before: float | None
+    after: float
+    change: float | None
+    interval: Interval
+    num_cases: int
+    is_part: bool
+    is_lower_better: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    """A case whose score changed."""
+
+    metric: str
+    where: str
+    prompt: str
+    reference: str | None
+    before: str
+    after: str
+    change: float
+
+
+def measure(
+    model: LoadedModel, data: EvaluationSet, metrics: Sequence[Metric], max_new_tokens: int, batch_size: int
+) -> Measured:
+    """Compute losses, and answer and score all cases if there are metrics for answers.
+
+    Raises:
+        DataError: a metric failed.
+    """
+    loss = np.zeros((len(data.rows), 3))
+    for batch in _batches(data.documents):
+        for (number, _), sums in zip(batch, _losses(model, [document for _, document in batch]), strict=True):
+            loss[number] += sums
+    answers = _answer(model, data, max_new_tokens, batch_size) if metrics else []
+    scores = {
+        metric.name: [metric.score(case, answer) for case, answer in zip(data.cases, answers, strict=True)]
+        for metric in metrics
+    }
+    return Measured(loss, answers, scores)
+
+
+def _batches(documents: Sequence[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
+    """Yield documents of similar lengths, as many as fit in a forward pass."""
+    batch: list[tuple[int, Document]] = []
+    for each in sorted(documents, key=lambda found: len(found[1].tokens)):
+        if batch and len(each[1].tokens) * (len(batch) + 1) > _TOKENS_AT_ONCE:
+            yield batch
+            batch = []
+        batch.append(each)
+    if batch:
+        yield batch
+
+
+def _losses(model: LoadedModel, documents: Sequence[Document]) -> list[list[float]]:
+    """Return for each document its summed loss, and how many tokens count and are found most probable."""
+    length = max(len(document.tokens) for document in documents)
+    inputs = np.zeros((len(documents), length), np.int64)
+    labels = np.full((len(documents), length), IGNORED, np.int64)
+    mask = np.zeros((len(documents), length), np.int64)
+    for row, document in enumerate(documents):
+        inputs[row, : len(document.tokens)] = document.tokens
+        labels[row, : len(document.tokens)] = document.labels
+        mask[row, : len(document.tokens)] = 1
+    on_device = [torch.from_numpy(array).to(model.device) for array in (inputs, mask, labels)]
+    with model.inference() as hf_model:
+        logits = hf_model(input_ids=on_device[0], attention_mask=on_device[1], use_cache=False).logits
+        sums = []
+        for own, wanted in zip(logits, on_device[2], strict=True):
+            counts = wanted != IGNORED
+            picked, targets = own[counts].float(), wanted[counts]
+            total = torch.nn.functional.cross_entropy(picked, targets, reduction="sum")
+            sums.append([float(total), float(counts.sum()), float((picked.argmax(-1) == targets).sum())])
+    return sums
+
+
+def _answer(model: LoadedModel, data: EvaluationSet, max_new_tokens: int, batch_size: int) -> list[Answer]:
+    config = model.generation.greedy(model.tokenizer, max_new_tokens)
+    order = sorted(range(len(data.cases)), key=lambda number: len(data.cases[number].prompt))
+    answers: dict[int, Answer] = {}
+    for first in range(0, len(order), batch_size):
+        numbers = order[first : first + batch_size]
+        completions = model.complete([data.cases[number].prompt for number in numbers], config)
+        for number, completion in zip(numbers, completions, strict=True):
+            reference = data.cases[number].reference
+            answers[number] = Answer(
+                model.generation.up_to_end(completion),
+                model.text_of(completion),
+                model.text_of(completion, is_raw=True),
+                None if reference is None else model.text_of(reference),
+                None if reference is None else model.text_of(reference, is_raw=True),
+            )
+    return [answers[number] for number in range(len(data.cases))]
+
+
+# --- Comparison ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A metric of both models as ratios over rows."""
+
+    name: str
+    source: str
+    after: Ratio
+    before: Ratio | None
+    num_cases: int
+    is_part: bool = False
+    is_lower_better: bool = False
+    is_exponential: bool = False
+
+
+def compare(
+    data: EvaluationSet, metrics: Sequence[Metric], after: Measured, before: Measured | None, seed: int
+) -> list[Result]:
+    """Return all metrics with their intervals: losses of all rows and of each source, then those of answers."""
+    return [_result(column, seed) for column in _columns(data, metrics, after, before)]
+
+
+def _columns(
+    data: EvaluationSet, metrics: Sequence[Metric], after: Measured, before: Measured | None
+) -> Iterator[_Column]:
+    sources = list(dict.fromkeys(data.sources))
+    for source in ["", *(sources if len(sources) > 1 else [])]:
+        chosen = np.array([source in ("", each) for each in data.sources])
+        losses = [None if each is None else each.loss * chosen[:, None] for each in (after, before)]
+        if losses[0] is None or not losses[0][:, 1].sum():
+            continue
+        for name, place, is_part, is_lower_better in (
+            ("loss", 0, False, True), ("perplexity", 0, False, True), ("token_accuracy", 2, True, False),
+        ):  # fmt: skip
+            ratios = [None if each is None else Ratio(each[:, place], each[:, 1]) for each in losses]
+            if ratios[0] is not None:
+                num_rows = int((losses[0][:, 1] > 0).sum())
+                is_exponential = name == "perplexity"
+                yield _Column(name, source, ratios[0], ratios[1], num_rows, is_part, is_lower_better, is_exponential)
+    rows = np.array([case.number for case in data.cases], np.int64)
+    for metric in metrics:
+        own = _ratio(rows, after.scores[metric.name], len(data.rows))
+        num_cases = int(own.denominators.sum())
+        if num_cases:
+            earlier = _ratio(rows, before.scores[metric.name], len(data.rows)) if before else None
+            yield _Column(metric.name, "", own, earlier, num_cases, metric.is_part, metric.is_lower_better)
+
+
+def _ratio(rows: NDArray[np.int64], scores: Sequence[float | None], num_rows: int) -> Ratio:
+    applies = np.array([score is not None for score in scores], np.float64)
+    values = np.array([score or 0.0 for score in scores], np.float64)
+    sums = (np.bincount(rows, each, num_rows).astype(np.float64) for each in (values, applies))
+    return Ratio(*sums)
+
+
+def _result(column: _Column, seed: int) -> Result:
+    # exp(loss) overflows above 709.
+    shown = (lambda values: np.exp(np.minimum(values, 700.0))) if column.is_exponential else np.asarray
+    value = float(shown(column.after.value))
+    if column.before is None:
+        earlier, interval = None, paired_interval((column.after,), shown, seed)
+    else:
+        earlier = float(shown(column.before.value))
+        pair = (column.after, column.before)
+        interval = paired_interval(pair, lambda after, before: shown(after) - shown(before), seed)
+    change = None if earlier is None else value - earlier
+    return Result(
+        column.name, column.source, earlier, value, change, interval, column.num_cases, column.is_part,
+        column.is_lower_better,
+    )  # fmt: skip
+
+
+def changed_examples(
+    model: LoadedModel, data: EvaluationSet, metric: Metric, after: Measured, before: Measured
+) -> list[Example]:
+    """Return the cases whose score changed, those that gained most first."""
+    sign = -1 if metric.is_lower_better else 1
+    found = []
+    for number, case in enumerate(data.cases):
+        new, old = after.scores[metric.name][number], before.scores[metric.name][number]
+        if new is None or old is None or new == old:
+            continue
+        answer = after.answers[number]
+        prompt = str(model.tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()
+        earlier = before.answers[number].raw if metric.name.startswith("call") else before.answers[number].text
+        later = answer.raw if metric.name.startswith("call") else answer.text
+        where = data.rows[case.number].where
+        found.append(Example(metric.name, where, prompt, answer.reference, earlier, later, sign * (new - old)))
+    return sorted(found, key=lambda example: -example.change)

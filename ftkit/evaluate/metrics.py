@@ -1,0 +1,193 @@
+"""What an answer is worth: one function for each metric, and the choice of those that the data has."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ftkit.data.tasks.sql_score import execution_match, read_question
+from ftkit.errors import DataError, NotFoundError, one_line
+from ftkit.evaluate.cases import Case
+from ftkit.evaluate.tool_calls import read_calls, same_calls
+
+_NGRAM = 4
+_VERDICT = re.compile(r"\bverdict\W+(\w+)", re.IGNORECASE)
+_SQL_COLUMNS = frozenset(("sql_prompt", "sql_context", "sql"))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said, and what the data says.
+
+    Attributes:
+        tokens: of the completion, without its end token.
+        raw: with special tokens, apart from the one that ends it.
+        reference: the data's own turn; None where there is only a prompt.
+        raw_reference: with special tokens.
+    """
+
+    tokens: Sequence[int]
+    text: str
+    raw: str
+    reference: str | None
+    raw_reference: str | None
+
+
+Score = Callable[[Case, Answer], float | None]
+"""A score from 0 to 1, of the user's metrics any number; None where the metric does not apply."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of answers; `is_part` says that it is a part of 1, shown in percent."""
+
+    name: str
+    score: Score
+    is_part: bool = True
+    is_lower_better: bool = False
+
+
+def repetition(_: Case, answer: Answer) -> float | None:
+    """Return which part of the completion's 4-grams of tokens were there before: 0 if it never repeats itself."""
+    grams = [tuple(answer.tokens[place : place + _NGRAM]) for place in range(len(answer.tokens) - _NGRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def exact_match(_: Case, answer: Answer) -> float | None:
+    """Compare the texts, with every run of white space as one space."""
+    return None if answer.reference is None else float(answer.text.split() == answer.reference.split())
+
+
+def sql(case: Case, answer: Answer) -> float | None:
+    """Execute the completion and the reference on the question's tables, and compare the rows."""
+    if any(case.columns.get(name) is None for name in _SQL_COLUMNS):
+        return None
+    return float(execution_match(read_question(case.columns), answer.text).matched)
+
+
+def verdict(case: Case, answer: Answer) -> float | None:
+    """Compare the word after `Verdict:` with the column `verdict`, or with that of the reference."""
+    said, wanted = _VERDICT.search(answer.text), case.columns.get("verdict")
+    if not isinstance(wanted, str):
+        found = _VERDICT.search(answer.reference or "")
+        if found is None:
+            return None
+        wanted = found[1]
+    return float(said is not None and said[1].lower() == wanted.strip().lower())
+
+
+def calls(case: Case, answer: Answer) -> float | None:
+    """Compare calls by name and arguments, in any order, where the data has at least one."""
+    return _compared(case, answer, at_least=1)
+
+
+def call_names(case: Case, answer: Answer) -> float | None:
+    """Compare calls by name alone."""
+    return _compared(case, answer, at_least=1, by_name=True)
+
+
+def parallel_calls(case: Case, answer: Answer) -> float | None:
+    """Compare calls by name and arguments where the data has several in one turn."""
+    return _compared(case, answer, at_least=2)
+
+
+def no_call(case: Case, answer: Answer) -> float | None:
+    """Where the data calls none of the tools that are offered: whether the model calls none."""
+    if not case.has_tools or case.message is None or case.message.tool_calls:
+        return None
+    return float(not read_calls(answer.raw))
+
+
+def _compared(case: Case, answer: Answer, *, at_least: int, by_name: bool = False) -> float | None:
+    if case.message is None or len(case.message.tool_calls) < at_least or answer.raw_reference is None:
+        return None
+    wanted, said = read_calls(answer.raw_reference), read_calls(answer.raw)
+    if sorted(name for name, _ in wanted) != sorted(call.name for call in case.message.tool_calls):
+        raise DataError(
+            f"the calls that the chat template writes are not understood: {answer.raw_reference[:80]!r}",
+            meaning="ftkit reads calls as JSON, as a name before JSON, and as <function=name>",
+            fix="choose other metrics with --metrics, for example one of your own: module:function",
+        )
+    if by_name:
+        wanted, said = ([(name, None) for name, _ in each] for each in (wanted, said))
+    return float(same_calls(wanted, said))
+
+
+_CALLS = (
+    Metric("calls", calls),
+    Metric("call_names", call_names),
+    Metric("parallel_calls", parallel_calls),
+    Metric("no_call", no_call),
+)
+_REPETITION = Metric("repetition", repetition, is_lower_better=True)
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "sql": (Metric("sql", sql),),
+    "calls": _CALLS,
+    "verdict": (Metric("verdict", verdict),),
+    "exact_match": (Metric("exact_match", exact_match),),
+    "repetition": (_REPETITION,),
+}
+"""Metrics of answers by the name that `--metrics` takes; the first of a result says which examples changed."""
+
+
+def choose_metrics(asked: Sequence[str], cases: Sequence[Case]) -> list[Metric]:
+    """Return the metrics that were asked for; without any, those of the task that the data is, and repetition.
+
+    Raises:
+        NotFoundError: there is no such metric.
+    """
+    names = list(asked) or [*_task_of(cases), "repetition"]
+    return [metric for name in names if name != "loss" for metric in METRICS.get(name) or (_own(name),)]
+
+
+def _task_of(cases: Sequence[Case]) -> list[str]:
+    found = []
+    if any(case.columns.keys() >= _SQL_COLUMNS for case in cases):
+        found.append("sql")
+    if any(case.has_tools and case.message is not None for case in cases):
+        found.append("calls")
+    if any(isinstance(case.columns.get("verdict"), str) for case in cases):
+        found.append("verdict")
+    return found or ["exact_match"] * any(case.reference is not None for case in cases)
+
+
+def _own(name: str) -> Metric:
+    """Import a metric of the user's: a function of a row's columns and an answer."""
+    module_name, _, function_name = name.partition(":")
+    if not function_name:
+        raise NotFoundError(
+            f"there is no metric '{name}'",
+            meaning=f"known: loss, {', '.join(METRICS)}",
+            fix="correct --metrics, or give a function of your own as module:function",
+        )
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise NotFoundError(
+            f"can't import the metric '{name}': {one_line(error)}",
+            meaning="modules are looked for in the current folder and among installed packages",
+            fix="correct the name: module:function",
+        ) from error
+    return Metric(name, partial(_score_by, function, name), is_part=False)
+
+
+def _score_by(function: Callable[..., object], name: str, case: Case, answer: Answer) -> float:
+    try:
+        score = float(function(dict(case.columns), answer.text))  # type: ignore[arg-type] # what the user returns
+    except Exception as error:  # the user's own code raises anything
+        raise DataError(
+            f"the metric '{name}' failed: {type(error).__name__}: {one_line(error)}",
+            meaning="it is called with a row's columns and the answer, and returns a number",
+            fix="correct the function",
+        ) from error
+    if not math.isfinite(score):
+        raise DataError(f"the metric '{name}' returned {score}", fix="return a finite number")
+    return score
