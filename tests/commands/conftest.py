@@ -64,6 +64,7 @@ case "$*" in
     for rank in 0 1 2 3; do echo "hello from rank $rank" >"$run/logs/rank-0000$rank.log"; done
     while [[ -e $MACHINE/is-busy && -e /proc/$TESTS ]]; do sleep 0.05; done  # tests that are killed tidy nothing up
     outcome=$(cat "$MACHINE/outcome")
+    if [[ -d $MACHINE/export ]]; then cp -r "$MACHINE/export" "$run/export"; fi
     cat "$MACHINE/records-$outcome" >>"$run/metrics.jsonl" ;;
 *) echo "the stand-in for Python knows nothing of: $*" >&2; exit 1 ;;
 esac

@@ -56,10 +56,12 @@ def commands(block: Block) -> list[str]:
 DEMO = "ftkit run demo"
 STOPPED = ("echo stopped >$MACHINE/outcome", "! ftkit run demo", "echo completed >$MACHINE/outcome")
 
-TRAINED = (DEMO, "$REAL_PYTHON $CHECKOUT/tests/commands/write_export.py $(ls -d /shared/runs/*)")
+EXPORT = ("$REAL_PYTHON $CHECKOUT/tests/commands/write_export.py $MACHINE",)
+"""What the stand-in for the trainer then leaves as its export."""
+TRAINED = (*EXPORT, DEMO)
 PROMPTS = """echo '{"prompt": "How many pets are there?"}' >prompts.jsonl"""
 
-BEFORE_PAGE = {"when-something-fails": STOPPED}
+BEFORE_PAGE = {"use-the-model": EXPORT, "when-something-fails": STOPPED}
 """What was done before somebody reads a page."""
 
 WITH_COMMANDS = [page for page in PAGES if any(commands(block) for block in blocks(page))]

@@ -1,4 +1,4 @@
-"""Write the export of an untrained model into the folder of a run, which a stand-in has trained: `FOLDER`."""
+"""Write the export of an untrained model, as `FOLDER/export`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import make_config
 
-(run,) = map(Path, sys.argv[1:])
+(folder,) = map(Path, sys.argv[1:])
 tokenizer = learn_tokenizer(["CREATE TABLE pets (name TEXT)"], 300, "gemma")
 shape = ArchitectureSpec(
     family="qwen3", vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
 )  # fmt: skip
-AutoModelForCausalLM.from_config(make_config(shape, tokenizer)).save_pretrained(run / "export")
-tokenizer.save_pretrained(run / "export")
-Generation.of(tokenizer, None).save(run / "export")
+AutoModelForCausalLM.from_config(make_config(shape, tokenizer)).save_pretrained(folder / "export")
+tokenizer.save_pretrained(folder / "export")
+Generation.of(tokenizer, None).save(folder / "export")
