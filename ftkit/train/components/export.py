@@ -46,6 +46,10 @@ _SHARD_BYTES = 2 * 2**30
 """A file of weights is held in memory, twice, while it is written."""
 
 
+_MOST_RECORDED = 4 * 10**9
+"""Parameters of the largest model whose logits are recorded at the end of training, on a CPU: GPUs wait meanwhile."""
+
+
 @dataclass(frozen=True)
 class ExportedParts:
     """Everything of an exported model besides its weights.
@@ -68,13 +72,17 @@ def export(engine: Engine, parts: ExportedParts, layout: RunLayout, step: int, w
     """
     weights = engine.trained_weights()
     if world.is_first:
-        exporter = Exporter(parts, build_whole(parts), weights)
+        model = build_whole(parts)
+        exporter = Exporter(parts, model, weights)
         precision = parts.recipe.training.compute_precision
         record = exporter.record(layout.root.name, step, precision, merges=False)
-        try:
-            record = exporter.with_logits(record)
-        except Exception as error:  # noqa: BLE001 - of any model's own code, run on a CPU: what was trained is kept
-            log.warning("the export is written, but 'ftkit verify-export' can't check it: %s", one_line(error))
+        if sum(parameter.numel() for parameter in model.parameters()) > _MOST_RECORDED:
+            log.info("the export of so large a model is verified by 'ftkit export %s', off the GPUs", layout.root.name)
+        else:
+            try:
+                record = exporter.with_logits(record)
+            except Exception as error:  # noqa: BLE001 - of any model's own code, run on a CPU: what was trained is kept
+                log.warning("the export is written, but 'ftkit verify-export' can't check it: %s", one_line(error))
         folder = layout.export
         with atomic_folder(folder, folder.with_name(f".{folder.name}.partial")) as temporary:
             exporter.write(record, temporary, layout)
