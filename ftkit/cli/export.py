@@ -14,6 +14,7 @@ from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, run_argume
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
+from ftkit.train.quiet import silence_torchao
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +63,7 @@ def command(
     """Export a checkpoint."""
     terminal, layout = Terminal(), get_run(reference).layout
     _use_hub_cache()
+    silence_torchao()
     from ftkit.evaluate.export import ExportRequest, export_run
 
     request = ExportRequest(step, merges, cast("Any", precision), folder)

@@ -11,6 +11,7 @@ import click
 from ftkit.cli.arguments import current_workspace
 from ftkit.cli.shell_completion import complete_run
 from ftkit.errors import PrerequisiteError
+from ftkit.train.quiet import silence_torchao
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +63,7 @@ def find_model(reference: str) -> Target:
             fix="pip install 'ftkit[train]'; or type the same command in a job, in the training image of the run: "
             "it has all packages",
         )
+    silence_torchao()
     from ftkit.evaluate.source import find_target
 
     return find_target(reference, current_workspace())

@@ -11,6 +11,7 @@ import click
 from ftkit.cli.arguments import current_workspace, json_option
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.train.quiet import silence_torchao
 
 
 @click.command(
@@ -30,6 +31,7 @@ def command(folder: Path, *, as_json: bool) -> None:
     chat template renders as in training. Exit code 9 if anything differs.
     """
     os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
+    silence_torchao()
     from ftkit.evaluate.verify_export import require_passed, verify_export
 
     terminal = Terminal()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ftkit.planning.estimates.gpus import Gpu
 
 PLAN_VERSION = 1
-PREPARATION_VERSION = 5
+PREPARATION_VERSION = 6
 """Part of the data's fingerprint, and of what checkpoints know their data by: raise it when the same spec would be
 prepared into other packs."""
 

@@ -16,6 +16,7 @@ from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
 from ftkit.runs.manifest import record_start
 from ftkit.runs.records import record_rank_error
 from ftkit.train.launcher import follow_launcher
+from ftkit.train.quiet import silence_torchao
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def _start_logs(layout: RunLayout, rank: int) -> None:
     for handler in handlers:
         handler.setFormatter(_WithoutSecrets(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=handlers)
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # warns of kernels for other GPUs when peft imports it
+    silence_torchao()
     logging.captureWarnings(True)  # noqa: FBT003
     warnings.simplefilter("once")
 
