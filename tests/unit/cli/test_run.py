@@ -167,7 +167,7 @@ def test_a_resumed_run_shows_only_what_is_new(
         f"if [ -e again ]; then printf '%s\\n' '{second}' '{end}' >>metrics.jsonl; echo 0 >exit-code;"
         f" else touch again; echo '{first}' >metrics.jsonl; echo 1 >exit-code; fi"
     )
-    assert ftkit("run", "demo").code == 7
+    assert ftkit("run", "demo", "training.max_steps=9").code == 7
     result = ftkit("resume", "last")
     assert result.code == 0
     assert "step 7/9  loss" not in result.err
