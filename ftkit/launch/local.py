@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LocalScheduler:
-    """Starts the script at once, as a process group of its own."""
+    """Starts the script immediately, in a process group of its own."""
 
     poll_seconds: ClassVar[float] = 1.0
     grace_seconds: ClassVar[float] = 10.0
@@ -41,7 +41,7 @@ class LocalScheduler:
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-        """Look which of the processes are there; what became of the others their files tell."""
+        """Return the jobs whose processes exist; the files of the others have their final state."""
         here = socket.gethostname()
         states = {}
         for run in runs:
@@ -55,7 +55,7 @@ class LocalScheduler:
         return states
 
     def cancel(self, run: SubmittedRun) -> None:
-        """Ask the script to end, then the whole group, then end it."""
+        """Send SIGTERM to the script, then to its group, then SIGKILL."""
         pid = int(run.submission.job_id)
         for ask in (_terminate_script, _terminate_group, _kill_group):
             ask(pid)
@@ -66,7 +66,7 @@ class LocalScheduler:
 
 
 def _is_alive(submission: Submission) -> bool:
-    """Whether the job goes on: its script, or what is left of its group after the script was killed."""
+    """Whether the script runs, or processes of its group after the script was killed."""
     pid = int(submission.job_id)
     started = process.start_time(pid)
     if started is not None:
@@ -75,7 +75,7 @@ def _is_alive(submission: Submission) -> bool:
 
 
 def _terminate_script(pid: int) -> None:
-    """Signal the script alone: the group's members would die before the script could ask them for a checkpoint."""
+    """Signal only the script: its group's members would die before the script could ask them for a checkpoint."""
     if process.start_time(pid) is None:
         _terminate_group(pid)
     else:

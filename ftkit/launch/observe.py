@@ -1,7 +1,7 @@
-"""The state of runs: what their scheduler says together with what their own files say.
+"""The state of runs, from their scheduler and their own files.
 
-A final state is written down in the run's folder (state.json): a finished run needs no scheduler to be
-looked at again, and outlives the scheduler's memory of it.
+A final state is written to the run's folder (state.json), so that ftkit can show a finished run without the scheduler,
+and after the scheduler has forgotten it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 
 LOST = "Slurm no longer knows the job, and it left no exit code"
-"""Why the state of a run is unknown although its scheduler answered."""
+"""The reason for an unknown state when the scheduler answered."""
 
 _OBSERVATION = TypeAdapter(Observation)
 
 
 @dataclass(frozen=True)
 class Overview:
-    """The states of several runs, by id, and why some could not be asked for."""
+    """The states of several runs by id, and why some schedulers could not be asked."""
 
     states: dict[str, Observation]
     warnings: tuple[str, ...]
 
     def state_of(self, entry: RunEntry) -> Observation:
-        """Return the state of a listed run; a damaged run, or one without a job, has a state too."""
+        """Return the state of a listed run, also of a damaged run or one without a job."""
         if entry.damage:
             return Observation(RunState.DAMAGED, is_final=False, reason=entry.damage)
         never = Observation(RunState.UNKNOWN, is_final=False, reason="never submitted")
@@ -55,7 +55,7 @@ def observe(run: SubmittedRun) -> Observation:
 
 
 def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
-    """Return the states of many runs, with one question to each scheduler for all that may still change."""
+    """Return the states of many runs. Each scheduler is asked once, about the runs that may still change."""
     states: dict[str, Observation] = {}
     warnings = []
     for run in runs:
@@ -69,7 +69,7 @@ def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
 
 
 def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Observation]) -> list[str]:
-    """Add the states of `runs`; return what went wrong."""
+    """Add the states of `runs` to `states`; return warnings."""
     try:
         seen = scheduler_for(name).observe(runs)
     except FtkitError as error:
@@ -84,7 +84,7 @@ def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Ob
 
 
 def _judge_alone(run: SubmittedRun, error: FtkitError) -> Observation:
-    """Judge a run by its folder, as its scheduler can't be asked."""
+    """Derive the state from the run's folder alone, because its scheduler can't be asked."""
     if holder := current_holder(run.layout):
         return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since)
     if _exit_code(run) is not None:
@@ -93,7 +93,7 @@ def _judge_alone(run: SubmittedRun, error: FtkitError) -> Observation:
 
 
 def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
-    """Judge by all that is known; `seen` is the scheduler's word, None if it does not know the job."""
+    """Derive the state from all sources; `seen` is the scheduler's answer, None if it does not know the job."""
     end = _end(run.layout)
     stopped_at = f"checkpoint of step {end.step} written" if end and end.outcome == "stopped" else ""
     if seen and not seen.is_final:
@@ -117,7 +117,7 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
 
 
 def _failed_preparation(run: SubmittedRun, last: Observation) -> Observation | None:
-    """Return how a run ended whose data and weights could not be prepared: Slurm has cancelled the job that waited."""
+    """Return how a run ended if its preparation failed: Slurm then cancels the training job that depends on it."""
     job_id = run.submission.preparation_job_id
     if job_id is None or last.state not in (RunState.CANCELLED, RunState.UNKNOWN) or _exit_code(run) is not None:
         return None

@@ -1,4 +1,4 @@
-"""What must be there before a job is worth its place in the queue."""
+"""Checks before a job is submitted: files, data, weights, trackers, and memory."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
 
 SURE = 2.0
-"""Part of the memory that there is from which on a prediction is sure to mean that a run does not fit."""
+"""A run is refused if its predicted memory exceeds this multiple of what the machine has."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What stands between a plan and its run: why it must fail, and what the job alone can know."""
+    """The problems found, and warnings about what only the job can check."""
 
     errors: tuple[FtkitError, ...]
     warnings: tuple[str, ...]
 
     def raise_errors(self) -> None:
-        """Raise what was found.
+        """Raise the problems that were found.
 
         Raises:
             FtkitError: the one error.
@@ -60,7 +60,7 @@ class Findings:
 
 
 def run_checks(plan: RunPlan, environment: Mapping[str, str]) -> Findings:
-    """Check all that a run needs besides its image; no check stops at the first problem."""
+    """Check everything that a run needs besides its image. All checks run, whatever the others find."""
     errors, warnings = [], []
     for check in _checks(plan, environment):
         try:
@@ -71,7 +71,7 @@ def run_checks(plan: RunPlan, environment: Mapping[str, str]) -> Findings:
 
 
 def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[[], list[str]]]:
-    """Yield the checks; each raises an error, or returns warnings about what can't be told from here."""
+    """Yield the checks. Each raises an error, or returns warnings about what can't be checked from here."""
     yield partial(check_trackers, plan, environment)
     yield from source_checks(plan, environment)
     yield partial(_check_packages, plan)
@@ -83,7 +83,7 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[
 
 
 def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
-    """Check that the job's trackers will have their keys and addresses, and without a container their packages.
+    """Check that the trackers have their keys and addresses and, without a container, their packages.
 
     Returns:
         Warnings, about what the profile's own lines of bash may set.
@@ -104,7 +104,7 @@ def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
 
 
 def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[[], list[str]]]:
-    """Yield the checks whether the job will get the files, the weights and the data that its recipe names.
+    """Yield the checks of the files, weights, and data of the recipe.
 
     They raise:
         NotFoundError: a file, a folder, the weights or the data set are not there.
@@ -131,7 +131,7 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
 
 
 def check_examples(recipe: RecipeSpec) -> list[str]:
-    """Check what can be known of the data at once: that files are files, and that their first rows can be used.
+    """Check that data files exist and are regular files, and that their first rows can be used.
 
     Raises:
         NotFoundError: a file of examples is not there, or is a device.
@@ -160,7 +160,7 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
 
 
 def _with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format]]:
-    """Yield rows with their format; where each of several sources may have its own, the first rows of each."""
+    """Yield rows with their format; each source of a mixture may have its own."""
     if not rows:
         return
     if isinstance(data.format, AutoFormat) and len(data.sources) > 1:
@@ -174,7 +174,7 @@ def _with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format
 
 
 def describe_data(data: DataSpec) -> str:
-    """Return the format of a recipe's data in one line, from the first rows if the recipe leaves it open."""
+    """Describe the format of a recipe's data in one line, detected from the first rows if the recipe sets none."""
     if not isinstance(data.format, AutoFormat):
         return describe_format(data.format)
     try:
@@ -192,7 +192,7 @@ def _check_adapter(recipe: RecipePlan) -> list[str]:
 
 
 def _has_turns(data: DataSpec) -> bool:
-    """Tell whether data is known to have conversations, which need a chat template."""
+    """Tell whether the data has conversations, which need a chat template."""
     if not isinstance(data.format, AutoFormat):
         return data.format.kind != "text"
     try:
@@ -248,7 +248,7 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
 
 
 def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
-    """Refuse a path that should be here; return a warning about one that the nodes alone may have.
+    """Raise if a path should exist here and does not; return a warning if only the nodes may have it.
 
     Those are models on a file system that is not mounted here. Data must be here, where its changes are noticed.
     """
@@ -264,7 +264,7 @@ def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
 
 
 def _check_packages(plan: RunPlan) -> list[str]:
-    """Without a container, a run on this machine uses the Python that this is."""
+    """Check the packages of this Python, which a run without a container uses."""
     if plan.cluster.runtime == "none" and plan.cluster.scheduler == "local" and find_spec("torch") is None:
         raise PrerequisiteError(
             "what trains is not installed: there is no torch in this Python",

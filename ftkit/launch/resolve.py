@@ -1,4 +1,4 @@
-"""From the arguments of a command line to a plan: load the specs, observe the machine, plan."""
+"""Turn command-line arguments into a plan: load the specs, look at the machine, plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True)
 class RunArgs:
-    """What was typed after `ftkit run`."""
+    """The arguments of `ftkit run` and `ftkit plan`."""
 
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class RunArgs:
 
 
 class _Problems:
-    """Collects what is wrong with one spec after the other, so that all of it is shown at once."""
+    """Collects the problems of several specs, to show them together."""
 
     def __init__(self) -> None:
         self._errors: list[FtkitError] = []
@@ -87,7 +87,7 @@ def read_settings(words: RunArgs, ctx: Context) -> LoadedSettings:
 
 
 def resolve(words: RunArgs, ctx: Context) -> RunPlan:
-    """Make a plan of what was typed.
+    """Make a plan from the arguments.
 
     Raises:
         NotFoundError: something named does not exist.
@@ -128,7 +128,7 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
 
 
 def resolve_image_link(plan: RunPlan) -> RunPlan:
-    """Let a plan name the file that a link leads to now: by the time the job starts, it may lead elsewhere."""
+    """Resolve a link to an image file now: it may point to another file when the job starts."""
     file = plan.image_file
     if file is None:
         return plan
@@ -138,7 +138,7 @@ def resolve_image_link(plan: RunPlan) -> RunPlan:
 
 
 def _assumed_cluster(words: RunArgs, loaded: LoadedSettings) -> str | None:
-    """Return the profile for an image that was typed where no cluster is chosen: the default one has no containers."""
+    """Return the profile to use for `--image` when no cluster is chosen: the default profile has no containers."""
     return _ANY_SLURM if words.image and ("cluster",) not in loaded.layers.origins else None
 
 
@@ -150,7 +150,7 @@ def _assumption(cluster: ClusterProfile) -> str:
 
 
 def _load_cluster(name: str, loaded: LoadedSettings, ctx: Context) -> Loaded[ClusterProfile]:
-    """Read a profile; of one that is not there, say who named it."""
+    """Read a profile; if it does not exist, the error says where its name comes from."""
     where = loaded.layers.origins.get(("cluster",), "settings")
     try:
         return read_cluster(name, ctx)
@@ -160,7 +160,7 @@ def _load_cluster(name: str, loaded: LoadedSettings, ctx: Context) -> Loaded[Clu
 
 
 def _image_of(loaded: LoadedSettings) -> AnyImage | None:
-    """Parse the image that was typed, or that the settings name."""
+    """Parse the image from the command line or the settings."""
     text, layers, key = loaded.settings.image, loaded.layers, ("image",)
     if text is None:
         return None
@@ -169,7 +169,7 @@ def _image_of(loaded: LoadedSettings) -> AnyImage | None:
 
 
 def _load_defined(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
-    """Read the definition of a `NAME:TAG`; a file or an address has none."""
+    """Read the definition of a `NAME:TAG`. A file or an address has none."""
     return load_image(image.reference, ctx) if isinstance(image, NamedImage) else None
 
 
@@ -215,7 +215,7 @@ def _no_recipe(image: AnyImage | None) -> FtkitError:
 
 
 def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], root: Path = _ROOT) -> ClusterProfile:
-    """Replace `device: auto` by what this machine has; `root` is where its /dev and /proc are."""
+    """Replace `device: auto` with what this machine has; `root` holds its /dev and /proc."""
     if profile.device != "auto":
         return profile
     found: dict[str, object] = {"cpus_per_node": profile.cpus_per_node or len(os.sched_getaffinity(0))}
@@ -228,7 +228,7 @@ def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], roo
 
 
 def _count_gpus(environment: Mapping[str, str], root: Path) -> int:
-    """Count the GPUs that CUDA will show to a process started here."""
+    """Count the GPUs that CUDA shows to a process started here."""
     present = len(list(root.glob("dev/nvidia[0-9]*")))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -239,7 +239,7 @@ def _count_gpus(environment: Mapping[str, str], root: Path) -> int:
 
 
 def _gpu_model(root: Path) -> str | None:
-    """Recognise the GPUs by the driver's files: the profile's word for "NVIDIA H100 80GB HBM3" is h100-80gb."""
+    """Detect the GPU model from the driver's files: "NVIDIA H100 80GB HBM3" is `h100-80gb` in a profile."""
     for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
         words = set(re.findall(r"[a-z0-9]+", path.read_text(errors="replace").lower()))
         for model in get_args(GpuModel):

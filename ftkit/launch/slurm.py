@@ -32,7 +32,7 @@ class SlurmScheduler:
     poll_seconds: ClassVar[float] = 4.0
 
     def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
-        """Submit the script with sbatch, in the run's folder; behind the one that prepares the run, if it has one."""
+        """Submit the script with sbatch in the run's folder, after the preparation job if there is one."""
         preparation_job_id = None
         after = []
         if has_preparation:
@@ -54,7 +54,7 @@ class SlurmScheduler:
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-        """Ask squeue first: a job that Slurm requeued after a failure is there, while sacct may call it ended."""
+        """Ask squeue first: a requeued job is listed there while sacct may report it as ended."""
         states: dict[str, Observation] = {}
         for first in range(0, len(runs), _IDS_IN_A_QUERY):
             some = runs[first : first + _IDS_IN_A_QUERY]
@@ -65,7 +65,7 @@ class SlurmScheduler:
         return states
 
     def cancel(self, run: SubmittedRun) -> None:
-        """Let scancel end the job."""
+        """Cancel the job with scancel."""
         jobs = [run.submission.job_id]
         if run.submission.preparation_job_id:
             jobs.append(run.submission.preparation_job_id)  # one that has ended already is no error to scancel
@@ -79,7 +79,7 @@ class SlurmScheduler:
 
 
 def _sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the id of the job, and what sbatch said besides."""
+    """Return the job id, and what else sbatch printed."""
     answer = _ask(["sbatch", "--parsable", *args], environment, cwd=layout.root)
     lines = answer.stdout.split()
     job_id = lines[-1].partition(";")[0] if lines else ""
@@ -89,7 +89,7 @@ def _sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) 
 
 
 def sbatch_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the SBATCH_* variables of a shell: for sbatch they win over what the script says."""
+    """Return the SBATCH_* variables of the environment, which override the script's #SBATCH lines."""
     return sorted(f"{key}={value}" for key, value in environment.items() if key.startswith("SBATCH_") and value)
 
 
@@ -105,7 +105,7 @@ def _ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = 
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what a job around us, or a user's taste for formats, would change; print times as epoch seconds."""
+    """Remove variables of an enclosing job and of the user's output formats; print times as epoch seconds."""
     kept = {
         key: value
         for key, value in environment.items()
@@ -127,7 +127,7 @@ def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
 
 
 def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-    """Ask the accounting. Clusters without one refuse; then the runs' own files must tell."""
+    """Ask sacct. It fails on clusters without accounting; then the runs' own files decide."""
     jobs = ",".join(run.submission.job_id for run in runs)
     try:
         answer = _ask(["sacct", "-P", "-X", "-n", f"--format={SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
@@ -193,7 +193,7 @@ _REASONS = {
 
 
 def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-    """Return the states that squeue tells, by run."""
+    """Parse squeue's output: the state of each run."""
     states = {}
     for run, (state, reason, start, end, nodes) in _rows(text, 7, runs):
         seen = _observation(state, reason, start, end, nodes)
@@ -203,7 +203,7 @@ def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observatio
 
 
 def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-    """Return the final states that sacct tells, by run.
+    """Parse sacct's output: the final state of each run.
 
     A job that it calls active while squeue does not know it was lost; sacct's reason is why a job once waited.
     """
@@ -260,7 +260,7 @@ def _time(text: str) -> float | None:
 
 
 def _exit_code(text: str) -> int | None:
-    """Turn `code:signal` into what a shell would report."""
+    """Convert Slurm's `code:signal` to the exit code that a shell reports."""
     code, _, signal_number = text.partition(":")
     if not code.isdigit():
         return None
@@ -331,11 +331,11 @@ _NO_ANSWER = "contact slurm controller|timed out|connection refused|unable to co
 
 
 class UncertainSubmitError(SubmitError):
-    """Slurm gave no clear answer: there may be a job, or not."""
+    """Slurm gave no clear answer: the job may have been submitted."""
 
 
 def explain_refusal(stderr: str) -> SubmitError:
-    """Turn sbatch's message into an error that says what it usually means."""
+    """Convert sbatch's message to an error with its usual meaning."""
     message = clean_stderr(stderr) or "sbatch gave no job id and no reason"
     if re.search(_NO_ANSWER, message, re.IGNORECASE):
         return UncertainSubmitError(
@@ -348,6 +348,6 @@ def explain_refusal(stderr: str) -> SubmitError:
 
 
 def clean_stderr(stderr: str) -> str:
-    """Return what a Slurm program said, without its own name before each line."""
+    """Return the output of a Slurm program without the `program:` prefix of each line."""
     lines = [re.sub(r"^\w+: (error: |fatal: |lua: )?", "", line).strip() for line in stderr.splitlines()]
     return "; ".join(dict.fromkeys(line for line in lines if line))

@@ -1,4 +1,4 @@
-"""All runs of a workspace, and the one that a user means."""
+"""Find runs: all of a workspace, or the one that a user refers to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUM_CANDIDATES_SHOWN = 8
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run as its folder's name tells it, without opening a file."""
+    """A run, known by its folder's name alone."""
 
     layout: RunLayout
     name: str
@@ -43,7 +43,7 @@ class RunFolder:
 
     @property
     def submitted(self) -> SubmittedRun | None:
-        """The run with its newest submission; None if there never was one.
+        """The run with its newest submission; None if it was never submitted.
 
         Raises:
             DamagedFileError: nobody can tell.
@@ -54,7 +54,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class ClusterEntry:
-    """The few values of a cluster that a listing shows."""
+    """The values of a cluster that a listing shows."""
 
     name: Name
     scheduler: SchedulerName
@@ -62,7 +62,7 @@ class ClusterEntry:
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """The few values of a plan that a listing shows."""
+    """The values of a plan that a listing shows."""
 
     cluster: ClusterEntry
     num_steps: Count | None
@@ -70,13 +70,13 @@ class PlanEntry:
 
     @property
     def image_file(self) -> Path | None:
-        """The file that the run's container is started from; None if it is no file."""
+        """The image file of the run's container; None if it is not a file."""
         return image_file(self.container_image)
 
 
 @dataclass(frozen=True)
 class RunEntry:
-    """What a run's own files say without its scheduler; `damage` says what is wrong with them, if anything is."""
+    """What a run's own files say; `damage` describes what is wrong with them."""
 
     folder: RunFolder
     plan: PlanEntry | None
@@ -85,7 +85,7 @@ class RunEntry:
 
 
 def read_entry(folder: RunFolder) -> RunEntry:
-    """Read what a listing needs of a run. Damage is no error: it is listed."""
+    """Read what a listing needs of a run. Damage is listed, not raised."""
     plan, run, damages = None, None, []
     try:
         plan = read_json(folder.layout.plan, PlanEntry)
@@ -100,7 +100,7 @@ def read_entry(folder: RunFolder) -> RunEntry:
 
 
 def list_runs(workspace: Workspace) -> list[RunFolder]:
-    """Return all runs, newest first. What is no run's folder is passed over.
+    """Return all runs, newest first. Other folders are skipped.
 
     Raises:
         PrerequisiteError: the workspace can't be used.
@@ -117,7 +117,7 @@ def list_runs(workspace: Workspace) -> list[RunFolder]:
 
 
 def _check_it_can_be_made(workspace: Workspace) -> None:
-    """Check that the first run would find or make the workspace's folder."""
+    """Check that the workspace's folder exists or can be created."""
     try:
         there = next(folder for folder in (workspace.runs, *workspace.runs.parents) if folder.exists())
         is_usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
@@ -176,7 +176,7 @@ def find_run(reference: str, workspace: Workspace) -> RunFolder:
 
 
 def _job_ids(run: RunFolder) -> tuple[str, ...]:
-    """Return the ids of a run's jobs; none that is known, if the file that holds them is damaged."""
+    """Return the ids of a run's jobs; none if the file with them is damaged."""
     try:
         submission = read_submission(run.layout)
     except DamagedFileError:

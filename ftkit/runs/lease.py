@@ -1,4 +1,4 @@
-"""Who trains in a run's folder: one process at a time, on whatever node it is.
+"""The lease of a run's folder: one trainer at a time, on any node.
 
 Not every shared file system has locks, so this is a lease with a heartbeat. Leases are numbered files, and the
 highest number is the one that counts. A lease is taken by creating the next number, which exactly one of several
@@ -66,7 +66,7 @@ class Holder:
 
     @classmethod
     def here(cls) -> Holder:
-        """Describe this process."""
+        """Return this process as a holder."""
         pid, job_id = os.getpid(), os.environ.get("SLURM_JOB_ID", "")
         return cls(socket.gethostname(), _machine(), pid, process.start_time(pid) or "", job_id, time.time())
 
@@ -78,14 +78,14 @@ class Holder:
 
 @dataclass(frozen=True)
 class Released:
-    """What a lease's file holds once its holder has ended."""
+    """The content of a lease file after its holder has ended."""
 
     is_released: Literal[True]
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease as it was read. `holder` is None in the moment between the file's creation and its first words."""
+    """A lease as it was read. `holder` is None between the file's creation and its first write."""
 
     number: int
     holder: Holder | None
@@ -94,7 +94,7 @@ class Lease:
 
     @property
     def may_be_alive(self) -> bool:
-        """Whether its holder may still train, as far as a single look from here can tell."""
+        """Whether its holder may still train, judged by one read from this machine."""
         if self.is_released:
             return False
         if self.holder is not None and self.holder.machine == _machine():
@@ -103,24 +103,24 @@ class Lease:
 
     @property
     def is_running_here(self) -> bool:
-        """Whether its holder is seen to run, on this machine."""
+        """Whether its holder is a running process of this machine."""
         return self.holder is not None and self.holder.machine == _machine() and _is_running(self.holder)
 
     @property
     def seems_alive(self) -> bool:
-        """As `may_be_alive`, trusting the clocks: good enough to show."""
+        """Like `may_be_alive`, assuming synchronized clocks: good enough for display."""
         is_fresh = time.time() - self.touched < NUM_MISSED_BEATS * BEAT_SECONDS
         return self.may_be_alive and (is_fresh or self.is_running_here)
 
 
 def current_holder(layout: RunLayout) -> Holder | None:
-    """Return who trains in a run's folder, as far as a look can tell; None: nobody."""
+    """Return who trains in a run's folder, judged by one read; None if nobody does."""
     lease = _look(layout.leases)
     return lease.holder if lease and lease.seems_alive else None
 
 
 def is_held_by_another_job(layout: RunLayout) -> bool:
-    """Tell whether another Slurm job than that of this process, which may be any of its ranks, trains in the folder."""
+    """Tell whether a Slurm job other than that of this process (any rank) trains in the folder."""
     holder = current_holder(layout)
     return holder is not None and holder.job_id != os.environ.get("SLURM_JOB_ID", "")
 
@@ -139,7 +139,7 @@ def _look(folder: Path) -> Lease | None:
 
 
 def revoke(layout: RunLayout) -> None:
-    """End the lease of a holder that is known to be dead. One that lives after all ends at its next beat."""
+    """End the lease of a dead holder. A holder that is alive after all ends at its next heartbeat."""
     lease = _newest(layout.leases)
     if lease and not lease.is_released:
         with contextlib.suppress(FileExistsError):
@@ -174,7 +174,7 @@ def held_lease(
 
 
 class HeldLease:
-    """The lease in the hands of its holder, touched by a thread of its own."""
+    """A lease that this process holds; a thread touches it."""
 
     def __init__(self, folder: Path, number: int, on_loss: Callable[[FolderHeldError], None]) -> None:
         self._folder = folder
@@ -184,18 +184,18 @@ class HeldLease:
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
 
     def start(self) -> None:
-        """Begin to touch the file."""
+        """Start touching the file."""
         self._thread.start()
 
     def release(self) -> None:
-        """Say in the file that nobody trains any more, so that the next holder need not watch it."""
+        """Mark the file as released, so that the next holder need not wait."""
         self._ended.set()
         path = _path(self._folder, self._number)
         with contextlib.suppress(OSError):  # one that can't be released dies with this process
             write_json(path, Released(is_released=True))
 
     def beat(self) -> None:
-        """Touch the file, unless it is somebody else's turn by now."""
+        """Touch the file, unless another process holds the lease by now."""
         is_there = True
         try:
             os.utime(_path(self._folder, self._number))
@@ -235,7 +235,7 @@ def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], Non
 
 
 def _watch_it_die(folder: Path, lease: Lease, say: Callable[[str], None], pause: Callable[[float], None]) -> None:
-    """Wait until a lease is dead for sure.
+    """Wait until a lease is certainly dead.
 
     Raises:
         FolderHeldError: it is alive.
@@ -283,7 +283,7 @@ def _read(folder: Path, number: int) -> Lease:
 
 
 def _create(path: Path, content: Holder | Released) -> None:
-    """Create a file, which only one of several processes can."""
+    """Create a file exclusively: only one of several processes succeeds."""
     with path.open("x", encoding="utf-8") as file:
         file.write(to_json(content))
 

@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl: what the trainer says of a run, and what everyone else reads of it.
+"""The records of metrics.jsonl: the trainer writes them, everything else reads them.
 
 Whatever is in the files, reading them raises nothing and takes bounded memory: run folders are shared, and a
 damaged one must not hide the others.
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LONGEST_LINE = 2**23
-"""Bytes. Longer lines are passed over: the longest records, evaluations with their samples, take a few hundred KiB."""
+"""Bytes. Longer lines are skipped: the longest records, evaluations with samples, take a few hundred KiB."""
 TAIL_BYTES = 2**26
-"""How far from the end of a file its newest record is looked for."""
+"""Bytes at the end of a file in which its newest record is searched."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-"""A length of time, or a time since the epoch: finite, so that it can be written as hours and days."""
+"""A duration or a time since the epoch, in seconds: finite, so that it can be shown as hours and days."""
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """The run has come to a stage that takes a while."""
+    """The run enters a stage that takes a while."""
 
     event: ClassVar[str] = "stage"
     time: Seconds
@@ -47,7 +47,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """Training begins, or goes on after `resumed_from` steps."""
+    """Training starts, or continues after `resumed_from` steps."""
 
     event: ClassVar[str] = "start"
     time: Seconds
@@ -62,7 +62,7 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class VerificationRecord:
-    """What was proven of the sharded model before step 1."""
+    """The results of the checks before step 1."""
 
     event: ClassVar[str] = "proof"
     time: Seconds
@@ -89,7 +89,7 @@ class MemoryRecord:
 
 @dataclass(frozen=True)
 class SourceLoss:
-    """The mean loss over the target tokens of one source of a mixture, and how many these are."""
+    """The mean loss over the trained tokens of one source of a mixture, and their number."""
 
     loss: float
     num_targets: Count
@@ -126,7 +126,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out question with the reference answer and the model's."""
+    """One validation question with the reference answer and the model's."""
 
     question: str
     reference: str
@@ -136,7 +136,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """A measurement on the held-out part. `execution_accuracy` is a part of 1, `sources` as in a `StepRecord`."""
+    """A measurement on the validation split. `execution_accuracy` is in [0, 1], `sources` as in a `StepRecord`."""
 
     event: ClassVar[str] = "evaluation"
     time: Seconds
@@ -151,7 +151,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint is complete: `seconds` after it was begun, for `stalled_seconds` of which training waited."""
+    """A checkpoint is complete, `seconds` after it was started; training waited for `stalled_seconds` of them."""
 
     event: ClassVar[str] = "checkpoint"
     time: Seconds
@@ -163,7 +163,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class EndRecord:
-    """The trainer ended as it should: all steps done, or stopped by request after a checkpoint."""
+    """The trainer ended normally: all steps done, or stopped on request after a checkpoint."""
 
     event: ClassVar[str] = "end"
     time: Seconds
@@ -186,7 +186,7 @@ Record = (
 
 _KINDS: dict[str, type[Record]] = {kind.event: kind for kind in get_args(Record)}
 _STEP_LINE = b'{"event": "step"'
-"""How `to_line` begins a step's record."""
+"""The first characters of a step's record, as `to_line` writes it."""
 
 
 @cache
@@ -203,7 +203,7 @@ def to_line(record: Record) -> str:
 
 
 def from_line(line: str | bytes) -> Record | None:
-    """Read a line back; None for a line that is cut off, damaged, or that another version wrote."""
+    """Parse a line; None if it is cut off, damaged, or from another version."""
     try:
         values = from_json(line)
         return _adapter(values.pop("event")).validate_python(values)
@@ -232,7 +232,7 @@ def read_outline(path: Path) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their line breaks, but none that is longer than `LONGEST_LINE`."""
+    """Yield the lines of a file with their line breaks, without those longer than `LONGEST_LINE`."""
     try:
         with _open(path) as file:
             yield from _short_lines(file)
@@ -250,14 +250,14 @@ def _short_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Open a file for reading, but nothing that would never end: a pipe or a device."""
+    """Open a regular file for reading; refuse pipes and devices, which may never end."""
     if not path.is_file():
         raise FileNotFoundError(path)
     return path.open("rb")
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add a record to the end of a file; one write, so that a reader never sees half a line of it."""
+    """Append a record in one write, so that a reader never sees half a line."""
     with path.open("a", encoding="utf-8") as file:
         file.write(to_line(record) + "\n")
 
@@ -281,12 +281,12 @@ class RankError:
 
     @property
     def is_actionable(self) -> bool:
-        """Whether the message says all: then the traceback is of no use to the user."""
+        """Whether the message alone is enough, and the traceback of no use to the user."""
         return self.exit_code != 1
 
     @classmethod
     def from_exception(cls, error: BaseException, *, rank: int) -> RankError:
-        """Describe an exception that is being handled."""
+        """Return the error of an exception that is being handled."""
         return cls(
             time=time.time(),
             rank=rank,
@@ -306,7 +306,7 @@ def write_rank_error(path: Path, error: RankError) -> None:
 
 
 def record_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int) -> int:
-    """Write down what ended a rank, also on a full disk, where `disk_full` alone is made; return its exit code."""
+    """Record what ended a rank, and return its exit code. On a full disk, only the file `disk_full` is made."""
     left = RankError.from_exception(error, rank=rank)
     with suppress(OSError):
         if isinstance(error, DiskFullError):
@@ -316,13 +316,13 @@ def record_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: in
 
 
 def read_rank_error(path: Path) -> RankError | None:
-    """Read an error back; None for a file that is no such thing. An exit code of another version of ftkit becomes 1."""
+    """Read an error; None if the file is not one. An unknown exit code, of another version of ftkit, becomes 1."""
     error = read_json_if_valid(path, RankError)
     return error if error is None or error.exit_code in EXIT_CODES else replace(error, exit_code=1)
 
 
 def read_last_step(path: Path, *, tail_bytes: int = 16_384) -> StepRecord | None:
-    """Read the newest step's record from the end of the file, without reading the whole if it can be helped."""
+    """Read the newest step's record from the end of the file."""
     for line in _lines_backwards(path, tail_bytes):
         record = from_line(line) if line.startswith(_STEP_LINE) else None
         if isinstance(record, StepRecord):
@@ -336,7 +336,7 @@ def read_last_record(path: Path, *, tail_bytes: int = 2_048) -> Record | None:
 
 
 def _lines_backwards(path: Path, tail_bytes: int) -> Iterator[bytes]:
-    """Yield the lines of a file from its last to its first, reading ever longer tails of it, up to `TAIL_BYTES`."""
+    """Yield the lines of a file from last to first, reading growing tails of it up to `TAIL_BYTES`."""
     try:
         with _open(path) as file:
             start = size = file.seek(0, 2)
@@ -354,14 +354,14 @@ def _lines_backwards(path: Path, tail_bytes: int) -> Iterator[bytes]:
 
 
 class RecordTail:
-    """Reads the records that were added to a file since the last look."""
+    """Reads the records that were added to a file since the last read."""
 
     def __init__(self, path: Path, *, skips_old: bool = False) -> None:
         self._path = path
         self._offset = _size(path) if skips_old else 0
 
     def read_new(self) -> Iterator[Record]:
-        """Yield what is on the complete lines that are new; a line counts as read once it was yielded."""
+        """Yield the records of new complete lines; a line counts as read once it was yielded."""
         try:
             with _open(self._path) as file:
                 file.seek(self._offset)
