@@ -18,12 +18,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
+from ftkit.config.recipe import RecipePlan
 from ftkit.config.training import LoraSpec, Method, TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import FtkitError, one_line
-from ftkit.planning.plan import BatchPlan
+from ftkit.planning.engine_choice import least_memory
+from ftkit.planning.layout import RunLayout
+from ftkit.planning.plan import BatchPlan, plan_model
 from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
@@ -206,10 +209,10 @@ class _Family:
         _train(engine, self.world, is_packed=False)
         tokenizer = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
         ctx = Context(self.folder, self.folder, {})
-        recipe = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.sql_execution=null"])
-        class_name = type(engine.model.hf_model).__name__
-        parts = ExportedParts(recipe, TextConfig(self.config), class_name, tokenizer, Generation((2,), {}))
-        export(engine, parts, self.folder / "export", self.world)
+        spec = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.sql_execution=null"])
+        recipe = RecipePlan.of(spec, plan_model(spec.model, None), least_memory(spec.training))
+        parts = ExportedParts(recipe, TextConfig(self.config), tokenizer, Generation((2,), {}), None)
+        export(engine, parts, RunLayout(self.folder), 0, self.world)
         kernel = self.config._attn_implementation
         loaded = AutoModelForCausalLM.from_pretrained(self.folder / "export", attn_implementation=kernel).eval()
         tokens = torch.arange(3, 43)[None]

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         "ftkit run --image olmo3:25.02 --nodes 2",
         "ftkit run demo training.learning_rate=1e-3 training.max_steps=100",
         "ftkit run my-recipe.yaml --cluster mycluster --name first-try --no-follow",
-        "ftkit run my-recipe.yaml --cluster mycluster --prepare here",
         "ftkit run --image olmo3:25.02 --cluster mycluster --dry-run > job.sbatch",
     ),
 )

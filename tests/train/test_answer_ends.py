@@ -182,7 +182,12 @@ class TalksOn:
 
     def __init__(self, answers: list[list[int]], end: int) -> None:
         self.config = type("Config", (), {"model_type": "llama", "_attn_implementation": "sdpa"})()
+        self.hf_model = self
         self._rows = [[*answer, end, *answer, end] for answer in answers]
+
+    def __call__(self, *, compute: Callable[..., torch.Tensor], **inputs: Any) -> torch.Tensor:
+        """Compute as a `CausalLM` does."""
+        return compute(self, **inputs)
 
     def set_attn_implementation(self, name: str) -> None:
         pass

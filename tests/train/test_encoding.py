@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ftkit.config.data import DataSpec
+from ftkit.config.model import ModelSpec
 from ftkit.data import rendering
 from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.encoding import IGNORED, Document, RowEncoder, check_tokens, find_answer_end, shorten
@@ -329,15 +330,16 @@ def test_a_tokenizer_that_adds_a_space_before_texts_adds_none_inside_one() -> No
 
 def test_a_token_beyond_the_models_vocabulary_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
     said: list[str] = []
-    check_size(tokenizer, len(tokenizer), said.append)
+    model = ModelSpec.model_construct(added_tokens=())
+    check_size(tokenizer, model, len(tokenizer), said.append)
     assert said == []
-    check_size(tokenizer, 260, said.append)
+    check_size(tokenizer, model, 260, said.append)
     assert "model.architecture.vocab_size is 260" in said[0]
     check_tokens(tokenizer, np.array([3, 259]), 260)
     with pytest.raises(DataError, match=r"token 260 \('.+'\) is beyond the model's vocabulary of 260"):
         check_tokens(tokenizer, np.array([3, 260]), 260)
     with pytest.raises(DataError, match=r"token 0 \('<pad>'\) is beyond"):
-        check_size(tokenizer, 0, said.append)
+        check_size(tokenizer, model, 0, said.append)
 
 
 @pytest.mark.parametrize(

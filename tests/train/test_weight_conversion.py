@@ -14,9 +14,13 @@ from transformers import AutoModelForCausalLM
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.model import ArchitectureSpec
+from ftkit.config.recipe import RecipePlan
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
+from ftkit.planning.engine_choice import least_memory
+from ftkit.planning.layout import RunLayout
+from ftkit.planning.plan import plan_model
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
@@ -154,9 +158,10 @@ def test_an_export_is_loaded_by_transformers_and_by_ftkit(world: World, tmp_path
     model = build("qwen3_moe")
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     ctx = Context(tmp_path, tmp_path, {})
-    recipe = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.sql_execution=null"])
-    parts = ExportedParts(recipe, TextConfig(model.config), type(model).__name__, TOKENIZER, Generation((2,), {}))
-    export(Fsdp2Engine(model, recipe.training, world), parts, tmp_path / "export", world)
+    spec = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.sql_execution=null"])
+    recipe = RecipePlan.of(spec, plan_model(spec.model, None), least_memory(spec.training))
+    parts = ExportedParts(recipe, TextConfig(model.config), TOKENIZER, Generation((2,), {}), None)
+    export(Fsdp2Engine(model, recipe.training, world), parts, RunLayout(tmp_path), 0, world)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
     again = build("qwen3_moe")
     nn.init.constant_(again.lm_head.weight, 7.0)
