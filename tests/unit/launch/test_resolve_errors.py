@@ -185,6 +185,9 @@ def test_rows_that_cannot_be_used_stop_a_run_before_it_queues(
         check_sources(here, {})
 
 
+ONLY_IM_END = '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": "<|im_end|>"}]}'
+
+
 @pytest.mark.parametrize(
     ("files", "template", "message"),
     [
@@ -195,7 +198,7 @@ def test_rows_that_cannot_be_used_stop_a_run_before_it_queues(
         ({"tokenizer.model": "", "chat_template.jinja": ""}, "model", None),
         ({"vocab.json": "{}"}, "chatml", None),
         ({"tokenizer.json": '{"model": {"vocab": {"a": 0}}}'}, "gemma", "lacks <bos>, <end_of_turn>, <start_of_turn>"),
-        ({"tokenizer.json": '{"added_tokens": [{"content": "<|im_end|>"}]}'}, "chatml", r"lacks <\|im_start\|> of the"),
+        ({"tokenizer.json": ONLY_IM_END}, "chatml", r"lacks <\|im_start\|> of the"),
         ({"tokenizer.json": '{"model": {"vocab": [["<|im_start|>", 0], ["<|im_end|>", 0]]}}'}, "chatml", None),
         ({"tekken.json": "{}"}, "model", None),
         ({"tokenizer_config.json": "half of"}, "model", None),
