@@ -62,7 +62,7 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
         check_folder(Path(model.weights))
         _check_shape(model, read_model_config(Path(model.weights)))
         return None
-    wanted = _Repository("model", "model.weights", model.weights, model.revision)
+    wanted = _repository(model)
     cache = _cache(environment, default_home, *_CACHE_OF_MODELS)
     folder = find_folder(model, environment, default_home)
     if folder is not None:
@@ -89,7 +89,7 @@ def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
 def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
     """Return the folder of a model's files that is on this machine: the given one, or the hub's cache.
 
-    Arguments as `check_weights` has them. None: there is none, or no config.json in it.
+    Arguments as `check_weights` has them. None: there is none.
     """
     if model.weights == "random":
         return None
@@ -156,8 +156,7 @@ def find_commit(model: ModelSpec, environment: Mapping[str, str], default_home: 
         return folder.name
     if _offline(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         return None
-    wanted = _Repository("model", "model.weights", model.weights, model.revision)
-    return _ask(wanted, (CONFIG_FILE,), environment).commit
+    return _ask(_repository(model), (CONFIG_FILE,), environment).commit
 
 
 def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> dict[str, Any] | None:
@@ -171,7 +170,7 @@ def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home:
     """
     if _offline(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         return None
-    wanted = _Repository("model", "model.weights", model.weights, model.revision)
+    wanted = _repository(model)
     answer = _ask(wanted, (CONFIG_FILE,), environment)  # a download would try five times where there is no network
     if answer.warning is not None:
         return None
@@ -187,8 +186,7 @@ def fetch_files(
 ) -> Path | None:
     """Return the folder of the hub's cache that has some of a model's files, downloaded if the first is not there.
 
-    Arguments as `check_weights` has them; raises as it does. Files that the model lacks are left out. None: the first
-    is lacking, or the hub can't be asked from here.
+    Arguments as `check_weights` has them; raises as it does. None: the first is lacking, or the hub can't be asked.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
@@ -198,7 +196,7 @@ def fetch_files(
         return Path(found).parent
     if _offline(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         return None
-    answer = _ask(_Repository("model", "model.weights", model.weights, model.revision), tuple(names), environment)
+    answer = _ask(_repository(model), tuple(names), environment)
     if answer.warning is not None or names[0] in answer.missing:
         return None
     try:
@@ -300,6 +298,10 @@ class _Repository:
     key: str
     name: str
     revision: str | None
+
+
+def _repository(model: ModelSpec) -> _Repository:
+    return _Repository("model", "model.weights", model.weights, model.revision)
 
 
 @dataclass(frozen=True)

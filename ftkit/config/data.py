@@ -179,7 +179,7 @@ class DataSpec(Spec):
     """What to do with a document longer than a pack: refuse it, leave it out, cut it after the last trained turn that
     fits, or (text only) split it. What was done is counted and shown."""
     skip_bad: NonNegativeInt = 0
-    """So many examples that can't be used are left out, each shown with its place; one more is an error."""
+    """Bad examples to skip at most, each shown with its place; one more is an error."""
     packing: Packing = "auto"
     """`auto`: several documents in a row, where the model keeps them apart; otherwise, and with `off`, a row for each
     document, padded on the right, which is slower. Steps hold the same documents either way. A check before step 1

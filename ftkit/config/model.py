@@ -90,7 +90,7 @@ class ArchitectureFields(Spec):
     sliding_window: PositiveInt | None = None
     """Tokens that a windowed layer looks back. Every layer sees all if null."""
     full_attention_every: PositiveInt | None = None
-    """With a window: every so many layers, one has full attention (OLMo-3: 4, Gemma 3: 6)."""
+    """With a window: the interval of layers with full attention (OLMo-3: 4, Gemma 3: 6)."""
     tie_word_embeddings: bool | None = None
     """Whether the output projection is the embedding table."""
     rope_theta: PositiveFloat | None = None

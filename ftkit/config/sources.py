@@ -89,7 +89,7 @@ class FilesSource(Spec):
     heldout: DataPath | None = None
     """Files to evaluate on, like `train`; without it, `num_heldout` rows are taken from `train`."""
     num_train: PositiveInt | None = None
-    """Sample so many of the rows; all if null."""
+    """Number of rows to sample; all if null."""
     num_heldout: NonNegativeInt = 0
     """Rows of `train` for the validation split; not together with `heldout`, which is taken whole."""
     weight: PositiveFloat | None = None
@@ -124,7 +124,7 @@ class HubSource(Spec):
     revision: str | None = None
     """Branch, tag or commit."""
     num_train: PositiveInt | None = None
-    """Sample so many of the rows; all if null."""
+    """Number of rows to sample; all if null."""
     num_heldout: NonNegativeInt = 0
     """Rows for the validation split."""
     weight: PositiveFloat | None = None
@@ -200,7 +200,7 @@ class ValidationSpec(Spec):
     """The validation split: one of `count`, `fraction` and `file`."""
 
     count: PositiveInt | None = None
-    """So many rows, of all sources together."""
+    """Number of rows, from all sources together."""
     fraction: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """Fraction of the rows: each row is drawn with this probability."""
     by: Literal["draw", "hash"] = "draw"

@@ -275,7 +275,7 @@ class EvaluationSpec(Spec):
     """What is measured on the validation split, before and after training."""
 
     every_steps: PositiveInt | None = None
-    """Also measure the perplexity of the validation split every so many steps."""
+    """Interval, in steps, of measuring the validation perplexity during training."""
     max_packs: PositiveInt = 64
     """Measure perplexity on at most this many packs of the validation split."""
     sql_execution: SqlExecutionSpec | None = None

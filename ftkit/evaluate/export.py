@@ -17,9 +17,9 @@ from ftkit.hub import download_weights
 from ftkit.model_folder import check_folder
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import read_plan
-from ftkit.runs.checkpoints import DamagedCheckpointError, find_damage, read_marker
+from ftkit.runs.checkpoints import DamagedCheckpointError
 from ftkit.runs.records import EvaluationRecord, read_records
-from ftkit.train.components.checkpoint import CheckpointTensors, check_index
+from ftkit.train.components.checkpoint import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_whole
 from ftkit.train.components.export_record import RECORD_FILE
 from ftkit.train.components.generation import Generation
@@ -157,13 +157,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _check_checkpoint(folder: Path, step: int) -> None:
-    try:
-        marker = read_marker(folder, step)
-        damage = ", ".join(find_damage(folder, marker, sorted(marker.files)))
-        check_index(folder, marker)
-    except DamagedCheckpointError as error:
-        damage = str(error)
-    if damage:
+    if damage := describe_damage(folder, step):
         raise _damaged(folder, damage)
 
 

@@ -18,8 +18,7 @@ from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
 from ftkit.evaluate.source import ADAPTER_CONFIG, ModelFolder, TrainedStep, fetch_model
 from ftkit.model_folder import read_generation_config
-from ftkit.runs.checkpoints import DamagedCheckpointError, find_damage, read_marker
-from ftkit.train.components.checkpoint import check_index, read_state, saved_sizes
+from ftkit.train.components.checkpoint import describe_damage, read_state, saved_sizes
 from ftkit.train.components.generation import Generation
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.attention import generation_attention
@@ -186,14 +185,7 @@ def _tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
 def _load_trained(model: torch.nn.Module, source: TrainedStep) -> None:
     """Fill the trained parameters from a checkpoint of any engine and world size; ZeRO-3's are flat."""
     folder = source.layout.checkpoint(source.step)
-    try:
-        marker = read_marker(folder, source.step)
-        damage = ", ".join(find_damage(folder, marker, sorted(marker.files)))
-        if not damage:
-            check_index(folder, marker)
-    except DamagedCheckpointError as error:
-        damage = str(error)
-    if damage:
+    if damage := describe_damage(folder, source.step):
         raise TrainingError(
             f"checkpoint {folder} is damaged: {damage}",
             meaning="the file system lost data, or files were changed or moved",

@@ -72,19 +72,6 @@ def _files_of(key: str, path: Path) -> list[Path]:
     return [file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()]
 
 
-def _look_at(key: str, path: Path) -> os.stat_result | None:
-    """Return what is at a path; None if nothing is."""
-    try:
-        return path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise NotFoundError(
-            f"{key}: can't read {path}: {error.strerror}",
-            fix="check the path, and your permissions on its parent folders",
-        ) from error
-
-
 def stat_path(key: str, path: Path) -> os.stat_result | None:
     """Return the status of the file at a path; None if there is none.
 

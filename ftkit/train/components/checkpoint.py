@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ftkit.files import publish, remove, write_json
-from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, Marker
+from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, Marker, find_damage, read_marker
 from ftkit.train.private_apis import checkpoint_index_names
 
 if TYPE_CHECKING:
@@ -97,6 +97,18 @@ def check_index(folder: Path, marker: Marker) -> None:
         raise DamagedCheckpointError(f"{INDEX}: {error}") from error
     if unlisted := needed - marker.files.keys():
         raise DamagedCheckpointError(f"{INDEX}: {MARKER} does not list its '{min(unlisted)}'")
+
+
+def describe_damage(folder: Path, step: int) -> str:
+    """Compare a whole checkpoint with its marker and check its index; return what is wrong, or an empty text."""
+    try:
+        marker = read_marker(folder, step)
+        damage = ", ".join(find_damage(folder, marker, sorted(marker.files)))
+        if not damage:
+            check_index(folder, marker)
+    except DamagedCheckpointError as error:
+        return str(error)
+    return damage
 
 
 def read_state(state: dict[str, Any], folder: Path) -> None:
