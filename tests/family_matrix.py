@@ -24,7 +24,7 @@ from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import FtkitError, one_line
-from ftkit.planning.engine_choice import least_memory
+from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import BatchPlan, plan_model
 from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch

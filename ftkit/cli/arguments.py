@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.config.settings import Settings
+    from ftkit.config.request import Settings
     from ftkit.launch.resolve import RunArgs
     from ftkit.planning.layout import Workspace
     from ftkit.runs.find import RunFolder
@@ -113,14 +113,14 @@ def job_environment(hf_token_file: Path | None) -> dict[str, str]:
 
 def current_settings() -> Settings:
     """Return the settings, without what the command line adds."""
-    from ftkit.config.settings import load_settings
+    from ftkit.config.request import load_settings
 
     return load_settings(Context.here()).settings
 
 
 def current_workspace() -> Workspace:
     """Return the workspace from the settings."""
-    from ftkit.config.settings import load_settings
+    from ftkit.config.request import load_settings
     from ftkit.planning.layout import Workspace
 
     ctx = Context.here()

@@ -20,7 +20,7 @@ from ftkit.config.context import Context, list_names
 def command(*, as_json: bool) -> None:
     """List the cluster profiles of the project, of your configuration, and of ftkit."""
     from ftkit.config.load import load_cluster
-    from ftkit.config.settings import load_settings
+    from ftkit.config.request import load_settings
 
     terminal, ctx = Terminal(), Context.here()
     chosen = load_settings(ctx).settings.cluster

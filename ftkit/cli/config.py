@@ -14,7 +14,7 @@ from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import Context
 
 if TYPE_CHECKING:
-    from ftkit.config.settings import LoadedSettings
+    from ftkit.config.request import LoadedSettings
 
 _DEFAULT = "default"
 
@@ -35,7 +35,7 @@ def command(*, as_json: bool) -> None:
 
     Later ones win: your config.yaml, the project's ftkit.yaml, FTKIT_* variables, options.
     """
-    from ftkit.config.settings import load_settings
+    from ftkit.config.request import load_settings
 
     terminal, ctx = Terminal(), Context.here()
     loaded = load_settings(ctx)

@@ -30,7 +30,7 @@ def image_store(workspace: Workspace | None = None) -> ImageStore:
 
 def registry_of(option: str | None) -> str | None:
     """Return the registry of the command line, else of the settings."""
-    from ftkit.config.settings import load_settings
+    from ftkit.config.request import load_settings
 
     return option or load_settings(Context.here()).settings.registry
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ftkit import __version__
 from ftkit.cli.image_arguments import registry_of
 from ftkit.config.image_reference import NamedImage, parse_image
-from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
+from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.images import docker_engine

@@ -61,7 +61,7 @@ def command(  # noqa: PLR0913 - its options
     """
     from ftkit.config.image_reference import parse_importable
     from ftkit.config.load import load_cluster
-    from ftkit.config.settings import load_settings
+    from ftkit.config.request import load_settings
     from ftkit.images.sources import ImportRequest
 
     terminal, ctx = Terminal(), Context.here()

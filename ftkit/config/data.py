@@ -6,9 +6,19 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ftkit.config.format_string import FormatString, JinjaText, columns_of, is_inline_template, variables_of
 from ftkit.config.paths import is_path
-from ftkit.config.sources import FilesSource, MixtureSource, SingleSource, Source, ValidationSpec
+from ftkit.config.sources import (
+    FilesSource,
+    FormatString,
+    JinjaText,
+    MixtureSource,
+    SingleSource,
+    Source,
+    ValidationSpec,
+    columns_of,
+    is_inline_template,
+    variables_of,
+)
 from ftkit.config.strict import NonNegativeInt, Spec
 
 

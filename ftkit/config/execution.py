@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ftkit.config.training import LoraSpec
+    from ftkit.config.training import LoraSpec, Quantization
 
 GIB: Final = 2**30
 USABLE_MEMORY: Final = 0.95
@@ -40,3 +40,35 @@ class ParameterCounts:
 def adapter_size(lora: LoraSpec, num_inputs: int, num_outputs: int) -> int:
     """Count the parameters of the adapter of one projection."""
     return lora.rank * (num_inputs + num_outputs) + (num_outputs if lora.use_dora else 0)
+
+
+NF4_BLOCK = 64
+"""Weights that share a scale."""
+FP8_MULTIPLE = 16
+"""FP8 products of GPUs take matrices whose two sides are multiples of it."""
+NF4_NESTED_BLOCK = 256
+"""Scales that share a scale of their own: the double quantization."""
+
+
+def is_quantized(quantization: Quantization, num_inputs: int, num_outputs: int) -> bool:
+    """Tell whether a frozen linear layer of a decoder layer is stored quantized."""
+    if quantization == "fp8":
+        return num_inputs % FP8_MULTIPLE == 0 and num_outputs % FP8_MULTIPLE == 0
+    return quantization == "nf4"
+
+
+def quantized_bytes(quantization: Quantization, num_inputs: int, num_outputs: int) -> int:
+    """Count the bytes of a quantized matrix, its scales included."""
+    if quantization == "fp8":
+        return num_outputs * (num_inputs + 4)
+    return sum(nf4_parts(num_inputs * num_outputs))
+
+
+def nf4_parts(num_weights: int) -> tuple[int, int, int, int]:
+    """Return the bytes that a matrix takes in NF4: 4-bit weights, their scales, the scales of these, their mean.
+
+    Weights and scales fill their blocks, and each part begins where a GPU can load 16 bytes at once.
+    """
+    blocks = -(-num_weights // NF4_BLOCK)
+    nested = -(-blocks // NF4_NESTED_BLOCK)
+    return blocks * NF4_BLOCK // 2, nested * NF4_NESTED_BLOCK, -(-4 * nested // 16) * 16, 16

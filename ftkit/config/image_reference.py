@@ -1,4 +1,4 @@
-"""Image references: a name, a file, an address in a registry, or a name in the docker engine.
+"""Image references: a name, a file, an address in a registry, or a name in the docker engine; and digests.
 
 What a user types is parsed here, once; everything after that asks the type, never the text.
 """
@@ -9,12 +9,66 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from urllib.parse import urlsplit
 
-from ftkit.config.digest import DIGEST_PATTERN, Digest
+from pydantic_core import core_schema
+
 from ftkit.config.paths import absolute_path, is_path
 from ftkit.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+DIGEST_PATTERN: Final = r"sha256:[0-9a-f]{64}"
+_DIGEST: Final = re.compile(DIGEST_PATTERN)
+_LONGEST_SHOWN: Final = 80
+
+
+class Digest(str):
+    """`sha256:` and 64 small hexadecimal digits; text that is anything else never becomes one.
+
+    What a registry, an engine or a file calls a digest ends up in paths, addresses and labels: so each is made one of
+    these where it arrives.
+
+    Raises:
+        ValueError: it is no digest, or one of another algorithm.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, text: str) -> Self:
+        """Check the text; `re.fullmatch` takes no line break at the end."""
+        if not isinstance(text, str) or not _DIGEST.fullmatch(text):
+            raise ValueError(f"a digest is 'sha256:' and 64 hexadecimal digits, not {shortened(text)}")
+        return super().__new__(cls, text)
+
+    @property
+    def hex(self) -> str:
+        """The 64 digits alone."""
+        return self.removeprefix("sha256:")
+
+    @property
+    def file_name(self) -> str:
+        """The digest as the name of a file."""
+        return f"sha256-{self.hex}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Let specs and manifests declare fields of this type; in JSON schemas it is text with a pattern."""
+        del source, handler
+        return core_schema.no_info_after_validator_function(
+            cls, core_schema.str_schema(strict=True), serialization=core_schema.to_string_ser_schema(),
+            metadata={"pydantic_js_updates": {"pattern": f"^{DIGEST_PATTERN}$"}},
+        )  # fmt: skip
+
+
+def shortened(value: object) -> str:
+    """Return a stranger's value as a message can show it: escaped, and no longer than a line."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
+
 
 DOCKER_HUB = "registry-1.docker.io"
 

@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from pydantic import BaseModel
 
 from ftkit import assets
-from ftkit.config import base_lock
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import list_images, list_names, search_folders
-from ftkit.config.format_string import is_inline_template
-from ftkit.config.image import ImageSpec
+from ftkit.config.image import BASE_LOCK_NAME, ImageSpec, read_base_lock
 from ftkit.config.image_reference import parse_image, parse_reference
-from ftkit.config.layers import Layers
-from ftkit.config.model_config import read_shape
+from ftkit.config.layers import Layers, validate
+from ftkit.config.model_config import read_shape, read_shipped
 from ftkit.config.paths import absolute_path, is_address, is_file, is_path, path_problem
-from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
-from ftkit.config.shipped import read_shipped
-from ftkit.config.sources import FilesSource, HubSource, MixtureSource, SingleSource, expand_source
+from ftkit.config.sources import FilesSource, HubSource, MixtureSource, SingleSource, expand_source, is_inline_template
 from ftkit.config.strict import RUN
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
@@ -139,12 +135,12 @@ def find_image(reference: str, ctx: Context) -> ImageDefinition:
 
 def _with_recorded_base(spec: ImageSpec, base_file: Path, lock_file: Path, ctx: Context) -> ImageDefinition:
     """Give the base the digest that a lock records; the one beside the definition goes before the user's own."""
-    base_locks = (base_file.with_name(base_lock.FILE_NAME), ctx.user / base_lock.FILE_NAME)
+    base_locks = (base_file.with_name(BASE_LOCK_NAME), ctx.user / BASE_LOCK_NAME)
     base = parse_reference(spec.base.reference, str(base_file), "base.reference")
     digest = spec.base.digest or base.digest
     recorded = None
     if digest is None:
-        found = (base_lock.read_base_lock(path).get(base.tagged) for path in base_locks)
+        found = (read_base_lock(path).get(base.tagged) for path in base_locks)
         recorded = next((one for one in found if one), None)
     pinned = spec.base.model_copy(update={"digest": digest or recorded})
     spec = spec.model_copy(update={"base": pinned})

@@ -1,7 +1,8 @@
 """A model's config.json: the shape that it tells, and whether a recipe contradicts it.
 
 Weights are trained by their own configuration. What a published file leaves out is what the family's class in
-transformers has (`ftkit.families`).
+transformers has (`ftkit.families`). Configurations of published models ship with ftkit, so that their recipes are
+planned without a network: a file holds the text part of a config.json, and under `models` the hub ids that have it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from ftkit import assets
 from ftkit.config.model import ArchitectureFields, ArchitectureSpec
 from ftkit.config.paths import is_path
+from ftkit.config.yaml_files import read_yaml
 from ftkit.errors import ConfigError, Problem
 from ftkit.families import FAMILIES, MEASURED, TEXT_MODEL_TYPES, family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from ftkit.config.model import ModelSpec
 
@@ -259,3 +263,19 @@ def _windows(shape: ArchitectureFields, told: Mapping[str, Any]) -> dict[str, st
                 f"{', '.join(full) or '(none)'} have full attention"
             }
     return {"sliding_window": f"{planned} in the recipe, {window} in the weights"} if is_other else {}
+
+
+def shipped_config(weights: str) -> dict[str, Any] | None:
+    """Return the configuration of a model of the hub; None: it is not shipped."""
+    for path in sorted(assets.ARCHITECTURES.glob("*.yaml")):
+        if weights in path.read_text(encoding="utf-8"):  # to parse them all would take longer than to plan
+            config, models = read_shipped(path)
+            if weights in models:
+                return config
+    return None
+
+
+def read_shipped(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Read a file: the configuration, and the hub ids that have it."""
+    config = dict(read_yaml(path).values)
+    return config, tuple(config.pop("models", ()))

@@ -16,7 +16,7 @@ from ftkit.config.data import (
     PromptCompletionFormat,
     TextFormat,
 )
-from ftkit.config.format_string import columns_of, parse_format_string
+from ftkit.config.sources import columns_of, parse_format_string
 from ftkit.data.conversations import Conversation, Example, Message, PlainText
 from ftkit.data.turns import check_calls, is_turn, read_tools, read_turns
 from ftkit.errors import DataError, one_line

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ftkit import assets
-from ftkit.config.base_lock import base_lock_text, read_base_lock
+from ftkit.config.image import base_lock_text, read_base_lock
 from ftkit.config.image_reference import RegistryImage, parse_reference
 from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
 from ftkit.images import docker_engine
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from docker import APIClient
 
-    from ftkit.config.digest import Digest
+    from ftkit.config.image_reference import Digest
     from ftkit.config.load import ImageDefinition
     from ftkit.images.docker_engine import DockerImage
     from ftkit.images.progress import Report

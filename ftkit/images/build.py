@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ftkit.config.digest import Digest
-from ftkit.config.image_reference import NamedImage, RegistryImage, parse_name
+from ftkit.config.image_reference import Digest, NamedImage, RegistryImage, parse_name
 from ftkit.errors import ImageError
 from ftkit.images import docker_engine, labels
 from ftkit.images.base import BaseRequest, current_digest_if_moved, digest_of, ensure_base, record, select_base

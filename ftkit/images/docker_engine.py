@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ftkit.config.digest import Digest
+from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
 from ftkit.images.oci import credentials as who
 from ftkit.images.oci.documents import RunConfig, read_run_config

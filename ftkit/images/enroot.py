@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
-from ftkit.config.digest import Digest
+from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import ftkit
 from ftkit import process
-from ftkit.config.digest import Digest
+from ftkit.config.image_reference import Digest
 from ftkit.errors import FtkitError
 
 if TYPE_CHECKING:

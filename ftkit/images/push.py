@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftkit.config.digest import Digest
-from ftkit.config.image_reference import NamedImage, RegistryImage
+from ftkit.config.image_reference import Digest, NamedImage, RegistryImage
 from ftkit.errors import ImageError
 from ftkit.images import docker_engine
 from ftkit.images.docker_engine import explain_transfer, follow_transfer

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ftkit.config.digest import Digest
-    from ftkit.config.image_reference import ImageFormat
+    from ftkit.config.image_reference import Digest, ImageFormat
     from ftkit.images.docker_engine import DockerImage
     from ftkit.images.enroot import Address, ComputeNode
     from ftkit.images.progress import Report

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from ftkit.config.digest import Digest
-from ftkit.config.image_reference import ImageFormat, NamedImage
+from ftkit.config.image_reference import Digest, ImageFormat, NamedImage
 from ftkit.errors import PrerequisiteError, one_line
 from ftkit.files import mode_of_new_files, publish, read_json_if_valid, remove, sync, write_file, write_json
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit import process
 from ftkit.config.model import ArchitectureFields, ArchitectureSpec, ModelCounts, ModelSpec, TokenizerSpec
-from ftkit.config.model_config import text_part
+from ftkit.config.model_config import shipped_config, text_part
 from ftkit.config.paths import is_path
-from ftkit.config.shipped import shipped_config
 from ftkit.config.strict import RUN
 from ftkit.data.vocabulary import TOKENIZER_FILE, VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.data import AutoFormat
 from ftkit.config.paths import is_path
+from ftkit.config.recipe import check_access, check_packages
 from ftkit.config.sources import HubSource
-from ftkit.config.tracking import check_access, check_packages
 from ftkit.data.chat_templates import check_tokenizer_folder
 from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, peek_rows
 from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
-from ftkit.launch.data_files import data_files, local_paths, stat_path
-from ftkit.planning.estimates.gpus import GPUS
+from ftkit.launch.preparation import data_files, local_paths, stat_path
+from ftkit.planning.choices import suggest_changes
 from ftkit.planning.layout import Workspace
-from ftkit.planning.suggestions import suggest_changes
+from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

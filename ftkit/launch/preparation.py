@@ -1,17 +1,25 @@
-"""What a run needs before it trains: tokenized data, and weights in the hub's cache."""
+"""What a run needs before it trains: a recipe's local files, tokenized data, and weights in the hub's cache."""
 
 from __future__ import annotations
 
+import stat
+from glob import has_magic
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit import hub
-from ftkit.errors import PrerequisiteError
+from ftkit.config.paths import fixed_folder, is_address, is_file, is_path
+from ftkit.config.sources import HubSource
+from ftkit.data.files import find_files, stamp, walk
+from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.planning.layout import Workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import os
+    from collections.abc import Callable, Iterator, Mapping
 
+    from ftkit.config.recipe import RecipeSpec
     from ftkit.planning.plan import RunPlan
 
 
@@ -49,3 +57,74 @@ def prepare_here(
     if not hub.is_fetched(plan.recipe.model, {**environment, **plan.cluster.environment}, home):
         report(f"fetching the weights of {plan.recipe.model.weights}")
         hub.download_weights(plan.recipe.model, environment, home)
+
+
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")
+
+
+def data_stamp(recipe: RecipeSpec) -> str:
+    """Return a value that changes when files that the prepared data depends on change.
+
+    Raises:
+        NotFoundError: a file may not be looked at, there is none, or a folder is too large to be a data set's.
+        PrerequisiteError: a package or credentials for an address are missing.
+    """
+    stamps = [stamp(place, key) for key, place in recipe.data.files if is_address(place)]
+    keys = {key for key, _ in recipe.data.files}
+    paths = [(key, path) for key, path in local_paths(recipe) if key not in keys]
+    files = {file: key for key, path in paths for file in _files_of(key, path)}
+    files |= {file: key for key, file in data_files(recipe)}
+    for file, key in sorted(files.items()):
+        about = stat_path(key, file)
+        if about is not None:
+            stamps.append(f"{file} {about.st_size} {about.st_mtime_ns}")
+    return "\n".join(stamps)
+
+
+def local_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
+    """Yield the files and folders that a recipe names, each with its key."""
+    model = recipe.model
+    for key, place in recipe.data.files:
+        if not is_address(place):
+            yield key, fixed_folder(place) if has_magic(place) and not is_file(Path(place)) else Path(place)
+    for source in recipe.data.sources:
+        if isinstance(source, HubSource) and is_path(source.dataset):
+            yield "data.source.dataset", Path(source.dataset)
+    if is_path(model.weights):
+        yield "model.weights", Path(model.weights)
+    if is_path(model.tokenizer.source):
+        yield "model.tokenizer.source", Path(model.tokenizer.source)
+
+
+def data_files(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
+    """Yield the data files on this machine, each with its key."""
+    for key, place in recipe.data.files:
+        if not is_address(place):
+            yield from ((key, Path(file)) for file in find_files(place, key))
+
+
+def _files_of(key: str, path: Path) -> list[Path]:
+    """Return the files that matter: of a model's folder, the tokenizer's; of a data set's folder, all."""
+    about = stat_path(key, path)
+    if about is None or not stat.S_ISDIR(about.st_mode):
+        return [] if about is None else [path]
+    if key == "data.source.dataset":
+        return walk(path, key)
+    return [file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()]
+
+
+def stat_path(key: str, path: Path) -> os.stat_result | None:
+    """Return the status of the file at a path; None if there is none.
+
+    Raises:
+        NotFoundError: the path can't be read.
+    """
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise NotFoundError(
+            f"{key}: can't read {path}: {error.strerror}",
+            fix="check the path, and your permissions on its parent folders",
+        ) from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ftkit import assets
-from ftkit.config.mounts import mounted_folders, nccl_for
+from ftkit.config.cluster import mounted_folders, nccl_for
 from ftkit.errors import ConfigError, Problem
 from ftkit.planning.layout import DataLayout
 

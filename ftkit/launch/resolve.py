@@ -16,11 +16,10 @@ from ftkit.config.cluster import GpuModel
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
-from ftkit.config.request import Origins, RunRequest
-from ftkit.config.settings import LoadedSettings, load_settings
+from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
-from ftkit.launch.data_files import data_stamp
+from ftkit.launch.preparation import data_stamp
 from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.planning.plan import fingerprint, plan_run
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftkit.config.cluster import ClusterProfile
+from ftkit.config.cluster import ClusterProfile, mounted_folders
 from ftkit.config.data import CHAT_TEMPLATES
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.config.mounts import mounted_folders
-from ftkit.config.recipe import RecipeSpec
+from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.config.sources import GeneratedSource
-from ftkit.config.tracking import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import Problem
 from ftkit.families import MEASURED, UNPACKED
-from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.parameters import count_model
+from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,14 +19,21 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.files import InvalidJsonError, parse_json, to_json
 from ftkit.planning.checks import find_notes, find_problems
-from ftkit.planning.engine_choice import EnginePlan, choose_engine, least_memory, with_resharding
-from ftkit.planning.estimates.gpus import GPUS
+from ftkit.planning.choices import (
+    EnginePlan,
+    ExecutionPlan,
+    choose_engine,
+    choose_execution,
+    least_memory,
+    suggest_changes,
+    suggest_faster,
+    with_resharding,
+)
 from ftkit.planning.estimates.memory import MemoryPlan, predict_memory
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
 from ftkit.planning.estimates.step_time import StepTimePlan, predict_step_time
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
-from ftkit.planning.setup import Setup
-from ftkit.planning.suggestions import ExecutionPlan, choose_execution, suggest_changes, suggest_faster
+from ftkit.planning.setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +43,7 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec
     from ftkit.config.request import RunRequest
     from ftkit.config.training import EngineName, TrainingPlan, TrainingSpec
-    from ftkit.planning.estimates.gpus import Gpu
+    from ftkit.planning.setup import Gpu
 
 PLAN_VERSION = 1
 PREPARATION_VERSION = 6

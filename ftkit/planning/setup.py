@@ -1,13 +1,72 @@
-"""What memory and step time are predicted from."""
+"""What memory and step time are predicted from: the setup of a run, and the numbers of its GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from ftkit.config.execution import USABLE_MEMORY
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import EngineName, TrainingPlan
-from ftkit.planning.estimates.gpus import Gpu
+
+if TYPE_CHECKING:
+    from ftkit.config.cluster import GpuModel
+    from ftkit.config.training import Precision
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's numbers, from its vendor's data sheet; the memory as nvidia-smi shows it, where that was seen.
+
+    Attributes:
+        device_name: what torch calls it. Variants of other speed (PCIe, NVL) have other names, and are unknown.
+        memory_gib: GiB.
+        bf16_flops: dense bf16 floating-point operations a second, on tensor cores.
+        fp32_flops: fp32 operations a second, on CUDA cores: the trainer keeps TF32 off
+            (`ftkit.train.world`).
+        memory_bandwidth: bytes a second.
+        link_bandwidth: bytes a second to the other GPUs of its node, one way.
+        has_fast_attention: whether flash-attn-4 runs on it (Hopper and newer).
+        has_fp8: whether it multiplies in FP8 (Ada, Hopper and newer).
+    """
+
+    device_name: str
+    memory_gib: float
+    bf16_flops: float
+    fp32_flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    has_fast_attention: bool
+    has_fp8: bool = True
+
+    def peak_flops(self, precision: Precision) -> float:
+        """Return the operations a second of matrix products in the precision of forward and backward."""
+        return self.bf16_flops if precision == "bf16" else self.fp32_flops
+
+    @property
+    def usable_gib(self) -> float:
+        """What tensors can take of the memory."""
+        return USABLE_MEMORY * self.memory_gib
+
+
+# bf16 and fp32 from NVIDIA's data sheets: A100 (2021), H100 SXM, H200 SXM, L4; of HGX B200, an eighth of eight GPUs.
+GPUS: dict[GpuModel, Gpu] = {
+    "a100-40gb": Gpu(
+        "NVIDIA A100-SXM4-40GB", 40.0, 312e12, 19.5e12, 1.555e12, 300e9, has_fast_attention=False, has_fp8=False
+    ),
+    "a100-80gb": Gpu(
+        "NVIDIA A100-SXM4-80GB", 80.0, 312e12, 19.5e12, 2.039e12, 300e9, has_fast_attention=False, has_fp8=False
+    ),
+    "b200": Gpu("NVIDIA B200", 178.0, 2250e12, 75e12, 8.0e12, 900e9, has_fast_attention=True),
+    "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", 79.6, 989e12, 67e12, 3.35e12, 450e9, has_fast_attention=True),
+    "h200": Gpu("NVIDIA H200", 140.4, 989e12, 67e12, 4.8e12, 450e9, has_fast_attention=True),
+    "l4": Gpu("NVIDIA L4", 22.5, 121e12, 30.3e12, 0.3e12, 16e9, has_fast_attention=False),
+}
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """Return the GPU that torch calls so; None if its numbers are not known."""
+    return next((gpu for gpu in GPUS.values() if gpu.device_name == device_name), None)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from pydantic import TypeAdapter
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from ftkit.config.execution import ParameterCounts, adapter_size
+from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized
 from ftkit.config.model import ArchitectureSpec, Linear, ModelCounts
 from ftkit.config.model_config import fill_config
-from ftkit.config.quantization import is_quantized
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.parameters import Experts, count_attention, read_experts
 from ftkit.train.model.build import find_decoder_layers, make_config

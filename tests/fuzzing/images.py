@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.config.digest import Digest
-from ftkit.config.image_reference import parse_reference
+from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import sources, squashfs
 from ftkit.images.import_image import import_image

@@ -16,7 +16,7 @@ import pytest
 import requests
 from urllib3 import HTTPHeaderDict, HTTPResponse
 
-from ftkit.config.digest import Digest
+from ftkit.config.image_reference import Digest
 from ftkit.images.oci import transfer
 
 if TYPE_CHECKING:

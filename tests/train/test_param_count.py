@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ftkit import assets
 from ftkit.config.execution import adapter_size
 from ftkit.config.model import ArchitecturePlan, ArchitectureSpec, ModelSpec
-from ftkit.config.model_config import CONFIG_KEYS, fill_config
-from ftkit.config.shipped import read_shipped
+from ftkit.config.model_config import CONFIG_KEYS, fill_config, read_shipped
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.families import FAMILIES, MEASURED
 from ftkit.launch.model import resolve_model

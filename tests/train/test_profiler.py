@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ftkit.config.profiler import ProfileSpec
+from ftkit.config.recipe import ProfileSpec
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
 from ftkit.train.components.profiler import check_profile, profiled

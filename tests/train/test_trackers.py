@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.config.tracking import TrackingSpec
+from ftkit.config.recipe import TrackingSpec
 from ftkit.errors import PrerequisiteError
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, StepRecord
 from ftkit.train.components.metrics import Recorder
@@ -208,7 +208,7 @@ def test_other_ranks_than_the_first_open_no_tracker(plan_with: Callable[..., Run
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_package_that_is_missing_is_named_with_its_extra(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftkit.config.tracking.find_spec", lambda package: None if package == name else object())
+    monkeypatch.setattr("ftkit.config.recipe.find_spec", lambda package: None if package == name else object())
     with pytest.raises(PrerequisiteError) as caught:
         check_trackers(TrackingSpec(sinks=(name,)))
     assert f"ftkit[{name}]" in caught.value.fix

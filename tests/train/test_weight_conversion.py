@@ -18,7 +18,7 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
-from ftkit.planning.engine_choice import least_memory
+from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import plan_model
 from ftkit.train.components.export import ExportedParts, export

@@ -15,9 +15,8 @@ import pytest
 from ftkit import assets
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
-from ftkit.config.model_config import read_shape
+from ftkit.config.model_config import read_shape, read_shipped
 from ftkit.config.request import RunRequest
-from ftkit.config.shipped import read_shipped
 from ftkit.config.training import TrainingPlan
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_run, plan_to_json

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.config.digest import Digest
+from ftkit.config.image_reference import Digest
 from ftkit.files import (
     DamagedFileError,
     InvalidJsonError,

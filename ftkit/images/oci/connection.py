@@ -15,8 +15,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 from pydantic import BaseModel
 
-from ftkit.config.digest import shortened
-from ftkit.config.image_reference import is_loopback
+from ftkit.config.image_reference import is_loopback, shortened
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
 from ftkit.images.oci import credentials as who
 from ftkit.images.oci.documents import read_answer

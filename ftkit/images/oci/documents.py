@@ -6,7 +6,7 @@ from typing import Annotated, Final, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ftkit.config.digest import Digest, shortened
+from ftkit.config.image_reference import Digest, shortened
 from ftkit.errors import ImageError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ftkit.config.digest import Digest, shortened
+from ftkit.config.image_reference import Digest, shortened
 from ftkit.errors import ImageError, PrerequisiteError
 from ftkit.images.oci.tar import FILE, FOLDER, LINK, Member, TarReader
 

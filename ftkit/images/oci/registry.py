@@ -11,7 +11,7 @@ import platform
 import re
 from typing import TYPE_CHECKING, Final, Self
 
-from ftkit.config.digest import Digest
+from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images.oci.connection import Connection
 from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, read_answer, read_document

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ftkit.config.digest import shortened
+from ftkit.config.image_reference import shortened
 from ftkit.errors import ImageError
 
 if TYPE_CHECKING:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.execution import ParameterCounts, adapter_size
+from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized
 from ftkit.config.model import ArchitecturePlan, AttentionLayers, Linear, ModelCounts
 from ftkit.config.model_config import FULL, LINEAR, WINDOWED, fill_config
-from ftkit.config.quantization import is_quantized
 from ftkit.families import FAMILIES, family_of
 
 if TYPE_CHECKING:

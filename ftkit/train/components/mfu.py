@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ftkit.data.packing import find_padding
-from ftkit.planning.estimates.flops import token_flops
-from ftkit.planning.estimates.gpus import gpu_of_device
 from ftkit.planning.estimates.parameters import count_model
+from ftkit.planning.estimates.step_time import token_flops
+from ftkit.planning.setup import gpu_of_device
 
 if TYPE_CHECKING:
     from ftkit.config.recipe import RecipePlan
@@ -26,7 +26,7 @@ class MfuMeter:
     """Turn a throughput into MFU.
 
     Attributes:
-        flops_per_pack: FLOPs of an average pack, forward and backward (`ftkit.planning.estimates.flops`); of its
+        flops_per_pack: FLOPs of an average pack, forward and backward (`ftkit.planning.estimates.step_time`); of its
             documents alone: padding is computed too, but is no useful work.
         peak_flops: FLOPs a second of all GPUs; None if the GPU is unknown, or the model's FLOPs are an estimate.
     """

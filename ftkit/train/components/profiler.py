@@ -16,7 +16,7 @@ from ftkit.train.private_apis import dump_memory_snapshot, record_memory_history
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ftkit.config.profiler import ProfileSpec
+    from ftkit.config.recipe import ProfileSpec
     from ftkit.planning.layout import RunLayout
     from ftkit.train.world import World
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ftkit.config.quantization import is_quantized, quantized_bytes
+from ftkit.config.execution import is_quantized, quantized_bytes
 from ftkit.errors import PrerequisiteError
 from ftkit.train.model.quantized_linear import opaque_zero
 from ftkit.train.private_apis import scaled_mm

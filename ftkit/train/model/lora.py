@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from safetensors import safe_open
 
-from ftkit.config.quantization import is_quantized
+from ftkit.config.execution import is_quantized
 from ftkit.errors import TrainingError
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import find_decoder_layers

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ftkit.config.quantization import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
+from ftkit.config.execution import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
 from ftkit.train.model.quantized_linear import opaque_zero
 from ftkit.train.private_apis import import_bitsandbytes
 

@@ -12,7 +12,7 @@ import pytest
 from ftkit.cli.image_check import _require_sinks, check_image, missing_image, require_same_image
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.image_reference import NamedImage
-from ftkit.config.tracking import TrackingSpec
+from ftkit.config.recipe import TrackingSpec
 from ftkit.errors import ConfigError, ImageError, NotFoundError
 from ftkit.files import write_json
 from ftkit.images.packages import make_sbom

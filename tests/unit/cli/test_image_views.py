@@ -10,8 +10,8 @@ from rich.console import Console
 from ftkit.cli.images import show
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.progress_view import ProgressView
-from ftkit.config.digest import Digest
 from ftkit.config.image import BaseImageSpec, ImageSpec
+from ftkit.config.image_reference import Digest
 from ftkit.images.docker_engine import DockerImage
 from ftkit.images.oci.rootfs import ImageConfig
 from ftkit.images.progress import ProgressEvent

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ftkit.config.context import Context, list_names
 from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.paths import is_path
-from ftkit.config.settings import load_settings
+from ftkit.config.request import load_settings
 from ftkit.config.strict import Spec
 from ftkit.errors import ConfigError, NotFoundError
 

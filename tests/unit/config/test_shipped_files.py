@@ -12,11 +12,11 @@ from ftkit import assets
 from ftkit.config.context import Context, list_images, list_names
 from ftkit.config.image_reference import NamedImage
 from ftkit.config.load import load_cluster, load_image, load_recipe
+from ftkit.config.model_config import read_shipped, shipped_config
 from ftkit.config.request import RunRequest
-from ftkit.config.shipped import read_shipped, shipped_config
-from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.estimates.parameters import count_by_config
 from ftkit.planning.plan import RunPlan, plan_model, plan_run
+from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
     from ftkit.config.model import ModelPlan

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.config.context import Context
-from ftkit.config.digest import Digest
-from ftkit.config.image_reference import parse_reference
+from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.config.load import ImageDefinition, find_image
 from ftkit.errors import ConfigError, ImageError, NotFoundError
 from ftkit.images.base import BaseRequest, SelectedBase, current_digest_if_moved, record, select_base

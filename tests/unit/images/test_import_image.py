@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.config.digest import Digest
-from ftkit.config.image_reference import is_loopback, parse_reference
+from ftkit.config.image_reference import Digest, is_loopback, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import sources
 from ftkit.images.import_image import ImportResult, import_image

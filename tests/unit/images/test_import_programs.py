@@ -17,8 +17,7 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.context import Context
-from ftkit.config.digest import Digest
-from ftkit.config.image_reference import parse_importable, parse_reference
+from ftkit.config.image_reference import Digest, parse_importable, parse_reference
 from ftkit.config.load import load_cluster
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
 from ftkit.images import enroot, sif, sources, squashfs

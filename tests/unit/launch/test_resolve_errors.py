@@ -15,8 +15,8 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
-from ftkit.launch.data_files import data_stamp
 from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
+from ftkit.launch.preparation import data_stamp
 from ftkit.launch.resolve import detect_hardware
 from ftkit.runs.manifest import build_manifest, git_commit
 
@@ -316,7 +316,7 @@ def test_without_a_container_the_key_in_the_home_folder_is_enough(plan: RunPlan,
 
 
 def test_without_a_container_a_trackers_package_is_missed_too(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftkit.config.tracking.find_spec", lambda _: None)
+    monkeypatch.setattr("ftkit.config.recipe.find_spec", lambda _: None)
     here = with_recipe(plan, load_recipe("demo", NOWHERE, ["tracking.sinks=[tensorboard]"]))
     with pytest.raises(PrerequisiteError, match="package is not installed"):
         check_trackers(here, {})

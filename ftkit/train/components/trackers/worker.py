@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from ftkit.config.tracking import check_access, check_packages
+from ftkit.config.recipe import check_access, check_packages
 from ftkit.runs.records import EndRecord, EvaluationRecord, StartRecord, StepRecord
 from ftkit.train.components.trackers.mlflow import MlflowTracker
 from ftkit.train.components.trackers.tensorboard import TensorBoardTracker
@@ -21,7 +21,7 @@ from ftkit.train.components.trackers.wandb import WandbTracker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ftkit.config.tracking import SinkName, TrackingSpec
+    from ftkit.config.recipe import SinkName, TrackingSpec
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.records import Record
     from ftkit.train.components.trackers.tracker import Outcome, Tracker

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.config.digest import Digest
+from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError
 from ftkit.images.oci import flatten as flatten_module
 from ftkit.images.oci.flatten import Layer, flatten

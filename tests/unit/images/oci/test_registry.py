@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 
-from ftkit.config.digest import Digest
-from ftkit.config.image_reference import parse_reference
+from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.errors import ImageError
 from ftkit.images.oci import connection, transfer
 from ftkit.images.oci.credentials import Credentials

@@ -6,25 +6,22 @@ import pytest
 
 from ftkit import assets
 from ftkit.config.context import Context
-from ftkit.config.execution import GIB
+from ftkit.config.execution import GIB, nf4_parts
 from ftkit.config.load import load_recipe
-from ftkit.config.model_config import read_shape
-from ftkit.config.quantization import nf4_parts
-from ftkit.config.shipped import read_shipped
+from ftkit.config.model_config import read_shape, read_shipped
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.errors import ConfigError
-from ftkit.planning.engine_choice import choose_engine, least_memory, with_resharding
-from ftkit.planning.estimates.gpus import GPUS
+from ftkit.planning.choices import choose_engine, least_memory, with_resharding
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_adapter_parameters, count_parameters, method_counts
-from ftkit.planning.setup import Setup
+from ftkit.planning.setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel
     from ftkit.config.model import ArchitectureSpec
     from ftkit.config.recipe import RecipeSpec
-    from ftkit.planning.engine_choice import EnginePlan
-    from ftkit.planning.estimates.gpus import Gpu
+    from ftkit.planning.choices import EnginePlan
+    from ftkit.planning.setup import Gpu
 
 
 def architecture(name: str) -> ArchitectureSpec:

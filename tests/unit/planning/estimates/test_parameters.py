@@ -8,13 +8,12 @@ import pytest
 from ftkit.config.execution import GIB
 from ftkit.config.model import ArchitecturePlan, ArchitectureSpec, ModelPlan
 from ftkit.config.model_config import read_shape
-from ftkit.planning.engine_choice import with_resharding
-from ftkit.planning.estimates.flops import token_flops
-from ftkit.planning.estimates.gpus import GPUS
+from ftkit.planning.choices import with_resharding
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts, read_experts
+from ftkit.planning.estimates.step_time import token_flops
 from ftkit.planning.plan import plan_for_counts, plan_from_json, plan_to_json
-from ftkit.planning.setup import Setup
+from ftkit.planning.setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable

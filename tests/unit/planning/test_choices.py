@@ -13,31 +13,31 @@ from hypothesis import strategies as st
 from ftkit.config.context import Context, list_names
 from ftkit.config.image_reference import NamedImage
 from ftkit.config.load import load_cluster, load_recipe
+from ftkit.config.model_config import shipped_config
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import RunRequest
-from ftkit.config.shipped import shipped_config
 from ftkit.errors import ConfigError
-from ftkit.planning.engine_choice import least_memory, with_resharding
-from ftkit.planning.estimates.gpus import GPUS
-from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.step_time import predict_step_time
-from ftkit.planning.plan import plan_model, plan_run
-from ftkit.planning.setup import Setup
-from ftkit.planning.suggestions import (
+from ftkit.planning.choices import (
     MODES,
     NUM_SUGGESTIONS,
     ROOM,
     choose_execution,
+    least_memory,
     suggest_changes,
     suggest_faster,
+    with_resharding,
 )
+from ftkit.planning.estimates.memory import predict_memory
+from ftkit.planning.estimates.step_time import predict_step_time
+from ftkit.planning.plan import plan_model, plan_run
+from ftkit.planning.setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile, GpuModel
     from ftkit.config.recipe import RecipeSpec
     from ftkit.config.training import EngineName, TrainingPlan
-    from ftkit.planning.estimates.gpus import Gpu
-    from ftkit.planning.suggestions import ExecutionPlan, Suggestion
+    from ftkit.planning.choices import ExecutionPlan, Suggestion
+    from ftkit.planning.setup import Gpu
 
 NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 CLUSTER = load_cluster("slurm", NOWHERE)
@@ -332,7 +332,7 @@ def test_a_run_that_nothing_makes_fit_is_given_up_without_trying_every_combinati
         calls.append(arguments)
         return predict_memory(*arguments, **options)
 
-    monkeypatch.setattr("ftkit.planning.suggestions.predict_memory", count)
+    monkeypatch.setattr("ftkit.planning.choices.predict_memory", count)
     spec = recipe(
         "training.micro_batch_size=55440", "training.global_batch_size=887040", "training.sequence_length=16777216",
         "model.architecture.max_position_embeddings=16777216", "training.reshard_after_forward=never",
