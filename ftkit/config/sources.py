@@ -155,7 +155,26 @@ def _short_name(place: str) -> str:
     return parts[-1] if parts else place
 
 
-class FilesSource(Spec):
+class _SampledSource(Spec):
+    """How many rows to take from a source that has rows of its own."""
+
+    num_train: PositiveInt | None = None
+    """Number of rows to sample; all if null."""
+    num_heldout: NonNegativeInt = 0
+    """Rows for the validation split."""
+    weight: PositiveFloat | None = None
+    """Share of this source in a list of sources, relative to the weights of the others; not with `num_train`."""
+    seed: Seed = 0
+    """Seed of the sample."""
+
+    @model_validator(mode="after")
+    def _weight_or_number(self) -> Self:
+        if self.weight is not None and self.num_train is not None:
+            raise ValueError("weight and num_train both say how many rows to take: leave one of them out")
+        return self
+
+
+class FilesSource(_SampledSource):
     """Rows in files: JSON Lines, JSON, Parquet, CSV, TSV or Arrow; each may be compressed (gz, bz2, xz, zst)."""
 
     kind: Literal["files"]
@@ -163,15 +182,7 @@ class FilesSource(Spec):
     """A file, a folder, a pattern (`data/*.parquet`), relative to the recipe's folder; or an address (`s3://…`,
     `gs://…`, `hf://…`). A name's ending says the format; without a known one it is JSON Lines."""
     heldout: DataPath | None = None
-    """Files to evaluate on, like `train`; without it, `num_heldout` rows are taken from `train`."""
-    num_train: PositiveInt | None = None
-    """Number of rows to sample; all if null."""
-    num_heldout: NonNegativeInt = 0
-    """Rows of `train` for the validation split; not together with `heldout`, which is taken whole."""
-    weight: PositiveFloat | None = None
-    """Share of this source in a list of sources, relative to the weights of the others; not with `num_train`."""
-    seed: Seed = 0
-    """Seed of the sample."""
+    """All rows of these files are the validation split; without it, `num_heldout` rows of `train` are."""
 
     @property
     def name(self) -> str:
@@ -179,15 +190,13 @@ class FilesSource(Spec):
         return _short_name(self.train)
 
     @model_validator(mode="after")
-    def _rows_are_chosen_in_one_way(self) -> Self:
+    def _validation_rows_are_chosen_in_one_way(self) -> Self:
         if self.heldout is not None and self.num_heldout:
             raise ValueError(f"num_heldout ({self.num_heldout}) has no effect with heldout: leave one of them out")
-        if self.weight is not None and self.num_train is not None:
-            raise ValueError("weight and num_train both say how many rows to take: leave one of them out")
         return self
 
 
-class HubSource(Spec):
+class HubSource(_SampledSource):
     """Rows of a data set of the Hugging Face hub."""
 
     kind: Literal["hub"]
@@ -199,25 +208,11 @@ class HubSource(Spec):
     """Split to take rows from."""
     revision: str | None = None
     """Branch, tag or commit."""
-    num_train: PositiveInt | None = None
-    """Number of rows to sample; all if null."""
-    num_heldout: NonNegativeInt = 0
-    """Rows for the validation split."""
-    weight: PositiveFloat | None = None
-    """Share of this source in a list of sources, relative to the weights of the others; not with `num_train`."""
-    seed: Seed = 0
-    """Seed of the sample."""
 
     @property
     def name(self) -> str:
         """What plan and metrics call this source."""
         return _short_name(self.dataset) + (f"/{self.subset}" if self.subset else "")
-
-    @model_validator(mode="after")
-    def _rows_are_chosen_in_one_way(self) -> Self:
-        if self.weight is not None and self.num_train is not None:
-            raise ValueError("weight and num_train both say how many rows to take: leave one of them out")
-        return self
 
 
 _ListedSource = Annotated[FilesSource | HubSource, Field(discriminator="kind")]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ftkit.data.prepare import prepare
 from ftkit.errors import FtkitError, as_disk_full, redact
-from ftkit.hub import check_data, check_weights, download_weights, is_fetched
+from ftkit.hub.access import check_data, check_weights, download_weights
+from ftkit.hub.cache import is_fetched
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.records import StageRecord, append_record, record_rank_error

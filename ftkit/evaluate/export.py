@@ -13,7 +13,7 @@ from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import NotFoundError, TrainingError, one_line
 from ftkit.files import atomic_folder
-from ftkit.hub import download_weights
+from ftkit.hub.access import download_weights
 from ftkit.model_folder import check_folder
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import read_plan

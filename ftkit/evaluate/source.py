@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.model import ModelSpec
 from ftkit.config.paths import is_path
 from ftkit.errors import NotFoundError
-from ftkit.hub import download_weights
+from ftkit.hub.access import download_weights
 from ftkit.model_folder import CONFIG_FILE
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import RunPlan, read_plan

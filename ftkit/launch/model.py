@@ -20,7 +20,8 @@ from ftkit.data.vocabulary import TOKENIZER_FILE, VOCABULARY_FILES, Vocabulary, 
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.families import family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
-from ftkit.hub import fetch_config, fetch_files, find_commit, find_folder
+from ftkit.hub.access import fetch_config, fetch_files, find_commit
+from ftkit.hub.cache import find_folder
 from ftkit.model_folder import read_model_config
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import plan_model, read_plan

@@ -20,6 +20,7 @@ from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, re
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, peek_rows
 from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
+from ftkit.hub.access import check_data, check_weights
 from ftkit.launch.preparation import data_files, local_paths, stat_path
 from ftkit.planning.choices import suggest_changes
 from ftkit.planning.layout import Workspace
@@ -113,21 +114,19 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
         DataError: a folder has no tokenizer or no chat template, or one of the first rows of a local file can't be used
             as the recipe asks.
     """
-    from ftkit import hub  # noqa: PLC0415 - HTTP, which only plans of the hub's models need
-
     unseen = {key: path for key, path in local_paths(plan.recipe) if not path.exists()}
     for key, path in unseen.items():
         yield partial(_check_unseen, key, path, plan.cluster)
     environment, home = {**environment, **plan.cluster.environment}, Workspace(plan.workspace).hub_home
     if "model.weights" not in unseen:
-        yield lambda: _as_list(hub.check_weights(plan.recipe.model, environment, home))
+        yield lambda: _as_list(check_weights(plan.recipe.model, environment, home))
     if plan.recipe.model.adapter is not None:
         yield partial(_check_adapter, plan.recipe)
     if not plan.is_data_prepared:
         yield partial(_check_tokenizer, plan.recipe)
         if not any(key.startswith("data.") for key in unseen):
             yield partial(check_examples, plan.recipe)
-        yield lambda: _as_list(hub.check_data(plan.recipe.data.source, environment, home))
+        yield lambda: _as_list(check_data(plan.recipe.data.source, environment, home))
 
 
 def check_examples(recipe: RecipeSpec) -> list[str]:

@@ -8,11 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit import hub
 from ftkit.config.paths import fixed_folder, is_address, is_file, is_path
 from ftkit.config.sources import HubSource
 from ftkit.data.files import find_files, stamp, walk
 from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.hub.access import download_weights
+from ftkit.hub.cache import is_fetched
 from ftkit.planning.layout import Workspace
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
     if plan.cluster.scheduler != "slurm":
         return False
     variables = {**environment, **plan.cluster.environment}
-    return not plan.is_data_prepared or not hub.is_fetched(
-        plan.recipe.model, variables, Workspace(plan.workspace).hub_home
-    )
+    return not plan.is_data_prepared or not is_fetched(plan.recipe.model, variables, Workspace(plan.workspace).hub_home)
 
 
 def prepare_here(
@@ -54,9 +53,9 @@ def prepare_here(
 
     prepare(plan, report, num_workers)
     home = Workspace(plan.workspace).hub_home
-    if not hub.is_fetched(plan.recipe.model, {**environment, **plan.cluster.environment}, home):
+    if not is_fetched(plan.recipe.model, {**environment, **plan.cluster.environment}, home):
         report(f"fetching the weights of {plan.recipe.model.weights}")
-        hub.download_weights(plan.recipe.model, environment, home)
+        download_weights(plan.recipe.model, environment, home)
 
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")

@@ -20,7 +20,7 @@ from torch import nn
 
 from ftkit.config.paths import is_path
 from ftkit.errors import NotFoundError, TrainingError
-from ftkit.hub import download_weights
+from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter

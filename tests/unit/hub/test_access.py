@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit import hub
 from ftkit.config.model import ArchitectureSpec, ModelPlan, ModelSpec
 from ftkit.config.sources import HubSource
 from ftkit.data.__main__ import main as prepare_data
 from ftkit.data.store import PreparedData
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
-from ftkit.hub import check_data, read_token
+from ftkit.hub import access
+from ftkit.hub.access import check_data, find_commit
+from ftkit.hub.client import read_token
 from ftkit.launch.model import pin_revision, resolve_model
 from ftkit.launch.preflight import source_checks
 from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
@@ -54,7 +55,7 @@ NOWHERE = Path("/nowhere")
 
 
 def check_weights(spec: ModelSpec, environment: dict[str, str], home: Path | None = None) -> str | None:
-    return hub.check_weights(spec, environment, home or Path(environment["HOME"], "empty"))
+    return access.check_weights(spec, environment, home or Path(environment["HOME"], "empty"))
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -244,12 +245,12 @@ def test_a_model_whose_configuration_cannot_be_had_is_refused_before_it_is_plann
 
 
 def test_a_revision_is_the_commit_that_the_hub_or_the_cache_has(environment: dict[str, str], tmp_path: Path) -> None:
-    assert hub.find_commit(model("org/small", "v1"), environment, tmp_path) == COMMIT
-    assert hub.find_commit(model("org/small", COMMIT), {}, tmp_path) == COMMIT
-    assert hub.find_commit(model("org/small"), environment | {"HF_HUB_OFFLINE": "1"}, tmp_path) is None
-    assert hub.find_commit(model("org/broken"), environment, tmp_path) is None
+    assert find_commit(model("org/small", "v1"), environment, tmp_path) == COMMIT
+    assert find_commit(model("org/small", COMMIT), {}, tmp_path) == COMMIT
+    assert find_commit(model("org/small"), environment | {"HF_HUB_OFFLINE": "1"}, tmp_path) is None
+    assert find_commit(model("org/broken"), environment, tmp_path) is None
     with pytest.raises(NotFoundError, match="has no revision 'gone'"):
-        hub.find_commit(model("org/small", "gone"), environment, tmp_path)
+        find_commit(model("org/small", "gone"), environment, tmp_path)
 
 
 def test_a_run_is_submitted_with_the_commit_and_its_data_keep_their_place(

@@ -1,0 +1,213 @@
+"""Check that weights and data can be read before a GPU is allocated, and download them.
+
+Checked twice: where the job is submitted, and by its first stage.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftkit.config.model_config import find_contradictions
+from ftkit.config.paths import is_path
+from ftkit.config.sources import HubSource
+from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
+from ftkit.hub.cache import MODEL_CACHE, cache_folder, find_folder, offline_variable
+from ftkit.hub.client import Repository, ask, download_file, read_token, repository_of
+from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, missing_files, read_model_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ftkit.config.model import ModelSpec
+    from ftkit.config.sources import Source
+
+
+CARD = "README.md"
+"""Of a data set: what `datasets` asks for first, gated with the rest. One without it may be read as well."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
+    """Check that a model's weights are there and may be read.
+
+    Args:
+        model: its weights are a folder, a hub id, or random.
+        environment: the variables that Hugging Face's libraries read: the hub's address, its token, its cache.
+        default_home: where the job keeps downloads, unless HF_HOME is set.
+
+    Returns:
+        A warning, if that can't be told from here.
+
+    Raises:
+        NotFoundError: there is no such folder, model or revision.
+        PrerequisiteError: the model is gated, or there is no right to it.
+        ConfigError: their configuration can be read, and `model.architecture` contradicts it.
+    """
+    if model.weights == "random":
+        return None
+    if is_path(model.weights):
+        check_folder(Path(model.weights))
+        _check_shape(model, read_model_config(Path(model.weights)))
+        return None
+    wanted = repository_of(model)
+    cache = cache_folder(environment, default_home, *MODEL_CACHE)
+    folder = find_folder(model, environment, default_home)
+    if folder is not None:
+        _check_shape(model, read_model_config(folder))
+        if not missing_files(folder):
+            return None
+    if offline := offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        return _require_cached(wanted, cache, offline, f"HF_HUB_CACHE={cache} hf download {model.weights}")
+    answer = ask(wanted, (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX), environment)
+    _check_complete(wanted, answer.missing)
+    if answer.warning is None and (fetched := fetch_config(model, environment, default_home)):
+        _check_shape(model, fetched)
+    return answer.warning
+
+
+def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
+    """Refuse a shape that would have no effect: what is trained is what the weights' configuration says."""
+    found = find_contradictions(model.architecture_of_weights, config)
+    where, fix = f"{CONFIG_FILE} of {model.weights}", "Correct the recipe, or leave it out."
+    if found:
+        raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
+
+
+def _check_complete(wanted: Repository, missing: list[str]) -> None:
+    """Refuse a model that is not laid out as transformers does it, or has no safetensors."""
+    if CONFIG_FILE in missing:
+        raise NotFoundError(
+            f"{wanted.key}: '{wanted.name}' has no {CONFIG_FILE}",
+            fix="give a model in transformers' layout: others can't be trained",
+        )
+    if {WEIGHTS_FILE, WEIGHTS_INDEX} <= {*missing}:
+        raise NotFoundError(
+            f"{wanted.key}: '{wanted.name}' has no {WEIGHTS_FILE} and no {WEIGHTS_INDEX}",
+            meaning="its weights are of another format, or these are adapters and not a model",
+            fix="choose another model or revision; or convert the weights, and give model.weights the folder",
+        )
+
+
+def download_weights(
+    model: ModelSpec, environment: Mapping[str, str], default_home: Path, *, local_files_only: bool = False
+) -> Path:
+    """Bring a model's files into the hub's cache, if they are not there; return their folder.
+
+    Arguments as `check_weights` has them.
+
+    Raises:
+        NotFoundError: there is no such hub model, or this token may not read it.
+    """
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+    try:
+        folder = snapshot_download(
+            model.weights,
+            revision=model.revision,
+            allow_patterns=patterns,
+            local_files_only=local_files_only,
+            cache_dir=cache_folder(environment, default_home, *MODEL_CACHE),
+            token=read_token(environment),
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise NotFoundError(
+            f"can't download '{model.weights}': {one_line(error)}",
+            meaning="the name is wrong, the model is gated and HF_TOKEN may not read it, or the hub is out of reach",
+            fix="accept the model's license on the hub and set HF_TOKEN; or give model.weights a local folder",
+        ) from error
+    return Path(folder)
+
+
+def find_commit(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
+    """Return the commit that a model's revision is: in the cache, or by asking the hub; None: neither tells.
+
+    Arguments as `check_weights` has them; raises as it does.
+    """
+    if model.weights == "random" or is_path(model.weights) or _COMMIT.fullmatch(model.revision or ""):
+        return model.revision
+    if (folder := find_folder(model, environment, default_home)) is not None and _COMMIT.fullmatch(folder.name):
+        return folder.name
+    if offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        return None
+    return ask(repository_of(model), (CONFIG_FILE,), environment).commit
+
+
+def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> dict[str, Any] | None:
+    """Return the configuration of a model of the hub by one small request, which leaves it in the cache.
+
+    Arguments as `check_weights` has them. None: the hub can't be asked from here, or has nothing sensible.
+
+    Raises:
+        NotFoundError: there is no such model or revision, or it has no configuration.
+        PrerequisiteError: the model is gated, or there is no right to it.
+    """
+    if offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        return None
+    wanted = repository_of(model)
+    answer = ask(wanted, (CONFIG_FILE,), environment)  # a download would try five times where there is no network
+    if answer.warning is not None:
+        return None
+    _check_complete(wanted, answer.missing)
+    try:
+        return read_model_config(download_file(model, CONFIG_FILE, environment, default_home).parent)
+    except Exception:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
+        return None
+
+
+def fetch_files(
+    model: ModelSpec, names: Sequence[str], environment: Mapping[str, str], default_home: Path
+) -> Path | None:
+    """Return the folder of the hub's cache that has some of a model's files, downloaded if the first is not there.
+
+    Arguments as `check_weights` has them; raises as it does. None: the first is lacking, or the hub can't be asked.
+    """
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    cache = cache_folder(environment, default_home, *MODEL_CACHE)
+    found = try_to_load_from_cache(model.weights, names[0], cache_dir=cache, revision=model.revision)
+    if isinstance(found, str):
+        return Path(found).parent
+    if offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        return None
+    answer = ask(repository_of(model), tuple(names), environment)
+    if answer.warning is not None or names[0] in answer.missing:
+        return None
+    try:
+        files = [download_file(model, name, environment, default_home) for name in names if name not in answer.missing]
+    except Exception:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
+        return None
+    return files[0].parent
+
+
+def check_data(source: Source, environment: Mapping[str, str], default_home: Path) -> str | None:
+    """Check that a data set of the hub is there and may be read, as `check_weights` does; others have no hub."""
+    if not isinstance(source, HubSource) or is_path(source.dataset):
+        return None
+    wanted = Repository("data set", "data.source.dataset", source.dataset, source.revision)
+    cache = cache_folder(environment, default_home, "datasets", "HF_DATASETS_CACHE")
+    if any(_bare(folder.name) == _bare(source.dataset) for folder in cache.glob("*")):
+        return None
+    if offline := offline_variable(environment, "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        load = f"import datasets; datasets.load_dataset({source.dataset!r}, {source.subset!r})"
+        return _require_cached(wanted, cache, offline, f'HF_DATASETS_CACHE={cache} python -c "{load}"')
+    return ask(wanted, (CARD,), environment).warning
+
+
+def _bare(name: str) -> str:
+    """Return what `datasets` leaves of a name in its cache, where `org/MyData` is `org___my_data`."""
+    return re.sub("[/_]", "", name).lower()
+
+
+def _require_cached(wanted: Repository, cache: Path, offline: str, command: str) -> str:
+    what = f"{wanted.key}: {offline} is set, and not all files of '{wanted.name}' are in {cache}"
+    if not cache.is_dir():
+        return f"{what}, which is not to be seen from here"
+    raise NotFoundError(
+        what,
+        meaning=f"nothing is downloaded while {offline} is set",
+        fix=f"where there is a network: {command}; or unset {offline}",
+    )

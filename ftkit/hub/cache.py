@@ -1,0 +1,62 @@
+"""What is in Hugging Face's caches on this machine: no network, and huggingface_hub only where a model is cached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit.config.paths import is_path
+from ftkit.model_folder import CONFIG_FILE, missing_files
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ftkit.config.model import ModelSpec
+
+
+FALSE = ("", "0", "no", "off", "false")
+MODEL_CACHE = ("hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+
+
+def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
+    """Return the folder on this machine that has a model's files: the given one, or one of the hub's cache.
+
+    Args:
+        model: its weights are a folder, a hub id, or random.
+        environment: the variables that Hugging Face's libraries read: the hub's address, its token, its cache.
+        default_home: where the job keeps downloads, unless HF_HOME is set.
+
+    Returns:
+        None if there is no such folder.
+    """
+    if model.weights == "random":
+        return None
+    if is_path(model.weights):
+        folder = Path(model.weights)
+        return folder if (folder / CONFIG_FILE).is_file() else None
+    cache = cache_folder(environment, default_home, *MODEL_CACHE)
+    if not (cache / f"models--{model.weights.replace('/', '--')}").is_dir():  # as for most models: nothing to import
+        return None
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    found = try_to_load_from_cache(model.weights, CONFIG_FILE, cache_dir=cache, revision=model.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def is_fetched(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> bool:
+    """Return whether a model's weights need no download. Arguments as in `find_folder`."""
+    if model.weights == "random" or is_path(model.weights):
+        return True
+    folder = find_folder(model, environment, default_home)
+    return folder is not None and not missing_files(folder)
+
+
+def cache_folder(environment: Mapping[str, str], default_home: Path, name: str, *variables: str) -> Path:
+    """Return the folder that the first variable that is set gives; else `name` below HF_HOME or `default_home`."""
+    named = next((environment[variable] for variable in variables if environment.get(variable)), None)
+    return Path(named or Path(environment.get("HF_HOME") or default_home, name)).expanduser()
+
+
+def offline_variable(environment: Mapping[str, str], *variables: str) -> str | None:
+    """Return the first of the variables that forbids requests to the hub; None if none does."""
+    return next((name for name in variables if environment.get(name, "").lower() not in FALSE), None)

@@ -1,0 +1,158 @@
+"""Ask the hub for files, and turn its refusals into errors. Requests are huggingface_hub's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.hub.cache import MODEL_CACHE, cache_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ftkit.config.model import ModelSpec
+
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+TIMEOUT_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Repository:
+    """What a recipe asks for of the hub, and under which key."""
+
+    kind: Literal["model", "data set"]
+    key: str
+    name: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the hub says of a repository: a warning if it can't be asked, the files it lacks, the revision's commit."""
+
+    warning: str | None
+    missing: list[str]
+    commit: str | None = None
+
+
+def repository_of(model: ModelSpec) -> Repository:
+    return Repository("model", "model.weights", model.weights, model.revision)
+
+
+def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, str]) -> Answer:
+    """Ask for files, not about the repository: of a gated one, everybody may know that it is there."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
+
+    token, endpoint = read_token(environment), _endpoint(environment)
+    kind = "model" if wanted.kind == "model" else "dataset"
+    missing: list[str] = []
+    commit = None
+    for file in files:
+        url = hf_hub_url(wanted.name, file, repo_type=kind, revision=wanted.revision, endpoint=endpoint)
+        try:
+            found = get_hf_file_metadata(url, token=token or False, timeout=TIMEOUT_SECONDS)
+            commit = commit or found.commit_hash
+        except Exception as error:  # noqa: BLE001 - of the client, and of the HTTP library below it
+            refused = _read_refusal(error)
+            if refused is None:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                warning = f"can't ask the hub whether '{wanted.name}' may be read ({reason}): the job will find out"
+                return Answer(warning, missing)
+            if refused.code != "EntryNotFound":
+                return Answer(_explain(wanted, refused, has_token=token is not None), missing)
+            missing.append(file)
+    return Answer(None, missing, commit)
+
+
+def download_file(model: ModelSpec, name: str, environment: Mapping[str, str], default_home: Path) -> Path:
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+    file = hf_hub_download(
+        model.weights, name, revision=model.revision, endpoint=_endpoint(environment),
+        cache_dir=cache_folder(environment, default_home, *MODEL_CACHE), token=read_token(environment) or False,
+        etag_timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    return Path(file)
+
+
+def read_token(environment: Mapping[str, str]) -> str | None:
+    """Return the hub's token: the variable's, or that of the file in which `hf auth login` leaves it.
+
+    Raises:
+        PrerequisiteError: what is there can't be a token.
+    """
+    home = environment.get("HF_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache" / "huggingface"
+    path = Path(environment.get("HF_TOKEN_PATH") or Path(home, "token")).expanduser()
+    places = {name: environment.get(name, "").strip() for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
+    for place, token in (places | {str(path): _read(path)}).items():
+        if token and not re.fullmatch(r"[!-~]+", token):  # the HTTP library would show it in its complaint
+            raise PrerequisiteError(
+                f"what {place} holds is not a token of the hub: a token is one word",
+                fix="create one in the settings of your account on the hub",
+            )
+        if token:
+            return token
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _endpoint(environment: Mapping[str, str]) -> str:
+    return (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """How the hub refuses: its own code, or the HTTP status alone."""
+
+    status: int
+    code: str
+
+
+def _read_refusal(error: Exception) -> _Refusal | None:
+    """Return how the hub refused; None: the error is another."""
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    codes: dict[str, type[Exception]] = {
+        "GatedRepo": errors.GatedRepoError, "RepoNotFound": errors.RepositoryNotFoundError,
+        "RevisionNotFound": errors.RevisionNotFoundError, "EntryNotFound": errors.EntryNotFoundError,
+    }  # fmt: skip
+    if not isinstance(error, errors.HfHubHTTPError):
+        return None
+    code = next((name for name, kind in codes.items() if isinstance(error, kind)), "")
+    response = getattr(error, "response", None)
+    return _Refusal(0 if response is None else int(response.status_code), code)
+
+
+def _explain(wanted: Repository, refused: _Refusal, *, has_token: bool) -> str:
+    """Raise what an answer of the hub means; return a warning where it means nothing for the repository."""
+    if refused.code == "RevisionNotFound":
+        raise NotFoundError(
+            f"{wanted.key.rpartition('.')[0]}.revision: '{wanted.name}' has no revision '{wanted.revision or 'main'}'",
+            fix=f"give a branch, a tag or a commit that the {wanted.kind}'s page lists",
+        )
+    if refused.code == "GatedRepo" or refused.status == HTTPStatus.FORBIDDEN:
+        raise PrerequisiteError(
+            f"{wanted.key}: '{wanted.name}' is gated, and "
+            + ("your token may not read it" if has_token else "there is no token"),
+            meaning="its owner shares it with those who have accepted its license",
+            fix=f"accept the license on the {wanted.kind}'s page; then set HF_TOKEN, or give --hf-token-file",
+        )
+    if refused.code == "RepoNotFound" or refused.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND}:
+        raise NotFoundError(
+            f"{wanted.key}: the hub has no {wanted.kind} '{wanted.name}' that "
+            + ("your token may read" if has_token else "can be read without a token"),
+            meaning=f"the name is misspelt, the {wanted.kind} is private, or the token is wrong",
+            fix=f"check the name; set HF_TOKEN, or give --hf-token-file, for a private {wanted.kind}",
+        )
+    return f"the hub answered {refused.status} when asked for '{wanted.name}': the job will find out more"
