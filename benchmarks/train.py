@@ -63,13 +63,16 @@ TINY = (
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what is changed in the recipe for it, and how many documents are in each pack."""
+    """A model, what is changed in the recipe for it, and which part of a pack each of its documents takes."""
 
     architecture: str
     overrides: tuple[str, ...]
-    num_documents: int = 1
+    documents: tuple[float, ...] = (1.0,)
+    context_parallel: int = 1
 
 
+QUARTERS = (0.25,) * 4
+UNEVEN = (0.55, 0.25, 0.15, 0.05)
 CASES = {
     "olmo3-7b-8layers": Case("olmo3-7b", ("model.architecture.num_hidden_layers=8", SHORT)),
     "gemma3-12b-lora": Case("gemma3-12b", ("training.method=lora", *ADAPTED)),
@@ -78,11 +81,28 @@ CASES = {
         "llama3.3-70b", ("training.method=lora", SHORT, "training.learning_rate=1e-4", CHECKPOINTED)
     ),
     "llama3-8b": Case("llama3-8b", (SHORT,)),
+    "olmo3-7b-262k": Case(
+        "olmo3-7b",
+        ("training.sequence_length=262144", "model.architecture.max_position_embeddings=262144", CHECKPOINTED),
+        UNEVEN,
+        context_parallel=2,
+    ),
+    "qwen3-8b-512k": Case(
+        "qwen3-8b",
+        (
+            "training.sequence_length=524288",
+            "model.architecture.max_position_embeddings=524288",
+            "training.optimizer=adamw8bit",
+            "training.activation_offload=true",
+            CHECKPOINTED,
+        ),
+        context_parallel=2,
+    ),
     "olmo3-32b": Case("olmo3-32b", (SHORT, CHECKPOINTED)),
     "olmo3-32b-65k": Case("olmo3-32b", (LONG, CHECKPOINTED)),
-    "tiny": Case("olmo3-7b", TINY, num_documents=4),
-    "tiny-lora": Case("olmo3-7b", ("training.method=lora", *TINY), num_documents=4),
-    "tiny-qlora": Case("olmo3-7b", ("training.method=qlora", *TINY), num_documents=4),
+    "tiny": Case("olmo3-7b", TINY, QUARTERS),
+    "tiny-lora": Case("olmo3-7b", ("training.method=lora", *TINY), QUARTERS),
+    "tiny-qlora": Case("olmo3-7b", ("training.method=qlora", *TINY), QUARTERS),
 }
 
 
@@ -140,7 +160,8 @@ def make_plan(name: str, case: Case, options: argparse.Namespace, workspace: Pat
         "training.precision=bf16",
         "training.micro_batch_size=1",
         "training.activation_checkpointing=none",
-        f"training.global_batch_size={num}",
+        f"training.global_batch_size={num // case.context_parallel}",
+        f"training.context_parallel={case.context_parallel}",
         "training.max_steps=1000",
         "training.checkpoint_every_steps=1000",
         "training.log_every_steps=1",
@@ -158,25 +179,33 @@ def make_plan(name: str, case: Case, options: argparse.Namespace, workspace: Pat
     return replace(plan_run(recipe, cluster, None, request, ftkit_version="benchmark"), id=name)
 
 
-def write_data(plan: RunPlan, num_documents: int) -> None:
+def document_lengths(case: Case, plan: RunPlan) -> list[int]:
+    """Return the tokens of each document of a pack."""
+    length = plan.recipe.training.sequence_length
+    *first, _ = (int(share * length) for share in case.documents)
+    return [*first, length - sum(first)]
+
+
+def write_data(plan: RunPlan, lengths: list[int]) -> None:
     """Write packs of random tokens where the trainer looks for prepared data."""
     length = plan.recipe.training.sequence_length
     vocabulary = plan.recipe.model.architecture.vocab_size
     num_packs = 4 * plan.batch.global_batch_size
-    size = length // num_documents
-    num_documents *= num_packs
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (num_documents, size), dtype=np.uint32)
-    tokens[:, 1:] |= TRAINED
+    num_documents = num_packs * len(lengths)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (num_packs, length), dtype=np.uint32)
+    is_first = np.zeros(length, dtype=bool)
+    is_first[np.cumsum([0, *lengths[:-1]])] = True
+    tokens[:, ~is_first] |= TRAINED
     documents = DocumentBatch(
-        tokens.reshape(-1), np.full(num_documents, size, np.int64), np.zeros(num_documents, np.uint16)
+        tokens.reshape(-1), np.tile(np.array(lengths, np.int64), num_packs), np.zeros(num_documents, np.uint16)
     )
     with new_prepared_data(plan.data_directory) as folder:
         learn_tokenizer(["random"], 300, "chatml").save_pretrained(folder.tokenizer)
         with PackWriter(folder.train) as writer, PackWriter(folder.validation):
-            writer.write(documents, [num_documents // num_packs] * num_packs)
+            writer.write(documents, [len(lengths)] * num_packs)
         folder.validation_rows.write_text("")
         sizes = (num_documents, num_packs, tokens.size, tokens.size - num_documents)
-        folder.write_manifest(DataManifest(plan.fingerprint, length, *sizes, 0, 0, 0, size))
+        folder.write_manifest(DataManifest(plan.fingerprint, length, *sizes, 0, 0, 0, max(lengths)))
 
 
 def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
@@ -287,13 +316,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in options.case:
             plan = make_plan(name, CASES[name], options, Path(folder) / name)
-            write_data(plan, CASES[name].num_documents)
+            lengths = document_lengths(CASES[name], plan)
+            write_data(plan, lengths)
             plan.layout.root.mkdir(parents=True)
             plan.layout.plan.write_text(plan_to_json(plan))
             shape, training = plan.recipe.model.architecture, plan.recipe.training
-            document = training.sequence_length // CASES[name].num_documents
             peak = GPUS[options.gpu].peak_flops(training.compute_precision)
-            mfu_of_one_token = document_flops(shape, training, document).total / peak
+            flops = sum(length * document_flops(shape, training, length).total for length in lengths)
+            mfu_of_one_token = flops / training.sequence_length / peak
             ours = measure_ftkit(plan, options)
             print(row(plan, "ftkit", ours, ours, mfu_of_one_token), flush=True)
             for peer in options.peer:

@@ -76,6 +76,9 @@ class TrainingSpec(Spec):
     """Which parameters are trained: all, adapters only, or adapters on 4-bit weights (NF4)."""
     lora: LoraSpec | None = None
     """The adapters of methods lora and qlora. Default if null."""
+    context_parallel: PositiveInt = 1
+    """How many GPUs of a node divide the tokens of each pack among them, for longer packs than one GPU can hold: with
+    engine fsdp2. They trade tokens for heads before and after attention, so it must divide the attention heads."""
     engine: EngineChoice = "auto"
     """What shards the model over processes; `auto` chooses, and the plan says why."""
     offload: Offload = "none"
@@ -177,6 +180,7 @@ class TrainingSpec(Spec):
             "optimizer": self.optimizer == "adamw8bit",
             "reshard_after_forward": self.reshard_after_forward == "never",
             "collectives": self.collectives == "copy_engine",
+            "context_parallel": self.context_parallel > 1,
         }
         return tuple(setting for setting, is_needed in needed.items() if is_needed)
 
@@ -212,6 +216,17 @@ class TrainingSpec(Spec):
     def _only_inputs_are_offloaded(self) -> Self:
         if self.activation_offload and self.activation_checkpointing not in {"full", "auto"}:
             raise ValueError("activation_offload has no effect without activation_checkpointing 'full'")
+        return self
+
+    @model_validator(mode="after")
+    def _context_is_divided_evenly(self) -> Self:
+        if self.sequence_length % self.context_parallel:
+            raise ValueError(
+                f"sequence_length {self.sequence_length} can't be divided evenly among context_parallel "
+                f"{self.context_parallel} GPUs"
+            )
+        if self.context_parallel > 1 and self.attention in {"flex", "eager"}:
+            raise ValueError(f"context_parallel needs attention 'auto', 'flash4' or 'sdpa', not '{self.attention}'")
         return self
 
     @model_validator(mode="after")

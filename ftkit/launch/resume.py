@@ -46,6 +46,7 @@ _HARMLESS = (
             "activation_offload",
             "checkpoint_every_steps",
             "collectives",
+            "context_parallel",
             "keep_checkpoints",
             "log_every_steps",
             "micro_batch_size",

@@ -40,6 +40,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
         *_added_tokens(recipe, model),
         *_placement(cluster, request, num_nodes, processes_per_node),
         *_batch(recipe, num_nodes * processes_per_node),
+        *_context_parallel(recipe, shape, processes_per_node),
         *_offload(recipe, cluster),
         *_kernels(recipe, cluster),
         *_collectives(recipe, cluster, num_nodes, processes_per_node),
@@ -102,22 +103,45 @@ def _placement(
 def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
     training = recipe.training
     micro = 1 if training.micro_batch_size == "auto" else training.micro_batch_size
-    at_once = micro * world_size
+    num = max(1, world_size // training.context_parallel)
+    at_once = micro * num
     if world_size < 1 or training.global_batch_size % at_once == 0:
         return
+    owners = f"{num} {'processes' if training.context_parallel == 1 else 'groups of processes'}"
     up = -(-training.global_batch_size // at_once) * at_once
     down = up - at_once
     yield Problem(
         f"recipe {recipe.name}",
         "training.global_batch_size",
         f"{training.global_batch_size} is not divisible by {at_once} "
-        f"(micro_batch_size {training.micro_batch_size} x {world_size} processes)."
+        f"(micro_batch_size {training.micro_batch_size} x {owners})."
         if micro > 1
-        else f"{training.global_batch_size} packs can't be divided evenly among {world_size} processes.",
+        else f"{training.global_batch_size} packs can't be divided evenly among {owners}.",
         f"Take {down} or {up}."
         if down
         else f"Take {up}, or fewer GPUs{', or a smaller micro_batch_size' * (micro > 1)}.",
     )
+
+
+def _context_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int) -> Iterator[Problem]:
+    size, heads = recipe.training.context_parallel, shape.num_attention_heads
+    if size == 1:
+        return
+    where, key = f"recipe {recipe.name}", "training.context_parallel"
+    if per_node % size:
+        yield Problem(
+            where, key, f"{per_node} GPUs of a node can't be divided into groups of {size}.",
+            f"Take a divisor of {per_node}, or another --gpus-per-node.",
+        )  # fmt: skip
+    if heads % size:
+        yield Problem(
+            where, key, f"{heads} attention heads of the model can't be divided among {size} GPUs.",
+            f"Take a divisor of {heads}.",
+        )  # fmt: skip
+    if recipe.data.packing == "off":
+        yield Problem(
+            where, key, "divides the tokens of packs, and data.packing is 'off'.", "Take data.packing 'auto'."
+        )
 
 
 def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:

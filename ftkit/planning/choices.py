@@ -201,8 +201,8 @@ def _fastest(options: Iterator[_Option], room_gib: float) -> _Option | None:
 def _micro_batch_sizes(setup: Setup, most_tokens: int) -> list[int]:
     """Return the micro-batches that make up the global batch without rest, smallest first."""
     training = setup.training
-    per_process = training.global_batch_size // setup.num_shards
-    most = max(1, min(per_process, most_tokens // training.sequence_length))
+    per_process = training.global_batch_size // setup.num_data_ranks
+    most = max(1, min(per_process, most_tokens * training.context_parallel // training.sequence_length))
     return [size for size in range(1, most + 1) if per_process % size == 0]
 
 
@@ -350,7 +350,7 @@ class _Run:
         """Return twice the nodes, if there are as many and the global batch can be divided among them."""
         twice = 2 * self.setup.num_nodes
         training, cluster = self.training, self.cluster
-        at_once = training.micro_batch_size * 2 * self.setup.num_shards
+        at_once = training.micro_batch_size * 2 * self.setup.num_data_ranks
         enough = cluster.scheduler != "local" and (cluster.max_nodes is None or twice <= cluster.max_nodes)
         return [{"num_nodes": twice}] if enough and training.global_batch_size % at_once == 0 else []
 

@@ -68,7 +68,7 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch arithmetic: micro x processes x accumulation = global, in packs."""
+    """The batch arithmetic: micro x processes with packs of their own x accumulation = global, in packs."""
 
     micro_batch_size: int
     accumulation_steps: int
@@ -178,7 +178,7 @@ def plan_run(
         cluster=cluster,
         placement=placement,
         engine=engine,
-        batch=_batch(training, placement.world_size),
+        batch=_batch(setup),
         memory=memory,
         speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu),
         num_parameters=count_model(shape).total,
@@ -261,10 +261,11 @@ def _placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> Placem
     return PlacementPlan(num_nodes, per_node, cluster.device, threads)
 
 
-def _batch(training: TrainingPlan, world_size: int) -> BatchPlan:
+def _batch(setup: Setup) -> BatchPlan:
+    training = setup.training
     return BatchPlan(
         micro_batch_size=training.micro_batch_size,
-        accumulation_steps=training.global_batch_size // (training.micro_batch_size * world_size),
+        accumulation_steps=training.global_batch_size // (training.micro_batch_size * setup.num_data_ranks),
         global_batch_size=training.global_batch_size,
         tokens_per_step=training.global_batch_size * training.sequence_length,
     )

@@ -95,6 +95,16 @@ class Setup:
     node_bandwidth: float | None = None
     keeps_weights: bool = False
 
+    @property
+    def num_data_ranks(self) -> int:
+        """Groups of processes with packs of their own: context parallelism divides a pack among several."""
+        return self.num_shards // self.training.context_parallel
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one process."""
+        return self.training.micro_batch_size * self.training.sequence_length // self.training.context_parallel
+
     def with_training(self, **changes: Any) -> Setup:
         """Return the setup with some fields of `training` changed."""
         return replace(self, training=self.training.model_copy(update=changes))

@@ -39,7 +39,10 @@ def main(plan_path: Path) -> int:
             from ftkit.train.world import init_world  # noqa: PLC0415
 
             plan = read_plan(layout)
-            with init_world(plan.placement) as world:  # which rank 0 joins with the lease in its hands
+            context_parallel = plan.recipe.training.context_parallel
+            with init_world(
+                plan.placement, context_parallel
+            ) as world:  # which rank 0 joins with the lease in its hands
                 layout.rank_error(rank).unlink(missing_ok=True)  # of an earlier start
                 run_training(plan, world)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is left for `ftkit status`

@@ -30,7 +30,8 @@ class MicroBatch:
         position_ids: int64 [B, T]; they restart at 0 with each document, which is all that keeps documents apart.
         label_index: int64 [N], indices into the flattened tokens of those whose next token counts.
         labels: int64 [N], these next tokens.
-        cu_seqlens: int32, where each document begins in the flattened tokens, and B * T at the end.
+        cu_seqlens: int32, where each document begins in the flattened tokens, and B * T at the end; with context
+            parallelism those of the whole packs, of which this process has a part.
         max_seqlen: no document is longer.
         attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
         label_sources: int64 [N], the source of each label, as its place in `data.source`; None for a single source.

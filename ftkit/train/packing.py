@@ -33,7 +33,11 @@ class PackingChoice:
 def choose_packing(
     engine: Engine, world: World, wanted: Packing, vocab_size: int, batch: BatchPlan, training: TrainingPlan
 ) -> PackingChoice:
-    """Choose packs if the model keeps packed documents apart, else padded rows. Every rank must call it."""
+    """Choose packs if the model keeps packed documents apart, else padded rows. Every rank must call it.
+
+    Raises:
+        TrainingError: a rank has only a part of each pack, and the model can't be trained on packs.
+    """
 
     def probe(*, is_packed: bool) -> ProbeResult:
         return run_probe(
@@ -59,4 +63,10 @@ def choose_packing(
         reason = next((one for one in world.gather_objects(reason) if one is not None), None)
         if packed is not None and reason is None:
             return PackingChoice(is_packed=True, reason=None, probe=packed)
+    if world.context.size > 1:
+        raise TrainingError(
+            f"training.context_parallel={world.context.size} needs packs, but this model is trained on padded rows: "
+            f"{reason}",
+            fix="leave training.context_parallel out, or choose another model",
+        )
     return PackingChoice(is_packed=False, reason=reason, probe=probe(is_packed=False))

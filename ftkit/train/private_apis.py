@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.fsdp import FSDPModule
 
@@ -75,6 +76,16 @@ def raise_recompile_limit(num_layers: int) -> None:
     from torch._dynamo import config  # noqa: PLC0415 - loads the compiler
 
     config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)
+
+
+def process_group(name: str) -> ProcessGroup:
+    """Return a process group by its name, which is all that an operator can be given of it.
+
+    `torch.distributed.distributed_c10d._resolve_process_group`, torch 2.2 to 2.15. If it goes: functional collectives
+    with a public way to give them a group.
+    """
+    group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type] # noqa: SLF001
+    return group
 
 
 def symmetric_memory() -> ModuleType:

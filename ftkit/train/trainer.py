@@ -53,6 +53,7 @@ from ftkit.train.model.build import (
     make_config,
     read_config,
 )
+from ftkit.train.model.context_parallel import check_context_parallel, context_parallel_attention
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
 from ftkit.train.packing import choose_packing
@@ -164,10 +165,11 @@ class Trainer:
             self.plan.batch,
             seed=training.seed,
             num_packs_in_run=None if training.num_epochs is None else training.num_epochs * len(store),
-            rank=self.world.rank,
-            size=self.world.size,
+            rank=self.world.data_rank,
+            size=self.world.data_size,
             is_packed=is_packed,
             is_mixed=is_mixed,
+            context=self.world.context,
         )
 
     def _build_engine(self) -> tuple[Engine, BuiltModel]:
@@ -182,7 +184,12 @@ class Trainer:
         generation = Generation.of(self.tokenizer, folder)
         kernel, reason = choose_kernel(recipe.training, config.text, self.world)
         log.info("attention: %s (%s)", kernel, reason)
-        model = build_empty(config.text, implementation_of(kernel))
+        implementation = implementation_of(kernel)
+        if self.world.context.size > 1:
+            check_context_parallel(config.text, kernel, self.world.context.size)
+            implementation = context_parallel_attention(kernel, self.world.context)
+            log.info("context parallelism: %d GPUs divide the tokens of a pack", self.world.context.size)
+        model = build_empty(config.text, implementation)
         check_positions(model, recipe.model.architecture)
         counts = count_modules(model, recipe.model.architecture.intermediate_size)
         plan = plan_for_counts(self.plan, counts)

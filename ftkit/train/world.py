@@ -24,6 +24,31 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that divide the tokens of the same packs among them; by default, a rank is alone.
+
+    Attributes:
+        rank: of this process in the group.
+        size: number of its processes.
+        group: their process group; None for a rank that is alone.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the process group."""
+        return "" if self.group is None else self.group.group_name
+
+    def part(self, length: int) -> slice:
+        """Return which of a pack's `length` tokens are this process's; each rank has as many."""
+        tokens = length // self.size
+        return slice(self.rank * tokens, (self.rank + 1) * tokens)
+
+
+@dataclass(frozen=True)
 class World:
     """This process among the `size` processes of a run.
 
@@ -35,6 +60,7 @@ class World:
         device: of this process.
         mesh: all processes, for tensors on their devices.
         host_mesh: all processes, for tensors in main memory.
+        context: this process among those that work on the same packs: neighbors by rank.
     """
 
     rank: int
@@ -44,6 +70,17 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     host_mesh: DeviceMesh
+    context: ContextGroup = ContextGroup()
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a batch's packs this process works on, of `data_size` parts."""
+        return self.rank // self.context.size
+
+    @property
+    def data_size(self) -> int:
+        """Number of groups of processes with packs of their own."""
+        return self.size // self.context.size
 
     @property
     def is_first(self) -> bool:
@@ -60,6 +97,13 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def context_sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the processes that work on the same packs."""
+        total = value.clone()
+        if self.context.group is not None:
+            dist.all_reduce(total, group=self.context.group)
+        return total
+
     def sum(self, values: list[float]) -> list[float]:
         """Return element-wise sums over all ranks. A host sync."""
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -68,8 +112,12 @@ class World:
 
 
 @contextmanager
-def init_world(placement: PlacementPlan) -> Iterator[World]:
+def init_world(placement: PlacementPlan, context_parallel: int = 1) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it at the end.
+
+    Args:
+        placement: where the processes are.
+        context_parallel: processes that divide the tokens of a pack; a divisor of all.
 
     Raises:
         TrainingError: the processes or devices are not those of the plan.
@@ -88,9 +136,19 @@ def init_world(placement: PlacementPlan) -> Iterator[World]:
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     try:
         mesh, host_mesh = (init_device_mesh(kind, (size,)) for kind in (device.type, "cpu"))
-        yield World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh)
+        context = _context_group(device, size, context_parallel)
+        yield World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh, context)
     finally:
         dist.destroy_process_group()
+
+
+def _context_group(device: torch.device, size: int, context_parallel: int) -> ContextGroup:
+    if context_parallel == 1:
+        return ContextGroup()
+    mesh = init_device_mesh(
+        device.type, (size // context_parallel, context_parallel), mesh_dim_names=("data", "context")
+    )
+    return ContextGroup(mesh.get_local_rank("context"), context_parallel, mesh.get_group("context"))
 
 
 def _device(placement: PlacementPlan, local_rank: int) -> torch.device:

@@ -50,6 +50,12 @@ def test_a_graph_break_raises_the_first_of_the_compile_failures() -> None:
 
 
 @pytest.mark.oldest
+def test_a_process_group_is_found_by_its_name(world: World) -> None:
+    group = world.mesh.get_group()
+    assert private_apis.process_group(group.group_name) is group
+
+
+@pytest.mark.oldest
 def test_the_recompile_limit_rises_with_the_layers_and_never_falls() -> None:
     from torch._dynamo import config
 

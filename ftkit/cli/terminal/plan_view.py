@@ -84,8 +84,11 @@ def _processes(plan: RunPlan) -> str:
 
 def _batch(plan: RunPlan) -> str:
     batch = plan.batch
+    context = plan.recipe.training.context_parallel
+    num = plan.placement.world_size // context
+    owners = plural(num, "process") if context == 1 else f"{plural(num, 'group')} of {context} processes"
     return (
-        f"{plural(batch.micro_batch_size, 'pack')} × {plural(plan.placement.world_size, 'process')} × "
+        f"{plural(batch.micro_batch_size, 'pack')} × {owners} × "
         f"{batch.accumulation_steps} accumulation = {plural(batch.global_batch_size, 'pack')} "
         f"({batch.tokens_per_step:,} tokens) per step"
     )

@@ -99,10 +99,10 @@ class _Sizes:
         self.compiled = setup.engine == "fsdp2" and training.compile != "none" and setup.device == "cuda"
         self.plain_attention = setup.device == "cpu" or training.attention in {"sdpa", "eager"}
         self.width = compute_width(training)
-        self.tokens = training.micro_batch_size * training.sequence_length
+        self.tokens = setup.tokens
         self.counts, method = count_model(shape), method_counts(shape, training)
         self.trained, self.total = method.trained, method.total
-        at_once = training.micro_batch_size * setup.num_shards
+        at_once = training.micro_batch_size * setup.num_data_ranks
         self.keeps_gradients = setup.engine == "zero3" or training.global_batch_size > at_once
         self.table = shape.vocab_size * shape.hidden_size
         self.trains_table = training.adapters is None
@@ -195,7 +195,10 @@ class _Sizes:
         What it computes there takes the place of what it is done with (measured at 65,536 tokens).
         """
         has_adapters = self.training.adapters is not None
-        return self.tokens * layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
+        size = layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
+        if self.training.context_parallel > 1:  # attention's output, before its heads are traded for tokens
+            size += self.width * self.shape.num_attention_heads * self.shape.head_dim
+        return self.tokens * size
 
     def hidden(self) -> float:
         """Return the bytes of the residual stream between two layers."""

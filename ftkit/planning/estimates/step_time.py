@@ -132,10 +132,10 @@ class StepTimePlan:
 def predict_step_time(setup: Setup, gpu: Gpu) -> StepTimePlan:
     """Predict the speed of a run whose packs are one document each, all of its tokens targets."""
     training, num_shards = setup.training, setup.num_shards
-    tokens = training.micro_batch_size * training.sequence_length
-    accumulation = max(1, training.global_batch_size // (training.micro_batch_size * num_shards))
+    tokens = setup.tokens
+    accumulation = max(1, training.global_batch_size // (training.micro_batch_size * setup.num_data_ranks))
     micro = {
-        "gpu": _gpu_seconds(setup, gpu, tokens),
+        "gpu": _gpu_seconds(setup, gpu, tokens) + _exchange_seconds(setup, gpu),
         "network": _network_seconds(setup, gpu),
         "host": setup.shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[setup.engine],
         "main memory": _offload_seconds(setup, tokens),
@@ -189,6 +189,15 @@ def _network_seconds(setup: Setup, gpu: Gpu) -> float:
     if setup.num_nodes > 1 and setup.node_bandwidth is not None:
         bandwidth = min(bandwidth, setup.node_bandwidth)
     return _carried_bytes(setup, 1 if setup.keeps_weights else 2) / (NETWORK_EFFICIENCY * bandwidth)
+
+
+def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
+    """Return how long tokens are traded for heads: nothing else can be done meanwhile."""
+    shape, training, size = setup.shape, setup.training, setup.training.context_parallel
+    heads = 2 * shape.num_attention_heads + 2 * max(shape.num_key_value_heads, size)
+    moved = setup.tokens * heads * shape.head_dim * compute_width(training) * (size - 1) / size
+    passes = 2 if training.activation_checkpointing == "none" else 3
+    return shape.num_hidden_layers * passes * moved / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
 
 
 def _carried_bytes(setup: Setup, times: int) -> int:

@@ -12,6 +12,7 @@ from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.components.padding import PaddedRows, pad_documents
+from ftkit.train.world import ContextGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import BatchPlan
 
 HOST = torch.device("cpu")
+ALONE = ContextGroup()
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class BatchSchedule:
         size: int,
         is_packed: bool = True,
         is_mixed: bool = False,
+        context: ContextGroup = ALONE,
     ) -> None:
         self._store = store
         self._plan = plan
@@ -71,6 +74,7 @@ class BatchSchedule:
         self._size = size
         self._is_packed = is_packed
         self._is_mixed = is_mixed
+        self._context = context
 
     def packs_of_step(self, step: int) -> list[int]:
         """Return the packs of a step over all processes; fewer than a full batch at the end of the last epoch."""
@@ -103,35 +107,39 @@ class BatchSchedule:
             begin = (accumulation * self._size + self._rank) * micro
             chosen = packs[begin : begin + micro]
             rows_of_packs = np.concatenate([self._store.read(chosen), _empty_packs(micro - len(chosen), length)])
-            micro_batches.append(to_micro_batch(rows_of_packs, HOST, is_mixed=self._is_mixed))
+            micro_batches.append(to_micro_batch(rows_of_packs, HOST, is_mixed=self._is_mixed, context=self._context))
         return StepBatch(micro_batches, num_targets)
 
 
-def to_micro_batch(packs: NDArray[np.int32], device: torch.device, *, is_mixed: bool = False) -> MicroBatch:
+def to_micro_batch(
+    packs: NDArray[np.int32], device: torch.device, *, is_mixed: bool = False, context: ContextGroup = ALONE
+) -> MicroBatch:
     """Bring packs, as `PackStore.read` returns them, to a device in the form in which they are computed on.
 
     Args:
         packs: int32 [packs, 4, length].
         device: where to.
         is_mixed: whether they are of several sources, so that each label comes with its own.
+        context: of each pack, its part is taken.
     """
-    labels = packs[:, 1].reshape(-1)
+    positions = packs[:, 2]
+    borders = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+    own = packs[:, :, context.part(packs.shape[2])]
+    labels = own[:, 1].reshape(-1)
     index = np.flatnonzero(labels != IGNORED)
 
     def tensor(values: NDArray[np.integer], dtype: type[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values.astype(dtype))
 
-    positions = packs[:, 2]
-    borders = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
     batch = MicroBatch(
-        input_ids=tensor(packs[:, 0], np.int64),
-        position_ids=tensor(positions, np.int64),
+        input_ids=tensor(own[:, 0], np.int64),
+        position_ids=tensor(own[:, 2], np.int64),
         label_index=tensor(index, np.int64),
         labels=tensor(labels[index], np.int64),
         cu_seqlens=tensor(borders, np.int32),
         # A bound that is the same for all batches: kernels are compiled for it.
         max_seqlen=packs.shape[2],
-        label_sources=tensor(packs[:, 3].reshape(-1)[index], np.int64) if is_mixed else None,
+        label_sources=tensor(own[:, 3].reshape(-1)[index], np.int64) if is_mixed else None,
     )
     return batch.on(device)
 

@@ -66,7 +66,7 @@ class Evaluator:
         micro = self.plan.recipe.training.micro_batch_size
         total = torch.zeros((), device=self.world.device)
         source_losses = SourceLosses(len(names), self.world.device)
-        for first in range(0, num_packs, micro * self.world.size):
+        for first in range(0, num_packs, micro * self.world.data_size):
             if not self.is_packed:
                 packs = store.read(range(first, min(first + micro * self.world.size, num_packs)))
                 rows = pad_documents(packs, micro * packs.shape[2], self.world.size)
@@ -75,10 +75,11 @@ class Evaluator:
                     total += model(batch=batch, source_losses=source_losses)
                 continue
             # Ranks beyond the end compute the last packs again, without counting them.
-            begin = first + self.world.rank * micro
+            begin = first + self.world.data_rank * micro
             counts = begin < num_packs
             chosen = range(begin, min(begin + micro, num_packs)) if counts else range(num_packs - 1, num_packs)
-            batch = to_micro_batch(store.read(chosen), self.world.device, is_mixed=bool(names))
+            packs = store.read(chosen)
+            batch = to_micro_batch(packs, self.world.device, is_mixed=bool(names), context=self.world.context)
             loss = model(batch=batch, source_losses=source_losses if counts else None)
             total += loss if counts else 0
         own_sums = torch.cat([total.reshape(1), source_losses.sums.flatten()])

@@ -104,11 +104,15 @@ def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
 class ProbeResult:
     """What a model computes for two micro-batches that differ only in some of their tokens; N tokens are in each.
 
+    With context parallelism, the N tokens of this rank's parts of the packs.
+
     Attributes:
         is_kept: bool [N], tokens that both micro-batches hold: the first part of every other document.
         is_later: bool [N], what follows them in the same document. All other tokens are their neighbors.
         states: hidden states of each micro-batch, [N, H].
-        gradients: of the second one's kept hidden states to the first layer's output at all of its tokens, [N, H].
+        gradient_norms: of the gradient of the second one's kept hidden states to the first layer's output at each of
+            its tokens, fp32 [N].
+        kept_norm: their mean over the kept tokens, on all ranks with tokens of the same packs.
         own_logits: those that the model's own class computes for the last tokens of each row of the first, [M, V].
         expected_logits: those that ftkit's loss computes, [M, V].
     """
@@ -116,7 +120,8 @@ class ProbeResult:
     is_kept: torch.Tensor
     is_later: torch.Tensor
     states: tuple[torch.Tensor, torch.Tensor]
-    gradients: torch.Tensor
+    gradient_norms: torch.Tensor
+    kept_norm: torch.Tensor
     own_logits: torch.Tensor
     expected_logits: torch.Tensor
 
@@ -137,12 +142,15 @@ def run_probe(
     """
     layout = (_packed_layout if is_packed else _padded_layout)(micro_batch_size, sequence_length)
     first, second = (_probe_batch(layout, vocab_size, seed, world) for seed in (1, 2))
-    is_kept, is_later = (torch.from_numpy(of.reshape(-1)).to(world.device) for of in (layout.is_kept, layout.is_later))
+    part = world.context.part(layout.is_kept.shape[1])
+    is_kept, is_later = (
+        torch.from_numpy(of[:, part].reshape(-1)).to(world.device) for of in (layout.is_kept, layout.is_later)
+    )
     with torch.random.fork_rng(devices=[] if world.device.type == "cpu" else [world.device]):
         torch.manual_seed(0)  # for dropout
         with engine.probe() as model:
             states, own_logits, expected_logits = model(
-                compute=_class_logits, batch=first, num_logits=min(32, layout.is_kept.shape[1])
+                compute=_class_logits, batch=first, num_logits=min(32, part.stop - part.start)
             )
         if len(states) != is_kept.numel():
             raise TrainingError(
@@ -153,7 +161,9 @@ def run_probe(
         torch.manual_seed(0)
         with engine.probe() as model:
             other_states, gradients = _states_and_gradients(model, second, is_kept)
-    return ProbeResult(is_kept, is_later, (states, other_states), gradients, own_logits, expected_logits)
+    norms = gradients.float().norm(dim=1)
+    kept_norm = world.context_sum(norms[is_kept].sum()) / world.context_sum(is_kept.sum())
+    return ProbeResult(is_kept, is_later, (states, other_states), norms, kept_norm, own_logits, expected_logits)
 
 
 def _class_logits(
@@ -267,8 +277,7 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict
 
 def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
     """Return the largest gradient at some tokens, relative to the mean at the kept ones."""
-    norms = probe.gradients.float().norm(dim=1)
-    return _largest_ratio(norms[to], norms[probe.is_kept].mean())
+    return _largest_ratio(probe.gradient_norms[to], probe.kept_norm)
 
 
 def verify_logits(probe: ProbeResult) -> dict[str, str]:
@@ -354,5 +363,5 @@ def _probe_batch(layout: _Layout, vocab_size: int, seed: int, world: World) -> M
     tokens = np.where(kept, same, other).astype(np.int32)
     values = np.stack([tokens, np.full_like(tokens, IGNORED), layout.positions], axis=1)
     if layout.lengths is None:
-        return to_micro_batch(values, world.device)
+        return to_micro_batch(values, world.device, context=world.context)
     return to_padded_micro_batch(PaddedRows(values, layout.lengths), world.device)

@@ -13,7 +13,7 @@ from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.train.private_apis import CONVERTS_WEIGHTS, attention_implementation, flash_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -142,7 +142,7 @@ def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str 
             for num in (heads, key_heads, key_heads)
         )
         cu_seqlens = torch.tensor([0, FLEX_MINIMUM // 3, FLEX_MINIMUM], dtype=torch.int32, device=device)
-        output, _ = _varlen(query, key, value, cu_seqlens, FLEX_MINIMUM, 1 / math.sqrt(width), None)
+        output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, 1 / math.sqrt(width), None)
         output.sum().backward()
         torch.cuda.synchronize(device)  # host sync: a kernel's error shows here, before step 1
     except Exception as error:  # noqa: BLE001 - many packages, each with errors of its own, may be missing or too old
@@ -168,21 +168,30 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
     Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D]. Without `cu_seq_lens_q`, each row is a
     document: padding on its right is seen by none of its tokens.
     """
-    for name in _UNKNOWN_TO_FLASH4:
-        if unused.get(name) is not None:
-            raise TrainingError(
-                f"{type(module).__name__} changes its attention scores ('{name}'), which flash-attn-4 can't do",
-                fix="set training.attention=flex",
-            )
-    del module, attention_mask, unused
+    refuse_changed_scores(module, unused)
+    del attention_mask
     batch, _, length, width = query.shape
     if cu_seq_lens_q is None or max_length_q is None:
         rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
         cu_seq_lens_q, max_length_q = rows * length, length
     flat = [tensor.transpose(1, 2).reshape(batch * length, -1, width) for tensor in (query, key, value)]
     scale = scaling if scaling is not None else 1 / math.sqrt(width)
-    output, _ = _varlen(*flat, cu_seq_lens_q, max_length_q, scale, sliding_window)
+    output, _ = varlen_attention(*flat, cu_seq_lens_q, max_length_q, scale, sliding_window)
     return output.view(batch, length, -1, width), None
+
+
+def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse the arguments of attention by which a model changes its scores.
+
+    Raises:
+        TrainingError: one of them is given.
+    """
+    name = next((name for name in _UNKNOWN_TO_FLASH4 if arguments.get(name) is not None), None)
+    if name is not None:
+        raise TrainingError(
+            f"{type(module).__name__} changes its attention scores ('{name}'), which flash-attn-4 can't do",
+            fix="set training.attention=flex",
+        )
 
 
 def packed_masks(module: Any, position_ids: torch.Tensor) -> dict[str, Any] | None:
@@ -229,7 +238,7 @@ def generation_attention(model: PreTrainedModel) -> Iterator[None]:
 # Operators: the compiler doesn't trace into them, and activation checkpointing can keep their output. The package's
 # public function is opaque to both; hence its private ones.
 @torch.library.custom_op("ftkit::varlen_attention", mutates_args=())
-def _varlen(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
+def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -285,7 +294,7 @@ def _options(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, sliding_wi
     }
 
 
-@_varlen.register_fake
+@varlen_attention.register_fake
 def _(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: Any) -> tuple[torch.Tensor, torch.Tensor]:
     length, heads, _width = query.shape
     return query.new_empty(length, heads, value.shape[-1]), query.new_empty(heads, length, dtype=torch.float32)
@@ -307,7 +316,7 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.
     return (*_varlen_backward(gradient, saved, cu_seqlens, *ctx.settings), None, None, None, None)
 
 
-_varlen.register_autograd(_backward, setup_context=_save_for_backward)
+varlen_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def implementation_of(kernel: Kernel) -> str:

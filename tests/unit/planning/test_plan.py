@@ -342,6 +342,28 @@ def test_what_zero3_cannot_do_is_refused_and_auto_takes_fsdp2() -> None:
     assert (chosen.name, "activation_checkpointing" in chosen.reason) == ("fsdp2", True)
 
 
+def on_gpus(num: int) -> ClusterProfile:
+    return A4.model_copy(update={"gpus_per_node": num, "scheduler": "local", "runtime": "none"})
+
+
+def test_packs_are_divided_among_gpus_of_a_node_that_divide_the_heads() -> None:
+    divided = plan(demo("training.context_parallel=2", "training.micro_batch_size=1"), on_gpus(4))
+    assert divided.batch.accumulation_steps * 2 == divided.batch.global_batch_size
+    whole = plan(demo("training.micro_batch_size=1"), on_gpus(4))
+    assert divided.memory.activations < 0.7 * whole.memory.activations
+    assert "4 GPUs of a node can't be divided into groups of 8" in problems(
+        demo("training.context_parallel=8"), on_gpus(4)
+    )
+    assert "attention heads of the model can't be divided among 5" in problems(
+        demo("training.context_parallel=5", "training.sequence_length=510"), on_gpus(5)
+    )
+    assert "data.packing is 'off'" in problems(demo("training.context_parallel=2", "data.packing=off"), on_gpus(2))
+    with pytest.raises(ConfigError, match="can't be divided evenly among context_parallel 2"):
+        demo("training.context_parallel=2", "training.sequence_length=511")
+    assert plan(demo("training.context_parallel=2"), on_gpus(2)).engine.name == "fsdp2"
+    assert "context_parallel" in problems(demo("training.context_parallel=2", "training.engine=zero3"), on_gpus(2))
+
+
 def test_copy_engines_need_several_gpus_of_one_node() -> None:
     recipe = demo("training.collectives=copy_engine")
     assert "this run has 1 x 2 processes with device 'cpu'" in problems(recipe)

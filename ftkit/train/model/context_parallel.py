@@ -1,0 +1,158 @@
+"""Context parallelism: the ranks of a group divide the tokens of each pack, and trade them for heads in attention.
+
+A rank computes everything that is done token by token on its own part of each pack. Before attention, an all-to-all
+gives it all tokens of its share of the heads, and after attention another one gives the tokens back (DeepSpeed Ulysses,
+Jacobs et al. 2023). So the kernels see whole packs: documents and sliding windows are exact at any length.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from ftkit.errors import TrainingError
+from ftkit.train.model.attention import refuse_changed_scores, varlen_attention
+from ftkit.train.private_apis import process_group
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from ftkit.train.model.attention import Kernel
+    from ftkit.train.world import ContextGroup
+
+_NAME = "ftkit_context_parallel"
+"""transformers' name of it."""
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Kinds of layers that exchange tokens in attention alone, with masks that `cu_seqlens` and a window describe."""
+
+
+def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -> None:
+    """Check that a model's tokens can be divided among `size` ranks.
+
+    Raises:
+        TrainingError: other parts of the model than attention see more than one token, or its heads can't be divided.
+    """
+    heads = config.num_attention_heads
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        reason = f"its layers of type {', '.join(sorted(others))} carry a state from token to token"
+    elif kernel not in {"flash4", "sdpa"}:
+        reason = f"its attention needs the kernel '{kernel}', which does not take packs by 'cu_seqlens'"
+    elif heads % size:
+        reason = f"its {heads} attention heads can't be divided among {size} GPUs"
+    else:
+        return
+    raise TrainingError(
+        f"training.context_parallel={size} can't train a '{config.model_type}': {reason}",
+        fix="leave training.context_parallel out, or choose a divisor of the number of attention heads",
+    )
+
+
+def context_parallel_attention(kernel: Kernel, group: ContextGroup) -> str:
+    """Return transformers' name of attention over all tokens of a group; it is registered with transformers."""
+    AttentionInterface.register(_NAME, partial(_attention, kernel=kernel, group=group.name, size=group.size))
+    return _NAME
+
+
+def _attention(  # noqa: PLR0913 - the interface is transformers'
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    kernel: Kernel,
+    group: str,
+    size: int,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention within documents over the tokens of all ranks of a group.
+
+    Shapes: query [B, H, S, D], key and value [B, K, S, D], with S tokens of each pack; returns [B, S, H, D].
+    `cu_seq_lens_q` is of the whole packs.
+    """
+    refuse_changed_scores(module, others)
+    del attention_mask
+    batch, heads, tokens, width = query.shape
+    key, value = (_repeat_heads(tensor, size) for tensor in (key, value))
+    parts = [tensor.transpose(1, 2).reshape(batch, tokens, size, -1) for tensor in (query, key, value)]
+    widths = [part.shape[-1] for part in parts]
+    sent = torch.cat(parts, dim=-1).permute(2, 0, 1, 3).contiguous()
+    received = all_to_all(sent, group).transpose(0, 1)  # [B, size, S, ...]
+    queries, keys, values = (
+        part.reshape(batch * size * tokens, -1, each.shape[-1])
+        for part, each in zip(received.split(widths, dim=-1), (query, key, value), strict=True)
+    )
+    scale = scaling if scaling is not None else 1 / math.sqrt(width)
+    if kernel == "flash4":
+        output, _ = varlen_attention(queries, keys, values, cu_seq_lens_q, max_length_q, scale, sliding_window)
+    else:
+        output = _masked_attention(queries, keys, values, cu_seq_lens_q, scale, sliding_window)
+    sent = output.view(batch, size, tokens, -1).transpose(0, 1).contiguous()
+    received = all_to_all(sent, group).permute(1, 2, 0, 3)  # [B, S, size, ...]
+    return received.reshape(batch, tokens, heads, -1), None
+
+
+def _repeat_heads(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Repeat key-value heads, [B, K, S, D], as often as each of `size` ranks needs one for its query heads."""
+    times = size // math.gcd(size, tensor.shape[1])
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
+
+
+def _masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Compute attention within documents by torch's SDPA, with a mask of the number of tokens squared.
+
+    Shapes: query [T, H, D], key and value [T, K, D]; returns [T, H, D].
+    """
+    places = torch.arange(len(query), device=query.device)
+    document = torch.bucketize(places, cu_seqlens, right=True)
+    distance = places[:, None] - places
+    mask = (document[:, None] == document) & (distance >= 0)
+    if sliding_window is not None:
+        mask &= distance < sliding_window
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    output = functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+    return output[0].transpose(0, 1)
+
+
+# An operator: the compiler doesn't trace into it, so it takes the group by its name.
+@torch.library.custom_op("ftkit::all_to_all", mutates_args=())
+def all_to_all(sent: torch.Tensor, group: str) -> torch.Tensor:
+    """Send the i-th part of a contiguous tensor, [size, ...], to rank i of a group; return the parts that came."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=process_group(group))
+    return received
+
+
+@all_to_all.register_fake
+def _(sent: torch.Tensor, _: str) -> torch.Tensor:
+    return torch.empty_like(sent)
+
+
+def _save_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    del output
+    ctx.group = inputs[1]
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return all_to_all(gradient.contiguous(), ctx.group), None
+
+
+all_to_all.register_autograd(_backward, setup_context=_save_group)

@@ -1,0 +1,73 @@
+"""Runs whose packs are divided among ranks: they train as runs on whole packs do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoConfig
+
+from ftkit.errors import TrainingError
+from ftkit.runs.records import EvaluationRecord, VerificationRecord
+from ftkit.train.model.context_parallel import check_context_parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FP32 = ("training.precision=fp32", "training.max_steps=4", "evaluation.sql_execution=null")
+FAMILIES = {
+    "qwen3": ("training.method=lora",),
+    "olmo3": ("model.architecture.sliding_window=24", "training.activation_checkpointing=full"),
+    "gemma3_text": ("model.architecture.sliding_window=24", "training.activation_checkpointing=selective"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_with_divided_packs_trains_as_one_with_whole_packs(family: str, make_run: Callable[..., Any]) -> None:
+    words = (*FP32, f"model.architecture.family={family}", *FAMILIES[family])
+    whole = make_run(f"whole-{family}", *words, processes=1)
+    divided = make_run(f"divided-{family}", "training.context_parallel=2", *words, processes=2)
+    for run in (whole, divided):
+        run.train()
+    expected = whole.losses()
+    assert len(expected) == 4
+    for step, numbers in divided.losses().items():
+        # AdamW's first steps have the size of the learning rate, however small a gradient is: rounding grows.
+        assert numbers == pytest.approx(expected[step], rel=2e-6 if step == 1 else 1e-4), step
+    before, after = ([record.loss for record in run.records(EvaluationRecord)] for run in (whole, divided))
+    assert after == pytest.approx(before, rel=1e-4)
+    assert divided.records(VerificationRecord)[0].checks["documents are"] == "packed"
+
+
+def test_a_run_resumes_with_packs_divided_among_more_ranks_than_key_heads(make_run: Callable[..., Any]) -> None:
+    words = (*FP32, "training.checkpoint_every_steps=2")
+    whole = make_run("whole", *words, processes=2)
+    whole.train()
+    divided = make_run("divided-4", "training.context_parallel=4", *words, processes=4)
+    resumed = whole.copy_to("divided-4")
+    resumed.forget_after(2)
+    divided.train()
+    expected, losses = whole.losses(), divided.losses()
+    assert set(losses) == {3, 4}
+    for step, numbers in losses.items():
+        assert numbers == pytest.approx(expected[step], rel=2e-6 if step == 3 else 1e-4), step
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel", "reason"),
+    [
+        ({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}, "sdpa", "6 attention heads"),
+        ({}, "eager", "the kernel 'eager'"),
+    ],
+)
+def test_models_whose_tokens_can_t_be_divided_are_refused(config: dict[str, int], kernel: Any, reason: str) -> None:
+    refused = AutoConfig.for_model("llama", **config)
+    with pytest.raises(TrainingError, match=reason):
+        check_context_parallel(refused, kernel, 4)
+    check_context_parallel(AutoConfig.for_model("llama"), "sdpa", 4)
+
+
+def test_layers_that_carry_a_state_are_refused() -> None:
+    mixed = AutoConfig.for_model("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    with pytest.raises(TrainingError, match="layers of type conv carry a state"):
+        check_context_parallel(mixed, "sdpa", 2)
