@@ -304,5 +304,8 @@ class ResourcesSpec(Spec):
     """Number of nodes."""
     gpus_per_node: PositiveInt | None = None
     """GPUs per node, one process each. All of the node's if null."""
+    max_restarts: Annotated[int, Field(ge=0, le=1000), WHOLE_NUMBER] = 3
+    """How often in a row training starts again within its job, from the newest checkpoint, after a process died or
+    failed in a way that need not come again; a new checkpoint begins the count anew. 0: never."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
     """Slurm's words: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`. The profile's if null."""

@@ -146,7 +146,8 @@ def resume(
     revoke(layout)  # nobody trains any more: the next job need not find that out by watching
     ended = [layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state]
     if submission:
-        ended += [layout.job_exit_code(submission.job_id), layout.job_stop_request(submission.job_id)]
+        job_id = submission.job_id
+        ended += [layout.job_exit_code(job_id), layout.job_stop_request(job_id), layout.job_no_restart(job_id)]
     for path in ended:
         path.unlink(missing_ok=True)
     with _restored_if_refused(layout.plan, layout.script, layout.preparation_script, layout.manifest):

@@ -173,6 +173,15 @@ class RunLayout:
         return self.root / f"{self.stop_request.name}-{job_id}"
 
     @property
+    def no_restart(self) -> Path:
+        """Beginning of the name of a file that a rank leaves whose failure would only come again."""
+        return self.root / "no-restart"
+
+    def job_no_restart(self, job_id: str) -> Path:
+        """Return that file of one job, a Slurm job or a process."""
+        return self.root / f"{self.no_restart.name}-{job_id}"
+
+    @property
     def leases(self) -> Path:
         """Who trains here: `ftkit.runs.lease`."""
         return self.root / "leases"

@@ -146,6 +146,14 @@ def revoke(layout: RunLayout) -> None:
             _create(_path(layout.leases, lease.number + 1), Released(is_released=True))
 
 
+def revoke_if_dead(layout: RunLayout) -> None:
+    """End the lease of a process of this machine that is gone, so that the next start need not watch it die."""
+    lease = _look(layout.leases)
+    if lease and lease.holder and lease.holder.machine == _machine() and not lease.is_running_here:
+        with contextlib.suppress(OSError):
+            revoke(layout)
+
+
 @contextmanager
 def held_lease(
     layout: RunLayout,
@@ -201,6 +209,8 @@ class HeldLease:
             os.utime(_path(self._folder, self._number))
         except FileNotFoundError:
             is_there = False
+            if not self._folder.is_dir():
+                return  # nor is its folder: the file system is gone, for now
         except OSError:
             return  # the file system stalls: whether someone took the lease meanwhile is seen afterwards
         newest = _look(self._folder)

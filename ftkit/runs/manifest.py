@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from ftkit.errors import FtkitError, TrainingError, one_line, redact_command
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import plan_to_json
-from ftkit.runs.records import EndRecord, read_last_record
+from ftkit.runs.records import EndRecord, read_last_record, read_last_step
 from ftkit.runs.summary import first_error, list_checkpoints
 
 if TYPE_CHECKING:
@@ -133,25 +133,30 @@ def _own_commit() -> dict[str, Any] | None:
     return git_commit(checkout) if (checkout / ".git").exists() else None
 
 
-def record_start(manifest: Path, image: Path = _IMAGE) -> None:
+def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0) -> None:
     """Add this start to the `starts` of a run's manifest. Only who holds the run's lease may.
 
     Args:
         manifest: the run's manifest.json; without one nothing is written.
         image: the folder in the container.
+        num_restarts: how often training was started again within this job.
 
     Raises:
-        TrainingError: the container holds another image than the manifest says.
+        TrainingError: the container holds another image than the manifest says; or the two starts before this one, in
+            this job, failed in the same way at the same step.
     """
     values = read_json_if_valid(manifest, dict[str, Any])
     earlier = None if values is None else values.get("starts", [])
     if values is None or not isinstance(earlier, list):
         return
     layout = RunLayout(manifest.parent)
+    end = _find_end(layout, earlier)
     start = _describe_start(image) | {
+        "restart": num_restarts,
         "versions": _installed_versions(),
         "data": _data_digests(layout, values.get("data_fingerprint")),
-        "after": _explain_restart(layout, earlier),
+        "after": end.reason,
+        "failure": end.failure,
     }
     write_json(manifest, {**values, "starts": [*earlier, start]})
     expected, found = values.get("image_lock_sha256"), start["image"].get("lock_sha256")
@@ -160,6 +165,12 @@ def record_start(manifest: Path, image: Path = _IMAGE) -> None:
             f"the container holds another image than the run was submitted with: {start['container_image']}",
             meaning=f"the digest of its lock is {found or 'not there'}, the run's manifest says {expected}",
             fix="see what the file is with 'ftkit verify', and import the image again",
+        )
+    if num_restarts > 1 and end.failure and end.failure == end.failure_before:
+        raise TrainingError(
+            f"{end.failure['where']}, this happened twice: {end.reason}",
+            meaning="what comes again at the same step is rarely chance: it is the data, the code, or a machine",
+            fix=f"see the logs of the ranks; once the cause is fixed: ftkit resume {layout.root.name}",
         )
 
 
@@ -190,18 +201,40 @@ def _data_digests(layout: RunLayout, fingerprint: object) -> dict[str, str]:
     return digests if isinstance(digests, dict) else {}
 
 
-def _explain_restart(layout: RunLayout, earlier: Sequence[Any]) -> str:
-    """Say why the start before this one ended; later, the errors of its ranks are gone."""
+@dataclass(frozen=True)
+class _End:
+    """How the start before this one ended.
+
+    Args:
+        reason: for people; empty if this is the first start.
+        failure: what is the same if it comes again: the error, and the step; None if no rank left an error.
+        failure_before: the failure of the start before that.
+    """
+
+    reason: str = ""
+    failure: dict[str, str] | None = None
+    failure_before: object = None
+
+
+def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
+    """Find out how the start before this one ended; later, the errors of its ranks are gone."""
     if not earlier:
-        return ""
+        return _End()
+    start = earlier[-1] if isinstance(earlier[-1], dict) else {}
+    began = start.get("time")
+    since = began if isinstance(began, float) else 0.0
     last = read_last_record(layout.metrics)
-    if isinstance(last, EndRecord):
-        return {"stopped": "asked to stop", "completed": "completed; more steps were asked for"}[last.outcome]
-    since = earlier[-1].get("time") if isinstance(earlier[-1], dict) else None
-    error = first_error(layout, since=since if isinstance(since, float) else 0.0)
-    if error:
-        return f"rank {error.rank} on {error.host} failed: {error.type}: {one_line(error.message)}"
-    return "ended without an error: killed, or its node was lost"
+    if isinstance(last, EndRecord) and last.time >= since:
+        return _End({"stopped": "asked to stop", "completed": "completed; more steps were asked for"}[last.outcome])
+    error = first_error(layout, since=since)
+    if error is None:
+        return _End("ended without an error: killed, or its node was lost")
+    step = read_last_step(layout.metrics)
+    where = f"after step {step.step}" if step and step.time >= since else "before its first step"
+    reason = f"rank {error.rank} on {error.host} failed: {error.type}: {one_line(error.message)}"
+    # Addresses, ports and process ids differ each time, and where all ranks fail alike any of them may be the first.
+    same = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{error.type}: {one_line(error.message)}")
+    return _End(reason, {"where": where, "error": same}, start.get("failure"))
 
 
 def explain_missing_digests(layout: RunLayout) -> list[str]:

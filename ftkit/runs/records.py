@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 import traceback
@@ -262,6 +263,14 @@ def append_record(path: Path, record: Record) -> None:
         file.write(to_line(record) + "\n")
 
 
+_LOST_PEER = re.compile(
+    r"(connection|socket) (was )?(closed|reset|refused)|broken pipe|remote process exited|communicator was aborted"
+    r"|timed out (waiting|after)|socket timeout",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and torch's store say in the ranks that are left when one is gone."""
+
+
 @dataclass(frozen=True)
 class RankError:
     """What ended a rank.
@@ -283,6 +292,11 @@ class RankError:
     def is_actionable(self) -> bool:
         """Whether the message alone is enough, and the traceback of no use to the user."""
         return self.exit_code != 1
+
+    @property
+    def tells_of_another(self) -> bool:
+        """Whether it says no more than that this rank lost another one, which is where to look."""
+        return self.exit_code == 1 and _LOST_PEER.search(self.message) is not None
 
     @classmethod
     def from_exception(cls, error: BaseException, *, rank: int) -> RankError:

@@ -72,7 +72,7 @@ def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
 def first_error(layout: RunLayout, *, since: float) -> RankError | None:
     """Return the error of the rank that failed first, of those that failed after `since`.
 
-    The others mostly say that they lost the first one.
+    The others mostly say that they lost the first one; who says so did not fail first, whatever its clock says.
     """
     try:
         paths = list(layout.logs.glob("error-*.json"))
@@ -80,7 +80,7 @@ def first_error(layout: RunLayout, *, since: float) -> RankError | None:
         return None
     errors = [error for path in paths if (error := read_rank_error(path))]
     recent = [error for error in errors if error.time >= since - _CLOCK_TOLERANCE_SECONDS]
-    return min(recent, key=lambda error: error.time, default=None)
+    return min(recent, key=lambda error: (error.tells_of_another, error.time), default=None)
 
 
 def log_tail(layout: RunLayout, num_lines: int = _NUM_LOG_LINES) -> list[str]:

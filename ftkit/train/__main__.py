@@ -1,4 +1,7 @@
-"""`python -m ftkit.train PLAN`: one rank of a run, started by torchrun; --self-check tries this environment."""
+"""`python -m ftkit.train PLAN [RESTARTS]`: one rank of a run, started by torchrun; --self-check tries this environment.
+
+RESTARTS is how often training was started again within the job.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ftkit.errors import FtkitError, as_disk_full, redact
@@ -21,7 +24,7 @@ from ftkit.train.quiet import silence_torchao
 log = logging.getLogger(__name__)
 
 
-def main(plan_path: Path) -> int:
+def main(plan_path: Path, num_restarts: int = 0) -> int:
     """Run this rank; leave its error beside its log, for `ftkit status` to show."""
     layout = RunLayout(plan_path.parent)
     rank = int(os.environ["RANK"])
@@ -33,7 +36,7 @@ def main(plan_path: Path) -> int:
             # Once another job has taken the run over, this one ends at once.
             held = held_lease(layout, say=log.info, on_loss=lambda error: os._exit(_fail(layout, rank, error)))
             at_end.enter_context(held)
-            record_start(layout.manifest)
+            record_start(layout.manifest, num_restarts=num_restarts)
         with at_end:
             from ftkit.train.trainer import run_training  # noqa: PLC0415 - its imports can fail too
             from ftkit.train.world import init_world  # noqa: PLC0415
@@ -55,11 +58,19 @@ def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
     reason = as_disk_full(error)
     if isinstance(reason, FtkitError):
         log.error("%s", reason)
+        _forbid_restart()
     else:
         log.error("rank %d failed", rank, exc_info=error)
     if isinstance(reason, FolderHeldError) or is_held_by_another_job(layout):
         return reason.exit_code if isinstance(reason, FtkitError) else 1
     return record_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
+
+
+def _forbid_restart() -> None:
+    """Tell the job script that this failure would only come again."""
+    if path := os.environ.get("FTKIT_NO_RESTART_FILE"):
+        with suppress(OSError):
+            Path(path).touch()
 
 
 def check() -> int:
@@ -101,7 +112,7 @@ def _start_logs(layout: RunLayout, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    code = check() if sys.argv[1] == "--self-check" else main(Path(sys.argv[1]))
+    code = check() if sys.argv[1] == "--self-check" else main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
     logging.shutdown()
     sys.stdout.flush()
     # Past this point only the interpreter's and libraries' exit handlers would run; gloo's threads can abort in

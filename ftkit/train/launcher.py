@@ -1,8 +1,10 @@
-"""`python -m ftkit.train.launcher ...`: torchrun, as jobs on Slurm start it; and how a rank follows its torchrun.
+"""`python -m ftkit.train.launcher ...`: torchrun, as job scripts start it; and how a rank follows its torchrun.
 
 Slurm may send a signal that asks to stop (before it pre-empts a job, or `scancel --signal`) to every process of a
 job. The task's shell turns it into the stop file, which leads to a checkpoint; torchrun would end all ranks, so it
 must not hear of it. A rank, in turn, tells by the sender whether SIGTERM comes from its torchrun.
+
+A rank that a signal ends can't say so itself: the launcher leaves that as its error.
 """
 
 from __future__ import annotations
@@ -11,12 +13,21 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ftkit.planning.layout import RunLayout
+from ftkit.runs.lease import revoke_if_dead
+from ftkit.runs.records import RankError, write_rank_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +36,50 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit code of a rank that its torchrun ended, as a shell would report it."""
 
 
-def main(arguments: list[str]) -> None:
-    """Run torchrun, deaf to requests to stop. What it starts inherits both."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # torchrun installs a handler, which never runs
-    from torch.distributed.run import main as torchrun  # noqa: PLC0415 - after the mask: its threads inherit it
+_HEED_SIGNALS = "--heed-signals"
+_ENDED_BY = {
+    "SIGBUS": "a file that it had mapped went away: the file system was full or out of reach",
+    "SIGKILL": "most often the kernel does this when the node has no memory left",
+}
 
-    torchrun(arguments)
+
+def main(arguments: list[str]) -> int:
+    """Run torchrun, deaf to requests to stop unless the first argument is --heed-signals; what it starts inherits that.
+
+    Returns:
+        The exit code: 1 if a rank failed.
+    """
+    if arguments[0] == _HEED_SIGNALS:
+        arguments = arguments[1:]
+    else:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # torchrun installs a handler, which never runs
+    # After the mask: their threads inherit it.
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.run import main as torchrun  # noqa: PLC0415
+
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        sys.stderr.write(f"{error}\n")
+        layout = RunLayout(Path(arguments[arguments.index("ftkit.train") + 1]).parent)
+        _record_deaths(layout, error)
+        revoke_if_dead(layout)
+        return 1
+    return 0
+
+
+def _record_deaths(layout: RunLayout, error: ChildFailedError) -> None:
+    """Leave an error for each rank that a signal ended."""
+    for rank, failure in error.failures.items():
+        if failure.exitcode < 0:
+            name = failure.signal_name()
+            meaning = _ENDED_BY.get(name)
+            message = f"rank {rank} was ended by {name}" + (f": {meaning}" if meaning else "")
+            # Its time is in whole seconds, rounded down: before that of the ranks that only lost this one.
+            died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", 1)
+            with suppress(OSError):
+                write_rank_error(layout.rank_error(rank), died)
 
 
 def follow_launcher(on_end: Callable[[], None]) -> None:
@@ -60,4 +108,4 @@ def _wait_for_sigterm(launcher: int, on_end: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ftkit.errors import TrainingError
+from ftkit.planning.layout import RunLayout
 from ftkit.runs.manifest import record_start
+from ftkit.runs.records import RankError, write_rank_error
+from ftkit.runs.summary import first_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,6 +62,37 @@ def test_an_image_that_says_nothing_is_refused_only_if_it_should(manifest: Path,
     manifest.write_text("{}")
     record_start(manifest, tmp_path / "none")
     assert json.loads(manifest.read_text())["starts"][0]["image"] == {}
+
+
+def test_the_same_failure_at_the_same_step_twice_in_a_job_is_not_tried_again(tmp_path: Path) -> None:
+    layout, none = RunLayout(tmp_path), tmp_path / "none"
+    layout.manifest.write_text("{}")
+
+    def fail(num_restarts: int, rank: int, message: str) -> None:
+        record_start(layout.manifest, none, num_restarts=num_restarts)
+        write_rank_error(layout.rank_error(rank), RankError(time.time(), rank, "n1", "SIGSEGV", message, "", 1))
+
+    fail(0, 3, "at 0x7f12 of process 812")
+    fail(1, 2, "at 0x7e45 of process 977")
+    with pytest.raises(TrainingError, match="before its first step, this happened twice"):
+        fail(2, 1, "never")
+    layout.rank_error(3).unlink()  # as ranks that start do
+    layout.rank_error(2).unlink()
+    fail(0, 1, "at 0x7e45 of process 977")  # another job may try
+    fail(1, 1, "something else")
+    fail(2, 1, "something else")
+    assert [start["restart"] for start in json.loads(layout.manifest.read_text())["starts"]] == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_rank_that_only_lost_another_one_did_not_fail_first(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    lost = RankError(1.0, 0, "n1", "RuntimeError", "[pair.cc:534] Connection closed by peer [10.0.0.2]:5", "", 1)
+    write_rank_error(layout.rank_error(0), lost)
+    assert first_error(layout, since=0) == lost
+    write_rank_error(layout.rank_error(1), RankError(2.0, 1, "n2", "SIGKILL", "rank 1 was ended", "", 1))
+    found = first_error(layout, since=0)
+    assert found is not None
+    assert found.rank == 1
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"starts": 3}'])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 RUNNING = Observation(RunState.RUNNING, is_final=False)
 
 
-def start(time: float, resumed_from: int) -> StartRecord:
-    return StartRecord(time, 400, resumed_from, 2, "fsdp2", "cpu", 1000, {"torch": "2"})
+def start(when: float, resumed_from: int) -> StartRecord:
+    return StartRecord(when, 400, resumed_from, 2, "fsdp2", "cpu", 1000, {"torch": "2"})
 
 
 def test_each_restart_says_where_it_continued_and_why_the_start_before_it_ended(
@@ -34,7 +36,7 @@ def test_each_restart_says_where_it_continued_and_why_the_start_before_it_ended(
     none = tmp_path / "no-image"
     record_start(layout.manifest, none)
     record_start(layout.manifest, none)  # killed at once
-    records.write(run, records.step(1), records.end("stopped", 1))
+    records.write(run, records.step(1), replace(records.end("stopped", 1), time=time.time()))
     record_start(layout.manifest, none)
     begun = json.loads(layout.manifest.read_text())["starts"][-1]["time"]
     records.write(run, start(begun, 1))

@@ -45,6 +45,9 @@ def _end(outcome: str) -> str:
     return f"echo '{line}' >metrics.jsonl"
 
 
+FOR_GOOD = 'touch "$FTKIT_NO_RESTART_FILE"; '
+"""What a trainer does whose failure would only come again."""
+
 WAIT_FOR_REQUEST = 'until [[ -e "$FTKIT_STOP_FILE" || ! -e /proc/$TESTS ]]; do sleep 0.01; done; '
 """What a trainer does that is asked to stop; it does not outlive tests that are killed."""
 
@@ -75,13 +78,13 @@ def test_data_is_prepared_once_and_then_each_node_trains(make_plan: PlanMaker, m
     assert stages == [["--nodes=1", "--ntasks=1"], ["--nodes=2", "--ntasks=2"]]
     assert machine.calls("python3")[1].words == [
         "-m", "ftkit.train.launcher", "--node-rank=1", "--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=static",
-        "--master-addr=n1", "--master-port=22345", "--max-restarts=0", "-m", "ftkit.train", str(plan.layout.plan),
+        "--master-addr=n1", "--master-port=22345", "--max-restarts=0", "-m", "ftkit.train", str(plan.layout.plan), "0",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("stage", "code"), [("FAKE_PREPARE", 8), ("FAKE_TRAINER", 137)])
 def test_the_exit_code_of_a_stage_becomes_the_job_s(stage: str, code: int, plan: RunPlan, machine: Machine) -> None:
-    machine.environment = {stage: f"exit {code}"}
+    machine.environment = {stage: f"{FOR_GOOD}exit {code}"}
     assert machine.run(plan)[0] == code
     assert machine.exit_code(plan) == code
     assert len(machine.calls("python3")) == (1 if stage == "FAKE_PREPARE" else 2)
@@ -161,7 +164,7 @@ def test_tasks_that_end_by_a_signal_are_started_again_only_if_slurm_pre_empts(
     job: str, slurm_plan: RunPlan, machine: Machine
 ) -> None:
     # srun, too, sends SIGTERM to the other tasks when one has failed: that one would only fail again.
-    machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}exit 143", "FAKE_JOB": job}
+    machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}{FOR_GOOD}exit 143", "FAKE_JOB": job}
     is_preempted = job != "PreemptTime=None"
     assert _signal_the_task(machine, slurm_plan)[0] == (0 if is_preempted else 143)
     assert _requeued(machine) == is_preempted
@@ -214,7 +217,7 @@ def test_a_job_that_lost_a_node_is_requeued(slurm_plan: RunPlan, machine: Machin
 
 def test_slurm_is_left_to_requeue_a_job_that_lost_a_node_itself(slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {
-        "FAKE_TRAINER": "exit 1",
+        "FAKE_TRAINER": FOR_GOOD + "exit 1",
         "FAKE_PROBE_ALL": "233",
         "FAKE_CONFIG": "SlurmdTimeout           = 300 sec",
     }
@@ -238,16 +241,77 @@ def test_slurm_is_left_to_requeue_a_job_that_lost_a_node_itself(slurm_plan: RunP
 def test_a_failure_with_all_nodes_there_stays_a_failure(
     why_not: str, environment: dict[str, str], slurm_plan: RunPlan, machine: Machine
 ) -> None:
-    machine.environment = {"FAKE_TRAINER": "exit 1", **environment}
+    machine.environment = {"FAKE_TRAINER": FOR_GOOD + "exit 1", **environment}
     assert machine.run(slurm_plan)[0] == 1, why_not
     assert not _requeued(machine)
     assert machine.exit_code(slurm_plan) == 1
 
 
 def test_a_job_of_one_node_has_no_peers_to_look_for(make_plan: PlanMaker, machine: Machine) -> None:
-    machine.environment = {"FAKE_TRAINER": "exit 1"}
+    machine.environment = {"FAKE_TRAINER": FOR_GOOD + "exit 1"}
     assert machine.run(make_plan("dev", 1, node_local_dir=machine.local_disk))[0] == 1
     assert len(machine.calls("srun")) == 2
+
+
+SLEEP = """#!/bin/bash
+[[ $1 == 0.* ]] && exec /bin/sleep "$@"
+echo "$1" >>slept
+[[ -z ${FAKE_SLEEP-} ]] || { kill -USR1 "$PPID"; exec /bin/sleep 3600; }
+"""
+
+
+@pytest.fixture
+def _no_delay(machine: Machine) -> None:
+    """Write down for how long a script sleeps, and don't."""
+    sleep = machine.root / "bin" / "sleep"
+    sleep.write_text(SLEEP, encoding="utf-8")
+    sleep.chmod(0o755)
+
+
+def _slept(plan: RunPlan) -> list[int]:
+    return [int(line) for line in (plan.layout.root / "slept").read_text(encoding="utf-8").split()]
+
+
+@pytest.mark.usefixtures("_no_delay")
+def test_training_that_dies_starts_again_until_it_does_so_too_often_in_a_row(plan: RunPlan, machine: Machine) -> None:
+    # The third start writes a checkpoint, which begins the count anew.
+    machine.environment = {"FAKE_TRAINER": "[[ ${!#} != 2 ]] || mkdir -p checkpoints/step-000010; exit 137"}
+    code, said = machine.run(plan)
+    assert (code, machine.exit_code(plan)) == (137, 137)
+    assert _slept(plan) == [5, 10, 5, 10, 20]
+    assert "restart 1 of at most 3 without a new checkpoint, in 5 s, from" in said
+    starts = [call.words[-1] for call in machine.calls("python3") if "ftkit.train" in call.words]
+    assert starts == [str(number) for number in range(len(starts))]
+
+
+@pytest.mark.usefixtures("_no_delay")
+@pytest.mark.parametrize("why_not", ["a reason that comes again", "cancelled", "completed"])
+def test_training_does_not_start_again_when_that_is_of_no_use(why_not: str, plan: RunPlan, machine: Machine) -> None:
+    ends = {
+        "a reason that comes again": FOR_GOOD,
+        "cancelled": "touch cancelled; ",
+        "completed": _end("completed") + "; ",
+    }
+    machine.environment = {"FAKE_TRAINER": f"{ends[why_not]}exit 9"}
+    assert machine.run(plan)[0] == 9
+    assert len(machine.calls("python3")) == 2
+
+
+@pytest.mark.usefixtures("_no_delay")
+def test_a_job_whose_time_is_up_before_training_starts_again_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
+    machine.environment = {"FAKE_TRAINER": "exit 1", "FAKE_SLEEP": "until the time is up"}
+    assert machine.run(slurm_plan)[0] == 0
+    assert _requeued(machine)
+    assert len(machine.calls("python3")) == 2
+
+
+def test_a_run_that_was_completed_and_is_to_take_more_steps_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
+    slurm_plan.layout.root.mkdir(parents=True)
+    record = to_line(EndRecord(time=0.0, outcome="completed", step=1, training_seconds=1.0, export=None))
+    slurm_plan.layout.metrics.write_text(record + "\n", encoding="utf-8")  # of the job before
+    machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST}
+    assert _signal_while_training(machine, slurm_plan, signal.SIGUSR1)[0] == 0
+    assert _requeued(machine)
 
 
 def test_a_refused_requeue_is_a_failure(slurm_plan: RunPlan, machine: Machine) -> None:
