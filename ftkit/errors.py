@@ -139,11 +139,15 @@ class MemoryExhaustedError(FtkitError):
     exit_code = 11
 
 
-class DiskFullError(FtkitError):
-    """A disk is full, or a quota is used up."""
+class UnfitMachineError(FtkitError):
+    """A machine is not fit for a run: `ftkit doctor` or a run's preflight found a fault in it."""
 
     exit_code = 12
     is_outside = True
+
+
+class DiskFullError(UnfitMachineError):
+    """A disk is full, or a quota is used up."""
 
 
 def as_disk_full(error: Exception) -> Exception:
@@ -200,7 +204,7 @@ EXIT_CODES: dict[int, str] = {
     TrainingError.exit_code: "the trainer refused to start or to continue",
     ImageError.exit_code: "an image can't be built, pushed, imported or verified",
     MemoryExhaustedError.exit_code: "the run needs more memory than there is",
-    DiskFullError.exit_code: "a disk is full, or its quota is used up",
+    UnfitMachineError.exit_code: "a machine is not fit: its disk is full, or 'ftkit doctor' found a fault",
     130: "interrupted from the keyboard",
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+import re
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 GpuModel = Literal["a100-40gb", "a100-80gb", "b200", "h100-80gb", "h200", "l4"]
 Device = Literal["auto", "cpu", "cuda"]
+_SECONDS: Final = (86400, 3600, 60, 1)
+"""Of a day, an hour, a minute and a second."""
 
 
 class NcclSpec(Spec):
@@ -45,6 +48,15 @@ class PreparationSpec(Spec):
     """Memory to ask for; the site's default if null."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
     """Time limit; the partition's if null."""
+
+
+class RecognitionSpec(Spec):
+    """How `ftkit init` recognizes this kind of cluster; one match is enough."""
+
+    partitions: tuple[str, ...] = ()
+    """Slurm partitions that only such clusters have."""
+    paths: tuple[str, ...] = ()
+    """Files or folders that only their login nodes have."""
 
 
 class ClusterProfile(Spec):
@@ -82,6 +94,8 @@ class ClusterProfile(Spec):
     """Slurm reservation."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
     """Time limit if the recipe sets none."""
+    max_time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
+    """Longest time limit of the partition. A recipe that sets more gets this, and continues in another job."""
     exclusive: bool = True
     """Ask for whole nodes."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
@@ -102,6 +116,8 @@ class ClusterProfile(Spec):
     """What the site's network plug-in for NCCL needs."""
     preparation: PreparationSpec = PreparationSpec.model_construct()
     """The job that prepares data and weights."""
+    recognized_by: RecognitionSpec = RecognitionSpec.model_construct()
+    """How `ftkit init` recognizes this kind of cluster."""
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first, as they stand (`module load …`)."""
 
@@ -109,6 +125,11 @@ class ClusterProfile(Spec):
     def image_format(self) -> ImageFormat:
         """The format of image files that the runtime starts."""
         return "sif" if self.runtime == "apptainer" else "sqsh"
+
+    def limit_time(self, wanted: str | None) -> str | None:
+        """Return the time limit of a job whose recipe wants this one; null: the partition's."""
+        limits = [limit for limit in (wanted or self.time_limit, self.max_time_limit) if limit]
+        return min(limits, key=lambda limit: parse_time_limit(limit) or 0, default=None)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -147,3 +168,26 @@ def mounted_folders(
     for source in recipe.data.sources:
         if isinstance(source, HubSource) and is_path(source.dataset):
             yield "data.source.dataset", source.dataset
+
+
+def parse_time_limit(text: str) -> int | None:
+    """Parse Slurm's time format, `[days-]hours:minutes:seconds` and shorter; None: no limit, or none that is known."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)", text.strip())
+    if match is None:
+        return None
+    days, *rest = match.groups()
+    given = [int(part) for part in rest if part is not None]
+    if days is not None:  # D-H, D-H:M, D-H:M:S
+        padded = [int(days), *given, 0, 0]
+    elif len(given) == 1:  # M
+        padded = [0, 0, *given, 0]
+    else:  # M:S, H:M:S
+        padded = [0, *([0] if len(given) == len("MS") else []), *given]
+    return sum(number * seconds for number, seconds in zip(padded, _SECONDS, strict=False))
+
+
+def format_time_limit(seconds: int) -> str:
+    """Return a time limit as Slurm writes it."""
+    days, rest = divmod(seconds, _SECONDS[0])
+    clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock

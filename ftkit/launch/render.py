@@ -52,7 +52,7 @@ def _render(template: str, plan: RunPlan) -> str:
         profile=plan.cluster,
         placement=plan.placement,
         layout=plan.layout,
-        time_limit=plan.recipe.resources.time_limit or plan.cluster.time_limit,
+        time_limit=plan.cluster.limit_time(plan.recipe.resources.time_limit),
         runtime=plan.cluster.runtime,
         in_container=_Safe('"${container_start[@]}" ' if plan.cluster.runtime in ("docker", "apptainer") else ""),
         nccl=nccl_for(plan.cluster, plan.placement.num_nodes),

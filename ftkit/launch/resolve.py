@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 from ftkit import __version__
-from ftkit.config.cluster import GpuModel
+from ftkit.config.cluster import ClusterProfile, GpuModel
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
+from ftkit.health.site import answering_partitions
 from ftkit.launch.preparation import data_stamp
 from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.planning.plan import fingerprint, plan_run
@@ -26,7 +27,6 @@ from ftkit.planning.plan import fingerprint, plan_run
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ftkit.config.cluster import ClusterProfile
     from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
     from ftkit.config.model import ModelPlan
@@ -85,6 +85,39 @@ def read_settings(words: RunArgs, ctx: Context) -> LoadedSettings:
     return load_settings(ctx, Layers(dict(typed), {(key,): COMMAND_LINE for key in typed}))
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where runs go, without a run: the settings, the cluster, and the image if one is chosen."""
+
+    settings: LoadedSettings
+    cluster: ClusterProfile
+    image: AnyImage | None
+
+
+def load_place(words: RunArgs, ctx: Context) -> Place:
+    """Load the cluster and the image that the options and the settings select. Raises as `resolve`."""
+    loaded = read_settings(words, ctx)
+    _check_cluster_is_chosen(loaded, ctx)
+    return Place(loaded, _load_cluster(loaded.settings.cluster, loaded, ctx).spec, _image_of(loaded))
+
+
+def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
+    """Refuse to take a cluster's login node for the machine to train on.
+
+    Raises:
+        ConfigError: no cluster is chosen, and a Slurm answers here.
+    """
+    if ("cluster",) in loaded.layers.origins:
+        return
+    partitions = list(dict.fromkeys(each.name for each in answering_partitions(ctx.environment)))
+    if partitions:
+        raise ConfigError(
+            [Problem("", "cluster", f"none is chosen, and this machine has Slurm (partitions {', '.join(partitions)}).",
+                     "Set it up with 'ftkit init', or choose with --cluster NAME ('ftkit clusters'); "
+                     "--cluster local trains on this machine.")]
+        )  # fmt: skip
+
+
 def resolve(words: RunArgs, ctx: Context) -> RunPlan:
     """Make a plan from the arguments.
 
@@ -93,6 +126,7 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
         ConfigError: with every problem of recipe, cluster and image, or every reason why they don't fit together.
     """
     loaded = read_settings(words, ctx)
+    _check_cluster_is_chosen(loaded, ctx)
     assumed = _assumed_cluster(words, loaded)
     problems = _Problems()
     site = problems.collect(lambda: _load_cluster(assumed or loaded.settings.cluster, loaded, ctx))

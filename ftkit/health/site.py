@@ -1,0 +1,239 @@
+"""What there is around this machine: Slurm and its partitions, container programs, file systems, networks.
+
+Everything is asked of programs and files that any user may read; a program that is missing or does not answer within
+two seconds leaves its part unknown. Programs are asked side by side, so that `ftkit init` takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ftkit import process
+from ftkit.config.cluster import parse_time_limit
+from ftkit.errors import FtkitError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_TIMEOUT_SECONDS: Final = 2.0
+_SHARED_TYPES: Final = re.compile(
+    r"nfs4?|lustre|gpfs|beegfs|wekafs|ceph|glusterfs|panfs|pvfs2|orangefs|virtiofs|9p|cifs|smb3|fuse\.(juicefs|sshfs|ceph.*)"
+)
+"""Types in /proc/mounts of file systems that several machines can mount."""
+_LOCAL_CANDIDATES: Final = ("/mnt/localssd", "/mnt/scratch", "/local_scratch", "/scratch/local", "/localscratch")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition of Slurm whose nodes are alike; a partition with several kinds of nodes is several of these.
+
+    Attributes:
+        name: of the partition.
+        is_default: whether jobs that name none go there.
+        num_nodes: nodes of this kind.
+        gpus_per_node: GPUs that Slurm knows of, as generic resources; 0: none.
+        gpu_type: what Slurm calls them; empty if it does not say.
+        cpus_per_node: CPUs that a job can have.
+        max_seconds: longest time limit; None: none.
+    """
+
+    name: str
+    is_default: bool
+    num_nodes: int
+    gpus_per_node: int
+    gpu_type: str
+    cpus_per_node: int
+    max_seconds: int | None
+
+
+@dataclass(frozen=True)
+class Site:
+    """What was found. An empty text or a 0 is something that is not there.
+
+    Attributes:
+        slurm_version: of Slurm's programs, if they answer.
+        cluster_name: what Slurm calls the cluster.
+        partitions: those that jobs can be submitted to.
+        accounts: Slurm accounts of this user.
+        has_pyxis: whether srun takes `--container-image`.
+        enroot: version.
+        apptainer: version of Apptainer or Singularity.
+        docker: version of a docker engine that answers.
+        networks: network devices that NCCL could use: InfiniBand or RoCE adapters, else network interfaces.
+        shared_folders: mount points of file systems that other machines can see.
+        local_folder: a folder that is likely on each node's own disk.
+        num_gpus: GPUs of this machine.
+        unknown: what could not be found out, and why.
+    """
+
+    slurm_version: str
+    cluster_name: str
+    partitions: tuple[Partition, ...]
+    accounts: tuple[str, ...]
+    has_pyxis: bool
+    enroot: str
+    apptainer: str
+    docker: str
+    networks: tuple[str, ...]
+    shared_folders: tuple[str, ...]
+    local_folder: str
+    num_gpus: int
+    unknown: tuple[str, ...]
+
+    @property
+    def has_slurm(self) -> bool:
+        """Whether Slurm answers and has a partition."""
+        return bool(self.partitions)
+
+
+def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
+    """Look at this machine and ask its Slurm; `root` holds its /dev, /proc and /sys."""
+    user = environment.get("USER") or environment.get("LOGNAME") or str(os.getuid())
+    asked = {
+        "sinfo": ("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G|%l"),
+        "version": ("sinfo", "--version"),
+        "config": ("scontrol", "show", "config"),
+        "accounts": ("sacctmgr", "-nP", "show", "associations", f"user={user}", "format=Account"),
+        "srun": ("srun", "--help"),
+        "enroot": ("enroot", "version"),
+        "apptainer": ("apptainer", "--version"),
+        "singularity": ("singularity", "--version"),
+        "docker": ("docker", "version", "--format", "{{.Server.Version}}"),
+    }
+    with ThreadPoolExecutor(len(asked)) as pool:
+        said = dict(zip(asked, pool.map(lambda words: _ask(words, environment), asked.values()), strict=True))
+    partitions = parse_partitions(said["sinfo"])
+    settings = dict(re.findall(r"(?m)^(\w+)\s*= (.*)$", said["config"]))
+    mounts = _read(root / "proc/mounts")
+    return Site(
+        slurm_version=_version(said["version"]) if partitions else "",
+        cluster_name=settings.get("ClusterName", ""),
+        partitions=partitions,
+        accounts=tuple(dict.fromkeys(said["accounts"].split())),
+        has_pyxis="--container-image" in said["srun"],
+        enroot=_version(said["enroot"]),
+        apptainer=_version(said["apptainer"] or said["singularity"]),
+        docker=_version(said["docker"]),
+        networks=find_networks(root),
+        shared_folders=parse_mounts(mounts),
+        local_folder=_local_folder(settings.get("TmpFS", ""), root),
+        num_gpus=len(list(root.glob("dev/nvidia[0-9]*"))),
+        unknown=tuple(_unknown(said, partitions, settings)),
+    )
+
+
+def answering_partitions(environment: Mapping[str, str]) -> tuple[Partition, ...]:
+    """Return the partitions of the Slurm that answers here; none if there is none, or it does not answer."""
+    return parse_partitions(_ask(("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G|%l"), environment))
+
+
+def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return what a program printed; empty if it is not there, fails, or does not answer in time."""
+    program = shutil.which(words[0], path=environment.get("PATH", os.defpath))
+    if program is None:
+        return ""
+    try:
+        done = process.run(
+            [program, *words[1:]], timeout_seconds=_TIMEOUT_SECONDS, environment={**environment, "LC_ALL": "C"}
+        )
+    except FtkitError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _unknown(said: Mapping[str, str], partitions: Sequence[Partition], settings: Mapping[str, str]) -> list[str]:
+    unknown = []
+    if said["version"] and not partitions:
+        unknown.append("Slurm is installed, but no partition answers: sinfo failed, or all of them are down")
+    if partitions and not settings:
+        unknown.append("the configuration of Slurm can't be read with scontrol")
+    if partitions and not said["accounts"].split():
+        unknown.append("your Slurm accounts: sacctmgr lists none, so jobs go to the default one")
+    if partitions and not any(each.gpus_per_node for each in partitions):
+        unknown.append("the GPUs of the nodes: Slurm lists none as generic resources (GRES)")
+    return unknown
+
+
+# --- Parsers -------------------------------------------------------------------------------------
+
+
+def parse_partitions(text: str) -> tuple[Partition, ...]:
+    """Parse `sinfo --format=%P|%a|%D|%c|%G|%l`; partitions that are not up are left out."""
+    partitions = []
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) != len("PaDcGl") or fields[1] != "up" or not fields[2].isdigit():
+            continue
+        name, _, num_nodes, cpus, resources, limit = fields
+        gpu_type, num_gpus = parse_gres(resources)
+        partitions.append(
+            Partition(
+                name=name.removesuffix("*"),
+                is_default=name.endswith("*"),
+                num_nodes=int(num_nodes),
+                gpus_per_node=num_gpus,
+                gpu_type=gpu_type,
+                cpus_per_node=int(match[0]) if (match := re.match(r"\d+", cpus)) else 0,
+                max_seconds=parse_time_limit(limit),
+            )
+        )
+    return tuple(partitions)
+
+
+def parse_gres(text: str) -> tuple[str, int]:
+    """Parse the GPUs in Slurm's generic resources: `gpu:h100:8(S:0-1)` is 8 GPUs of type h100.
+
+    Returns:
+        The type, empty if Slurm knows none or several, and the number of GPUs.
+    """
+    found = re.findall(r"(?:^|,)gpu(?::([^:,()]*[^\d:,()][^:,()]*))?:(\d+)", text)
+    types = {kind for kind, _ in found}
+    return (types.pop() if len(types) == 1 else ""), sum(int(count) for _, count in found)
+
+
+def parse_mounts(text: str) -> tuple[str, ...]:
+    """Return the mount points in /proc/mounts of file systems that other machines can see."""
+    fields = [line.split() for line in text.splitlines()]
+    shared = [each[1] for each in fields if len(each) > len("dp") and _SHARED_TYPES.fullmatch(each[2])]
+    # proc(5): spaces and the like are written in octal
+    return tuple(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path) for path in shared)
+
+
+def find_networks(root: Path) -> tuple[str, ...]:
+    """Return the adapters under /sys/class/infiniband; without any, the network interfaces but loopback and bridges."""
+    adapters = _names(root / "sys/class/infiniband")
+    if adapters:
+        return adapters
+    virtual = re.compile(r"lo|docker.*|veth.*|br-.*|virbr.*|cni.*|flannel.*|cali.*|bonding_masters")
+    return tuple(name for name in _names(root / "sys/class/net") if not virtual.fullmatch(name))
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(path.name for path in folder.iterdir()))
+    except OSError:
+        return ()
+
+
+def _version(text: str) -> str:
+    match = re.search(r"\d+\.\d+[\w.+-]*", text)
+    return match[0] if match else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _local_folder(slurm_tmp: str, root: Path) -> str:
+    """Return a folder that likely is each node's own: one of the usual names, else what Slurm calls TmpFS."""
+    usual = next((path for path in _LOCAL_CANDIDATES if (root / path.lstrip("/")).is_dir()), "")
+    return usual or (slurm_tmp if slurm_tmp.startswith("/") and slurm_tmp != "/tmp" else "")  # noqa: S108

@@ -1,0 +1,156 @@
+"""From what was found around this machine to a cluster profile and settings."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from ftkit.config.cluster import GpuModel, format_time_limit
+from ftkit.errors import FtkitError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.health.site import Partition, Site
+
+_ANY_SLURM: Final = "slurm"
+_LONGEST_NAME: Final = 63
+
+
+@dataclass(frozen=True)
+class ProposedCluster:
+    """The profile that fits a site.
+
+    Attributes:
+        name: of the profile to choose.
+        extends: the profile that a new one extends; empty if `name` is a known profile that fits as it is.
+        values: the keys of the new profile, apart from `name` and `extends`.
+        reason: why this one.
+        unknown: what the user has to say, because it could not be found out.
+    """
+
+    name: str
+    extends: str
+    values: dict[str, Any]
+    reason: str
+    unknown: tuple[str, ...] = field(default=())
+
+
+def propose_cluster(site: Site, profiles: Iterable[ClusterProfile], root: Path = Path("/")) -> ProposedCluster:
+    """Choose the profile that fits a site, or the values of one that extends it.
+
+    Args:
+        site: what was found.
+        profiles: all that are known; the first one that recognizes the site is taken.
+        root: where the profiles' paths are looked up.
+    """
+    known = {profile.name: profile for profile in profiles}
+    if not site.has_slurm:
+        return _without_slurm(site)
+    base, reason = _recognize(site, known, root)
+    partition = _choose_partition(site, base)
+    values, unknown = _differences(site, partition, base)
+    if not values:
+        return ProposedCluster(base.name, "", {}, reason, unknown)
+    name = _as_name(site.cluster_name)
+    if name in known:
+        name = f"{name[: _LONGEST_NAME - len('-site')]}-site"
+    described = f"{site.cluster_name or 'This cluster'}: {_describe(partition)}"
+    return ProposedCluster(name, base.name, {"description": described, **values}, reason, unknown)
+
+
+def _without_slurm(site: Site) -> ProposedCluster:
+    gpus = f"{site.num_gpus} GPUs" if site.num_gpus else "no GPU"
+    if site.docker:
+        return ProposedCluster("docker", "", {}, f"no Slurm, docker {site.docker}, {gpus}")
+    return ProposedCluster("local", "", {}, f"no Slurm, no docker, {gpus}: runs use this Python, without a container")
+
+
+def _recognize(site: Site, known: dict[str, ClusterProfile], root: Path) -> tuple[ClusterProfile, str]:
+    names = {partition.name for partition in site.partitions}
+    for profile in known.values():
+        signs = profile.recognized_by
+        partition = next((name for name in signs.partitions if name in names), None)
+        path = next((path for path in signs.paths if (root / path.lstrip("/")).exists()), None)
+        if partition or path:
+            sign = f"partition {partition}" if partition else path
+            return profile, f"{sign} is that of profile '{profile.name}'"
+    if _ANY_SLURM not in known:
+        raise FtkitError(f"the profile '{_ANY_SLURM}' can't be read", fix="see with 'ftkit clusters' why")
+    return known[_ANY_SLURM], f"Slurm {site.slurm_version}, of a kind that no shipped profile is for"
+
+
+def _choose_partition(site: Site, base: ClusterProfile) -> Partition:
+    """Choose the partition of the profile, else the one with the most GPUs; the default one goes before others."""
+    named = [each for each in site.partitions if each.name in (base.partition, *base.recognized_by.partitions)]
+    return max(
+        named or site.partitions, key=lambda each: (each.gpus_per_node > 0, each.is_default, _num_gpus(site, each))
+    )
+
+
+def _num_gpus(site: Site, partition: Partition) -> int:
+    return sum(each.num_nodes * each.gpus_per_node for each in site.partitions if each.name == partition.name)
+
+
+def _differences(site: Site, partition: Partition, base: ClusterProfile) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the keys in which the site differs from a profile, and what can't be known from here."""
+    unknown = []
+    values: dict[str, Any] = {"partition": partition.name, "runtime": _runtime(site, base)}
+    kinds = [each for each in site.partitions if each.name == partition.name]
+    values["max_nodes"] = sum(each.num_nodes for each in kinds if each.gpus_per_node == partition.gpus_per_node)
+    if partition.gpus_per_node:
+        values["gpus_per_node"] = partition.gpus_per_node
+    elif base.gpu_request != "none":
+        values["gpu_request"] = "none"
+    gpu = base.gpu or recognize_gpu(partition.gpu_type)
+    if gpu:
+        values["gpu"] = gpu
+    else:
+        kind = f" (Slurm calls it '{partition.gpu_type}')" if partition.gpu_type else ""
+        unknown.append(f"the model of the GPUs{kind}: set 'gpu:', one of {', '.join(get_args(GpuModel))}")
+    if partition.max_seconds is not None:
+        values["max_time_limit"] = format_time_limit(partition.max_seconds)
+    if site.local_folder and base.node_local_dir == "/tmp":  # noqa: S108 - the default
+        values["node_local_dir"] = site.local_folder
+    if len(kinds) > 1:
+        unknown.append(
+            f"partition {partition.name} has several kinds of nodes; the profile is for {_describe(partition)}"
+        )
+    if len(site.accounts) > 1:
+        unknown.append(f"which account to use: set 'account:', one of {', '.join(site.accounts)}; else the default one")
+    if values["runtime"] == "none":
+        unknown.append("containers: srun has no --container-image (pyxis) and there is no Apptainer on this machine")
+    return {key: value for key, value in values.items() if value != getattr(base, key)}, tuple(unknown)
+
+
+def _runtime(site: Site, base: ClusterProfile) -> str:
+    if site.has_pyxis:
+        return "pyxis"
+    if site.apptainer:
+        return "apptainer"
+    return "none" if base.name == _ANY_SLURM else base.runtime
+
+
+def recognize_gpu(gpu_type: str) -> str | None:
+    """Return the GPU model that Slurm's name for it stands for; None if it stands for several, or for none.
+
+    `nvidia_h100_80gb_hbm3` and `h100` are h100-80gb, `a100` may be either of two.
+    """
+    words = set(re.findall(r"[a-z0-9]+", gpu_type.lower()))
+    models = [str(model) for model in get_args(GpuModel) if str(model).partition("-")[0] in words]
+    exact = [model for model in models if words.issuperset(model.split("-"))]
+    found = exact or models
+    return found[0] if len(found) == 1 else None
+
+
+def _describe(partition: Partition) -> str:
+    gpus = f"{partition.gpus_per_node} x {partition.gpu_type or 'GPU'} a node" if partition.gpus_per_node else "no GRES"
+    return f"{partition.num_nodes} nodes, {gpus}"
+
+
+def _as_name(text: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")
+    return name[:_LONGEST_NAME] or "site"

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import FakePrograms, Result
+
+
+@pytest.fixture
+def login_node(programs: FakePrograms) -> FakePrograms:
+    """A login node of a Slurm with pyxis and two H200 nodes."""
+    programs.add(
+        "sinfo",
+        '[ "$1" = --version ] && { echo "slurm 24.11.1"; exit; }; echo "gpu*|up|2|192|gpu:h200:8(S:0-1)|4:00:00"',
+    )
+    programs.answer("srun", "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]\n")
+    programs.answer("scontrol", "ClusterName             = mine\nTmpFS                   = /tmp\n")
+    programs.answer("sacctmgr", "research\n")
+    for name in ("sbatch", "squeue", "scancel", "sacct"):
+        programs.answer(name)
+    return programs
+
+
+@pytest.mark.usefixtures("login_node")
+def test_a_login_node_is_not_trained_on_by_mistake(ftkit: Callable[..., Result]) -> None:
+    refused = ftkit("run", "demo", "--dry-run")
+    assert refused.code == 3
+    assert "ftkit init" in refused.err
+    assert ftkit("run", "demo", "--dry-run", "--cluster", "local").code == 0
+
+
+@pytest.mark.usefixtures("login_node")
+def test_after_init_a_run_works_as_typed(ftkit: Callable[..., Result]) -> None:
+    done = ftkit("init", "--yes")
+    assert done.code == 0, done.err
+    assert "mine, which extends slurm" in done.err
+    script = ftkit("run", "--image", "olmo3:25.02", "--nodes", "2", "--dry-run")
+    assert script.code == 0, script.err
+    for line in ("--partition=gpu", "--gpus-per-node=8", "--time=04:00:00", "--nodes=2"):
+        assert f"#SBATCH {line}\n" in script.out
+    findings = {each["check"]: each for each in json.loads(ftkit("doctor", "--json").out)["login_node"]}
+    assert findings["partition"]["status"] == findings["account"]["status"] == findings["workspace"]["status"] == "ok"
+    assert findings["hub"]["status"] == "warning"
+
+
+@pytest.mark.usefixtures("login_node")
+def test_files_that_are_there_are_changed_only_if_asked_and_keep_what_else_they_say(
+    ftkit: Callable[..., Result],
+) -> None:
+    settings = Path("ftkit.yaml")
+    settings.write_text("# ours\nimage: olmo3:25.02\ncluster: local\n")
+    refused = ftkit("init", "--yes")
+    assert (refused.code, "--force" in refused.err) == (3, True)
+    assert "cluster: local" in settings.read_text()
+    assert not Path("clusters").exists()
+    for _ in range(2):  # again on its own files
+        assert ftkit("init", "--yes", "--force").code == 0
+        assert settings.read_text() == "# ours\nimage: olmo3:25.02\ncluster: mine\n"
+        assert "extends: slurm\n" in Path("clusters/mine.yaml").read_text()
+
+
+def test_init_works_without_slurm(ftkit: Callable[..., Result], programs: FakePrograms) -> None:
+    assert ftkit("init").code == 0
+    assert "cluster: local" in Path("ftkit.yaml").read_text()
+    assert programs.calls("s") == []
+
+
+@pytest.mark.usefixtures("login_node")
+def test_doctor_names_what_the_profile_and_slurm_disagree_about(ftkit: Callable[..., Result]) -> None:
+    Path("clusters").mkdir()
+    Path("clusters/odd.yaml").write_text(
+        "name: odd\nextends: slurm\ndescription: x\npartition: nope\nruntime: apptainer\n"
+    )
+    done = ftkit("doctor", "--cluster", "odd", "--image", "olmo3:25.02")
+    assert done.code == 12
+    assert "set 'partition:' in the profile 'odd' to one of gpu" in done.err
+    assert "partition, containers, image" in done.err

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.config.cluster import format_time_limit, parse_time_limit
+from ftkit.config.context import Context, list_names
+from ftkit.config.load import load_cluster
+from ftkit.health.site import (
+    Site,
+    find_networks,
+    parse_gres,
+    parse_mounts,
+    parse_partitions,
+)
+from ftkit.health.site_profile import propose_cluster, recognize_gpu
+
+if TYPE_CHECKING:
+    from ftkit.health.site_profile import ProposedCluster
+
+SHIPPED = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
+PROFILES = [load_cluster(name, SHIPPED) for name in list_names("cluster", SHIPPED)]
+
+
+def site(sinfo: str = "", **found: object) -> Site:
+    nothing = {
+        "slurm_version": "24.11.1" if sinfo else "",
+        "cluster_name": "ours",
+        "partitions": parse_partitions(sinfo),
+        "accounts": (),
+        "has_pyxis": bool(sinfo),
+        "enroot": "",
+        "apptainer": "",
+        "docker": "",
+        "networks": (),
+        "shared_folders": (),
+        "local_folder": "",
+        "num_gpus": 0,
+        "unknown": (),
+    }
+    return Site(**(nothing | found))  # type: ignore[arg-type]
+
+
+def propose(sinfo: str = "", root: Path = Path("/nowhere"), **found: object) -> ProposedCluster:
+    return propose_cluster(site(sinfo, **found), PROFILES, root)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gpu:h100:8(S:0-1)", ("h100", 8)),
+        ("gpu:8", ("", 8)),
+        ("gpu:nvidia_h100_80gb_hbm3:8(S:0-1),shard:64", ("nvidia_h100_80gb_hbm3", 8)),
+        ("gpu:a100:2,gpu:l4:1", ("", 3)),
+        ("tmpdisk:900G", ("", 0)),
+        ("(null)", ("", 0)),
+    ],
+)
+def test_gpus_are_read_from_generic_resources(text: str, expected: tuple[str, int]) -> None:
+    assert parse_gres(text) == expected
+
+
+@given(st.integers(min_value=0, max_value=10**8))
+def test_a_time_limit_is_read_as_it_is_written(seconds: int) -> None:
+    assert parse_time_limit(format_time_limit(seconds)) == seconds
+
+
+@given(st.text())
+def test_no_text_breaks_the_parsers(text: str) -> None:
+    parse_partitions(text)
+    parse_mounts(text)
+    parse_gres(text)
+    parse_time_limit(text)
+
+
+def test_the_short_forms_of_time_limits_are_slurm_s_own() -> None:
+    forms = {"30": 1800, "30:00": 1800, "2:00:00": 7200, "1-0": 86400, "7-12:30": 649800, "infinite": None}
+    assert {text: parse_time_limit(text) for text in forms} == forms
+
+
+def test_shared_file_systems_are_told_from_local_ones() -> None:
+    mounts = "a:/b /home/our\\040data nfs4 rw 0 0\n/dev/sda1 / ext4 rw 0 0\nmgs@tcp:/fs /lustre lustre rw 0 0\n"
+    assert parse_mounts(mounts) == ("/home/our data", "/lustre")
+
+
+def test_adapters_go_before_interfaces(tmp_path: Path) -> None:
+    for name in ("lo", "eth0", "docker0"):
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+    assert find_networks(tmp_path) == ("eth0",)
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert find_networks(tmp_path) == ("mlx5_0",)
+
+
+def test_a_cluster_that_a_shipped_profile_is_for_gets_it_with_what_differs() -> None:
+    found = propose("debug*|up|4|2|(null)|infinite\na4high|up|2|224|gpu:8|12:00:00\nold|down|9|8|gpu:8|1:00\n")
+    assert (found.name, found.extends) == ("ours", "a4-highgpu-8g")
+    assert found.values.keys() == {"description", "max_nodes", "max_time_limit"}
+    assert found.values["max_time_limit"] == "12:00:00"
+
+
+def test_any_other_cluster_gets_a_profile_of_its_own(tmp_path: Path) -> None:
+    sinfo = "gpu|up|3|96|gpu:nvidia_h200:4(S:0)|7-00:00:00\ncpu*|up|9|64|(null)|1:00:00\n"
+    found = propose(sinfo, local_folder="/scratch/local", accounts=("a", "b"))
+    expected = {"partition": "gpu", "max_nodes": 3, "gpus_per_node": 4, "gpu": "h200", "max_time_limit": "7-00:00:00"}
+    assert found.extends == "slurm"
+    assert expected.items() <= found.values.items()
+    assert found.values["node_local_dir"] == "/scratch/local"
+    assert "one of a, b" in found.unknown[0]
+    (tmp_path / "opt/sagemaker_cluster").mkdir(parents=True)
+    assert propose(sinfo, tmp_path).extends == "aws-p5"
+
+
+def test_without_slurm_the_machine_itself_is_the_cluster() -> None:
+    assert propose(docker="27.1").name == "docker"
+    assert propose().name == "local"
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("h100", "h100-80gb"),
+        ("NVIDIA-A100-SXM4-80GB", "a100-80gb"),
+        ("a100", None),
+        ("l40s", None),
+        ("nvidia_b200", "b200"),
+        ("", None),
+    ],
+)
+def test_a_gpu_is_recognized_only_if_its_name_is_clear(name: str, model: str | None) -> None:
+    assert recognize_gpu(name) == model
