@@ -61,7 +61,13 @@ EXPORT = ("$REAL_PYTHON $CHECKOUT/tests/commands/write_export.py $MACHINE",)
 TRAINED = (*EXPORT, DEMO)
 PROMPTS = """echo '{"prompt": "How many pets are there?"}' >prompts.jsonl"""
 
-BEFORE_PAGE = {"use-the-model": EXPORT, "when-something-fails": STOPPED}
+LOGIN_NODE = ("touch $MACHINE/is-login-node",)
+
+BEFORE_PAGE = {
+    "use-the-model": EXPORT,
+    "when-something-fails": STOPPED,
+    "on-a-cluster": (*LOGIN_NODE, "rm ftkit.yaml"),
+}
 """What was done before somebody reads a page."""
 
 WITH_COMMANDS = [page for page in PAGES if any(commands(block) for block in blocks(page))]
@@ -103,6 +109,7 @@ BUSY = ("rm -rf /shared/runs", *IMPORTED, "touch $MACHINE/is-busy", ON_SLURM[-1]
 
 BEFORE: dict[str, tuple[str, ...]] = {
     "run": IMPORTED,
+    "doctor": (*LOGIN_NODE, *IMPORTED, "echo 'cluster: mycluster' >>ftkit.yaml"),
     "status": (*ON_SLURM, DEMO),
     "compare": (DEMO, "ftkit run demo --name other"),
     "checkpoints": (DEMO,),
@@ -119,7 +126,7 @@ BEFORE: dict[str, tuple[str, ...]] = {
 }
 """What is there before a command is of use."""
 
-BEFORE_EACH = {"resume": STOPPED, "cancel": BUSY, "runs": BUSY}
+BEFORE_EACH = {"init": (*LOGIN_NODE, "rm -rf ftkit.yaml clusters"), "resume": STOPPED, "cancel": BUSY, "runs": BUSY}
 """The same, where an example uses it up."""
 
 COMMANDS = [command for section in _SECTIONS.values() for command in section]
