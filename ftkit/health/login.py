@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from ftkit import hub
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage
 from ftkit.errors import FtkitError, one_line
 from ftkit.files import mode_of_new_files
 from ftkit.health.findings import Finding
 from ftkit.health.site import Site
+from ftkit.hub.client import DEFAULT_ENDPOINT, read_token
 from ftkit.planning.layout import Workspace
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def _check_credentials(host: str, environment: Mapping[str, str]) -> Finding:
 
 def _check_hub(node: LoginNode) -> list[Finding]:
     environment = node.environment
-    endpoint = environment.get("HF_ENDPOINT") or hub.DEFAULT_ENDPOINT
+    endpoint = environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT
     answer = _ask(endpoint, environment)
     fix = "" if answer.is_there else "weights and data have to be in the workspace or its cache (HF_HOME) before a run"
     findings = [Finding("hub", "ok" if answer.is_there else "warning", f"{endpoint}: {answer.text}", fix)]
@@ -237,7 +237,7 @@ def _check_hub(node: LoginNode) -> list[Finding]:
         value = f"{abs(answer.skew):.0f} s {'behind' if answer.skew > 0 else 'ahead of'} the hub"
         findings.append(Finding("clock", "warning", value, "have this machine's clock set by NTP"))
     try:
-        token = hub.read_token(environment)
+        token = read_token(environment)
     except FtkitError as error:
         return [*findings, Finding("hub token", "failed", error.what, error.fix)]
     if token:
