@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ftkit.launch.observe import Overview
     from ftkit.planning.layout import Workspace
-    from ftkit.runs.find import RunEntry
+    from ftkit.runs.entry import RunEntry
 
 
 @click.command(
@@ -57,7 +57,8 @@ def command(*, dry_run: bool, yes: bool) -> None:
 def _in_use(workspace: Workspace) -> list[Path]:
     """Return the image files of runs that may still train. A damaged run may."""
     from ftkit.launch.observe import observe_all
-    from ftkit.runs.find import list_runs, read_entry
+    from ftkit.runs.entry import read_entry
+    from ftkit.runs.find import list_runs
 
     entries = [read_entry(folder) for folder in list_runs(workspace)]
     overview = observe_all([entry.run for entry in entries if entry.run])

@@ -15,7 +15,8 @@ from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, short_path
 from ftkit.cli.terminal.report import STATE_STYLES
 from ftkit.launch.observe import observe_all
-from ftkit.runs.find import RunEntry, list_runs, read_entry
+from ftkit.runs.entry import RunEntry, read_entry
+from ftkit.runs.find import list_runs
 from ftkit.runs.records import StepRecord, read_last_step
 from ftkit.runs.states import Observation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ftkit.config.context import Context, list_images, list_names
+from ftkit.config.context import Context, list_images, list_names, read_settings_layers, workspace_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,10 +37,12 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     """Complete the name or id of one of the newest runs."""
     del ctx, param
     with suppress(Exception):
-        from ftkit.cli.arguments import current_workspace
+        from ftkit.planning.layout import Workspace
         from ftkit.runs.find import list_runs
 
-        runs = list_runs(current_workspace())[:_NUM_RUNS]
+        here = Context.here()
+        workspace = Workspace(workspace_folder(read_settings_layers(here, ["workspace"]), here))
+        runs = list_runs(workspace)[:_NUM_RUNS]
         return _starting_with(incomplete, ["last", *(run.name for run in runs), *(run.id for run in runs)])
     return []
 

@@ -22,8 +22,9 @@ from ftkit.cli.terminal.report import (
     state_cell,
 )
 from ftkit.errors import EXIT_CODES, RunFailedError
+from ftkit.runs.entry import read_entry
 from ftkit.runs.failure import Failure, explain_failure
-from ftkit.runs.find import RunFolder, read_entry
+from ftkit.runs.find import RunFolder
 from ftkit.runs.progress import Restart, Silence, list_restarts, measure_silence, seconds_left
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.submission import SubmittedRun

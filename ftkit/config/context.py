@@ -1,4 +1,4 @@
-"""Where one call of ftkit happens, and which recipes, cluster profiles and images it finds there.
+"""Where one call of ftkit happens, and which settings, recipes, cluster profiles and images it finds there.
 
 Names are looked up in the project, then in the user's configuration, then among the files that ftkit ships. This
 module imports no pydantic: the shell completes names with it.
@@ -7,11 +7,13 @@ module imports no pydantic: the shell completes names with it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ftkit import assets
+from ftkit.config.layers import Layers
+from ftkit.config.paths import absolute_path
 
 PROJECT_FILE = "ftkit.yaml"
 
@@ -51,3 +53,34 @@ def search_folders(kind: str, ctx: Context) -> list[Path]:
     shipped = {"recipe": assets.RECIPES, "cluster": assets.CLUSTERS, "image": assets.CONTAINERS}[kind]
     folder = {"recipe": "recipes", "cluster": "clusters", "image": "containers"}[kind]
     return list(dict.fromkeys([ctx.project / folder, ctx.user / folder, shipped]))
+
+
+def settings_files(ctx: Context) -> list[Path]:
+    """Return the files that may hold settings: the user's, then the project's."""
+    return [ctx.user / "config.yaml", ctx.project / PROJECT_FILE]
+
+
+def read_settings_layers(ctx: Context, keys: Iterable[str], options: Layers | None = None) -> Layers:
+    """Read the user's file, the project's file, `FTKIT_*` variables of `keys`, and options; later wins.
+
+    The values are not checked.
+    """
+    layers = Layers()
+    for path in settings_files(ctx):
+        if path.is_file():
+            from ftkit.config.yaml_files import read_yaml  # noqa: PLC0415 - the shell waits, and few have such a file
+
+            layers = read_yaml(path).over(layers)
+    given = {key: value for key in keys if (value := ctx.environment.get(f"FTKIT_{key.upper()}"))}
+    layers = Layers(dict(given), {(key,): f"FTKIT_{key.upper()}" for key in given}).over(layers)
+    return options.over(layers) if options else layers
+
+
+def workspace_folder(layers: Layers, ctx: Context) -> Path:
+    """Return the workspace's folder; a relative path is relative to the project.
+
+    Raises:
+        ConfigError: no folder can have this path.
+    """
+    key = ("workspace",)
+    return absolute_path(layers.value(key) or ".", ctx.project, layers.origin(key), "workspace")

@@ -14,9 +14,10 @@ from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import list_images, list_names, search_folders
 from ftkit.config.image import BASE_LOCK_NAME, ImageSpec, read_base_lock
 from ftkit.config.image_reference import parse_image, parse_reference
-from ftkit.config.layers import Layers, validate
+from ftkit.config.layers import Layers
 from ftkit.config.model_config import read_shape, read_shipped
 from ftkit.config.paths import absolute_path, is_address, is_file, is_path, path_problem
+from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.sources import FilesSource, HubSource, MixtureSource, SingleSource, expand_source, is_inline_template
 from ftkit.config.strict import RUN

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile
-from ftkit.config.context import PROJECT_FILE
+from ftkit.config.context import read_settings_layers, settings_files, workspace_folder
 from ftkit.config.image_reference import AnyImage
-from ftkit.config.layers import Layers, validate
+from ftkit.config.layers import Layers
 from ftkit.config.model import ModelPlan
-from ftkit.config.paths import absolute_path
+from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.strict import Name, Spec
-from ftkit.config.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from ftkit.config.context import Context
@@ -45,24 +44,18 @@ class LoadedSettings:
 
     def workspace_folder(self, ctx: Context) -> Path:
         """Return the workspace's folder; a relative path is relative to the project."""
-        where = self.layers.origin(("workspace",))
-        return absolute_path(self.settings.workspace, ctx.project, where, "workspace")
+        return workspace_folder(self.layers, ctx)
 
 
 def load_settings(ctx: Context, options: Layers | None = None) -> LoadedSettings:
-    """Read the user's file, the project's file, `FTKIT_*` variables and options; later wins."""
-    files = [ctx.user / "config.yaml", ctx.project / PROJECT_FILE]
-    layers = Layers()
-    for path in files:
-        if path.is_file():
-            layers = read_yaml(path).over(layers)
-    known = Settings.model_fields
-    variables = {key: ctx.environment.get(f"FTKIT_{key.upper()}") for key in known}
-    given = {key: value for key, value in variables.items() if value}
-    layers = Layers(given, {(key,): f"FTKIT_{key.upper()}" for key in given}).over(layers)
-    if options:
-        layers = options.over(layers)
-    return LoadedSettings(validate(Settings, layers), layers, {path: path.is_file() for path in files})
+    """Read the user's file, the project's file, `FTKIT_*` variables and options; later wins.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    layers = read_settings_layers(ctx, Settings.model_fields, options)
+    files = {path: path.is_file() for path in settings_files(ctx)}
+    return LoadedSettings(validate(Settings, layers), layers, files)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ftkit.launch.slurm import UncertainSubmitError
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, plan_to_json, read_plan
 from ftkit.process import ProgramTimeoutError
-from ftkit.runs.find import read_entry
+from ftkit.runs.entry import read_entry
 from ftkit.runs.lease import current_holder, revoke
 from ftkit.runs.manifest import add_submission
 from ftkit.runs.records import EndRecord, read_last_record

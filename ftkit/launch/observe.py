@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.find import RunEntry
+    from ftkit.runs.entry import RunEntry
     from ftkit.runs.lease import Holder
     from ftkit.runs.submission import SchedulerName, SubmittedRun
 

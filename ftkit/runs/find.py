@@ -1,4 +1,4 @@
-"""Find runs: all of a workspace, or the one that a user refers to."""
+"""Find runs: all of a workspace, or the one that a user refers to. No pydantic: the shell completes run names."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ftkit.config.image_reference import image_file
-from ftkit.config.strict import Name
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
-from ftkit.files import DamagedFileError, read_json
+from ftkit.files import DamagedFileError
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.records import Count
-from ftkit.runs.submission import SchedulerName, SubmittedRun, read_submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from ftkit.planning.layout import Workspace
+    from ftkit.runs.submission import SubmittedRun
 
 _ID = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
 _NUM_CANDIDATES_SHOWN = 8
@@ -48,55 +44,10 @@ class RunFolder:
         Raises:
             DamagedFileError: nobody can tell.
         """
+        from ftkit.runs.submission import SubmittedRun, read_submission  # noqa: PLC0415 - pydantic
+
         submission = read_submission(self.layout)
         return SubmittedRun(self.layout, submission) if submission else None
-
-
-@dataclass(frozen=True)
-class ClusterEntry:
-    """The values of a cluster that a listing shows."""
-
-    name: Name
-    scheduler: SchedulerName
-
-
-@dataclass(frozen=True)
-class PlanEntry:
-    """The values of a plan that a listing shows."""
-
-    cluster: ClusterEntry
-    num_steps: Count | None
-    container_image: str | None
-
-    @property
-    def image_file(self) -> Path | None:
-        """The image file of the run's container; None if it is not a file."""
-        return image_file(self.container_image)
-
-
-@dataclass(frozen=True)
-class RunEntry:
-    """What a run's own files say; `damage` describes what is wrong with them."""
-
-    folder: RunFolder
-    plan: PlanEntry | None
-    run: SubmittedRun | None
-    damage: str
-
-
-def read_entry(folder: RunFolder) -> RunEntry:
-    """Read what a listing needs of a run. Damage is listed, not raised."""
-    plan, run, damages = None, None, []
-    try:
-        plan = read_json(folder.layout.plan, PlanEntry)
-        damages += [] if plan else ["plan.json is not there"]
-    except DamagedFileError as error:
-        damages.append(error.what)
-    try:
-        run = folder.submitted
-    except DamagedFileError as error:
-        damages.append(error.what)
-    return RunEntry(folder, plan, run, "; ".join(damages))
 
 
 def list_runs(workspace: Workspace) -> list[RunFolder]:
@@ -178,10 +129,10 @@ def find_run(reference: str, workspace: Workspace) -> RunFolder:
 def _job_ids(run: RunFolder) -> tuple[str, ...]:
     """Return the ids of a run's jobs; none if the file with them is damaged."""
     try:
-        submission = read_submission(run.layout)
+        submitted = run.submitted
     except DamagedFileError:
         return ()
-    return (submission.job_id, *submission.earlier_job_ids) if submission else ()
+    return (submitted.submission.job_id, *submitted.submission.earlier_job_ids) if submitted else ()
 
 
 def _ambiguous(reference: str, found: Sequence[RunFolder]) -> NotFoundError:

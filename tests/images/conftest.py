@@ -21,7 +21,7 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.image import ImageSpec
-from ftkit.config.layers import validate
+from ftkit.config.problems import validate
 from ftkit.config.yaml_files import read_yaml
 from ftkit.images.lock import inputs_digest
 

@@ -69,7 +69,8 @@ PLANNING = {
         (("--help",), "", set()),
         ((), "ftkit run --cluster a4", set()),
         ((), "ftkit import ol", set()),
-        ((), "ftkit status mi", {"pydantic", "ruamel.yaml", "ftkit.runs.records"}),
+        ((), "ftkit cancel mi", set()),
+        ((), "ftkit status mi", {"pydantic", "ftkit.runs.records"}),
         (
             DRY_RUN,
             "",

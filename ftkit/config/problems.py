@@ -1,0 +1,174 @@
+"""From pydantic's errors to problems that name file, line, key, value and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, Union
+
+from pydantic import BaseModel, ValidationError
+
+from ftkit.config.layers import COMMAND_LINE
+from ftkit.config.strict import attribute_docstrings
+from ftkit.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+    from ftkit.config.layers import KeyPath, Layers
+
+SpecT = TypeVar("SpecT", bound=BaseModel)
+
+
+MAX_PROBLEMS: Final = 20
+"""So many are shown; the rest would say the same."""
+_LONGEST_VALUE: Final = 80
+
+_SENTENCES: Final = {
+    "bool_parsing": ("must be true or false", ""),
+    "bool_type": ("must be true or false", ""),
+    "dict_type": ("must be a mapping", "Write 'key: value' lines below it."),
+    "finite_number": ("must be a finite number", ""),
+    "float_parsing": ("must be a number", ""),
+    "float_type": ("must be a number", ""),
+    "greater_than": ("must be more than {gt}", ""),
+    "greater_than_equal": ("must be at least {ge}", ""),
+    "int_from_float": ("must be a whole number", ""),
+    "int_parsing": ("must be a whole number", ""),
+    "int_parsing_size": ("must be a whole number of a few digits", ""),
+    "int_type": ("must be a whole number", ""),
+    "less_than": ("must be less than {lt}", ""),
+    "less_than_equal": ("must be at most {le}", ""),
+    "model_attributes_type": ("must be a mapping", "Write 'key: value' lines below it."),
+    "model_type": ("must be a mapping", "Write 'key: value' lines below it."),
+    "string_type": ("must be text", "Put it in quotes."),
+    "too_long": ("must hold at most {max_length} values", ""),
+    "too_short": ("must hold at least {min_length}", "Name one, or leave the key out."),
+    "tuple_type": ("must be a list", "Put it in brackets: [a, b]."),
+}
+"""pydantic's kinds of errors in the words of someone who writes YAML, with what to do."""
+
+
+def validate(model: type[SpecT], layers: Layers) -> SpecT:
+    """Check `layers` against a spec.
+
+    Raises:
+        ConfigError: with the problems found, each with the place that it came from.
+    """
+    try:
+        return model.model_validate(layers.values)
+    except ValidationError as error:
+        problems = [_problem(model, layers, detail) for detail in error.errors()[:MAX_PROBLEMS]]
+        if error.error_count() > MAX_PROBLEMS:
+            problems.append(Problem("", "", f"{error.error_count() - MAX_PROBLEMS} more problems are not shown."))
+        raise ConfigError(problems) from error
+
+
+def _problem(  # noqa: PLR0911 - one for each way to say it
+    model: type[BaseModel], layers: Layers, detail: ErrorDetails
+) -> Problem:
+    path, owner = _walk(model, detail["loc"])
+    where, key = layers.origin(path), ".".join(path)
+    kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return Problem(where, key, "unknown key.", _suggestion(path[-1], list(owner.model_fields) if owner else []))
+    if kind == "missing" and isinstance(detail["loc"][-1], int):
+        return Problem(where, key, f"holds too few values, got {_shown(given)}.")
+    if kind == "missing":
+        return Problem(where, key, "required, but not given.", f"Add '{path[-1]}:'.")
+    if kind == "union_tag_not_found":
+        return Problem(
+            where, f"{key}.kind", "required, but not given.", f"Known here: {', '.join(_kinds(owner, path))}."
+        )
+    if kind in {"literal_error", "union_tag_invalid"}:
+        if kind == "union_tag_invalid":
+            where, key = layers.origin((*path, "kind")), f"{key}.kind"
+        choices = str(context.get("expected") or context.get("expected_tags"))
+        word = str(context.get("tag", given))[:_LONGEST_VALUE]
+        words = [choice.strip(" '") for choice in choices.replace(" or ", ", ").split(",")]
+        return Problem(where, key, f"{word!r} is none of {choices}.", _suggestion(word, words, listing=False))
+    if kind == "value_error" and isinstance(given, dict):
+        return Problem(_place_of_check(layers, path, given, _own_words(detail)), key, f"{_own_words(detail)}.")
+    if kind == "value_error":
+        return Problem(where, key, f"{_own_words(detail)}, got {_shown(given)}.")
+    if kind == "string_pattern_mismatch":
+        description = " ".join(attribute_docstrings(owner).get(path[-1], "").split()) if owner else ""
+        return Problem(where, key, f"{_shown(given)} is not of the form that is asked for here.", description)
+    message, fix = _SENTENCES.get(kind, ("can't be this", ""))
+    return Problem(where, key, f"{message.format_map(context)}, got {_shown(given)}.", _advice(where, key, given, fix))
+
+
+def _advice(where: str, key: str, given: object, fix: str) -> str:
+    """Return what to do about a value of the wrong type, if it can be told."""
+    if where == COMMAND_LINE and isinstance(given, dict):  # YAML took text in braces for a mapping
+        return f"Text that begins with a brace needs quotes for YAML too: {key}='\"{{column}}\"'."
+    return "" if isinstance(given, dict | None) else fix
+
+
+def _place_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:
+    """Return the place to change after a check over several keys, whose message names them: what was typed, if any."""
+    named = [(*path, key) for key in given if re.search(rf"\b{re.escape(key)}\b", message)]
+    places = [layers.origins[key] for key in named if key in layers.origins]
+    return COMMAND_LINE if COMMAND_LINE in places else next(iter(places), layers.origin(path))
+
+
+def _own_words(detail: ErrorDetails) -> str:
+    return detail["msg"].removeprefix("Value error, ")
+
+
+def _shown(value: object) -> str:
+    """Return a value as the user wrote it, cut if it is long."""
+    words = {None: "nothing", True: "true", False: "false"}
+    shown = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return shown if len(shown) <= _LONGEST_VALUE else f"{shown[:_LONGEST_VALUE]}…"
+
+
+def _suggestion(word: str, known: list[str], *, listing: bool = True) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if close:
+        return f"Did you mean '{close[0]}'?"
+    return f"Known here: {', '.join(sorted(known))}." if listing and known else ""
+
+
+def _kinds(owner: type[BaseModel] | None, path: KeyPath) -> list[str]:
+    """Return the kinds that the key at the end of `path` may be of."""
+    models = _models(owner.model_fields[path[-1]].annotation) if owner else []
+    return [kind for model in models if (kind := _tag(model))]
+
+
+def _walk(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[KeyPath, type[BaseModel] | None]:
+    """Follow an error's location: the user's key path (no union tags, no indices), and the model that owns its end."""
+    path: list[str] = []
+    owner: type[BaseModel] | None = model
+    candidates = [model]
+    for part in location:
+        tagged = [candidate for candidate in candidates if len(candidates) > 1 and _tag(candidate) == part]
+        if tagged:
+            candidates = tagged
+            continue
+        if isinstance(part, int) or part == "[key]":  # pydantic's word for the key of a mapping, named before it
+            continue
+        owner = candidates[0] if len(candidates) == 1 else None
+        path.append(part)
+        field = owner.model_fields.get(part) if owner else None
+        candidates = _models(field.annotation) if field else []
+    return tuple(path), owner
+
+
+def _tag(model: type[BaseModel]) -> str | None:
+    kind = model.model_fields.get("kind")
+    values = typing.get_args(kind.annotation) if kind and typing.get_origin(kind.annotation) is Literal else ()
+    return str(values[0]) if values else None
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return _models(typing.get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [model for part in typing.get_args(annotation) for model in _models(part)]
+    return []
