@@ -58,7 +58,7 @@ HEAVY = {
 }  # fmt: skip
 DRY_RUN = ("run", "--image", "olmo3:25.02", "--nodes", "2", "--cluster", "a4-highgpu-8g", "--dry-run")
 PLANNING = {
-    "pydantic", "ruamel.yaml", "ftkit.config.load", "ftkit.planning.plan", "ftkit.data.formats", "ftkit.runs.records",
+    "pydantic", "ruamel.yaml", "ftkit.config.load", "ftkit.planning.plan", "ftkit.data.formats",
     "ftkit.launch.preflight",
 }  # fmt: skip
 
