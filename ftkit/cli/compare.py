@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,20 +13,26 @@ from ftkit.cli.arguments import RUN_HELP, get_run, json_option
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.terminal.console import Column, Styled, Terminal
-from ftkit.cli.terminal.format import count, duration, finite, gib, plural
+from ftkit.cli.terminal.format import count, duration, finite, gib, plural, short_path
 from ftkit.runs.compare import align_losses, compare_curves, find_differences, read_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ftkit.runs.compare import ComparedRun
+    from ftkit.cli.page.comparison import ComparisonReport
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.compare import ComparedRun, Difference
 
 
 @click.command(
     "compare",
     cls=ExamplesCommand,
     short_help="Show how runs differ and what came of them.",
-    examples=("ftkit compare demo other", "ftkit compare demo other --json | jq .results"),
+    examples=(
+        "ftkit compare demo other",
+        "ftkit compare demo other --json | jq .results",
+        "ftkit compare demo other --html comparison.html",
+    ),
     help=f"""Show runs side by side: what differs in recipe, data, image, versions and cluster; what came of them; and
     their losses after the same numbers of tokens. The last line says whether the losses are equal, bit for bit.
 
@@ -33,36 +40,58 @@ if TYPE_CHECKING:
     """,
 )
 @click.argument("references", metavar="RUN RUN...", nargs=-1, required=True, shell_complete=complete_run)
+@click.option("--html", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write a page instead.")
 @json_option
-def command(references: tuple[str, ...], *, as_json: bool) -> None:
+def command(references: tuple[str, ...], *, html: Path | None, as_json: bool) -> None:
     """Compare runs."""
     terminal = Terminal()
-    layouts = {folder.id: folder.layout for folder in map(get_run, references)}
+    layouts = list({folder.id: folder.layout for folder in map(get_run, references)}.values())
     if len(layouts) < 2:  # noqa: PLR2004 - what comparing takes
         raise click.UsageError("compare needs two runs or more, and each once", click.get_current_context())
-    runs = [read_run(layout) for layout in layouts.values()]
+    if html:
+        from ftkit.cli.page.charts import require_matplotlib
+        from ftkit.cli.page.write import comparison_page, save_page
+
+        require_matplotlib()
+        save_page(comparison_page(comparison_report(layouts)), html)
+        terminal.data(f"{short_path(html.absolute())}\n")
+        return
+    runs = [read_run(layout) for layout in layouts]
     if as_json:
         terminal.json(finite(_as_json(runs)))
     else:
         _show(runs, terminal)
 
 
+def comparison_report(layouts: Sequence[RunLayout]) -> ComparisonReport:
+    """Return what the page of several runs shows."""
+    from ftkit.cli.page.comparison import ComparisonReport, draw_comparison
+
+    runs = [read_run(layout) for layout in layouts]
+    names = _names(len(runs))
+    return ComparisonReport(
+        names=names,
+        ids=[run.id for run in runs],
+        results=_results(runs),
+        differences=[(_title(each), list(map(_short, each.values))) for each in find_differences(runs)],
+        verdicts=_verdicts(runs),
+        charts=draw_comparison(layouts, names),
+    )
+
+
 def _show(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
-    names = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(runs))]  # noqa: PLR2004
+    names = _names(len(runs))
     terminal.facts([(name, Styled(run.id, "bold")) for name, run in zip(names, runs, strict=True)], is_data=True)
     terminal.text(is_data=True)
     differences = find_differences(runs)
     if differences:
         columns = (Column("WHAT DIFFERS", can_shrink=True), *(Column(name, can_shrink=True) for name in names))
-        rows = [
-            (f"{each.section}: {each.key}".removeprefix("recipe: "), *map(_short, each.values)) for each in differences
-        ]
-        terminal.table(columns, rows)
+        terminal.table(columns, [(_title(each), *map(_short, each.values)) for each in differences])
     else:
         terminal.text("nothing differs in recipe, data, image, versions, and cluster", is_data=True)
     terminal.text(is_data=True)
     columns = (Column("RESULT"), *(Column(name, is_number=True) for name in names))
-    results = [_results(run) for run in runs]
+    results = _results(runs)
     terminal.table(columns, [(title, *(each[title] for each in results)) for title in results[0]])
     points = align_losses(runs)
     if points:
@@ -70,8 +99,23 @@ def _show(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
         columns = (Column("TOKENS", is_number=True), *(Column(f"LOSS {name}", is_number=True) for name in names))
         terminal.table(columns, [(count(tokens), *(f"{loss:.4f}" for loss in losses)) for tokens, losses in points])
     terminal.text(is_data=True)
-    for name, run in zip(names[1:], runs[1:], strict=True):
-        terminal.text(f"{names[0]} and {name}: {_verdict(runs[0], run)}", is_data=True)
+    for verdict in _verdicts(runs):
+        terminal.text(verdict, is_data=True)
+
+
+def _names(number: int) -> list[str]:
+    """Return short names for so many runs: letters, then numbers."""
+    return [chr(ord("A") + index) if index < 26 else str(index) for index in range(number)]  # noqa: PLR2004
+
+
+def _title(difference: Difference) -> str:
+    return f"{difference.section}: {difference.key}".removeprefix("recipe: ")
+
+
+def _verdicts(runs: Sequence[ComparedRun]) -> list[str]:
+    names = _names(len(runs))
+    pairs = zip(names[1:], runs[1:], strict=True)
+    return [f"{names[0]} and {name}: {_verdict(runs[0], run)}" for name, run in pairs]
 
 
 def _verdict(first: ComparedRun, other: ComparedRun) -> str:
@@ -91,8 +135,14 @@ def _short(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _results(run: ComparedRun) -> dict[str, str]:
-    """Return the lines of the table of results."""
+def _results(runs: Sequence[ComparedRun]) -> list[dict[str, str]]:
+    """Return the lines of the table of results, for each run; those that no run knows are left out."""
+    rows = [_result(run) for run in runs]
+    known = [title for title in rows[0] if any(row[title] != "-" for row in rows)]
+    return [{title: row[title] for title in known} for row in rows]
+
+
+def _result(run: ComparedRun) -> dict[str, str]:
     found = run.results
 
     def show(value: float | None, form: Callable[[float], str]) -> str:
@@ -104,11 +154,14 @@ def _results(run: ComparedRun) -> dict[str, str]:
         "loss": show(found.loss, "{:.4f}".format),
         "validation loss": show(found.validation_loss, "{:.4f}".format),
         "execution accuracy": show(found.execution_accuracy, "{:.1%}".format),
+        "processes": show(found.num_processes, str),
         "tokens/s per process": show(found.tokens_per_second_per_process, count),
         "MFU": show(found.mfu, "{:.1%}".format),
         "GPU memory, predicted": show(found.predicted_gib, gib),
         "memory, measured": show(found.measured_gib, gib),
         "training time": show(found.training_seconds, duration),
+        "time with start-up": show(found.held_seconds, duration),
+        "cost": show(found.cost, "{:,.2f}".format),
         "restarts": str(found.num_restarts),
     }
 

@@ -40,6 +40,7 @@ _SECTIONS = {
     "Inspect": (
         LazyCommand("runs", "ftkit.cli.runs", "List runs, newest first."),
         LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),
+        LazyCommand("report", "ftkit.cli.report", "Write a run's report.html, or compare runs in one."),
         LazyCommand("compare", "ftkit.cli.compare", "Show how runs differ and what came of them."),
         LazyCommand("checkpoints", "ftkit.cli.checkpoints", "List the checkpoints of a run, and verify them."),
         LazyCommand("logs", "ftkit.cli.logs", "Print the log of a run."),

@@ -114,6 +114,11 @@ class RunLayout:
         return self.root / "metrics.jsonl"
 
     @property
+    def report(self) -> Path:
+        """The page about the run, for a browser."""
+        return self.root / "report.html"
+
+    @property
     def tensorboard(self) -> Path:
         """Event files, if the recipe asks for TensorBoard."""
         return self.root / "tensorboard"

@@ -5,23 +5,22 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from math import isfinite
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ftkit.files import read_json_if_valid
 from ftkit.planning.layout import DataLayout, Workspace
+from ftkit.runs.history import read_history
 from ftkit.runs.progress import list_restarts
-from ftkit.runs.records import EndRecord, EvaluationRecord, MemoryRecord, StartRecord, StepRecord, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ftkit.planning.layout import RunLayout
+    from ftkit.runs.history import History
+    from ftkit.runs.records import StartRecord
 
 NUM_POINTS = 10
 """Places at which loss curves are compared."""
-_WARM_UP_RECORDS = 1
-"""The first record of a start has compilation and allocation in its time."""
 _SECTIONS = ("recipe", "data", "image", "versions", "cluster")
 
 
@@ -44,6 +43,9 @@ class RunResults:
         predicted_gib: peak of a GPU's memory, by the plan.
         measured_gib: peak of a device's memory, the largest over ranks and stages.
         training_seconds: between the first and the last record of each start, without time in the queue.
+        held_seconds: in which the run held its processes: start-up and what was trained twice included.
+        num_processes: of the newest start.
+        cost: of all GPUs in that time, by the cluster's `price_per_gpu_hour`, in its currency.
         num_restarts: of the training.
     """
 
@@ -58,6 +60,9 @@ class RunResults:
     measured_gib: float | None
     training_seconds: float | None
     num_restarts: int
+    held_seconds: float | None = None
+    num_processes: int | None = None
+    cost: float | None = None
 
 
 @dataclass(frozen=True)
@@ -103,46 +108,27 @@ def read_run(layout: RunLayout) -> ComparedRun:
     """Read all that is compared of a run, from its folder alone. What is missing or damaged is not known."""
     plan = read_json_if_valid(layout.plan, dict[str, Any]) or {}
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
-    steps: dict[int, StepRecord] = {}
-    spans: list[tuple[float, float]] = []
-    speeds: list[float] = []
-    mfus: list[float] = []
-    num_since_start = 0
-    memory: list[float] = []
-    start, after = None, None
-    for record in read_records(layout.metrics):
-        match record:
-            case StartRecord():
-                start, num_since_start = record, 0
-                steps = {step: each for step, each in steps.items() if step <= record.resumed_from}
-                spans.append((record.time, record.time))
-            case StepRecord():
-                steps[record.step] = record
-                num_since_start += 1
-                if num_since_start > _WARM_UP_RECORDS:
-                    speeds.append(record.tokens_per_second / (start.world_size if start else 1))
-                    mfus += [] if record.mfu is None else [record.mfu]
-            case MemoryRecord():
-                memory.append(record.largest_peak_gib)
-            case EvaluationRecord():
-                after = record
-        if spans and isinstance(record, StepRecord | EvaluationRecord | EndRecord):
-            spans[-1] = (spans[-1][0], max(spans[-1][1], record.time))
-    last = max(steps.values(), key=lambda each: each.step, default=None)
+    history = read_history(layout)
+    last = history.last_step
+    after = history.evaluations[-1] if history.evaluations else None
     results = RunResults(
         step=last.step if last else None,
         tokens=last.tokens if last else None,
         loss=last.loss if last else None,
         validation_loss=after.loss if after else None,
         execution_accuracy=after.execution_accuracy if after else None,
-        tokens_per_second_per_process=median(speeds) if speeds else None,
-        mfu=median(mfus) if mfus else None,
+        tokens_per_second_per_process=history.speed,
+        mfu=history.mfu,
         predicted_gib=_predicted_gib(plan),
-        measured_gib=max(memory, default=None),
-        training_seconds=sum(end - begin for begin, end in spans) if spans else None,
+        measured_gib=history.peak_gib,
+        training_seconds=history.training_seconds,
         num_restarts=len(list_restarts(layout)),
+        held_seconds=history.held_seconds,
+        num_processes=history.starts[-1].world_size if history.starts else None,
+        cost=_cost(plan, history),
     )
-    curve = tuple(LossPoint(step, steps[step].tokens, steps[step].loss) for step in sorted(steps))
+    curve = tuple(LossPoint(step, each.tokens, each.loss) for step, each in history.steps.items())
+    start = history.starts[-1] if history.starts else None
     return ComparedRun(layout.root.name, _inputs(layout, plan, manifest, start), results, curve)
 
 
@@ -232,6 +218,13 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _cost(plan: Mapping[str, Any], history: History) -> float | None:
+    price, held = _mapping(plan.get("cluster")).get("price_per_gpu_hour"), history.held_seconds
+    if held is None or not isinstance(price, int | float) or _mapping(plan.get("placement")).get("device") != "cuda":
+        return None
+    return price * history.starts[-1].world_size * held / 3600
 
 
 def _predicted_gib(plan: Mapping[str, Any]) -> float | None:

@@ -1,0 +1,1 @@
+"""report.html: what a browser shows of a run."""

@@ -1,0 +1,274 @@
+"""Charts as inline SVG, drawn by matplotlib in the colors and fonts of the page that they are put into.
+
+matplotlib draws with placeholder colors, which become CSS variables: one SVG is right in light, dark and print. Texts
+stay texts, so they can be read aloud, searched and copied.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from ftkit.cli.terminal.format import count, duration, gib
+from ftkit.errors import PrerequisiteError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from ftkit.runs.history import Span
+
+MAX_POINTS = 600
+"""Of a line: more can't be told apart, and make the page slow."""
+_SMOOTH_OVER = 0.02
+"""Part of a curve that its mean is taken over."""
+_SMOOTH_FROM = 60
+"""Points; fewer are shown as they are."""
+_WIDE, _NARROW, _HEIGHT = 1040, 460, 250
+_DOTS = 72
+_MAX_TICKS = 6
+_LOG_FROM = 30
+"""Ratio of the highest to the lowest value from which a loss is drawn on a logarithmic axis."""
+SERIES = tuple(f"#0101{index:02x}" for index in range(1, 9))
+INK, MUTED, GRID, SURFACE = "#0102f1", "#0102f2", "#0102f3", "#0102f4"
+SPAN_COLORS = {
+    "training": "#0103f1", "repeated": "#0103f2", "evaluation": "#0103f3", "checkpoint": "#0103f4",
+    "start-up": "#0103f5", "other": "#0103f6", "down": "#0103f7", "data wait": "#0103f8",
+}  # fmt: skip
+_VARIABLES = {
+    **{color: f"var(--series-{index})" for index, color in enumerate(SERIES, start=1)},
+    INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", SURFACE: "var(--surface)",
+    **{color: f"var(--{kind.replace(' ', '-')})" for kind, color in SPAN_COLORS.items()},
+}  # fmt: skip
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none", "font.size": 11, "text.color": INK, "axes.edgecolor": GRID, "axes.labelcolor": MUTED,
+    "xtick.color": MUTED, "ytick.color": MUTED, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID,
+    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "xtick.major.size": 3, "ytick.major.size": 0, "ytick.minor.size": 0, "lines.linewidth": 2,
+    "lines.solid_capstyle": "round", "figure.facecolor": "none",
+    "axes.facecolor": "none", "path.simplify": True, "axes.unicode_minus": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart; `is_raw` draws it thin, with its mean over it."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    is_raw: bool = False
+    has_points: bool = False
+    color: int = 0
+
+
+def require_matplotlib() -> None:
+    """Check that charts can be drawn here.
+
+    Raises:
+        PrerequisiteError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise PrerequisiteError(
+            "a report needs the package matplotlib",
+            meaning="ftkit was installed without it; no run needs it",
+            fix="pip install 'ftkit[report]'",
+        ) from error
+    mpl.use("svg")
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Lines over the tokens of a run.
+
+    Attributes:
+        name: tells the chart's ids from those of others on the page.
+        description: for who can't see it.
+        y: title of the vertical axis, written above it.
+        lines: of any number; colors repeat after eight.
+        expected: a value that was predicted: a dashed line.
+        form: writes a value of the vertical axis.
+        from_zero: let the vertical axis begin at 0.
+        height: of a chart that is drawn once, in pixels; at least the usual one.
+    """
+
+    name: str
+    description: str
+    y: str
+    lines: Sequence[Line]
+    expected: float | None = None
+    form: Callable[[float], str] | None = None
+    from_zero: bool = False
+    height: int = _HEIGHT - 40
+
+
+def draw_lines(chart: LineChart, *, is_wide: bool = False) -> str:
+    """Draw a chart; empty if it has no finite value.
+
+    Args:
+        chart: what to draw.
+        is_wide: draw it twice, for wide and for narrow screens; the page shows one of them.
+    """
+    lines = [line for line in chart.lines if any(map(math.isfinite, line.y))]
+    if not lines:
+        return ""
+
+    def draw(axes: Axes) -> None:
+        for line in lines:
+            _draw_line(axes, line, SERIES[line.color % len(SERIES)])
+        if chart.expected is not None:
+            axes.axhline(chart.expected, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), label="plan")
+        axes.set_xlabel("tokens")
+        axes.set_title(chart.y, loc="left", fontsize=11, color=MUTED, pad=8)
+        axes.margins(x=0.01, y=0.08)
+        if chart.from_zero:
+            axes.set_ylim(bottom=0)
+        elif _spans_decades([value for line in lines for value in line.y]):
+            axes.set_yscale("log")
+        _format(axes.xaxis, count)
+        _format(axes.yaxis, chart.form or _short)
+        if len(lines) > 1 or chart.expected is not None:
+            place = "lower right" if chart.from_zero else "upper right"
+            axes.legend(loc=place, frameon=False, fontsize=10, ncols=min(3, len(lines) + 1), labelcolor=INK)
+
+    if is_wide:
+        return _both(chart.name, chart.description, draw)
+    return _svg(chart.name, chart.description, draw, _NARROW, max(chart.height, _HEIGHT - 40))
+
+
+def _spans_decades(values: Sequence[float]) -> bool:
+    finite = [value for value in values if math.isfinite(value)]
+    return min(finite) > 0 and max(finite) > _LOG_FROM * min(finite)
+
+
+def _both(name: str, description: str, draw: Callable[[Axes], None], height: int = _HEIGHT) -> str:
+    wide = _svg(f"{name}-wide", description, draw, _WIDE, height + 30)
+    return f'<div class="wide">{wide}</div><div class="narrow">{_svg(name, description, draw, _NARROW, height)}</div>'
+
+
+def _draw_line(axes: Axes, line: Line, color: str) -> None:
+    x, y = list(line.x), list(line.y)
+    if line.has_points:
+        axes.plot(x, y, color=color, marker="o", markersize=6, label=line.name, linewidth=1.2, linestyle=":")
+    elif line.is_raw and len(y) >= _SMOOTH_FROM:
+        axes.plot(*_thinned(x, y), color=color, alpha=0.35, linewidth=0.9)
+        axes.plot(*_thinned(x, _smooth(y)), color=color, label=line.name)
+    else:
+        axes.plot(*_thinned(x, y), color=color, label=line.name)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Return the mean around each value, over the finite ones."""
+    radius = max(1, round(len(values) * _SMOOTH_OVER))
+    found = []
+    for index in range(len(values)):
+        near = [each for each in values[max(0, index - radius) : index + radius + 1] if math.isfinite(each)]
+        found.append(sum(near) / len(near) if near else math.nan)
+    return found
+
+
+def _thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Keep the lowest and the highest value of each part, in their order: peaks stay."""
+    if len(x) <= MAX_POINTS:
+        return list(x), list(y)
+    size = math.ceil(len(x) / (MAX_POINTS // 2))
+    kept: list[int] = []
+    for begin in range(0, len(x), size):
+        part = range(begin, min(begin + size, len(x)))
+        finite = [index for index in part if math.isfinite(y[index])] or [begin]
+        kept += sorted({min(finite, key=lambda index: y[index]), max(finite, key=lambda index: y[index])})
+    return [x[index] for index in kept], [y[index] for index in kept]
+
+
+def bars_height(num_bars: int) -> int:
+    """Return the height of a chart of bars, in pixels."""
+    return 36 * num_bars + 32
+
+
+def bar_chart(
+    name: str, description: str, bars: Sequence[tuple[str, float]], *, marks: Sequence[tuple[str, float]] = ()
+) -> str:
+    """Draw amounts of memory as horizontal bars, with vertical lines at `marks`; empty if there are none."""
+    if not bars:
+        return ""
+
+    def draw(axes: Axes) -> None:
+        names, values = [each[0] for each in bars], [each[1] for each in bars]
+        drawn = axes.barh(range(len(bars)), values, color=SERIES[0], height=0.36)
+        axes.bar_label(drawn, [gib(value) for value in values], padding=4, fontsize=10, color=INK)
+        for index, text in enumerate(names):
+            axes.text(0, index - 0.36, text, fontsize=10.5, color=MUTED, va="center")
+        for text, value in marks:
+            axes.axvline(value, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+            axes.text(value, -0.95, f"{text} ", fontsize=10, color=MUTED, ha="right")
+        axes.set_ylim(len(bars) - 0.5, -1.2)
+        axes.set_xlim(0, max([*values, *(value for _, value in marks)]) * 1.14 or 1)
+        axes.set_axis_off()
+
+    return _svg(name, description, draw, _NARROW, bars_height(len(bars)))
+
+
+def time_line(name: str, description: str, spans: Sequence[Span]) -> str:
+    """Draw what a run's time went into, from its first record to its last."""
+    if not spans:
+        return ""
+    from matplotlib.ticker import MultipleLocator
+
+    begin, end = spans[0].begin, spans[-1].end
+
+    def draw(axes: Axes) -> None:
+        for span in spans:
+            axes.barh(0, span.seconds, left=span.begin - begin, height=1, color=SPAN_COLORS[span.kind], linewidth=0)
+        axes.set_ylim(-0.5, 0.5)
+        axes.set_xlim(0, max(end - begin, 1e-3))
+        axes.grid(visible=False)
+        axes.set_yticks([])
+        axes.xaxis.set_major_formatter(lambda value, _: duration(value))
+        axes.xaxis.set_major_locator(MultipleLocator(_tick_seconds(end - begin)))
+
+    return _both(name, description, draw, 70)
+
+
+def _tick_seconds(total: float) -> float:
+    """Return a round time of which a few fit into `total` seconds."""
+    round_times = sorted(factor * unit for unit in (1, 60, 3600, 86400) for factor in (1, 2, 5, 10, 15, 30))
+    return next((each for each in round_times if total / each <= _MAX_TICKS), total / _MAX_TICKS)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1e4 else count(value)  # noqa: PLR2004 - four digits are read at once
+
+
+def _format(axis: Any, form: Callable[[float], str]) -> None:
+    from matplotlib.ticker import MaxNLocator, NullFormatter
+
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(lambda value, _: "0" if value == 0 else f"-{form(-value)}" if value < 0 else form(value))
+    if axis.get_scale() == "linear":
+        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+
+
+def _svg(name: str, description: str, draw: Callable[[Axes], None], width: int, height: int) -> str:
+    """Draw a figure of so many pixels and return it for the page."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}), io.StringIO() as file:
+        figure = Figure(figsize=(width / _DOTS, height / _DOTS), dpi=_DOTS, layout="constrained")
+        draw(figure.add_subplot())
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r" font-family: [^;\"]*;", "", text)
+    text = re.sub(r"#010[123]\w{2}", lambda match: _VARIABLES[match[0]], text)
+    head = f'<svg role="img" aria-label="{escape(description)}" viewBox="0 0 {width} {height}"'
+    return re.sub(r"<svg[^>]*>", f'{head} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)

@@ -1,0 +1,74 @@
+"""What the page of several runs shows: what differs, what came of them, and their curves over the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftkit.cli.page.charts import Line, LineChart, draw_lines
+from ftkit.cli.page.report import Chart
+from ftkit.cli.terminal.format import count
+from ftkit.runs.history import read_history
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.history import History
+
+
+@dataclass(frozen=True)
+class ComparisonReport:
+    """All that the page of several runs shows.
+
+    Attributes:
+        names: of the runs in tables: A, B, and so on.
+        ids: of the runs.
+        results: of each run, a line of the table by its title.
+        differences: title and a value for each run.
+        verdicts: what the curves say of each run against the first.
+    """
+
+    names: list[str]
+    ids: list[str]
+    results: list[dict[str, str]]
+    differences: list[tuple[str, list[str]]]
+    verdicts: list[str]
+    charts: list[Chart]
+
+
+def draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list[Chart]:
+    """Draw the curves of runs, by tokens. Colors repeat after eight runs."""
+    histories = [read_history(layout) for layout in layouts]
+    pairs = list(enumerate(zip(names, histories, strict=True)))
+    losses = [
+        Line(name, [each.tokens for each in found.steps.values()], [each.loss for each in found.steps.values()],
+             is_raw=True, color=index)
+        for index, (name, found) in pairs
+    ]  # fmt: skip
+    validation = [
+        Line(name, _validation_tokens(found), [each.loss for each in found.evaluations], has_points=True,
+             color=index)
+        for index, (name, found) in pairs
+    ]  # fmt: skip
+    speeds = [
+        Line(name, [each.tokens for each in found.steady], found.speeds, is_raw=True, color=index)
+        for index, (name, found) in pairs
+    ]  # fmt: skip
+    listed = ", ".join(names)
+    charts = [
+        Chart("Loss", draw_lines(LineChart("losses", f"Training loss of {listed}", "loss", losses), is_wide=True),
+              is_wide=True),
+        Chart("Validation loss", draw_lines(LineChart("validation", f"Validation loss of {listed}", "loss",
+                                                      validation))),
+        Chart("Throughput", draw_lines(LineChart("speeds", f"Throughput of {listed}", "tokens/s per process", speeds,
+                                                 form=count, from_zero=True))),
+    ]  # fmt: skip
+    return [chart for chart in charts if chart.svg]
+
+
+def _validation_tokens(history: History) -> list[float]:
+    """Return the tokens that were trained on before each evaluation."""
+    last = history.last_step
+    per_step = last.tokens / last.step if last and last.step else 0.0
+    return [each.step * per_step for each in history.evaluations]

@@ -1,0 +1,331 @@
+"""What report.html says of one run, read from its folder alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ftkit.cli.page.charts import Line, LineChart, bar_chart, bars_height, draw_lines, time_line
+from ftkit.cli.terminal.format import count, duration, gib, plural
+from ftkit.files import read_json_if_valid
+from ftkit.planning.estimates.gpus import GPUS
+from ftkit.planning.plan import PlanError, read_plan
+from ftkit.runs.history import History, merge_spans, read_history
+from ftkit.runs.manifest import explain_missing_digests
+from ftkit.runs.progress import Restart, list_restarts
+from ftkit.runs.records import EvaluationRecord, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ftkit.planning.layout import RunLayout
+    from ftkit.planning.plan import RunPlan
+    from ftkit.runs.history import Span
+    from ftkit.runs.records import StepRecord
+
+_NUM_EXAMPLES = 6
+_NARROWEST = 1 / 600
+"""Part of a run's time that is seen on the time line."""
+_TIME_USE = {
+    "training": "forward, backward, optimizer", "data wait": "waiting for data", "other": "other",
+    "checkpoint": "waiting for checkpoints", "evaluation": "evaluation", "start-up": "start-up",
+    "repeated": "steps trained again", "down": "between two starts",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure that is seen first, and what stands below it."""
+
+    title: str
+    value: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A number of the plan beside the one that was measured; `ratio` is measured by planned."""
+
+    title: str
+    planned: str
+    measured: str
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Example:
+    """A validation question, with the completions before and after training."""
+
+    before: Sample | None
+    after: Sample
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawn chart with its heading."""
+
+    title: str
+    svg: str
+    is_wide: bool = False
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """All that the page of a run shows."""
+
+    id: str
+    name: str
+    state: str
+    summary: str
+    created: str
+    tiles: list[Tile]
+    charts: list[Chart]
+    comparisons: list[Comparison]
+    time_use: list[tuple[str, str, str, float]]
+    evaluations: list[EvaluationRecord]
+    examples: list[Example]
+    restarts: list[Restart]
+    checks: dict[str, str]
+    facts: dict[str, list[tuple[str, str]]]
+    doubts: list[str]
+    command: str
+    verdict: str = ""
+    samples: list[Any] = field(default_factory=list)
+
+
+def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), verdict: str = "") -> RunReport:
+    """Read what the page of a run shows.
+
+    Args:
+        layout: the run's folder.
+        state: of the run, in a word.
+        samples: documents as they were trained (`ftkit.data.inspection.Sample`), where they could be read.
+        verdict: whether a run that repeats another came out as that one.
+    """
+    history = read_history(layout)
+    manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
+    try:
+        plan = read_plan(layout)
+    except PlanError:
+        plan = None
+    validation = list(history.evaluations)
+    return RunReport(
+        id=layout.root.name,
+        name=plan.name if plan else layout.root.name,
+        state=state,
+        summary=_summary(plan) if plan else "the plan of this run can't be read",
+        created=f"{plan.created:%Y-%m-%d %H:%M} UTC" if plan else "",
+        tiles=_tiles(plan, history),
+        charts=_charts(plan, history),
+        comparisons=_comparisons(plan, history) if plan else [],
+        time_use=_time_use(history),
+        evaluations=validation,
+        examples=_examples(validation),
+        restarts=list_restarts(layout),
+        checks=history.checks.checks if history.checks else {},
+        facts=_facts(plan, manifest, history) if plan else {},
+        doubts=explain_missing_digests(layout),
+        command=" ".join(map(str, manifest.get("command", []))),
+        verdict=verdict,
+        samples=list(samples),
+    )
+
+
+def _summary(plan: RunPlan) -> str:
+    recipe, place = plan.recipe, plan.placement
+    model = recipe.model.architecture.family if recipe.model.weights == "random" else recipe.model.weights
+    device = plan.cluster.gpu or "GPU" if place.device == "cuda" else "CPU process"
+    where = f"{place.world_size} × {device}" if place.device == "cuda" else plural(place.world_size, "CPU process")
+    nodes = f" on {plural(place.num_nodes, 'node')}" if place.num_nodes > 1 else ""
+    method = {"full": "Full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}.get(
+        recipe.training.method, recipe.training.method
+    )
+    return f"{method} of {model}, {count(plan.num_parameters)} parameters; {where}{nodes}, {plan.cluster.name}"
+
+
+def _tiles(plan: RunPlan | None, history: History) -> list[Tile]:
+    tiles: list[Tile] = []
+    last, validation = history.last_step, history.evaluations
+    if last:
+        first = next(iter(history.steps.values()))
+        tiles.append(Tile("Training loss", f"{last.loss:.4g}", f"from {first.loss:.4g}"))
+    if validation:
+        after, before = validation[-1], validation[0]
+        has_before = len(validation) > 1
+        detail = f"from {before.loss:.4g}" if has_before else f"{after.when} training"
+        tiles.append(Tile("Validation loss", f"{after.loss:.4g}", detail))
+        if after.execution_accuracy is not None:
+            known = has_before and before.execution_accuracy is not None
+            detail = f"from {before.execution_accuracy:.1%}" if known else ""
+            tiles.append(Tile("SQL execution", f"{after.execution_accuracy:.1%}", detail))
+    device = "process" if plan and plan.placement.device == "cpu" else "GPU"
+    if (speed := history.speed) is not None:
+        mfu = history.mfu
+        detail = f"tokens/s per {device}" + ("" if mfu is None else f", {mfu:.1%} MFU")
+        tiles.append(Tile("Throughput", count(speed), detail))
+    if (peak := history.peak_gib) is not None:
+        gpu = GPUS.get(plan.cluster.gpu) if plan and plan.cluster.gpu else None
+        tiles.append(Tile("Peak memory", gib(peak), f"of {gib(gpu.memory_gib)}" if gpu else f"per {device}"))
+    if history.spans:
+        total = history.spans[-1].end - history.spans[0].begin
+        steps = f"{last.step:,} of {last.num_steps:,} steps" if last else ""
+        tiles.append(Tile("Time", duration(total), steps))
+        cost = plan.cost_of(total) if plan else None
+        if cost is not None:
+            tiles.append(Tile("Cost", f"{cost:,.2f}", "by the profile's price"))
+    return tiles
+
+
+def _charts(plan: RunPlan | None, history: History) -> list[Chart]:
+    on_gpus = plan is not None and plan.placement.device == "cuda"
+    device = "GPU" if on_gpus else "process"
+    kept = [
+        (each.tokens, speed)
+        for each, speed in zip(history.steady, history.speeds, strict=True)
+        if history.steps.get(each.step) is each
+    ]
+    speed = LineChart(
+        "speed", f"Tokens a second of a {device}", f"tokens/s per {device}",
+        [Line("measured", [x for x, _ in kept], [y for _, y in kept], is_raw=True, color=4)],
+        expected=plan.speed.tokens_per_second / plan.placement.world_size if plan and plan.speed else None,
+        form=count, from_zero=True, height=bars_height(len(history.memory)),
+    )  # fmt: skip
+    memory = bar_chart(
+        "memory", "Peak memory of each stage, the largest over all processes",
+        [(each.stage, each.largest_peak_gib) for each in history.memory],
+        marks=[("plan", plan.memory.total)] if plan and on_gpus else [],
+    )  # fmt: skip
+    kinds = ", ".join(dict.fromkeys(span.kind for span in history.spans))
+    charts = [
+        Chart("Loss", draw_lines(_losses(history), is_wide=True), is_wide=True),
+        Chart("Learning rate", _over_tokens("learning rate", history, lambda each: each.learning_rate, 2)),
+        Chart("Gradient norm", _over_tokens("gradient norm", history, lambda each: each.grad_norm, 3, is_raw=True)),
+        Chart("Throughput", draw_lines(speed)),
+        Chart("Memory by stage", memory),
+        Chart("Time line", time_line("time", f"What the time went into: {kinds}", _visible(history)), is_wide=True),
+    ]
+    return [chart for chart in charts if chart.svg]
+
+
+def _losses(history: History) -> LineChart:
+    steps, last = list(history.steps.values()), history.last_step
+    per_step = last.tokens / last.step if last and last.step else 0.0
+    about = (
+        f"Training loss from {steps[0].loss:.4g} to {last.loss:.4g} over {count(last.tokens)} tokens" if last else ""
+    )
+    validation = history.evaluations
+    lines = [
+        Line("training", [each.tokens for each in steps], [each.loss for each in steps], is_raw=True),
+        Line("validation", [each.step * per_step for each in validation], [each.loss for each in validation],
+             has_points=True, color=1),
+    ]  # fmt: skip
+    return LineChart("loss", about, "loss", lines)
+
+
+def _over_tokens(
+    title: str, history: History, value: Callable[[StepRecord], float], color: int, *, is_raw: bool = False
+) -> str:
+    steps = list(history.steps.values())
+    line = Line(title, [each.tokens for each in steps], [value(each) for each in steps], is_raw=is_raw, color=color)
+    return draw_lines(LineChart(title.replace(" ", "-"), f"{title} by tokens", title, [line], from_zero=True))
+
+
+def _visible(history: History) -> list[Span]:
+    """Return spans that are wide enough to be seen."""
+    if not history.spans:
+        return []
+    return merge_spans(history.spans, (history.spans[-1].end - history.spans[0].begin) * _NARROWEST)
+
+
+def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:
+    found: list[Comparison] = []
+
+    def add(title: str, planned: float | None, measured: float | None, form: Callable[[float], str]) -> None:
+        if planned is not None and measured is not None:
+            ratio = measured / planned if planned else None
+            found.append(Comparison(title, form(planned), form(measured), ratio))
+
+    speed, world = plan.speed, plan.placement.world_size
+    if speed:
+        add("Step", speed.step_seconds, median([r.step_seconds for r in history.steady] or [0.0]) or None, duration)
+        add("Tokens/s per GPU", speed.tokens_per_second / world, history.speed, count)
+        add("MFU", speed.mfu, history.mfu, "{:.1%}".format)
+    if plan.placement.device == "cuda":
+        add("Peak memory per GPU", plan.memory.total, history.peak_gib, gib)
+    seconds = plan.training_seconds
+    trained = sum(span.seconds for span in history.spans if span.kind in ("training", "repeated", "checkpoint"))
+    add("Time of all steps", seconds, trained or None, duration)
+    if seconds is not None and history.spans:
+        whole = history.spans[-1].end - history.spans[0].begin
+        add("Cost", plan.cost_of(seconds), plan.cost_of(whole), "{:,.2f}".format)
+    add("Steps", plan.num_steps, history.end.step if history.end else None, "{:,.0f}".format)
+    return found
+
+
+def _time_use(history: History) -> list[tuple[str, str, str, float]]:
+    """Return kind, title, time and part of the whole."""
+    used = history.time_use
+    total = sum(used.values())
+    return [
+        (kind, title, duration(used[kind]), used[kind] / total)
+        for kind, title in _TIME_USE.items()
+        if used.get(kind, 0.0) > 0 and total
+    ]
+
+
+def _examples(evaluations: Sequence[EvaluationRecord]) -> list[Example]:
+    """Pair the completions after training with those before, what changed first."""
+    if not evaluations or evaluations[-1].when == "before":
+        return []
+    after = evaluations[-1]
+    before = evaluations[0] if len(evaluations) > 1 else None
+    earlier = {each.question: each for each in before.samples} if before else {}
+    pairs = [Example(earlier.get(each.question), each) for each in after.samples]
+    learned = [pair for pair in pairs if pair.before and pair.after.correct and not pair.before.correct]
+    wrong = [pair for pair in pairs if not pair.after.correct]
+    rest = [pair for pair in pairs if pair not in learned and pair not in wrong]
+    return (learned[: _NUM_EXAMPLES - 2] + wrong[:2] + rest)[:_NUM_EXAMPLES]
+
+
+def _facts(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[str, list[tuple[str, str]]]:
+    """Return what the run was made from, by section."""
+    recipe, training, batch = plan.recipe, plan.recipe.training, plan.batch
+    git = (manifest.get("ftkit") or {}).get("git") or {}
+    start = history.starts[-1] if history.starts else None
+    world = plan.placement.world_size
+    versions = ", ".join(f"{name} {version}" for name, version in start.versions.items()) if start else ""
+    model = recipe.model
+    digests: dict[str, str] = next((each.get("data", {}) for each in reversed(manifest.get("starts", []))), {})
+    sections = {
+        "Model": [
+            ("weights", "random" if model.weights == "random" else model.weights),
+            ("commit", model.revision or ""),
+            ("parameters", f"{plan.num_parameters:,}, {plan.num_trained:,} of them trained"),
+        ],
+        "Training": [
+            ("method", f"{training.method} in {training.precision}"),
+            ("batch", (f"{batch.global_batch_size} packs of {training.sequence_length:,} tokens: "
+                      f"{batch.micro_batch_size} × {world} × {batch.accumulation_steps}")),
+            ("learning rate", f"{training.learning_rate:g}, {training.schedule}"),
+            ("activation checkpointing", str(training.activation_checkpointing)),
+            ("engine", f"{plan.engine.name}: {plan.engine.reason}"),
+            ("seed", str(training.seed)),
+        ],
+        "Data": [
+            ("fingerprint", plan.fingerprint),
+            *((f"{name} sha256", digest) for name, digest in digests.items()),
+        ],
+        "Where": [
+            ("cluster", f"{plan.cluster.name}, {plural(plan.placement.num_nodes, 'node')}"),
+            ("device", start.device if start else plan.placement.device),
+            ("image", plan.image or "no container"),
+            ("image digest", str(manifest.get("image_sha256") or manifest.get("image_id") or "")),
+        ],
+        "Software": [
+            ("ftkit", f"{plan.ftkit_version} {str(git.get('commit') or '')[:12]}"
+                      + (" with uncommitted changes" if git.get("has_uncommitted_changes") else "")),
+            ("versions", versions),
+        ],
+    }  # fmt: skip
+    return {title: [(name, value) for name, value in rows if value] for title, rows in sections.items()}

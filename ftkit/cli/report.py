@@ -1,0 +1,125 @@
+"""`ftkit report`: a page about a run, or about several, for a browser."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ftkit.cli.arguments import RUN_HELP, get_run
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.shell_completion import complete_run
+from ftkit.cli.terminal.console import Terminal
+from ftkit.cli.terminal.format import short_path
+from ftkit.errors import PrerequisiteError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from http.server import BaseHTTPRequestHandler
+
+    from ftkit.runs.find import RunFolder
+
+_REFRESH_SECONDS = 15
+
+
+@click.command(
+    "report",
+    cls=ExamplesCommand,
+    short_help="Write a run's report.html, or compare runs in one.",
+    examples=(
+        "ftkit report last",
+        "ftkit report demo --output demo.html",
+        "ftkit report demo other",
+        "ftkit report demo --live",
+    ),
+    help=f"""Write one page about a run: the plan beside what was measured, curves, memory, what the time went into,
+    evaluation, and how to repeat it. The page is one file that needs no network. It goes to report.html in the run's
+    folder; of several runs, to comparison.html in the current folder. Its path goes to stdout.
+
+    {RUN_HELP}
+    """,
+)
+@click.argument("references", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run)
+@click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Where to write.")
+@click.option("--live", is_flag=True, help="Serve the page on this machine, always as the run stands, until Ctrl-C.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of --live; a free one by default.")
+def command(references: tuple[str, ...], *, output: Path | None, live: bool, port: int) -> None:
+    """Write a page about runs."""
+    from ftkit.cli.page.charts import require_matplotlib
+    from ftkit.cli.page.write import save_page
+
+    folders = list({folder.id: folder for folder in map(get_run, references)}.values())
+    require_matplotlib()
+    render = partial(_render, folders)
+    if live:
+        _serve(lambda: render(refresh_seconds=_REFRESH_SECONDS), port)
+        return
+    path = output or (folders[0].layout.report if len(folders) == 1 else Path("comparison.html"))
+    save_page(render(), path)
+    Terminal().data(f"{short_path(path.absolute())}\n")
+
+
+def _render(folders: Sequence[RunFolder], *, refresh_seconds: int | None = None) -> str:
+    from ftkit.cli.compare import comparison_report
+    from ftkit.cli.page.report import read_report
+    from ftkit.cli.page.write import comparison_page, run_page
+
+    if len(folders) > 1:
+        report = comparison_report([folder.layout for folder in folders])
+        return comparison_page(report, refresh_seconds=refresh_seconds)
+    return run_page(read_report(folders[0].layout, _state(folders[0])), refresh_seconds=refresh_seconds)
+
+
+def _state(folder: RunFolder) -> str:
+    """Return the run's state in a word; its own records tell where no scheduler does."""
+    from ftkit.launch.observe import observe_all
+    from ftkit.runs.find import read_entry
+
+    entry = read_entry(folder)
+    return observe_all([entry.run] if entry.run else []).state_of(entry).state
+
+
+def _serve(render: Callable[[], str], port: int) -> None:
+    """Serve a page on this machine alone, at an address that others who are logged in can't guess."""
+    from http.server import ThreadingHTTPServer
+
+    terminal, path = Terminal(), f"/{secrets.token_urlsafe(16)}"
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), page_handler(render, path))
+    except OSError as error:
+        raise PrerequisiteError(
+            f"can't serve on port {port}: {one_line(error)}", fix="leave --port out, which takes a free one"
+        ) from error
+    terminal.data(f"http://127.0.0.1:{server.server_port}{path}\n")
+    terminal.say(
+        f"Ctrl-C ends it. From another machine: ssh -L {server.server_port}:127.0.0.1:{server.server_port} HOST"
+    )
+    with server:
+        server.serve_forever()
+
+
+def page_handler(render: Callable[[], str], path: str) -> type[BaseHTTPRequestHandler]:
+    """Return a handler that answers `path`, and nothing else, with the page as it is now."""
+    from http import HTTPStatus
+    from http.server import BaseHTTPRequestHandler
+
+    class PageHandler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not secrets.compare_digest(self.path.encode(), path.encode()):
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            content = render().encode()
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: object) -> None:
+            """Write no line for each request."""
+
+    return PageHandler

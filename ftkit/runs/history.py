@@ -1,0 +1,259 @@
+"""What a run did, from its first record to its last: steps that count, stages, and what the time went into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+from ftkit.files import read_json_if_valid
+from ftkit.runs.records import (
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    MemoryRecord,
+    StageRecord,
+    StartRecord,
+    StepRecord,
+    VerificationRecord,
+    read_records,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.records import Record
+
+SpanKind = Literal["start-up", "training", "repeated", "evaluation", "checkpoint", "other", "down"]
+"""`repeated`: steps after the newest checkpoint of a start that was interrupted; the next start takes them again."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a run's time.
+
+    Attributes:
+        begin: in seconds since the epoch, as `end`.
+        label: the stage, or the steps.
+    """
+
+    kind: SpanKind
+    begin: float
+    end: float
+    label: str = ""
+    step: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return max(0.0, self.end - self.begin)
+
+
+@dataclass(frozen=True)
+class History:
+    """The records of a run, in the order of time.
+
+    Attributes:
+        steps: those that count, by step: what an interrupted start lost and the next one took again is here once.
+        steady: the records that speed is read off: all but the first of each start, which compiles and allocates.
+        speeds: tokens a second of one process, by these records.
+        memory: of each stage, the record with the highest peak.
+        spans: what the time went into, without gaps.
+    """
+
+    starts: tuple[StartRecord, ...] = ()
+    steps: dict[int, StepRecord] = field(default_factory=dict)
+    steady: tuple[StepRecord, ...] = ()
+    speeds: tuple[float, ...] = ()
+    memory: tuple[MemoryRecord, ...] = ()
+    checks: VerificationRecord | None = None
+    evaluations: tuple[EvaluationRecord, ...] = ()
+    end: EndRecord | None = None
+    spans: tuple[Span, ...] = ()
+    training_seconds: float | None = None
+    """Between the first and the last record of each start's training, without the time in the queue."""
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The newest step that counts."""
+        return next(reversed(self.steps.values()), None)
+
+    @property
+    def speed(self) -> float | None:
+        """The median of the tokens a second of one process."""
+        return median(self.speeds) if self.speeds else None
+
+    @property
+    def mfu(self) -> float | None:
+        """The median, a part of 1."""
+        found = [each.mfu for each in self.steady if each.mfu is not None]
+        return median(found) if found else None
+
+    @property
+    def peak_gib(self) -> float | None:
+        """The peak of a device's memory, the largest over ranks and stages."""
+        return max((each.largest_peak_gib for each in self.memory), default=None)
+
+    @property
+    def held_seconds(self) -> float | None:
+        """How long the run held its processes: start-up, and what was trained twice, included."""
+        return sum(span.seconds for span in self.spans if span.kind != "down") if self.starts else None
+
+    @property
+    def time_use(self) -> dict[str, float]:
+        """Seconds by what they went into; the steps' own time is divided as their records say."""
+        found: dict[str, float] = {}
+        for span in self.spans:
+            parts: dict[str, float] = {span.kind: span.seconds}
+            record = self.steps.get(span.step)
+            if span.kind == "training" and record:
+                wait, overhead = (min(1.0, max(0.0, part)) for part in (record.data_wait_ratio, record.overhead_ratio))
+                parts = {
+                    "training": span.seconds * (1 - max(wait, overhead)),
+                    "data wait": span.seconds * wait,
+                    "other": span.seconds * max(0.0, overhead - wait),
+                }
+            for name, seconds in parts.items():
+                found[name] = found.get(name, 0.0) + seconds
+        return found
+
+
+def read_history(layout: RunLayout) -> History:
+    """Read what a run did from its folder. What is missing or damaged is left out."""
+    records = list(read_records(layout.metrics))
+    timeline = _Timeline(_start_times(layout))
+    starts: list[StartRecord] = []
+    steps: dict[int, StepRecord] = {}
+    steady: list[tuple[StepRecord, float]] = []
+    trained: list[tuple[float, float]] = []
+    memory: dict[str, MemoryRecord] = {}
+    is_first = True
+    for record in records:
+        timeline.add(record)
+        if isinstance(record, StartRecord):
+            starts.append(record)
+            trained.append((record.time, record.time))
+            steps = {step: each for step, each in steps.items() if step <= record.resumed_from}
+            is_first = True
+        elif isinstance(record, StepRecord):
+            steps[record.step] = record
+            if not is_first:
+                steady.append((record, record.tokens_per_second / max(1, starts[-1].world_size if starts else 1)))
+            is_first = False
+        elif isinstance(record, MemoryRecord):
+            known = memory.get(record.stage, record)
+            memory[record.stage] = max(record, known, key=lambda each: each.largest_peak_gib)
+        if trained and isinstance(record, StepRecord | EvaluationRecord | EndRecord):
+            trained[-1] = (trained[-1][0], max(trained[-1][1], record.time))
+    verifications = [each for each in records if isinstance(each, VerificationRecord)]
+    last = records[-1] if records else None
+    return History(
+        starts=tuple(starts),
+        steps=dict(sorted(steps.items())),
+        steady=tuple(record for record, _ in steady),
+        speeds=tuple(speed for _, speed in steady),
+        memory=tuple(memory.values()),
+        checks=verifications[-1] if verifications else None,
+        evaluations=tuple(each for each in records if isinstance(each, EvaluationRecord)),
+        end=last if isinstance(last, EndRecord) else None,
+        spans=tuple(timeline.spans),
+        training_seconds=sum(end - begin for begin, end in trained) if trained else None,
+    )
+
+
+def _start_times(layout: RunLayout) -> list[float]:
+    """Return when the processes of each start began, by the manifest."""
+    manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
+    starts = manifest.get("starts")
+    found = [each.get("time") for each in starts if isinstance(each, dict)] if isinstance(starts, list) else []
+    return sorted(time for time in found if isinstance(time, float))
+
+
+class _Timeline:
+    """Divides a run's time into spans, record by record."""
+
+    def __init__(self, start_times: Sequence[float]) -> None:
+        self.spans: list[Span] = []
+        self._start_times = list(start_times)
+        self._cursor: float | None = None
+        self._stage = ""
+        self._stalled = 0.0
+        self._step = 0
+        self._has_started = False
+
+    def add(self, record: Record) -> None:
+        """Add what lies between the last record and this one."""
+        self._begin_start(record.time)
+        if self._cursor is None:
+            self._cursor = record.time
+        match record:
+            case StageRecord():
+                self._close(record.time)
+                self._stage = record.stage
+            case StartRecord():
+                self._close(record.time)
+                self._give_up_steps_after(record.resumed_from)
+                self._stage, self._step = "", record.resumed_from
+            case StepRecord():
+                self._add_step(record)
+            case EvaluationRecord() | EndRecord():
+                self._close(record.time)
+                self._stage = ""
+            case CheckpointRecord():
+                self._stalled += record.stalled_seconds
+            case _:
+                pass
+
+    def _begin_start(self, time: float) -> None:
+        """Where processes were started again before `time`, the time until then was down."""
+        while self._start_times and self._start_times[0] <= time:
+            begin = self._start_times.pop(0)
+            if self._has_started and self._cursor is not None and begin > self._cursor:
+                self.spans.append(Span("down", self._cursor, begin, "between two starts"))
+                self._cursor = begin
+            self._cursor = begin if self._cursor is None else self._cursor
+            self._has_started, self._stalled, self._step = True, 0.0, 0
+            self._stage = self._stage or "starting processes"
+
+    def _close(self, time: float) -> None:
+        """End what lasts since the cursor."""
+        if self._cursor is not None and time > self._cursor:
+            kind: SpanKind = "other" if not self._stage else "start-up"
+            if self._stage.startswith("evaluating"):
+                kind = "evaluation"
+            elif self._step and self._stage:
+                kind = "other"
+            self.spans.append(Span(kind, self._cursor, time, self._stage))
+            self._cursor = time
+
+    def _add_step(self, record: StepRecord) -> None:
+        begin = record.time if self._cursor is None else self._cursor
+        room = max(0.0, record.time - begin)
+        stalled = min(self._stalled, room)
+        taken = min(room - stalled, max(1, record.step - self._step) * record.step_seconds)
+        borders = (("checkpoint", stalled), ("other", room - stalled - taken), ("training", taken))
+        for kind, seconds in borders:
+            if seconds > 0:
+                label = f"to step {record.step}" if kind == "training" else ""
+                self.spans.append(Span(kind, begin, begin + seconds, label, record.step))  # type: ignore[arg-type]
+                begin += seconds
+        self._cursor, self._stalled, self._step, self._stage = max(begin, record.time), 0.0, record.step, ""
+
+    def _give_up_steps_after(self, step: int) -> None:
+        """What was trained beyond the checkpoint that a start continues from is trained again."""
+        self.spans = [
+            replace(span, kind="repeated") if span.kind == "training" and span.step > step else span
+            for span in self.spans
+        ]
+
+
+def merge_spans(spans: Sequence[Span], shortest: float = 0.0) -> list[Span]:
+    """Return spans with neighbors of one kind as one; those shorter than `shortest` seconds go to the one before."""
+    merged: list[Span] = []
+    for span in spans:
+        if merged and (merged[-1].kind == span.kind or span.seconds < shortest):
+            merged[-1] = replace(merged[-1], end=span.end, step=span.step)
+        else:
+            merged.append(span)
+    return merged

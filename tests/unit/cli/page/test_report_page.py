@@ -1,0 +1,175 @@
+"""report.html: from run folders alone, in one file that asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from html.parser import HTMLParser
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.cli.page.report import read_report
+from ftkit.cli.page.write import run_page
+from ftkit.cli.report import page_handler
+from ftkit.runs.records import CheckpointRecord, EvaluationRecord, MemoryRecord, Sample, StageRecord, StartRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Result, RunMaker
+
+    from ftkit.runs.submission import SubmittedRun
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def trained(run: SubmittedRun, records: Any, num_records: int = 80) -> None:
+    """Write what a whole run writes, with a restart and a loss that is no number."""
+    run.layout.manifest.write_text(
+        json.dumps({"starts": [{"time": 1.0}, {"time": 60.0, "after": HOSTILE, "host": "n1"}], "command": ["ftkit"]})
+    )
+    sample = Sample(HOSTILE, "SELECT 1", "SELECT 2", correct=False)
+    begin = StartRecord(8.0, 400, 0, 2, "fsdp2", "cpu", 1000, {"torch": "2.7"})
+    records.write(
+        run,
+        StageRecord(2.0, "building the model"),
+        MemoryRecord(4.0, "building the model", *[1.0] * 3, 1.0, 2.5, 3.0),
+        EvaluationRecord(6.0, 0, "before", 5.0, 148.0, 0.0, (sample,)),
+        begin,
+        *(records.step(number, 5 / number) for number in range(1, num_records // 2)),
+        CheckpointRecord(50.0, 20, "x", 1.0, 0.5),
+        StartRecord(61.0, 400, 20, 2, "fsdp2", "cpu", 1000, {"torch": "2.7"}),
+        *(
+            records.step(number, float("nan") if number == 30 else 5 / number, time=100.0 + number)
+            for number in range(21, num_records)
+        ),
+        EvaluationRecord(300.0, 79, "after", 0.5, 1.6, 1.0, (replace(sample, answer="SELECT 1", correct=True),)),
+        records.end(),
+    )
+    run.layout.exit_code.write_text("0")
+
+
+class _Checker(HTMLParser):
+    """Collects what a page would load, its ids, and tags that are left open."""
+
+    VOID = ("meta", "path", "use", "rect", "br", "img", "link", "stop")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href") and value and not value.startswith("#"):
+                self.loads.append(value)
+            if name == "id" and value:
+                self.ids.append(value)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def without_clock(page: Path) -> str:
+    return re.sub(r"Written by.*", "", page.read_text())
+
+
+def check(page: str) -> str:
+    """Check what holds for every page, and return its text in one line."""
+    checker = _Checker()
+    checker.feed(page)
+    assert not checker.open
+    assert not checker.loads
+    assert len(set(checker.ids)) == len(checker.ids)
+    assert HOSTILE not in page
+    assert "#010" not in page  # each placeholder became a color of the page
+    assert len(page) < 2**20
+    body = re.sub(r"<style>.*?</style>|<path[^>]*>", "", page, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]+>", " ", body).split())
+
+
+def test_a_page_of_a_run_tells_what_it_did(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    trained(run, records)
+    result = ftkit("report", "last")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.strip().endswith(f"{run.id}/report.html")
+    text = check(run.layout.report.read_text())
+    assert ftkit("report", run.id, "-o", "again.html").code == 0
+    assert without_clock(Path("again.html")) == without_clock(run.layout.report)
+    for part in ("completed", "Learning rate", "Gradient norm", "Throughput", "Memory by stage", "Time line",
+                 "steps trained again", "between two starts", "SQL execution 100.0%", "from 0.0%",
+                 "before wrong SELECT 2", "after correct SELECT 1",
+                 f"ftkit rerun {run.id}", "Not repeatable"):  # fmt: skip
+        assert part in text, part
+
+
+@pytest.mark.parametrize("damage", ["", "{"])
+def test_a_run_without_records_or_plan_has_a_page(
+    ftkit: Callable[..., Result], make_run: RunMaker, damage: str
+) -> None:
+    run = make_run()
+    if damage:
+        run.layout.plan.write_text(damage)
+        run.layout.metrics.write_text("no record\n")
+    assert ftkit("report", run.id).code == 0
+    assert "No step was recorded" in check(run.layout.report.read_text())
+
+
+def test_several_runs_are_compared_on_one_page(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+    for name in ("one", "two"):
+        trained(make_run(name), records)
+    result = ftkit("compare", "one", "two", "--html", "both.html")
+    assert (result.code, result.out) == (0, "both.html\n")
+    text = check(Path("both.html").read_text())
+    assert "2 runs compared" in text
+    assert "A and B: equal losses, bit for bit" in text
+    assert ftkit("report", "one", "two").out == "comparison.html\n"
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    make_run()
+    result = ftkit("report", "last", "-o", "missing/report.html")
+    assert (result.code, "can't write" in result.err, "--output" in result.err) == (5, True, True)
+
+
+def test_a_live_page_is_served_at_a_secret_address_and_always_anew() -> None:
+    pages = iter(["first", "second"])
+    with ThreadingHTTPServer(("127.0.0.1", 0), page_handler(lambda: next(pages), "/secret")) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}"
+            assert [get(f"{address}/secret") for _ in range(2)] == ["first", "second"]
+            for path in ("/", "/secret2", "/secret/"):
+                with pytest.raises(urllib.error.HTTPError, match="404"):
+                    get(address + path)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(address: str) -> str:
+    with urllib.request.urlopen(address) as answer:  # noqa: S310 - its own server
+        return str(answer.read().decode())
+
+
+def test_a_page_that_is_served_loads_itself_anew(make_run: RunMaker) -> None:
+    page = run_page(read_report(make_run().layout, "running"), refresh_seconds=7)
+    assert '<meta http-equiv="refresh" content="7">' in page

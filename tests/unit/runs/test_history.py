@@ -1,0 +1,122 @@
+"""What a run did, and what its time went into, by its records."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.planning.layout import RunLayout
+from ftkit.runs.history import History, Span, merge_spans, read_history
+from ftkit.runs.records import (
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    MemoryRecord,
+    StageRecord,
+    StartRecord,
+    StepRecord,
+    to_line,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import RunMaker
+
+    from ftkit.runs.records import Record
+
+
+def start(time: float, resumed_from: int = 0) -> StartRecord:
+    return StartRecord(time, 400, resumed_from, 2, "fsdp2", "cpu", 1000, {})
+
+
+def evaluation(time: float) -> EvaluationRecord:
+    return EvaluationRecord(time, 0, "during", 1.0, 2.0, None, ())
+
+
+def test_time_is_divided_into_what_it_went_into(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    run.layout.manifest.write_text(json.dumps({"starts": [{"time": 100.0}, {"time": 200.0}]}))
+    records.write(
+        run,
+        StageRecord(102.0, "building the model"),
+        start(110.0),
+        records.step(10, time=120.0, step_seconds=1.0, overhead_ratio=0.2, data_wait_ratio=0.1),
+        CheckpointRecord(121.0, 10, "x", 5.0, 2.0),
+        records.step(20, time=132.0, step_seconds=1.0, overhead_ratio=0.0),
+        # killed, and down until the second start
+        StageRecord(205.0, "building the model"),
+        start(210.0, resumed_from=10),
+        StageRecord(215.0, "evaluating on the validation split, during training"),
+        evaluation(219.0),
+        records.step(20, time=229.0, step_seconds=1.0, overhead_ratio=0.0),
+        StageRecord(229.0, "exporting the model"),
+        EndRecord(230.0, "completed", 20, 1.0, None),
+    )
+    found = read_history(run.layout)
+    assert found.time_use == pytest.approx(
+        {
+            "start-up": 10.0 + 10.0,
+            "training": 8.0 + 10.0,
+            "data wait": 1.0,
+            "other": 1.0 + 5.0 + 1.0,  # in steps; before the evaluation; the export
+            "checkpoint": 2.0,
+            "repeated": 10.0,
+            "down": 200.0 - 132.0,
+            "evaluation": 4.0,
+        }
+    )
+    assert found.held_seconds == pytest.approx(130.0 - 68.0)
+    assert len(found.speeds) == 1  # the first record of each start is left out
+
+
+def test_the_highest_peak_of_a_stage_is_kept(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    for peak in (2.0, 3.0, 1.0):
+        records.write(run, MemoryRecord(5.0, "training", *[1.0] * 3, 1.0, peak, 3.0))
+    assert read_history(run.layout).peak_gib == 3.0
+
+
+def test_a_folder_without_records_has_no_history(tmp_path: Path) -> None:
+    assert read_history(RunLayout(tmp_path)) == History()
+
+
+kinds = st.sampled_from(["stage", "start", "step", "evaluation", "checkpoint", "end"])
+
+
+@given(st.lists(st.tuples(kinds, st.floats(0, 50), st.integers(0, 30)), max_size=30), st.lists(st.floats(0, 500)))
+def test_spans_follow_each_other_without_gaps_whatever_was_recorded(
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, float, int]], starts: list[float]
+) -> None:
+    layout = RunLayout(tmp_path_factory.mktemp("run"))
+    layout.manifest.write_text(json.dumps({"starts": [{"time": 1000 + each} for each in starts]}))
+    now, lines = 1000.0, []
+    for kind, pause, number in events:
+        now += pause
+        record: Record = {
+            "stage": StageRecord(now, "x"),
+            "start": start(now, number),
+            "step": StepRecord(now, number, 30, 0.0, 1.0, 1.0, 1.0, 1, 1.0, pause / 2, 0.1, 0.1, None, None),
+            "evaluation": evaluation(now),
+            "checkpoint": CheckpointRecord(now, number, "x", 1.0, pause),
+            "end": EndRecord(now, "stopped", number, 1.0, None),
+        }[kind]  # type: ignore[assignment]
+        lines.append(to_line(record) + "\n")
+    layout.metrics.write_text("".join(lines))
+    found = read_history(layout)
+    for before, after in zip(found.spans, found.spans[1:], strict=False):
+        assert before.end == pytest.approx(after.begin)
+        assert before.seconds >= 0
+    if found.spans:
+        whole = found.spans[-1].end - found.spans[0].begin
+        assert sum(found.time_use.values()) == pytest.approx(whole)
+        assert whole <= now - 1000.0 + 500.0
+
+
+def test_short_spans_go_to_the_one_before() -> None:
+    spans = [Span("training", 0, 10), Span("other", 10, 10.1), Span("training", 10.1, 20), Span("down", 20, 30)]
+    assert merge_spans(spans, 1.0) == [Span("training", 0, 20), Span("down", 20, 30)]
