@@ -76,7 +76,7 @@ def _render(folders: Sequence[RunFolder], *, refresh_seconds: int | None = None)
 def _state(folder: RunFolder) -> str:
     """Return the run's state in a word; its own records tell where no scheduler does."""
     from ftkit.launch.observe import observe_all
-    from ftkit.runs.find import read_entry
+    from ftkit.runs.entry import read_entry
 
     entry = read_entry(folder)
     return observe_all([entry.run] if entry.run else []).state_of(entry).state

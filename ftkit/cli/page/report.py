@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ftkit.cli.page.charts import Line, LineChart, bar_chart, bars_height, draw_lines, time_line
 from ftkit.cli.terminal.format import count, duration, gib, plural
 from ftkit.files import read_json_if_valid
-from ftkit.planning.estimates.gpus import GPUS
 from ftkit.planning.plan import PlanError, read_plan
+from ftkit.planning.setup import GPUS
 from ftkit.runs.history import History, merge_spans, read_history
 from ftkit.runs.manifest import explain_missing_digests
 from ftkit.runs.progress import Restart, list_restarts
