@@ -13,7 +13,7 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib, plural, short_path
 from ftkit.errors import TrainingError
-from ftkit.runs.checkpoints import DamagedCheckpointError, find_damage, read_marker
+from ftkit.runs.checkpoints import DamagedCheckpointError, find_best, find_damage, read_marker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +36,8 @@ class _Listed:
     written: float
     damage: list[str] | None
     """None: its files were not read."""
+    best: str | None
+    """What it is the best checkpoint by, with the value: `RUN@best`."""
 
 
 @click.command(
@@ -44,7 +46,8 @@ class _Listed:
     short_help="List the checkpoints of a run, and verify them.",
     examples=("ftkit checkpoints last", "ftkit checkpoints last --verify", "ftkit checkpoints last --json"),
     help=f"""List the complete checkpoints of a run, oldest first. --verify reads all files and compares their digests,
-    and fails with exit code 9 if one is damaged. A run continues from its newest undamaged checkpoint.
+    and fails with exit code 9 if one is damaged. A run continues from its newest undamaged checkpoint. The best one, by
+    the recipe's evaluation.best or else by validation loss, is RUN@best for other commands.
 
     {RUN_HELP}
     """,
@@ -56,7 +59,7 @@ def command(reference: str, *, does_verify: bool, as_json: bool) -> None:
     """List checkpoints."""
     terminal, layout = Terminal(), get_run(reference).layout
     try:
-        folders = layout.list_checkpoints()
+        folders, best = layout.list_checkpoints(), find_best(layout)
     except OSError as error:
         raise TrainingError(
             f"the checkpoints of this run can't be listed: {error}",
@@ -66,7 +69,8 @@ def command(reference: str, *, does_verify: bool, as_json: bool) -> None:
     for step, folder in folders:
         if does_verify:
             terminal.say(f"reading {short_path(folder)}")
-        listed.append(_look(step, folder, does_verify=does_verify))
+        reason = f"{best.metric} {best.value:.4g}" if best is not None and best.step == step else None
+        listed.append(_look(step, folder, reason, does_verify=does_verify))
     if as_json:
         terminal.json([asdict(each) for each in listed])
     elif listed:
@@ -83,22 +87,23 @@ def command(reference: str, *, does_verify: bool, as_json: bool) -> None:
         )
 
 
-def _look(step: int, folder: Path, *, does_verify: bool) -> _Listed:
+def _look(step: int, folder: Path, best: str | None, *, does_verify: bool) -> _Listed:
     written = folder.stat().st_mtime
     try:
         marker = read_marker(folder, step)
     except DamagedCheckpointError as error:
-        return _Listed(step, str(folder), None, None, written, [str(error)])
+        return _Listed(step, str(folder), None, None, written, [str(error)], best)
     damage = find_damage(folder, marker, sorted(marker.files)) if does_verify else None
     if not does_verify and (missing := [name for name in marker.files if not (folder / name).is_file()]):
         damage = missing
-    return _Listed(step, str(folder), marker.size, marker.world_size, written, damage)
+    return _Listed(step, str(folder), marker.size, marker.world_size, written, damage, best)
 
 
 def _cells(listed: _Listed) -> list[Cell]:
-    state: Cell = "complete" if listed.damage is None else Styled("verified", "green")
+    is_best = f", best ({listed.best})" if listed.best else ""
+    state: Cell = f"complete{is_best}" if listed.damage is None else Styled(f"verified{is_best}", "green")
     if listed.damage:
-        state = Styled(f"damaged: {', '.join(listed.damage)}", "red")
+        state = Styled(f"damaged: {', '.join(listed.damage)}{is_best}", "red")
     return [
         str(listed.step),
         "?" if listed.size is None else gib(listed.size / 2**30),

@@ -69,13 +69,15 @@ def command(  # noqa: PLR0913 - one for each option
 ) -> None:  # fmt: skip
     """Measure a model."""
     terminal, target = Terminal(), find_model(reference)
-    from ftkit.evaluate.cases import make_evaluation_set, read_evaluation_rows
+    from ftkit.data.cases import make_evaluation_set, read_evaluation_rows
+    from ftkit.data.store import PreparedData
+    from ftkit.data.tasks.metrics import choose_metrics
     from ftkit.evaluate.measure import changed_examples, compare, measure
-    from ftkit.evaluate.metrics import choose_metrics
 
-    rows = read_evaluation_rows(target, file, limit)
+    prepared = PreparedData(target.plan.data_directory) if target.plan else None
+    rows = read_evaluation_rows(prepared, file, limit)
     model = load_model(target.source, terminal)
-    data = make_evaluation_set(model, rows, target.data, terminal.say)
+    data = make_evaluation_set(model.input, rows, target.data, terminal.say)
     chosen = choose_metrics([name for name in metrics.split(",") if name], data.cases)
     terminal.say(f"measuring {len(data.rows):,} rows" + (f", {len(data.cases):,} answers" if chosen else ""))
     after = measure(model, data, chosen, max_new_tokens, batch_size)

@@ -42,8 +42,9 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 )
 @run_argument
 @click.option(
-    "--step", metavar="N|best|last", default="last", show_default=True,
-    help="Checkpoint: a step, the one with the lowest validation loss, or the newest.",
+    "--step", metavar="N|best|last", default="",
+    help="Checkpoint: a step, the best (evaluation.best, or validation loss), or the newest; default: the best by "
+    "evaluation.best if the recipe sets it, else the newest.",
 )  # fmt: skip
 @click.option("--merge", "merges", is_flag=True, help="Merge adapters into the unquantized base model.")
 @click.option(

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from ftkit.evaluate.source import ModelSource, Target
 
 MODEL_HELP = (
-    "RUN is a run as other commands take it: its export, or its newest checkpoint where there is none. RUN@STEP is the "
-    "checkpoint after a step, RUN@0 the model before training. MODEL is a folder (./model) or a hub id (org/model)."
+    "RUN is a run as other commands take it: its export, or where there is none its best (evaluation.best) or newest "
+    "checkpoint. RUN@STEP is the checkpoint after a step, RUN@best the best, RUN@0 the model before training. MODEL is "
+    "a folder (./model) or a hub id (org/model)."
 )
 
 model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run)

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, model_validator
 
 from ftkit.config.data import DataSpec
+from ftkit.config.evaluation import EvaluationSpec
 from ftkit.config.model import ModelPlan, ModelSpec
 from ftkit.config.strict import Name, NonNegativeInt, OneLine, PositiveInt, Spec
-from ftkit.config.training import EvaluationSpec, ResourcesSpec, TrainingPlan, TrainingSpec
+from ftkit.config.training import ResourcesSpec, TrainingPlan, TrainingSpec
 from ftkit.errors import PrerequisiteError
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class RecipeSpec(Spec):
     training: TrainingSpec
     """The optimization."""
     evaluation: EvaluationSpec = EvaluationSpec.model_construct()
-    """What is measured on the validation split."""
+    """What is measured on the validation split, and early stopping."""
     tracking: TrackingSpec = TrackingSpec.model_construct()
     """Experiment trackers that the run's numbers go to."""
     profile: ProfileSpec = ProfileSpec.model_construct()

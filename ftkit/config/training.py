@@ -1,4 +1,4 @@
-"""How to train, how to evaluate, and how much of a cluster to ask for."""
+"""How to train, and how much of a cluster to ask for."""
 
 from __future__ import annotations
 
@@ -275,26 +275,6 @@ class TrainingPlan(TrainingSpec):
         """Resolve a specification."""
         resolved = {"micro_batch_size": micro_batch_size, "activation_checkpointing": activation_checkpointing}
         return cls.model_construct(**{name: getattr(spec, name) for name in TrainingSpec.model_fields} | resolved)
-
-
-class SqlExecutionSpec(Spec):
-    """Execute the model's SQL in SQLite and compare the rows with those of the reference."""
-
-    num_questions: PositiveInt = 100
-    """Questions of the validation split to ask."""
-    max_new_tokens: PositiveInt = 128
-    """Longest completion, in tokens."""
-
-
-class EvaluationSpec(Spec):
-    """What is measured on the validation split, before and after training."""
-
-    every_steps: PositiveInt | None = None
-    """Interval, in steps, of measuring the validation perplexity during training."""
-    max_packs: PositiveInt = 64
-    """Measure perplexity on at most this many packs of the validation split."""
-    sql_execution: SqlExecutionSpec | None = None
-    """For text-to-SQL data."""
 
 
 class ResourcesSpec(Spec):

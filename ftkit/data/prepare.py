@@ -70,12 +70,16 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
     with ExitStack() as stack:
         train = stack.enter_context(_SplitWriter(folder.train, length))
         validation = stack.enter_context(_SplitWriter(folder.validation, length))
-        rows = stack.enter_context(folder.validation_rows.open("w", encoding="utf-8", newline="\n"))
+        rows, sources = (
+            stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+            for path in (folder.validation_rows, folder.validation_sources)
+        )
         for encoded in encode_rows(encoder, read_rows(recipe.data), num_workers):
             totals.add(encoded, report)
             train.add(encoded.train)
             validation.add(encoded.validation)
             rows.write(encoded.validation_rows)
+            sources.write(encoded.validation_sources)
         train.finish()
         validation.finish()
     totals.check(train.writer.num_packs)

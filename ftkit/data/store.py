@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftkit.data.encoding import IGNORED
-from ftkit.data.rows import read_json_lines
+from ftkit.data.rows import Row, read_json_lines
 from ftkit.errors import DataError
 from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
 from ftkit.planning.layout import DataLayout
@@ -265,6 +265,14 @@ def _map(path: Path, kind: str) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
+class SourcedRow:
+    """A row with the name of its source; empty if there is only one."""
+
+    source: str
+    row: Row
+
+
+@dataclass(frozen=True)
 class PreparedData:
     """A folder of prepared data."""
 
@@ -294,6 +302,11 @@ class PreparedData:
     def validation_rows(self) -> Path:
         """The validation rows as they were read, one JSON object a line."""
         return self.root / "validation.jsonl"
+
+    @property
+    def validation_sources(self) -> Path:
+        """The number of the source of each of these rows, one a line; data prepared by earlier versions has none."""
+        return self.root / "validation.sources"
 
     @property
     def is_complete(self) -> bool:
@@ -337,9 +350,13 @@ class PreparedData:
         """Return the SHA-256 of the packs of each split and of the tokenizer: over the names and contents of files."""
         return {folder.name: _digest(folder) for folder in (self.train, self.validation, self.tokenizer)}
 
-    def read_validation_rows(self) -> list[dict[str, Any]]:
-        """Read the columns of the validation rows."""
-        return [row.columns for row in read_json_lines(self.validation_rows)]
+    def read_validation_rows(self) -> list[SourcedRow]:
+        """Read the validation rows, each with the name of its source if there are several."""
+        rows, names = read_json_lines(self.validation_rows), self.read_manifest().mixed_sources
+        if not names or not self.validation_sources.is_file():
+            return [SourcedRow("", row) for row in rows]
+        numbers = self.validation_sources.read_text(encoding="ascii").split()
+        return [SourcedRow(names[int(number)], row) for number, row in zip(numbers, rows, strict=True)]
 
 
 def _digest(folder: Path) -> str:

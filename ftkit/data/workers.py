@@ -50,6 +50,7 @@ class EncodedRows:
         longest: tokens of the longest document.
         unused: names of columns that their format leaves out.
         validation_rows: the rows of the validation split as JSON Lines.
+        validation_sources: their sources' numbers, one a line.
         bad: why rows can't be used, in their order.
     """
 
@@ -61,6 +62,7 @@ class EncodedRows:
     longest: int = 0
     unused: set[str] = field(default_factory=set)
     validation_rows: str = ""
+    validation_sources: str = ""
     bad: list[DataError] = field(default_factory=list)
 
 
@@ -81,7 +83,7 @@ class BatchEncoder:
         """Return the documents of rows, in their order."""
         documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
         encoded = EncodedRows(DocumentBatch.of([]), DocumentBatch.of([]))
-        lines = []
+        lines, sources = [], []
         for (source, split, _), row, result in self.results(batch):
             if isinstance(result, DataError):
                 encoded.bad.append(result)
@@ -91,8 +93,9 @@ class BatchEncoder:
             into = split or self._split_of(row)
             if into == "validation":
                 lines.append(json.dumps(row.columns, ensure_ascii=False, default=str) + "\n")
+                sources.append(f"{source}\n")
             documents[into].append(DocumentBatch.of(self._shortened(result, source, encoded), source))
-        encoded.validation_rows = "".join(lines)
+        encoded.validation_rows, encoded.validation_sources = "".join(lines), "".join(sources)
         encoded.train, encoded.validation = (
             DocumentBatch.join(documents[split] or [DocumentBatch.of([])]) for split in ("train", "validation")
         )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import TextStreamer
 
 from ftkit.data.conversations import Conversation, JsonObject, Message
+from ftkit.data.prompts import encode_prompt, renderer_of
 from ftkit.evaluate.generate import Decoding
 from ftkit.evaluate.load import LoadedModel
-from ftkit.evaluate.prompts import encode_prompt, renderer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,7 @@ from ftkit.hub.access import download_weights
 from ftkit.model_folder import check_folder
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import read_plan
-from ftkit.runs.checkpoints import DamagedCheckpointError
-from ftkit.runs.records import EvaluationRecord, read_records
+from ftkit.runs.checkpoints import DamagedCheckpointError, find_best, read_selection
 from ftkit.train.components.checkpoint import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_whole
 from ftkit.train.components.export_record import RECORD_FILE
@@ -100,7 +99,9 @@ def export_run(
 
 
 def choose_checkpoint(layout: RunLayout, wanted: str) -> tuple[int, Path]:
-    """Return step and folder of the checkpoint that is meant: a step, `last`, or `best`.
+    """Return step and folder of the checkpoint that is meant: a step, `last`, `best`, or empty.
+
+    Empty means the best by `evaluation.best`, or the last if the recipe does not set that.
 
     Raises:
         NotFoundError: there is none.
@@ -113,21 +114,20 @@ def choose_checkpoint(layout: RunLayout, wanted: str) -> tuple[int, Path]:
             fix=f"see its state with 'ftkit status {layout.root.name}'",
         )
     there = ", ".join(map(str, found))
-    if wanted == "last":
+    selected = None if wanted else read_selection(layout)
+    if selected is not None:
+        step = selected.step
+    elif wanted in ("", "last"):
         step = max(found)
     elif wanted == "best":
-        losses = {
-            record.step: record.loss
-            for record in read_records(layout.metrics)
-            if isinstance(record, EvaluationRecord) and record.step in found
-        }
-        if not losses:
+        best = find_best(layout)
+        if best is None:
             raise NotFoundError(
-                f"--step best: no checkpoint of {layout.root.name} has a validation loss (there are those of {there})",
+                f"--step best: no checkpoint of {layout.root.name} was evaluated (there are those of {there})",
                 meaning="validation came at other steps than checkpoints, or there is no validation split",
                 fix="give a step, or 'last'",
             )
-        step = min(losses, key=lambda step: losses[step])
+        step = best.step
     elif wanted.isdecimal() and int(wanted) in found:
         step = int(wanted)
     else:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ftkit.data.prompts import conversation_of, encode_prompt, renderer_of
 from ftkit.data.rows import Row, errors_at, read_json_lines
 from ftkit.errors import DataError
-from ftkit.evaluate.prompts import conversation_of, encode_prompt, renderer_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

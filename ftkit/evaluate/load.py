@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from ftkit.data.cases import ModelInput
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
@@ -48,6 +49,11 @@ class LoadedModel:
     generation: Generation
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def input(self) -> ModelInput:
+        """What the model takes."""
+        return ModelInput.of(self.tokenizer, self.label, self.hf_model.config)
 
     @contextmanager
     def inference(self) -> Iterator[PreTrainedModel]:

@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 
 from ftkit.data.encoding import IGNORED
+from ftkit.data.tasks.metrics import Answer, Metric
 from ftkit.evaluate.bootstrap import Interval, Ratio, paired_interval
-from ftkit.evaluate.metrics import Answer, Metric
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ftkit.data.cases import EvaluationSet
     from ftkit.data.encoding import Document
-    from ftkit.evaluate.cases import EvaluationSet
     from ftkit.evaluate.load import LoadedModel
 
 _TOKENS_AT_ONCE = 8192
@@ -135,14 +135,7 @@ def _answer(model: LoadedModel, data: EvaluationSet, max_new_tokens: int, batch_
         numbers = order[first : first + batch_size]
         completions = model.complete([data.cases[number].prompt for number in numbers], config)
         for number, completion in zip(numbers, completions, strict=True):
-            reference = data.cases[number].reference
-            answers[number] = Answer(
-                model.generation.up_to_end(completion),
-                model.text_of(completion),
-                model.text_of(completion, is_raw=True),
-                None if reference is None else model.text_of(reference),
-                None if reference is None else model.text_of(reference, is_raw=True),
-            )
+            answers[number] = model.generation.answer(model.tokenizer, completion, data.cases[number].reference)
     return [answers[number] for number in range(len(data.cases))]
 
 

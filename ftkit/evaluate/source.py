@@ -14,6 +14,7 @@ from ftkit.hub.access import download_weights
 from ftkit.model_folder import CONFIG_FILE
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import RunPlan, read_plan
+from ftkit.runs.checkpoints import find_best, read_selection
 from ftkit.runs.find import find_run
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import Workspace
 
 ADAPTER_CONFIG = "adapter_config.json"
+BEST = "best"
+"""In place of a step."""
 _HUB_CACHE = Path("~/.cache/huggingface")
 
 
@@ -77,9 +80,9 @@ class Target:
 
 
 def find_target(reference: str, workspace: Workspace) -> Target:
-    """Return the model that `RUN`, `RUN@STEP`, a folder or a hub id means.
+    """Return the model that `RUN`, `RUN@STEP`, `RUN@best`, a folder or a hub id means.
 
-    A run means its export; where that is missing, its newest checkpoint.
+    A run means its export; where that is missing, its best checkpoint by `evaluation.best`, or its newest one.
 
     Raises:
         NotFoundError: there is no such run, checkpoint or model.
@@ -90,7 +93,7 @@ def find_target(reference: str, workspace: Workspace) -> Target:
     if is_path(reference) and not folder.is_dir():
         raise NotFoundError(f"there is no folder {folder}", fix="give the folder of a model or a run")
     name, _, step = reference.rpartition("@")
-    has_step = bool(name) and step.isdigit()
+    has_step = bool(name) and (step.isdigit() or step == BEST)
     if "/" in reference and not folder.is_dir() and not has_step:
         return Target(fetch_model(reference))
     if folder.is_dir():
@@ -100,11 +103,12 @@ def find_target(reference: str, workspace: Workspace) -> Target:
     plan = read_plan(layout)
     before = TrainedStep(layout, plan, 0)
     if has_step:
-        source: ModelSource = _at_step(before, int(step))
+        source: ModelSource = _at_step(before, _best_step(layout, plan) if step == BEST else int(step))
     elif (layout.export / CONFIG_FILE).is_file() or (layout.export / ADAPTER_CONFIG).is_file():
         source = ModelFolder(layout.export, plan.id)
     else:
-        source = _at_step(before, _newest_step(layout, plan))
+        best = read_selection(layout)
+        source = _at_step(before, best.step if best else _newest_step(layout, plan))
     return Target(source, plan, before)
 
 
@@ -140,6 +144,17 @@ def _at_step(before: TrainedStep, step: int) -> TrainedStep:
             fix="give one of these as RUN@STEP; RUN@0 is the model before training",
         )
     return TrainedStep(before.layout, before.plan, step)
+
+
+def _best_step(layout: RunLayout, plan: RunPlan) -> int:
+    best = find_best(layout)
+    if best is None:
+        raise NotFoundError(
+            f"no checkpoint of {plan.id} was evaluated",
+            meaning="validation came at other steps than checkpoints, or there is no validation split",
+            fix=f"give a step: ftkit checkpoints {plan.id}; evaluation.best keeps the best checkpoint of the next run",
+        )
+    return best.step
 
 
 def _newest_step(layout: RunLayout, plan: RunPlan) -> int:

@@ -202,7 +202,7 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan) -> None:
     if seen.state is RunState.COMPLETED and not _has_steps_left(plan):
         raise SubmitError(
             f"{run.id} is completed: there is nothing left to do",
-            fix=f"start a new run, or train this one for longer: ftkit resume {run.id} training.max_steps=N",
+            fix=f"start a new run, or train this one for longer: ftkit resume {run.id} {_to_train_on(run.layout)}",
         )
     is_lost = seen.state is RunState.UNKNOWN and run.submission.scheduler == "slurm"
     if not seen.is_final and not is_lost:
@@ -215,8 +215,17 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan) -> None:
 
 def _has_steps_left(plan: RunPlan) -> bool:
     """Whether a run whose training came to its end is now planned to take more steps."""
-    end = read_last_record(plan.layout.metrics)
-    return isinstance(end, EndRecord) and plan.num_steps is not None and plan.num_steps > end.step
+    end, patience = read_last_record(plan.layout.metrics), plan.recipe.evaluation.early_stopping_patience
+    if not isinstance(end, EndRecord) or plan.num_steps is None or plan.num_steps <= end.step:
+        return False
+    return end.early_stopping_patience is None or patience is None or patience > end.early_stopping_patience
+
+
+def _to_train_on(layout: RunLayout) -> str:
+    """Return the change with which a completed run takes more steps."""
+    end = read_last_record(layout.metrics)
+    was_early = isinstance(end, EndRecord) and end.early_stopping_patience is not None
+    return "evaluation.early_stopping_patience=null" if was_early else "training.max_steps=N"
 
 
 def cancel(run: SubmittedRun) -> Observation | None:

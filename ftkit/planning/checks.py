@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders
 from ftkit.config.data import CHAT_TEMPLATES
+from ftkit.config.evaluation import SCORES
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.config.data import Packing
+    from ftkit.config.evaluation import GenerationSpec
     from ftkit.config.image import ImageSpec
     from ftkit.config.model import ArchitecturePlan, CountSource, ModelPlan
     from ftkit.config.request import RunRequest
@@ -250,24 +252,52 @@ def _data(recipe: RecipeSpec) -> Iterator[Problem]:
 
 
 def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
-    source, evaluation, where = recipe.data.source, recipe.evaluation, f"recipe {recipe.name}"
-    num_rows = recipe.data.num_validation_rows
+    evaluation, where = recipe.evaluation, f"recipe {recipe.name}"
     without = "there is no validation split.", "Set data.validation, for example data.validation.count=200."
     if evaluation.every_steps is not None and not recipe.data.has_validation:
         yield Problem(where, "evaluation.every_steps", *without)
-    asked = evaluation.sql_execution
-    if asked is None:
-        return
-    if recipe.data.format.kind != "prompt-completion":
-        yield Problem(where, "evaluation.sql_execution", "needs data.format.kind 'prompt-completion'.")
-    if isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
-        yield Problem(where, "evaluation.sql_execution", f"there is no SQL in generator '{source.generator}'.")
+    asked = evaluation.completions
+    if asked is not None:
+        key = "generation" if evaluation.sql_execution is None else "sql_execution"
+        yield from _completions(recipe, asked, f"evaluation.{key}", without)
+    if evaluation.selection is not None:
+        yield from _selection(recipe, evaluation.selection.metric, asked)
+
+
+def _completions(recipe: RecipeSpec, asked: GenerationSpec, key: str, without: tuple[str, str]) -> Iterator[Problem]:
+    source, where, num_rows = recipe.data.source, f"recipe {recipe.name}", recipe.data.num_validation_rows
+    is_short = key.endswith("sql_execution")
+    if is_short and recipe.data.format.kind != "prompt-completion":
+        yield Problem(where, key, "needs data.format.kind 'prompt-completion'.")
+    if recipe.data.format.kind == "text":
+        yield Problem(where, key, "plain text has no turns to answer.", "Leave it out; every_steps measures the loss.")
+    if "sql" in asked.metrics and isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
+        yield Problem(where, key, f"there is no SQL in generator '{source.generator}'.")
     if not recipe.data.has_validation:
-        yield Problem(where, "evaluation.sql_execution", *without)
-    elif num_rows is not None and asked.num_questions > num_rows:
+        yield Problem(where, key, *without)
+    elif num_rows is not None and asked.num_rows > num_rows and is_short:
         yield Problem(
-            where, "evaluation.sql_execution.num_questions",
-            f"{asked.num_questions} questions asked for, the validation split has {num_rows} rows.",
+            where, f"{key}.num_questions",
+            f"{asked.num_rows} questions asked for, the validation split has {num_rows} rows.",
+        )  # fmt: skip
+
+
+def _selection(recipe: RecipeSpec, metric: str, asked: GenerationSpec | None) -> Iterator[Problem]:
+    """Check that each evaluation during training has what the best one is chosen by."""
+    where, key = f"recipe {recipe.name}", "evaluation.best.metric"
+    names = [source.name for source in recipe.data.sources]
+    names = [f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
+    losses = ["loss", "perplexity", *(f"loss/{name}" for name in names if len(names) > 1)]
+    chosen = SCORES if asked is None or not asked.metrics else asked.metrics
+    scores = [score for name in chosen for score in SCORES[name]]
+    if metric in losses:
+        return
+    if metric not in scores:
+        yield Problem(where, key, f"'{metric}' is not measured.", f"Take one of {', '.join([*losses, *scores])}.")
+    elif asked is None or not asked.num_rows_during:
+        yield Problem(
+            where, key, f"'{metric}' is not measured during training.",
+            f"Set evaluation.generation, for example evaluation.generation.metrics=[{metric}].",
         )  # fmt: skip
 
 

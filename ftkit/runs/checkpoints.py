@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftkit.files import DamagedFileError, read_json
+from ftkit.runs.records import EvaluationRecord, read_outline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+    from ftkit.planning.layout import RunLayout
 
 MARKER = "COMPLETE.json"
 
@@ -21,11 +25,29 @@ class DamagedCheckpointError(Exception):
 
 
 @dataclass(frozen=True)
+class BestEvaluation:
+    """The best evaluation of a run so far: after which step, and the value of what metric."""
+
+    step: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True)
 class TrainState:
-    """What a run continues from besides weights and optimizer states: steps done, and the identity of its data."""
+    """What a run continues from besides weights and optimizer states.
+
+    Attributes:
+        step: steps done.
+        fingerprint: the identity of its data.
+        best: of the evaluations so far; None if they are not compared.
+        evaluations_without_improvement: the newest ones in a row.
+    """
 
     step: int
     fingerprint: str
+    best: BestEvaluation | None = None
+    evaluations_without_improvement: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,3 +112,41 @@ def _is_as_written(path: Path, file: SavedFile) -> bool:
         return SavedFile.of(path) == file
     except OSError:  # missing or unreadable
         return False
+
+
+# --- The best one --------------------------------------------------------------------------------
+
+
+def read_selection(layout: RunLayout) -> BestEvaluation | None:
+    """Return the best evaluation by the recipe's `evaluation.best`, as the newest checkpoint has it.
+
+    None if the run does not compare evaluations, or the checkpoint of the best one is not there.
+
+    Raises:
+        OSError: the checkpoints can't be listed.
+    """
+    found = layout.list_checkpoints()
+    for step, folder in reversed(found):
+        try:
+            best = read_marker(folder, step).progress.best
+        except DamagedCheckpointError:
+            continue
+        return best if best is not None and best.step in dict(found) else None
+    return None
+
+
+def find_best(layout: RunLayout) -> BestEvaluation | None:
+    """Return what `RUN@best` means: by `evaluation.best`, else the checkpoint with the lowest validation loss.
+
+    None if no checkpoint was evaluated.
+
+    Raises:
+        OSError: the checkpoints can't be listed.
+    """
+    if selected := read_selection(layout):
+        return selected
+    steps = dict(layout.list_checkpoints())
+    records = (record for record in read_outline(layout.metrics) if isinstance(record, EvaluationRecord))
+    losses = {record.step: record.loss for record in records if record.step in steps and math.isfinite(record.loss)}
+    step = min(losses, key=lambda step: losses[step], default=None)
+    return None if step is None else BestEvaluation(step, "loss", losses[step])

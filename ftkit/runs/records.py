@@ -7,6 +7,7 @@ damaged one must not hide the others.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -127,7 +128,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Sample:
-    """One validation question with the reference answer and the model's."""
+    """A question of the validation split with the reference and the completion; `correct`: its first score is best."""
 
     question: str
     reference: str
@@ -137,17 +138,30 @@ class Sample:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """A measurement on the validation split. `execution_accuracy` is in [0, 1], `sources` as in a `StepRecord`."""
+    """A measurement on the validation split.
+
+    `execution_accuracy` is in [0, 1] and the score `sql`, `sources` is as in a `StepRecord`, and `scores` has the mean
+    of each score of completions (those of `ftkit eval`) that applies to the data. `when` is `job` if a job of its own
+    evaluated a checkpoint (`ftkit eval --as-job`).
+    """
 
     event: ClassVar[str] = "evaluation"
     time: Seconds
     step: Count
-    when: Literal["before", "during", "after"]
+    when: Literal["before", "during", "after", "job"]
     loss: float
     perplexity: float
     execution_accuracy: float | None
     samples: tuple[Sample, ...]
     sources: dict[str, SourceLoss] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
+
+    def value_of(self, metric: str) -> float:
+        """Return the loss, perplexity, loss of a source (`loss/NAME`), or score of that name; NaN: not measured."""
+        name, _, source = metric.partition("/")
+        if source:
+            return self.sources[source].loss if source in self.sources else math.nan
+        return {"loss": self.loss, "perplexity": self.perplexity, **self.scores}.get(name, math.nan)
 
 
 @dataclass(frozen=True)
@@ -164,7 +178,11 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class EndRecord:
-    """The trainer ended normally: all steps done, or stopped on request after a checkpoint."""
+    """The trainer ended normally: all steps done, or stopped on request after a checkpoint.
+
+    `best_step` is that of the best evaluation, and of the export. `early_stopping_patience` is set if it ended the
+    training before its last step.
+    """
 
     event: ClassVar[str] = "end"
     time: Seconds
@@ -172,6 +190,8 @@ class EndRecord:
     step: Count
     training_seconds: Seconds
     export: str | None
+    best_step: Count | None = None
+    early_stopping_patience: Count | None = None
 
 
 Record = (
@@ -198,8 +218,9 @@ def _adapter(event: str) -> TypeAdapter[Record]:
 def to_line(record: Record) -> str:
     """Return a record as one line of JSON, without the line break."""
     values = {"event": record.event, **asdict(record)}
-    if not values.get("sources"):
-        values.pop("sources", None)  # of a single source there is nothing more to say
+    for optional in ("sources", "scores"):  # of a single source, and without completions, there is nothing to say
+        if not values.get(optional):
+            values.pop(optional, None)
     return json.dumps(values, allow_nan=True)
 
 

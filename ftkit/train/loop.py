@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ftkit.planning.plan import RunPlan
-from ftkit.runs.checkpoints import TrainState
+from ftkit.runs.checkpoints import BestEvaluation, TrainState
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.components.batches import BatchSchedule, StepBatch
 from ftkit.train.components.checkpointer import Checkpointer
@@ -29,7 +30,9 @@ from ftkit.train.world import World
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ftkit.config.evaluation import BestSpec
     from ftkit.planning.layout import RunLayout
+    from ftkit.runs.records import EvaluationRecord
 
 
 Outcome = Literal["completed", "stopped"]
@@ -54,7 +57,7 @@ class TrainingLoop:
     """The names of several sources, whose losses are told apart."""
 
     def train(self) -> Outcome:
-        """Train to the last step, or until a stop request; either way, end with a checkpoint."""
+        """Train to the last step, early stopping, or a stop request; in any case, end with a checkpoint."""
         tokens_per_step = self.plan.batch.tokens_per_step
         reporter = StepReporter(self.recorder, self.trace, self.mfu_meter, self.num_steps, tokens_per_step)
         stopwatch, reducer = Stopwatch(), StepReducer(self.sources)
@@ -65,7 +68,7 @@ class TrainingLoop:
             prefetched(self.batches.step, steps, self.world.device) as batches,
             profiled(self.plan.recipe.profile, self.plan.layout, self.world) as end_profiled_step,
         ):
-            while self.state.step < self.num_steps and not stopped:
+            while not self.is_complete and not stopped:
                 self.trace.begin_step(self.state.step + 1)
                 with stopwatch.waiting():
                     batch = next(batches)
@@ -79,11 +82,22 @@ class TrainingLoop:
                 with stopwatch.paused():
                     if stopped or self._waits_for_step():
                         stopped |= self._report(reporter, reducer.pop())
-                    self._evaluate_if_due()
-                    self._save_if_due(is_last=stopped or self.state.step == self.num_steps)
+                    is_best = self._evaluate_if_due()
+                    self._save_if_due(is_best=is_best, is_last=stopped or self.is_complete)
                     end_profiled_step()
         self.trace.begin_step(None)
-        return "completed" if self.state.step == self.num_steps else "stopped"
+        return "completed" if self.is_complete else "stopped"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is no step left to take."""
+        return self.state.step == self.num_steps or self.is_stopped_early
+
+    @property
+    def is_stopped_early(self) -> bool:
+        """Whether as many evaluations in a row as the recipe allows brought no improvement."""
+        patience = self.plan.recipe.evaluation.early_stopping_patience
+        return patience is not None and self.state.evaluations_without_improvement >= patience
 
     @contextmanager
     def _reporting_to_the_end(self, reporter: StepReporter, reducer: StepReducer) -> Iterator[None]:
@@ -143,21 +157,53 @@ class TrainingLoop:
         return result.stop_requested
 
     def _is_evaluation_due(self) -> bool:
-        every, step = self.plan.recipe.evaluation.every_steps, self.state.step
-        return every is not None and step % every == 0 and step != self.num_steps
+        evaluation, step = self.plan.recipe.evaluation, self.state.step
+        if evaluation.every_steps is None:
+            return False
+        if step == self.num_steps:  # it is evaluated once more, and in full, after training
+            return evaluation.selection is not None
+        return step % evaluation.every_steps == 0
 
-    def _evaluate_if_due(self) -> None:
-        if self._is_evaluation_due():
-            self.recorder.write(self.evaluator.evaluate(self.engine, self.state.step, "during"))
+    def _evaluate_if_due(self) -> bool:
+        """Evaluate if it is time to; return whether it is the best evaluation so far, on all ranks alike."""
+        if not self._is_evaluation_due():
+            return False
+        record = self.evaluator.evaluate(self.engine, self.state.step, "during")
+        self.recorder.write(record)
+        evaluation = self.plan.recipe.evaluation
+        if evaluation.selection is None:
+            return False
+        state = compared(self.state, record, evaluation.selection, evaluation.early_stopping_threshold)
+        self.state = self.world.gather_objects(state)[0]  # host sync: once an evaluation
+        return self.state.best is not None and self.state.best.step == self.state.step
 
     def _is_checkpoint_due(self) -> bool:
         return self.state.step % self.plan.recipe.training.checkpoint_every_steps == 0
 
-    def _save_if_due(self, *, is_last: bool) -> None:
-        if is_last or self._is_checkpoint_due():
+    def _save_if_due(self, *, is_best: bool, is_last: bool) -> None:
+        if is_best or is_last or self._is_checkpoint_due():
             self.checkpointer.save(self.engine, self.state, in_background=not is_last)
         else:
             self.checkpointer.report_ended()
+
+
+def compared(state: TrainState, record: EvaluationRecord, wanted: BestSpec, threshold: float) -> TrainState:
+    """Compare an evaluation with the best one before it, and count those in a row that brought no improvement.
+
+    As in transformers: any better value is the best one, and one that is better by no more than `threshold` does not
+    count as an improvement. A value that is not finite is never better.
+    """
+    value, best = record.value_of(wanted.metric), state.best
+    if best is not None and best.metric != wanted.metric:  # the run was resumed with another one
+        best = None
+    gain = math.inf if best is None else (best.value - value) * (1 if wanted.is_lower_better else -1)
+    if not math.isfinite(value) or gain <= 0:
+        gain = 0.0
+    return replace(
+        state,
+        best=BestEvaluation(record.step, wanted.metric, value) if gain else best,
+        evaluations_without_improvement=0 if gain > threshold else state.evaluations_without_improvement + 1,
+    )
 
 
 def _stop_files(layout: RunLayout) -> list[Path]:

@@ -25,7 +25,7 @@ from ftkit.planning.plan import RunPlan, count_steps, plan_for_counts
 from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
 from ftkit.train.components.batches import BatchSchedule
-from ftkit.train.components.checkpointer import Checkpointer, load_newest
+from ftkit.train.components.checkpointer import Checkpointer, load_best, load_newest
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
@@ -142,14 +142,28 @@ class Trainer:
         training_seconds = time.time() - training_began
         exported = None
         if outcome == "completed":
-            self._evaluate(evaluator, engine, num_steps, "after")
+            step = self._load_best(engine, loop.state)
+            self._evaluate(evaluator, engine, step, "after")
             self._stage("exporting the model")
             parts = ExportedParts(self.plan.recipe, built.config, self.tokenizer, built.generation, built.pretrained)
-            export(engine, parts, self.plan.layout, num_steps, self.world)
+            export(engine, parts, self.plan.layout, step, self.world)
             exported = str(self.plan.layout.export)
         self.trace.begin("")
-        self.recorder.write(EndRecord(time.time(), outcome, loop.state.step, training_seconds, exported))
+        best = loop.state.best
+        record = EndRecord(
+            time.time(), outcome, loop.state.step, training_seconds, exported, best.step if best else None,
+            self.plan.recipe.evaluation.early_stopping_patience if loop.is_stopped_early else None,
+        )  # fmt: skip
+        self.recorder.write(record)
         return outcome, loop.state.step
+
+    def _load_best(self, engine: Engine, state: TrainState) -> int:
+        """Load the checkpoint of the best evaluation if a later one is loaded; return the step of what is loaded."""
+        best = state.best
+        if best is None or best.step == state.step:
+            return state.step
+        self._stage(f"loading the best checkpoint, of step {best.step} ({best.metric} {best.value:.4g})")
+        return best.step if load_best(engine, self.plan.layout, self.world, best.step) else state.step
 
     def _num_steps(self, num_packs: int) -> int:
         num_steps = count_steps(self.plan.recipe.training, num_packs)

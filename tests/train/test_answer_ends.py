@@ -212,12 +212,12 @@ def test_an_answer_that_is_right_and_ends_its_turn_scores_whatever_the_tokenizer
     end = token(tokenizer, END_OF_TURN)
     tokenizer.eos_token = START
     evaluator = Evaluator(finished_run.plan, data, tokenizer, Generation.of(tokenizer, None), world)
-    examples = data.read_validation_rows()[:5]
+    examples = [each.row.columns for each in data.read_validation_rows()[:5]]
     answers = [tokenizer(example["sql"], add_special_tokens=False)["input_ids"] for example in examples]
-    asked = finished_run.plan.recipe.evaluation.sql_execution
-    samples = evaluator._answer_questions(cast("Any", TalksOn(answers, end)), asked)
+    scores, samples = evaluator._score(cast("Any", TalksOn(answers, end)), "after")
     assert [sample.answer for sample in samples] == [example["sql"] for example in examples]
     assert all(sample.correct for sample in samples)
+    assert scores == {"sql": 1.0}
 
 
 @pytest.fixture(scope="module")

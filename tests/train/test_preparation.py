@@ -74,7 +74,7 @@ def test_simulated_malware_is_packed_whole_and_its_analysis_is_trained_on(tmp_pa
     validation = prepared.read_validation()
     labels = validation.read(range(len(validation)))[:, 1]
     trained = tokenizer.decode(labels[labels != IGNORED])
-    analyses = [example["analysis"] for example in prepared.read_validation_rows()]
+    analyses = [each.row.columns["analysis"] for each in prepared.read_validation_rows()]
     assert sorted(trained.split(tokenizer.eos_token)) == sorted(["", *analyses])
 
 
@@ -106,7 +106,7 @@ def test_texts_with_any_line_separator_are_prepared_and_held_out(tmp_path: Path)
     file = write(tmp_path / "train.jsonl", *rows)
     plan, printed = prepare(tmp_path, *source_of(file, num_heldout=2))
     prepared = PreparedData(plan.data_directory)
-    assert all(example in rows for example in prepared.read_validation_rows())
+    assert all(each.row.columns in rows for each in prepared.read_validation_rows())
     assert prepared.read_manifest().num_train_documents == 4
     assert "columns that data.format does not use: id, url\n" in printed
 

@@ -46,8 +46,15 @@ def record_line(record: Record) -> str:
         case EndRecord():
             line = (
                 f"{record.outcome} after {plural(record.step, 'step')}, {duration(record.training_seconds)} of training"
-            )
+            ) + early_stopping(record)
     return line
+
+
+def early_stopping(record: EndRecord) -> str:
+    """Say why training ended before its last step; nothing if it did not."""
+    if record.early_stopping_patience is None:
+        return ""
+    return f"; stopped early: {plural(record.early_stopping_patience, 'evaluation')} without improvement"
 
 
 def step_line(record: StepRecord) -> str:
@@ -68,13 +75,13 @@ def start_line(record: StartRecord) -> str:
 
 def evaluation_line(record: EvaluationRecord) -> str:
     """Say what was measured."""
-    when = f"at step {record.step}" if record.when == "during" else f"{record.when} training"
+    when = f"{record.when} training" if record.when in {"before", "after"} else f"at step {record.step}"
     return f"validation {when}: {measured(record)}"
 
 
 def measured(record: EvaluationRecord) -> str:
     """Return the numbers of an evaluation."""
     accuracy = record.execution_accuracy
-    return f"perplexity {record.perplexity:.4g}" + (
-        f", execution accuracy {accuracy:.0%}" if accuracy is not None else ""
-    )
+    scores = [f"execution accuracy {accuracy:.0%}"] if accuracy is not None else []
+    scores += [f"{name.replace('_', ' ')} {score:.0%}" for name, score in record.scores.items() if name != "sql"]
+    return ", ".join([f"perplexity {record.perplexity:.4g}", *scores])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, plural, short_path
-from ftkit.cli.terminal.record_lines import measured
+from ftkit.cli.terminal.record_lines import early_stopping, measured
 from ftkit.errors import EXIT_CODES, RunFailedError, redact
 from ftkit.runs.failure import explain_failure, original_command
 from ftkit.runs.states import FAILURES, Observation, RunState
@@ -94,7 +94,9 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
         moments = [measured(record) for record in (summary.before, summary.after) if record]
         facts.append(("validation", " → ".join(moments)))
     if summary.end:
-        facts.append(("time", f"{duration(summary.end.training_seconds)} of training"))
+        facts.append(("time", f"{duration(summary.end.training_seconds)} of training{early_stopping(summary.end)}"))
+        if summary.end.best_step is not None:
+            facts.append(("best", f"step {summary.end.best_step}"))
     if summary.checkpoint:
         facts.append(("checkpoint", short_path(Path(summary.checkpoint.path))))
     if summary.end and summary.end.export:

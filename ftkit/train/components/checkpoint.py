@@ -65,12 +65,14 @@ def complete(final: Path, marker: Marker) -> None:
     publish(temporary, final)
 
 
-def delete_oldest(layout: RunLayout, step: int, keep: int) -> None:
-    """Delete all but the newest checkpoints up to a step.
+def delete_oldest(layout: RunLayout, step: int, keep: int, best: int | None = None) -> None:
+    """Delete all but the best and the newest checkpoints up to a step.
 
     Later ones were found damaged: they are written again, and don't count.
     """
-    for _, folder in [found for found in layout.list_checkpoints() if found[0] <= step][:-keep]:
+    for old, folder in [found for found in layout.list_checkpoints() if found[0] <= step][:-keep]:
+        if old == best:
+            continue
         doomed = folder.with_name(f".{folder.name}.{time.time_ns()}.deleted")
         folder.rename(doomed)  # no reader sees it from now on
         remove(doomed)

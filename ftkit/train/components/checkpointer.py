@@ -182,7 +182,8 @@ class Checkpointer:
             parts.append({INDEX: SavedFile.of(folder / INDEX)})
             files = {name: file for part in parts for name, file in part.items()}
             complete(final, Marker(progress, self._world.size, files))
-            delete_oldest(self._plan.layout, progress.step, self._plan.recipe.training.keep_checkpoints)
+            best = progress.best.step if progress.best else None
+            delete_oldest(self._plan.layout, progress.step, self._plan.recipe.training.keep_checkpoints, best)
         dist.barrier(self._group)
         return time.perf_counter()
 
@@ -281,6 +282,21 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> T
             fix=f"restore one of them, then: ftkit resume {layout.root.name}; or start a new run. Nothing was deleted",
         )
     return None
+
+
+def load_best(engine: Engine, layout: RunLayout, world: World, step: int) -> bool:
+    """Load the checkpoint of the best evaluation; return False if it is damaged. Collective.
+
+    Raises:
+        TrainingError: it belongs to another model.
+    """
+    folder = layout.checkpoint(step)
+    marker, damage = _check(step, folder, world)
+    if marker is None:
+        log.warning("the best checkpoint, %s, is damaged (%s): the last one is exported", folder.name, damage)
+        return False
+    _load(engine, folder)
+    return True
 
 
 def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path]]:

@@ -1,21 +1,20 @@
-"""Evaluate the model on the validation split: loss, perplexity, and execution accuracy for text-to-SQL."""
+"""Evaluate the model on the validation split: loss, perplexity, and scores of completions."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ftkit.config.data import PromptCompletionFormat
-from ftkit.data.formats import read_prompt
-from ftkit.data.rendering import ChatRenderer
+from ftkit.data.cases import ModelInput, make_evaluation_set, take_rows
 from ftkit.data.store import PreparedData
-from ftkit.data.tasks.sql_score import execution_match, read_question
+from ftkit.data.tasks.metrics import choose_metrics
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
 from ftkit.train.causal_lm import CausalLM, SourceLosses
@@ -27,12 +26,20 @@ from ftkit.train.model.attention import generation_attention
 from ftkit.train.world import World
 
 if TYPE_CHECKING:
-    from ftkit.config.training import SqlExecutionSpec
+    from collections.abc import Sequence
+
+    from ftkit.data.cases import Case, EvaluationSet
+    from ftkit.data.tasks.metrics import Answer
     from ftkit.train.engine import Engine
 
+log = logging.getLogger(__name__)
+
+When = Literal["before", "during", "after"]
 ANSWERS_AT_ONCE = 50
 NUM_SAMPLES = 6
 """Samples in a record: enough to show right and wrong ones."""
+_LONGEST_QUESTION = 2_000
+"""Characters of a sample's prompt: its end is the question."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +53,23 @@ class Evaluator:
     world: World
     is_packed: bool = True
 
-    def evaluate(self, engine: Engine, step: int, when: Literal["before", "during", "after"]) -> EvaluationRecord:
-        """Compute loss and perplexity; before and after training, also execute its SQL if the recipe says so."""
+    def evaluate(self, engine: Engine, step: int, when: When) -> EvaluationRecord:
+        """Compute loss and perplexity, and score completions if the recipe says so."""
         with engine.inference() as model:
             loss, sources = self._loss(model)
-            asked = self.plan.recipe.evaluation.sql_execution
-            answers = [] if asked is None or when == "during" else self._answer_questions(model, asked)
-        accuracy = sum(answer.correct for answer in answers) / len(answers) if answers else None
+            scores, samples = self._score(model, when)
         # exp(loss) overflows above 709.
         perplexity = math.exp(min(loss, 700.0))
-        samples = tuple(answers[:NUM_SAMPLES])
-        return EvaluationRecord(time.time(), step, when, loss, perplexity, accuracy, samples, sources)
+        return EvaluationRecord(time.time(), step, when, loss, perplexity, scores.get("sql"), samples, sources, scores)
+
+    @cached_property
+    def questions(self) -> EvaluationSet:
+        """The assistant turns that completions are generated for."""
+        asked, recipe = self.plan.recipe.evaluation.completions, self.plan.recipe
+        rows = take_rows(self.data.read_validation_rows(), max(asked.num_rows, asked.num_rows_during) if asked else 0)
+        shape = recipe.model.architecture
+        model = ModelInput(self.tokenizer, recipe.model.weights, shape.vocab_size, shape.max_position_embeddings)
+        return make_evaluation_set(model, rows, recipe.data, log.warning)
 
     def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss]]:
         """Return the mean loss over the targets of the validation packs, and that of each of several sources."""
@@ -86,40 +99,57 @@ class Evaluator:
         summed, *by_source = self.world.sum(own_sums.tolist())  # host sync: once an evaluation
         return summed / max(1, int(store.num_targets[:num_packs].sum())), mean_losses(names, by_source)
 
-    def _answer_questions(self, model: CausalLM, asked: SqlExecutionSpec) -> list[Sample]:
-        """Return the questions in order, each answered by one of the ranks."""
-        examples = self.data.read_validation_rows()[: asked.num_questions]
-        own = examples[self.world.rank :: self.world.size]
-        rounds = -(-len(examples) // (self.world.size * ANSWERS_AT_ONCE))
-        samples: list[Sample] = []
-        for number in range(rounds):
-            batch = own[number * ANSWERS_AT_ONCE : (number + 1) * ANSWERS_AT_ONCE]
-            # A rank without questions answers one for nothing: generation gathers the shards on all ranks.
-            answers = self._generate(model, batch or examples[:1], asked.max_new_tokens)
-            samples += [_judge(example, answer) for example, answer in zip(batch, answers, strict=False)]
-        parts = self.world.gather_objects(samples)
-        return [parts[index % self.world.size][index // self.world.size] for index in range(len(examples))]
+    def _score(self, model: CausalLM, when: When) -> tuple[dict[str, float], tuple[Sample, ...]]:
+        """Return the mean of each score that applies, and samples."""
+        asked = self.plan.recipe.evaluation.completions
+        if asked is None:
+            return {}, ()
+        num_rows = asked.num_rows_during if when == "during" else asked.num_rows
+        cases = [case for case in self.questions.cases if case.number < num_rows]
+        if not cases:
+            return {}, ()
+        answers = self._answer(model, cases, asked.max_new_tokens)
+        by_metric = {
+            metric: [metric.score(case, answer) for case, answer in zip(cases, answers, strict=True)]
+            for metric in choose_metrics(asked.metrics, self.questions.cases)
+        }
+        found = {metric.name: [score for score in scores if score is not None] for metric, scores in by_metric.items()}
+        means = {name: sum(scores) / len(scores) for name, scores in found.items() if scores}
+        first, scores = next(iter(by_metric.items()))
+        best = 0.0 if first.is_lower_better else 1.0
+        told = zip(cases[:NUM_SAMPLES], answers, scores, strict=False)
+        samples = tuple(self._sample(case, answer, is_correct=score == best) for case, answer, score in told)
+        return means, samples
 
-    def _generate(self, model: CausalLM, examples: list[dict[str, Any]], max_new_tokens: int) -> list[str]:
-        form = self.plan.recipe.data.format
-        if not isinstance(form, PromptCompletionFormat):
-            raise TypeError("the plan's checks let only prompt-completion data through")
-        renderer = ChatRenderer.of(self.tokenizer, self.plan.recipe.data.template_options)
-        prompts = [renderer.render(read_prompt(example, form), open_turn=True) for example in examples]
+    def _answer(self, model: CausalLM, cases: Sequence[Case], max_new_tokens: int) -> list[Answer]:
+        """Return the completions of all cases, each generated by one of the ranks."""
+        own = cases[self.world.rank :: self.world.size]
+        completions: list[list[int]] = []
+        for number in range(-(-len(cases) // (self.world.size * ANSWERS_AT_ONCE))):
+            batch = own[number * ANSWERS_AT_ONCE : (number + 1) * ANSWERS_AT_ONCE]
+            # A rank without cases answers one for nothing: generation gathers the shards on all ranks.
+            generated = self._generate(model, batch or cases[:1], max_new_tokens)
+            completions += generated[: len(batch)]
+        parts = self.world.gather_objects(completions)
+        return [
+            self.generation.answer(
+                self.tokenizer, parts[number % self.world.size][number // self.world.size], case.reference
+            )
+            for number, case in enumerate(cases)
+        ]
+
+    def _generate(self, model: CausalLM, cases: Sequence[Case], max_new_tokens: int) -> list[list[int]]:
         with generation_attention(model.hf_model):
-            answers = self.generation.complete(
+            return self.generation.complete(
                 partial(model, compute=CausalLM.generate),
-                self.tokenizer(prompts, add_special_tokens=False)["input_ids"],
+                [case.prompt for case in cases],
                 self.generation.greedy(self.tokenizer, max_new_tokens),
                 self.world.device,
                 synced_gpus=self.world.size > 1,
             )
-        texts: list[str] = self.tokenizer.batch_decode(
-            [self.generation.up_to_end(answer) for answer in answers], skip_special_tokens=True
-        )
-        return [text.strip() for text in texts]
 
-
-def _judge(example: dict[str, Any], answer: str) -> Sample:
-    reference = read_question(example)
-    return Sample(reference.sql_prompt, reference.sql, answer, execution_match(reference, answer).matched)
+    def _sample(self, case: Case, answer: Answer, *, is_correct: bool) -> Sample:
+        question = case.columns.get("sql_prompt")
+        if not isinstance(question, str):
+            question = str(self.tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()[-_LONGEST_QUESTION:]
+        return Sample(question, answer.reference or "", answer.text, is_correct)

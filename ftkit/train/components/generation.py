@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ftkit.data.encoding import find_answer_end
+from ftkit.data.tasks.metrics import Answer
 from ftkit.files import write_json
 from ftkit.model_folder import GENERATION_FILE, read_end_tokens, read_generation_config
 
@@ -61,6 +62,20 @@ class Generation:
             do_sample=False,
             eos_token_id=list(self.end_tokens) or None,
             pad_token_id=tokenizer.pad_token_id,
+        )
+
+    def answer(self, tokenizer: Any, completion: list[int], reference: list[int] | None) -> Answer:
+        """Return a completion as metrics score it, beside the data's own turn."""
+
+        def text(tokens: list[int], *, is_raw: bool = False) -> str:
+            return str(tokenizer.decode(self.up_to_end(tokens), skip_special_tokens=not is_raw)).strip()
+
+        return Answer(
+            self.up_to_end(completion),
+            text(completion),
+            text(completion, is_raw=True),
+            None if reference is None else text(reference),
+            None if reference is None else text(reference, is_raw=True),
         )
 
     def up_to_end(self, answer: list[int]) -> list[int]:

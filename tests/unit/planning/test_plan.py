@@ -377,6 +377,22 @@ def test_what_needs_held_out_data_is_refused_without_it() -> None:
     assert found.count("no validation split") == 2
 
 
+def test_the_best_checkpoint_is_chosen_by_what_is_measured_during_training() -> None:
+    every, alone = "evaluation.every_steps=5", "evaluation.sql_execution=null"
+    assert "'accuracy' is not measured. Take one of loss, perplexity," in problems(
+        demo(every, "evaluation.best.metric=accuracy")
+    )
+    assert "'sql' is not measured during training" in problems(demo(every, "evaluation.best.metric=sql"))
+    plan(demo(every, alone, "evaluation.best.metric=sql", "evaluation.generation.metrics=[sql]"))
+    plan(demo(every, "evaluation.early_stopping_patience=3"))
+    with pytest.raises(ConfigError, match="set every_steps"):
+        demo("evaluation.best.metric=loss")
+    with pytest.raises(ConfigError, match="no effect without early_stopping_patience"):
+        demo(every, "evaluation.early_stopping_threshold=0.1")
+    with pytest.raises(ConfigError, match="set one of them to null"):
+        demo("evaluation.generation.num_rows=5")
+
+
 def test_a_profile_that_cannot_be_taken_is_refused() -> None:
     found = problems(demo("profile.enabled=true", "profile.ranks=[0,2,3]", "training.max_steps=27"))
     assert "profile.ranks: there is no rank 2, 3 in 2 processes" in found

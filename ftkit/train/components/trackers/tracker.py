@@ -57,15 +57,22 @@ class Tracker(Protocol):
 
 def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     """Return the numbers of a record by their names in trackers: train/loss, train/loss/SOURCE and so on."""
-    prefix = "train" if isinstance(record, StepRecord) else "eval"
+    prefix, scores = "train", {}
+    if not isinstance(record, StepRecord):
+        # SQL's score has a name of its own.
+        prefix, scores = "eval", {f"eval/{name}": score for name, score in record.scores.items() if name != "sql"}
     by_source = {
         f"{prefix}/loss/{_REJECTED.sub('_', source)}": measured.loss for source, measured in record.sources.items()
     }
-    return by_source | {
-        f"{prefix}/{name}": value
-        for name, value in vars(record).items()
-        if name not in _NOT_MEASURED and isinstance(value, int | float)
-    }
+    return (
+        by_source
+        | scores
+        | {
+            f"{prefix}/{name}": value
+            for name, value in vars(record).items()
+            if name not in _NOT_MEASURED and isinstance(value, int | float)
+        }
+    )
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.config.cluster import NcclSpec
+from ftkit.config.evaluation import EvaluationSpec
 from ftkit.config.sources import FilesSource, HubSource
-from ftkit.config.training import EvaluationSpec, ResourcesSpec
+from ftkit.config.training import ResourcesSpec
 from ftkit.launch.render import render_job
 
 if TYPE_CHECKING:

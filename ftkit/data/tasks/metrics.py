@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ftkit.data.cases import Case
 from ftkit.data.tasks.sql_score import execution_match, read_question
+from ftkit.data.tasks.tool_calls import read_calls, same_calls
 from ftkit.errors import DataError, NotFoundError, one_line
-from ftkit.evaluate.cases import Case
-from ftkit.evaluate.tool_calls import read_calls, same_calls
 
 _NGRAM = 4
 _VERDICT = re.compile(r"\bverdict\W+(\w+)", re.IGNORECASE)
@@ -133,7 +133,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "exact_match": (Metric("exact_match", exact_match),),
     "repetition": (_REPETITION,),
 }
-"""Metrics of answers by the name that `--metrics` takes; the first of a result says which examples changed."""
+"""Metrics of answers by the name that `--metrics` and recipes take (`ftkit.config.evaluation.SCORES`); the first of a
+result says which examples changed."""
 
 
 def choose_metrics(asked: Sequence[str], cases: Sequence[Case]) -> list[Metric]:

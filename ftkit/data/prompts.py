@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ftkit.config.data import JinjaFormat, PromptCompletionFormat
 from ftkit.data.conversations import Conversation, Message
@@ -15,12 +15,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ftkit.config.data import Format
-    from ftkit.evaluate.load import LoadedModel
 
 _TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text")
 _MORE_COLUMNS = ("input", "context")
 """What belongs to an instruction."""
 _TOOL_COLUMNS = ("tools", "functions")
+
+
+class PromptedModel(Protocol):
+    """What prompts are made for: a model's tokenizer, and the name by which errors mention it."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def label(self) -> str: ...
 
 
 def conversation_of(columns: Mapping[str, Any], form: Format | None) -> Conversation:
@@ -61,7 +70,7 @@ def _open(columns: Mapping[str, Any], messages: tuple[Message, ...]) -> Conversa
     return Conversation(messages[:end], schemas)
 
 
-def renderer_of(model: LoadedModel, options: Mapping[str, Any]) -> ChatRenderer:
+def renderer_of(model: PromptedModel, options: Mapping[str, Any]) -> ChatRenderer:
     """Return the renderer of a model's chat template.
 
     Raises:
@@ -76,7 +85,7 @@ def renderer_of(model: LoadedModel, options: Mapping[str, Any]) -> ChatRenderer:
     return ChatRenderer.of(model.tokenizer, options)
 
 
-def encode_prompt(model: LoadedModel, renderer: ChatRenderer, conversation: Conversation) -> list[int]:
+def encode_prompt(model: PromptedModel, renderer: ChatRenderer, conversation: Conversation) -> list[int]:
     """Return a prompt's tokens, up to where the assistant begins to speak."""
     text = renderer.render(conversation, open_turn=True)
     tokens: list[int] = model.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,29 +12,37 @@ from ftkit.config.data import AutoFormat, DataSpec, Format
 from ftkit.data.conversations import Conversation, Message, trained_turns
 from ftkit.data.encoding import IGNORED, Document, RowEncoder
 from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format, unused_columns
+from ftkit.data.prompts import conversation_of, encode_prompt, renderer_of
 from ftkit.data.rows import Row, errors_at, read_json_lines
-from ftkit.data.sources import read_rows, split_of
-from ftkit.data.store import PreparedData
+from ftkit.data.store import PreparedData, SourcedRow
 from ftkit.errors import DataError, one_line
-from ftkit.evaluate.prompts import conversation_of, encode_prompt, renderer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
-
-    from ftkit.evaluate.load import LoadedModel
-    from ftkit.evaluate.source import Target
-    from ftkit.planning.plan import RunPlan
 
 _TURNS = ("assistant", "last", "completion")
 
 
 @dataclass(frozen=True)
-class SourcedRow:
-    """A row with the name of its source."""
+class ModelInput:
+    """What a model takes.
 
-    source: str
-    row: Row
+    Attributes:
+        label: names the model in errors.
+        max_length: tokens of its context; None if it does not say.
+    """
+
+    tokenizer: Any
+    label: str
+    vocab_size: int
+    max_length: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Any, label: str, config: Any) -> ModelInput:
+        """Read what transformers' configuration of a model says."""
+        text = config.get_text_config(decoder=True)
+        return cls(tokenizer, label, text.vocab_size, getattr(text, "max_position_embeddings", None))
 
 
 @dataclass(frozen=True)
@@ -70,66 +79,64 @@ class EvaluationSet:
     cases: list[Case]
 
 
-def read_evaluation_rows(target: Target, file: Path | None, limit: int) -> list[SourcedRow]:
-    """Return the rows to evaluate on: those of a file, else those of the run's validation split.
+def read_evaluation_rows(prepared: PreparedData | None, file: Path | None, limit: int) -> list[SourcedRow]:
+    """Return the rows to evaluate on: those of a file, else those of the validation split of prepared data.
 
     Raises:
         DataError: there are none.
     """
     if file is not None:
         rows = [SourcedRow("", row) for row in read_json_lines(file)]
-    elif target.plan is None:
+    elif prepared is None:
         raise DataError(
             "a model that is not a run has no validation split", fix="give rows to evaluate on: --data FILE"
         )
     else:
-        rows = list(_validation_rows(target.plan))
+        rows = prepared.read_validation_rows()
     if not rows:
         raise DataError(
             "there are no rows to evaluate on",
             meaning="the file is empty, or the recipe has no validation split",
             fix="give others: --data FILE",
         )
-    return rows[:limit]
+    return take_rows(rows, limit)
 
 
-def _validation_rows(plan: RunPlan) -> Iterator[SourcedRow]:
-    data, prepared = plan.recipe.data, PreparedData(plan.data_directory)
-    if len(data.sources) == 1 and prepared.validation_rows.is_file():
-        for row in read_json_lines(prepared.validation_rows):
-            yield SourcedRow("", row)
-        return
-    names = [source.name if len(data.sources) > 1 else "" for source in data.sources]
-    for source, split, raw in read_rows(data):
-        if split == "train":
-            continue
-        parsed = raw.parse()
-        if parsed and (split or (data.validation and split_of(parsed.columns, data.validation))) == "validation":
-            yield SourcedRow(names[source], parsed)
+def take_rows(rows: Sequence[SourcedRow], limit: int) -> list[SourcedRow]:
+    """Return the first rows, of several sources by turns, so that all of them are among the first ones."""
+    places: Counter[str] = Counter()
+    turns = []
+    for each in rows:
+        turns.append(places[each.source])
+        places[each.source] += 1
+    return [rows[number] for number in sorted(range(len(rows)), key=turns.__getitem__)[:limit]]
 
 
 def make_evaluation_set(
-    model: LoadedModel, rows: Sequence[SourcedRow], data: DataSpec | None, report: Callable[[str], None]
+    model: ModelInput, rows: Sequence[SourcedRow], data: DataSpec | None, report: Callable[[str], None]
 ) -> EvaluationSet:
     """Render and tokenize rows as training does. Rows without a completion, prompts alone, are measured whole.
 
     Raises:
         DataError: none of the rows can be used.
     """
+    encoded: dict[int, _Encoded | DataError] = {}
+    for source in dict.fromkeys(each.source for each in rows):  # each may have a format of its own
+        own = [number for number, each in enumerate(rows) if each.source == source]
+        encoded |= zip(own, _encode(model, [rows[number].row for number in own], data), strict=True)
     kept: list[SourcedRow] = []
     documents: list[tuple[int, Document]] = []
     cases: list[Case] = []
     bad: list[DataError] = []
-    for source in dict.fromkeys(each.source for each in rows):
-        own = [each for each in rows if each.source == source]
-        for each, result in zip(own, _encode(model, [each.row for each in own], data), strict=True):
-            if isinstance(result, DataError):
-                bad.append(result)
-                continue
-            found, turns = result
-            documents += [(len(kept), document) for document in found]
-            cases += [Case(len(kept), each.row.columns, *turn) for turn in turns]
-            kept.append(each)
+    for number, each in enumerate(rows):
+        result = encoded[number]
+        if isinstance(result, DataError):
+            bad.append(result)
+            continue
+        found, turns = result
+        documents += [(len(kept), document) for document in found]
+        cases += [Case(len(kept), each.row.columns, *turn) for turn in turns]
+        kept.append(each)
     for error in bad[:3]:
         report(f"left out: {one_line(error)}")
     if not kept:
@@ -143,7 +150,7 @@ _Turn = tuple[list[int], list[int] | None, Message | None, bool]
 _Encoded = tuple[list[Document], list[_Turn]]
 
 
-def _encode(model: LoadedModel, rows: list[Row], data: DataSpec | None) -> list[_Encoded | DataError]:
+def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_Encoded | DataError]:
     form = _format_of(rows, data)
     if form is None:
         return [_prompt(model, row, data) for row in rows]
@@ -151,15 +158,13 @@ def _encode(model: LoadedModel, rows: list[Row], data: DataSpec | None) -> list[
     unused = {name for row in rows for name in unused_columns(row.columns, form)}
     train_on = data.train_on if data.train_on in _TURNS else "assistant"
     data = data.model_copy(update={"ignore_columns": (*data.ignore_columns, *sorted(unused)), "train_on": train_on})
-    config = model.hf_model.config.get_text_config(decoder=True)
-    encoder = RowEncoder.of(model.tokenizer, data, form, config.vocab_size)
-    longest = getattr(config, "max_position_embeddings", None)
+    encoder = RowEncoder.of(model.tokenizer, data, form, model.vocab_size)
     encoded: list[_Encoded | DataError] = []
     for row, documents in zip(rows, encoder.encode(rows), strict=True):
         if isinstance(documents, DataError):
             encoded.append(documents)
-        elif longest is not None and any(len(document.tokens) > longest for document in documents):
-            encoded.append(DataError(f"{row.where}: longer than the model's context of {longest:,} tokens"))
+        elif any(len(document.tokens) > (model.max_length or np.inf) for document in documents):
+            encoded.append(DataError(f"{row.where}: longer than the model's context of {model.max_length:,} tokens"))
         else:
             encoded.append((documents, _turns(row, documents, data, form)))
     return encoded
@@ -177,7 +182,7 @@ def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
         return None
 
 
-def _prompt(model: LoadedModel, row: Row, data: DataSpec | None) -> _Encoded | DataError:
+def _prompt(model: ModelInput, row: Row, data: DataSpec | None) -> _Encoded | DataError:
     try:
         with errors_at(row):
             renderer = renderer_of(model, data.template_options if data else {})

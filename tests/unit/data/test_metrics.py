@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.data.cases import Case
 from ftkit.data.conversations import Message, ToolCall
+from ftkit.data.tasks.metrics import Answer, choose_metrics
+from ftkit.data.tasks.tool_calls import read_calls
 from ftkit.errors import DataError, NotFoundError
-from ftkit.evaluate.cases import Case
-from ftkit.evaluate.metrics import Answer, choose_metrics
-from ftkit.evaluate.tool_calls import read_calls
 
 if TYPE_CHECKING:
     from pathlib import Path

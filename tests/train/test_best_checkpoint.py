@@ -1,0 +1,111 @@
+"""`evaluation.best` and early stopping: the best checkpoint is kept, exported, and found by all commands."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.cli.main import main
+from ftkit.config.evaluation import BestSpec
+from ftkit.evaluate.load import load_model
+from ftkit.evaluate.source import find_target
+from ftkit.planning.layout import Workspace
+from ftkit.runs.checkpoints import BestEvaluation, TrainState, find_best, read_marker
+from ftkit.runs.records import EndRecord, EvaluationRecord
+from ftkit.train.loop import compared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Run
+
+BEST = (
+    "evaluation.every_steps=2", "evaluation.sql_execution=null", "evaluation.best={metric: repetition, mode: max}",
+    "evaluation.generation={metrics: [repetition, exact_match], num_rows: 4, num_rows_during: 2, max_new_tokens: 12}",
+    "evaluation.early_stopping_patience=2", "training.keep_checkpoints=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(make_run: Callable[..., Run]) -> Run:
+    """Two ranks, by a score that soon gets no better: how much the model repeats itself."""
+    run = make_run("best-20261121T090000Z-1b2c", *BEST)
+    run.train()
+    return run
+
+
+def test_training_ends_early_and_the_best_checkpoint_is_kept_and_exported(run: Run) -> None:
+    during = {each.step: each for each in run.records(EvaluationRecord) if each.when == "during"}
+    (end,) = run.records(EndRecord)
+    best = max(during, key=lambda step: (during[step].scores["repetition"], -step))
+    assert (end.outcome, end.early_stopping_patience, end.best_step) == ("completed", 2, best)
+    assert list(during) == list(range(2, best + 2 * 2 + 1, 2))
+    assert end.step == max(during) < 20
+    assert [step for step, _ in run.layout.list_checkpoints()] == [best, end.step]
+    (after,) = (each for each in run.records(EvaluationRecord) if each.when == "after")
+    assert (after.step, after.loss) == (best, pytest.approx(during[best].loss))
+    assert set(after.scores) == {"repetition", "exact_match"}
+    assert len(after.samples) == 4
+    exported, checkpoint = (
+        load_model(find_target(f"best{at}", Workspace(run.plan.workspace)).source, torch.device("cpu"))
+        for at in ("", "@best")
+    )
+    assert checkpoint.label.endswith(f"@{best}")
+    for (name, left), right in zip(exported.hf_model.named_parameters(), checkpoint.hf_model.parameters(), strict=True):
+        torch.testing.assert_close(left, right, msg=name)
+
+
+def test_a_run_that_is_resumed_at_its_best_ends_as_if_it_had_not_been_interrupted(run: Run) -> None:
+    (end,) = run.records(EndRecord)
+    progress = read_marker(run.layout.checkpoint(end.step), end.step).progress
+    assert progress.evaluations_without_improvement == 2
+    assert progress.best == find_best(run.layout)
+    resumed = run.copy_to("best-20261121T090000Z-3d4e")
+    resumed.forget_after(end.best_step)
+    resumed.train()
+    (again,) = resumed.records(EndRecord)
+    assert (again.step, again.best_step, again.early_stopping_patience) == (end.step, end.best_step, 2)
+
+
+def test_commands_show_the_best_checkpoint(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    assert main(["checkpoints", run.plan.id, "--json"]) == 0
+    listed = json.loads(capfd.readouterr().out)
+    assert [each["best"] is not None for each in listed] == [True, False]
+    assert main(["checkpoints", run.plan.id]) == 0
+    assert "best (repetition" in capfd.readouterr().out
+
+
+def record(step: int, loss: float) -> EvaluationRecord:
+    return EvaluationRecord(0.0, step, "during", loss, math.nan, None, ())
+
+
+@given(st.lists(st.floats(width=16), max_size=30), st.floats(0, 2))
+def test_the_best_is_the_first_of_the_lowest_and_only_larger_gains_count_as_improvement(
+    losses: list[float], threshold: float
+) -> None:
+    state = TrainState(0, "data")
+    waited = 0
+    for step, loss in enumerate(losses, start=1):
+        before = min((each for each in losses[: step - 1] if math.isfinite(each)), default=math.inf)
+        waited = 0 if math.isfinite(loss) and before - loss > threshold else waited + 1
+        state = compared(state, record(step, loss), BestSpec(), threshold)
+    finite = [each for each in losses if math.isfinite(each)]
+    assert (state.best.value if state.best else None) == min(finite, default=None)
+    assert state.best is None or losses.index(state.best.value) + 1 == state.best.step
+    assert state.evaluations_without_improvement == waited
+
+
+def test_another_metric_begins_anew() -> None:
+    state = compared(TrainState(1, "data"), record(1, 2.0), BestSpec(), 0.0)
+    again = compared(state, replace(record(2, 3.0), perplexity=20.0), BestSpec(metric="perplexity"), 0.0)
+    assert again.best == BestEvaluation(2, "perplexity", 20.0)
