@@ -1,22 +1,29 @@
 from __future__ import annotations
 
+import inspect
 import json
+import re
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import ftkit
 from ftkit.config.image_reference import NamedImage
 from ftkit.launch.render import render_job
 from ftkit.runs.records import EvaluationRecord, RankError, Sample, StageRecord, StartRecord, to_line, write_rank_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+    from types import CodeType, FrameType
 
     from conftest import FakePrograms, Result
 
     from ftkit.planning.layout import Workspace
     from ftkit.planning.plan import RunPlan
+
+PACKAGE = Path(ftkit.__file__).parent
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -216,6 +223,34 @@ def test_slurm_refusing_the_job_leaves_no_run(
     assert "SBATCH_PARTITION=x in your environment overrides" in result.err
     assert "MY_TOKEN=***" in result.err
     assert list(workspace.runs.iterdir()) == []
+
+
+def test_the_path_from_run_to_sbatch_leads_through_the_files_that_the_contributing_page_lists(
+    ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace
+) -> None:
+    programs.answer("sbatch", "123\n")
+    image = workspace.image_file(NamedImage("olmo3:25.02"), "sqsh")
+    image.parent.mkdir(parents=True)
+    image.touch()
+    called: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        result = ftkit("run", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g", "--no-follow")
+    finally:
+        sys.setprofile(None)
+    assert result.code == 0
+    page = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    listed = re.findall(r"^\| `([\w/]+\.py)`", page.partition("From `ftkit run` to `sbatch`")[2], re.MULTILINE)
+    functions = [code for code in called if code.co_flags & inspect.CO_OPTIMIZED]  # no modules, no class bodies
+    paths = [Path(code.co_filename) for code in functions]
+    files = {str(path.relative_to(PACKAGE)) for path in paths if path.is_relative_to(PACKAGE)}
+    assert [file for file in listed if file not in files] == []
+    assert len(listed) <= 20
 
 
 def test_a_missing_image_is_found_out_before_anything_is_submitted(
