@@ -255,9 +255,10 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
     def hub_id_or_absolute(value: str, *key: str) -> str:
         if is_path(value):
             return absolute(value, *key)
-        if (layers.folder(key) / value).is_dir():
-            message = f"'{value}' is an id of the hub, and also a folder in {layers.folder(key)}."
-            fix = f"For the folder write ./{value}; for the hub's, rename the folder."
+        if (layers.folder(key) / value).exists():
+            kind = "folder" if (layers.folder(key) / value).is_dir() else "file"
+            message = f"'{value}' is an id of the hub, and also a {kind} in {layers.folder(key)}."
+            fix = f"For the {kind} write ./{value}; for the hub's, rename the {kind}."
             raise ConfigError([Problem(layers.origin(key), ".".join(key), message, fix)])
         return value
 

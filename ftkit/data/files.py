@@ -3,57 +3,33 @@
 from __future__ import annotations
 
 import bz2
-import csv
 import gzip
 import io
-import json
 import lzma
 import os
+import re
 from contextlib import contextmanager
-from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 from ftkit.config.paths import is_address, is_file
-from ftkit.data.rows import Columns, Row, parse_line
+from ftkit.data.readers import COMPRESSIONS, READERS, arrow_errors, cut_error, read_lines, suffix_of
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator
+
+    from ftkit.data.readers import RawRow
 
 MAX_FILES: Final = 100_000
 """In a data set's folder; a walk through so many takes seconds."""
-COMPRESSIONS: Final = (".gz", ".bz2", ".xz", ".zst")
-_BATCH_ROWS = 256
 _BUFFER = 1 << 20
-_MAX_CELL = 1 << 30
+_OTHER_SPLIT = re.compile(r"(?:test|valid|validation|eval|dev|heldout)(?:[-_./]|$)", re.IGNORECASE)
+"""How the names of files and folders begin that are not for training, as the hub's data sets have them."""
+_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""What `datasets` writes beside the rows."""
 _EXTRA = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
-
-
-@dataclass(frozen=True, slots=True)
-class RawRow:
-    """A row as it was read: a line of JSON that is not parsed yet, or the columns of a table's row.
-
-    Attributes:
-        number: line or row, counted from 1, or as the data set counts.
-        sequel: what stands between the file's name and the number.
-    """
-
-    file: str
-    sequel: str
-    number: int
-    content: bytes | Columns
-
-    def parse(self) -> Row | None:
-        """Return the columns and their place; None for a blank line.
-
-        Raises:
-            DataError: the line is not a JSON object that can be trained on.
-        """
-        if isinstance(self.content, bytes):
-            return parse_line(self.content, Path(self.file), self.number)
-        return Row(self.content, f"{self.file}{self.sequel}{self.number}")
 
 
 # --- Finding files -------------------------------------------------------------------------------
@@ -72,13 +48,13 @@ def find_files(place: str, key: str) -> list[str]:
     if has_magic(place) and not is_file(path):
         found = sorted(file for file in glob(place, recursive=True) if Path(file).is_file())  # noqa: PTH207 - absolute patterns
     elif _is_folder(path):
-        found = sorted(str(file) for file in walk(path, key) if _is_data(file.name))
+        found = _train_files(place, [str(file) for file in walk(path, key)], key)
     else:
         found = [place]
     if not found:
         raise NotFoundError(
             f"{key}: {place} has no data files",
-            meaning=f"looked for names that end in {', '.join(_READERS)}, or these with {', '.join(COMPRESSIONS)}",
+            meaning=f"looked for names that end in {', '.join(READERS)}, or these with {', '.join(COMPRESSIONS)}",
             fix="give a file, a folder of such files, or a pattern that matches some",
         )
     return found
@@ -120,13 +96,28 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _is_data(name: str) -> bool:
-    return not name.startswith((".", "_")) and _suffix(name) in _READERS
+def _train_files(folder: str, files: list[str], key: str) -> list[str]:
+    """Return the data files of a folder, which are all of one split.
 
-
-def _suffix(name: str) -> str:
-    path = Path(name.lower())
-    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+    Raises:
+        DataError: some of them are for other splits.
+    """
+    below = {file: Path(file).relative_to(folder) for file in files}
+    found = sorted(
+        file
+        for file, path in below.items()
+        if suffix_of(file) in READERS
+        and path.name not in _METADATA
+        and not any(part.startswith((".", "_")) for part in path.parts)
+    )
+    others = [file for file in found if any(map(_OTHER_SPLIT.match, below[file].parts))]
+    if others and len(others) < len(found):
+        raise DataError(
+            f"{key}: {folder} has files of more than one split, such as {below[others[0]]}",
+            meaning="all files of a folder are trained on, so test data would be too",
+            fix=f"choose by a pattern: {folder.rstrip('/')}/**/train*; others can be data.validation.file",
+        )
+    return found
 
 
 def _find_remote(place: str, key: str) -> list[str]:
@@ -135,7 +126,7 @@ def _find_remote(place: str, key: str) -> list[str]:
         if has_magic(place):
             found = system.glob(place)
         elif system.isdir(place):
-            found = [file for file in system.find(place) if _is_data(Path(file).name)]
+            found = _train_files(system._strip_protocol(place), system.find(place), key)  # noqa: SLF001 - fsspec's name for it
         else:
             found = [place] if system.exists(place) else []
     if not found:
@@ -187,12 +178,12 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
     Raises:
         DataError: the file can't be read, is cut, or is not what its name says.
     """
-    read = _READERS.get(_suffix(path), _read_lines)
+    read = READERS.get(suffix_of(path), read_lines)
     try:
         with _open(path, key) as file:
             yield from read(file, path)
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise _cut(path, error) from error
+        raise cut_error(path, error) from error
     except OSError as error:
         if is_address(path):
             with _remote_errors(path, key):
@@ -201,26 +192,18 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
         raise (
             DataError(f"can't read {path}: {reason}", fix=f"check {key} in the recipe")
             if error.errno
-            else _cut(path, error)
+            else cut_error(path, error)
         ) from error
 
 
 def count_rows(path: str, key: str = "data.source") -> int:
     """Return how many rows `read_file` yields, by the file's own count where it has one."""
-    if _suffix(path) == ".parquet" and Path(path).suffix.lower() == ".parquet":
+    if suffix_of(path) == ".parquet" and Path(path).suffix.lower() == ".parquet":
         from pyarrow import parquet  # noqa: PLC0415 - heavy
 
-        with _open(path, key) as file, _arrow_errors(path):
+        with _open(path, key) as file, arrow_errors(path):
             return int(parquet.ParquetFile(file).metadata.num_rows)
     return sum(1 for _ in read_file(path, key))
-
-
-def _cut(path: str, error: Exception) -> DataError:
-    return DataError(
-        f"{path} can't be read to its end: {one_line(error) or type(error).__name__}",
-        meaning="the file is cut or damaged, or is not what its name says: a copy or a download was interrupted",
-        fix="copy or download it again, and compare sizes",
-    )
 
 
 @contextmanager
@@ -245,146 +228,3 @@ def _open(path: str, key: str) -> Iterator[IO[bytes]]:
                 yield io.BufferedReader(pa.CompressedInputStream(file, "zstd"), _BUFFER)
             case _:
                 yield file
-
-
-def _read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    """Read lines that end at line feeds alone: U+2028, U+2029 and U+0085 may stand inside a JSON text."""
-    for number, line in enumerate(file, start=1):
-        if not line.isspace():
-            yield RawRow(path, ":", number, line)
-
-
-def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    """Read an array of objects element by element; what is no array is JSON Lines under another name."""
-    start = file.read(1)
-    while start.isspace() or start in (b"\xef", b"\xbb", b"\xbf"):
-        start = file.read(1)
-    file.seek(0)
-    if start != b"[":
-        yield from _read_lines(file, path)
-        return
-    with _as_text(file) as text:
-        for number, content in enumerate(_elements(text, path), start=1):
-            if not isinstance(content, dict):
-                raise DataError(f"{path}, element {number}: not a JSON object", fix="each element is one JSON object")
-            yield RawRow(path, ", element ", number, content)
-
-
-@contextmanager
-def _as_text(file: IO[bytes]) -> Iterator[IO[str]]:
-    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-    try:
-        yield text
-    finally:
-        text.detach()  # the file is closed by whoever opened it
-
-
-def _elements(file: IO[str], path: str) -> Iterator[Any]:
-    """Parse the elements of an array, of which only one and a buffer are in memory."""
-    decoder = json.JSONDecoder()
-    text = _more(file, path, 0).lstrip()[1:]
-    separator = ""
-    while True:
-        text = text.lstrip()
-        try:
-            if text.startswith("]"):
-                return
-            if not text.startswith(separator):
-                raise json.JSONDecodeError("a comma is missing", text, 0)  # noqa: TRY301 - as the decoder says it
-            body = text.removeprefix(separator).lstrip()
-            value, end = decoder.raw_decode(body)
-        except json.JSONDecodeError as error:
-            more = _more(file, path, len(text)) if len(text) < _MAX_CELL else ""
-            if not more:
-                raise _cut(path, error) from error
-            text += more
-            continue
-        text, separator = body[end:], ","
-        yield value
-
-
-def _more(file: IO[str], path: str, length: int) -> str:
-    """Read as much as there is already, so that a long element is parsed anew few times."""
-    try:
-        return file.read(max(_BUFFER, length))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv") from error
-
-
-def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    csv.field_size_limit(_MAX_CELL)
-    line = 1
-    with _as_text(file) as text:
-        reader = csv.DictReader(text, delimiter="\t" if _suffix(path) == ".tsv" else ",", strict=True)
-        try:
-            for columns in reader:
-                line = reader.line_num
-                if None in columns or None in columns.values():
-                    raise DataError(
-                        f"{path}:{line}: {'more' if None in columns else 'fewer'} columns than the first line names",
-                        meaning="a comma or a line break in a text needs quotes around it",
-                        fix="correct this line, or write the file anew as JSON Lines",
-                    )
-                yield RawRow(path, ":", line, dict(columns))
-        except csv.Error as error:
-            raise DataError(f"{path}: after line {line}: not valid CSV: {error}", fix="correct this line") from error
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}: after line {line}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv"
-            ) from error
-
-
-def _read_parquet(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    from pyarrow import parquet  # noqa: PLC0415 - heavy
-
-    with _arrow_errors(path):
-        yield from _table_rows(parquet.ParquetFile(file).iter_batches(_BATCH_ROWS), path)
-
-
-def _read_arrow(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    import pyarrow as pa  # noqa: PLC0415 - heavy
-
-    with _arrow_errors(path):
-        is_file = file.read(6) == b"ARROW1"
-        file.seek(0)
-        if is_file:
-            reader = pa.ipc.open_file(file)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        else:
-            batches = iter(pa.ipc.open_stream(file))
-        yield from _table_rows((part for batch in batches for part in _slices(batch)), path)
-
-
-def _slices(batch: Any) -> Iterator[Any]:
-    return (batch.slice(begin, _BATCH_ROWS) for begin in range(0, batch.num_rows, _BATCH_ROWS))
-
-
-def _table_rows(batches: Iterator[Any], path: str) -> Iterator[RawRow]:
-    number = 0
-    for batch in batches:
-        for columns in batch.to_pylist():
-            number += 1
-            yield RawRow(path, ", row ", number, columns)
-
-
-@contextmanager
-def _arrow_errors(path: str) -> Iterator[None]:
-    import pyarrow as pa  # noqa: PLC0415 - heavy
-
-    try:
-        yield
-    except pa.ArrowException as error:
-        raise _cut(path, error) from error
-
-
-_READERS: Mapping[str, Callable[[IO[bytes], str], Iterator[RawRow]]] = {
-    ".jsonl": _read_lines,
-    ".ndjson": _read_lines,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".arrow": _read_arrow,
-    ".feather": _read_arrow,
-}
-"""How the files are read whose names end so; all others are JSON Lines."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +113,9 @@ def _detect_by_columns(columns: set[str]) -> Format | None:
 
 def _is_turns(row: Row, column: str, style: str) -> bool:
     value = row.columns[column]
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
     return isinstance(value, list) and bool(value) and all(is_turn(turn, style) for turn in value)
 
 
@@ -276,7 +281,9 @@ def _text(value: object, column: str) -> str:
     """Return the text of a column: a null's is empty, as in Alpaca's `input`."""
     if value is None:
         return ""
-    if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+    if (isinstance(value, str | int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and math.isfinite(value)
+    ):
         return str(value)
     raise DataError(
         f"column '{column}' is neither text nor a number: {str(value)[:80]}",

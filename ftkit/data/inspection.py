@@ -124,13 +124,10 @@ class DataInspector:
                     tuple(self._segments(self.encoder.encoders[taken.source], row, document)), self._fate(document),
                 )  # fmt: skip
 
-    def bad_rows(self) -> tuple[int, list[DataError]]:
-        """Encode all rows; return how many there are, and why some can't be used."""
-        num_rows, bad = 0, []
+    def check(self) -> Iterator[tuple[int, list[DataError]]]:
+        """Encode all rows; yield, batch by batch, how many rows there are and why some can't be used."""
         for encoded in encode_rows(self.encoder, read_rows(self.recipe.data), num_usable_cpus()):
-            num_rows += encoded.num_rows.total() + len(encoded.bad)
-            bad += encoded.bad
-        return num_rows, bad
+            yield encoded.num_rows.total() + len(encoded.bad), encoded.bad
 
     def _fate(self, document: Document) -> str:
         length, too_long = self.recipe.training.sequence_length, self.recipe.data.too_long

@@ -23,6 +23,18 @@ MAX_DEPTH = 64
 """Lists and mappings inside each other: far more than a conversation has, far less than Python's stack."""
 _EXCERPT = 200
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_NUL = "\0"
+NUL_BYTES = "the file is UTF-16, or was damaged when it was copied or a disk was full"
+_MAGIC = {
+    b"\x1f\x8b": ("compressed by gzip", ".gz"),
+    b"BZh": ("compressed by bzip2", ".bz2"),
+    b"\xfd7zXZ": ("compressed by xz", ".xz"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", ".zst"),
+    b"PK\x03\x04": ("a ZIP archive", ""),
+    b"PAR1": ("a Parquet file", ".parquet"),
+    b"ARROW1": ("an Arrow file", ".arrow"),
+}
+"""How files begin that are not JSON Lines."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -59,18 +71,6 @@ def read_json_lines(path: Path) -> list[Row]:
         raise DataError(f"can't read {path}: {error.strerror}", fix="check data.source in the recipe") from error
 
 
-def read_first_rows(path: Path, max_bytes: int) -> list[Row]:
-    """Read those rows of a JSON Lines file that are whole within its first bytes. Raises as `read_json_lines`."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(max_bytes)
-            is_whole = not file.read(1)
-    except OSError as error:
-        raise DataError(f"can't read {path}: {error.strerror}", fix="check data.source in the recipe") from error
-    lines = head.split(b"\n")
-    return list(_parse(lines if is_whole else lines[:-1], path))
-
-
 def write_json_lines(path: Path, rows: Iterable[Row]) -> None:
     """Write rows so that `read_json_lines` reads them; dates and other values without a JSON form become text."""
     with path.open("w", encoding="utf-8", newline="\n") as file:
@@ -81,23 +81,41 @@ def _parse(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
     """Parse lines that end at line feeds alone: U+2028, U+2029 and U+0085 may stand inside a JSON text."""
     for number, line in enumerate(lines, start=1):
         if not line.isspace():
-            row = parse_line(line, path, number)
+            row = parse_row(line, str(path), f"{path}:{number}", is_first=number == 1)
             if row is not None:
                 yield row
 
 
-def parse_line(line: bytes, path: Path, number: int) -> Row | None:
-    """Parse one line of a JSON Lines file; None if it is blank.
+def parse_row(content: bytes, file: str, where: str, *, is_first: bool) -> Row | None:
+    """Parse the JSON text of a row; None if it is blank.
+
+    Args:
+        content: the text.
+        file: where it is.
+        where: the file and the place in it.
+        is_first: whether a byte-order mark may stand before it.
 
     Raises:
         DataError: it is not UTF-8, or not a JSON object that can be trained on.
     """
-    where = f"{path}:{number}"
-    text = _decode(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, path, where)
-    return Row(_parse_object(text, path, where), where) if text.strip() else None
+    if is_first:
+        content = content.removeprefix(codecs.BOM_UTF8)
+        _check_kind(content, file)
+    text = _decode(content, file, where)
+    return Row(_parse_object(text, file, where), where) if text.strip() else None
 
 
-def _decode(line: bytes, path: Path, where: str) -> str:
+def _check_kind(content: bytes, file: str) -> None:
+    kind, ending = next((about for magic, about in _MAGIC.items() if content.startswith(magic)), ("", ""))
+    if kind:
+        raise DataError(
+            f"{file} is {kind}, not JSON Lines",
+            meaning="the end of a file's name says how it is read",
+            fix=f"rename it, so that it ends in {ending}" if ending else "unpack it",
+        )
+
+
+def _decode(line: bytes, file: str, where: str) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -105,23 +123,22 @@ def _decode(line: bytes, path: Path, where: str) -> str:
         raise DataError(
             f"{where}: not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line",
             meaning=f"the file has another encoding, probably {likely}",
-            fix=f"convert it: iconv -f {likely} -t UTF-8 {shlex.quote(str(path))} > converted.jsonl",
+            fix=f"convert it: iconv -f {likely} -t UTF-8 {shlex.quote(file)} > converted.jsonl",
         ) from error
 
 
-def _parse_object(text: str, path: Path, where: str) -> Columns:
-    one_object = "each line is one JSON object"
+def _parse_object(text: str, file: str, where: str) -> Columns:
+    one_object = "each row is one JSON object, on a line of its own in JSON Lines"
     try:
         parsed = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         is_array = text.lstrip().startswith("[")
         reason = f"{error.msg} at position {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = f"a NUL byte at position {text.index(_NUL) + 1}" if _NUL in text else reason
         raise DataError(
             f"{where}: not valid JSON: {reason}",
-            meaning="the file is one array, or its objects go over several lines"
-            if is_array or text.strip() == "{"
-            else "",
-            fix=f"{one_object}: jq -c '.[]' {shlex.quote(str(path))} > lines.jsonl" if is_array else one_object,
+            meaning=_why_invalid(text, is_array=is_array),
+            fix=f"{one_object}: jq -c '.[]' {shlex.quote(file)} > lines.jsonl" if is_array else one_object,
         ) from error
     if not isinstance(parsed, dict):
         raise DataError(f"{where}: not a JSON object", fix=one_object)
@@ -130,6 +147,14 @@ def _parse_object(text: str, path: Path, where: str) -> Columns:
     if _SURROGATE.search(text):
         _check_surrogates(parsed, where)
     return parsed
+
+
+def _why_invalid(text: str, *, is_array: bool) -> str:
+    if _NUL in text:
+        return NUL_BYTES
+    if "\r" in text.rstrip():
+        return "its lines end in carriage returns alone, or have some inside"
+    return "the file is one array, or its objects go over several lines" if is_array or text.strip() == "{" else ""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Columns:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ftkit.config.paths import is_address
 from ftkit.config.sources import FilesSource, GeneratedSource, HubSource, MixtureSource
-from ftkit.data.files import RawRow, count_rows, find_files, read_file
+from ftkit.data.files import count_rows, find_files, read_file
+from ftkit.data.readers import RawRow
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -77,16 +78,15 @@ def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
 
 
 def _parsed(raw: Iterable[RawRow], max_bad: int) -> list[Row]:
-    """Parse rows; those that can't be are left out, up to so many."""
-    rows = []
-    num_bad = 0
+    """Parse rows; those that can't be are left out, up to so many: of more, the first one is raised."""
+    rows, bad = [], []
     for each in raw:
         try:
             row = each.parse()
-        except DataError:
-            num_bad += 1
-            if num_bad > max_bad:
-                raise
+        except DataError as error:
+            bad.append(error)
+            if len(bad) > max_bad:
+                raise bad[0] from None
             continue
         rows += [row] if row else []
     return rows

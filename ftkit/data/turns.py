@@ -48,7 +48,7 @@ def read_turns(turns: object, column: str, style: str, ignored: Collection[str])
     """Yield the turns of a column.
 
     Args:
-        turns: the column's value.
+        turns: the column's value; tables often have it as JSON text.
         column: its name, for messages.
         style: `openai` or `sharegpt`.
         ignored: keys of turns that the recipe leaves out.
@@ -56,6 +56,8 @@ def read_turns(turns: object, column: str, style: str, ignored: Collection[str])
     Raises:
         DataError: the value is not a list of turns, or one of them is not understood; with its number.
     """
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = _parse_json(turns, f"column '{column}'")
     if not isinstance(turns, list) or not turns:
         raise DataError(
             f"column '{column}' is not a list of turns",

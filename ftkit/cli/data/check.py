@@ -32,24 +32,26 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
     terminal = Terminal()
     plan, inspector = open_data(terminal, words, **options)
     allowed = plan.recipe.data.skip_bad if skip_bad is None else skip_bad
-    num_rows, bad = inspector.bad_rows()
-    if as_json:
-        places = [(*error.what.split(": ", 1), error.fix) for error in bad]
-        terminal.json(
-            {"rows": num_rows, "bad": [dict(zip(("where", "reason", "fix"), each, strict=True)) for each in places]}
-        )
-    else:
+    num_rows = num_bad = 0
+    listed: list[dict[str, str]] = []
+    for num, bad in inspector.check():
+        num_rows, num_bad = num_rows + num, num_bad + len(bad)
         for error in bad:
-            place, reason = error.what.split(": ", 1)
-            terminal.text(Styled(place, "bold"), is_data=True)
+            where, reason = error.what.split(": ", 1)
+            if as_json:
+                listed.append({"where": where, "reason": reason, "fix": error.fix})
+                continue
+            terminal.text(Styled(where, "bold"), is_data=True)
             terminal.text(f"  {reason}", is_data=True)
             terminal.text(f"  {error.fix}", is_data=True)
-    if len(bad) > allowed:
+    if as_json:
+        terminal.json({"rows": num_rows, "bad": listed})
+    if num_bad > allowed:
         raise DataError(
-            f"{len(bad):,} of {plural(num_rows, 'row')} can't be used"
+            f"{num_bad:,} of {plural(num_rows, 'row')} can't be used"
             + (f", {allowed:,} are allowed" if allowed else ""),
-            fix=f"correct them, or leave them out: data.skip_bad={len(bad)}",
+            fix=f"correct them, or leave them out: data.skip_bad={num_bad}",
         )
     terminal.say(
-        f"{plural(num_rows, 'row')}: all can be used" if not bad else f"{len(bad):,} of {num_rows:,} are left out"
+        f"{plural(num_rows, 'row')}: all can be used" if not num_bad else f"{num_bad:,} of {num_rows:,} are left out"
     )

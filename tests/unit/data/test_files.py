@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.data.files import count_rows, find_files, read_file
+from ftkit.data.rows import Row
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError
 
 if TYPE_CHECKING:
@@ -103,7 +104,24 @@ def test_an_array_of_any_objects_is_read_element_by_element(rows: list[Any], esc
     with TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         path.write_text("\n " + json.dumps(rows, ensure_ascii=escaped, indent=indent or None), "utf-8", "surrogatepass")
-        assert [raw.content for raw in read_file(str(path))] == rows
+        assert [raw.parse() for raw in read_file(str(path))] == [
+            Row(row, f"{path}, element {number}") for number, row in enumerate(rows, start=1)
+        ]
+
+
+@pytest.mark.parametrize("rest", ["", ', "version": [1, {"a": "]"}], "license": "MIT"'])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_object_around_a_list_of_rows_is_read_as_the_list(indent: int | None, rest: str, tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": "b]}"}]
+    text = json.dumps({"data": rows}, indent=indent)
+    (tmp_path / "a.json").write_text(f"{text[:-1]}{rest}}}")
+    assert read(tmp_path / "a.json") == rows
+
+
+def test_an_object_over_several_lines_is_one_row(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}], "data": "x"}
+    (tmp_path / "a.json").write_text(json.dumps(row, indent=2))
+    assert read(tmp_path / "a.json") == [row]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +132,17 @@ def test_an_array_of_any_objects_is_read_element_by_element(rows: list[Any], esc
         ("a.csv", b"id,text\n1,\xff\n", r"a\.csv: after line 1: not UTF-8"),
         ("a.json", b'[{"a": 1}, 2]', r"a\.json, element 2: not a JSON object"),
         ("a.json", b'[{"a": 1} {"a": 2}]', r"a\.json"),
+        ("a.json", b'[{"a": 1}] [', r"a\.json: there is more behind the end"),
+        ("a.json", b'[{"a": 1, "a": 2}]', r"a\.json, element 1: .*the key 'a' stands twice"),
+        ("a.json", rb'[{"a": "\ud83d"}]', r"a\.json, element 1: \\ud83d is half of a character"),
+        ("a.json", b'{"data": [{"a": 1}],\n "rows": [{"a": 2}]}', "rows under 'data', and others under 'rows'"),
+        ("a.csv", b"text,text\n1,2\n", r"a\.csv: there are two columns 'text'"),
+        ("a.csv", b"id;text\n1;a\n", r"a\.csv: the columns are separated by ';'"),
+        ("a.csv", b"id,text\n1,a\0\n", r"a\.csv:2: NUL bytes"),
+        ("a.jsonl", gzip.compress(b"{}"), r"a\.jsonl is compressed by gzip, not JSON Lines"),
+        ("a.jsonl", b"PAR1\x15", r"a\.jsonl is a Parquet file, not JSON Lines"),
+        ("a.jsonl", b'{"a"\0: 1}', r"a\.jsonl:1: not valid JSON: a NUL byte at position 5"),
+        ("a.feather", b"FEA1\0\0\0\0", r"a\.feather is of Feather's version 1"),
         ("a.parquet", b"PAR1", r"a\.parquet can't be read to its end"),
         ("a.parquet", b"", r"a\.parquet can't be read to its end"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz can't be read to its end"),
@@ -143,6 +172,29 @@ def test_folders_and_patterns_are_their_data_files_in_order(tmp_path: Path) -> N
     assert find_files(str(tmp_path / "none.jsonl"), "k") == [str(tmp_path / "none.jsonl")]
     with pytest.raises(NotFoundError, match=r"data\.source\.train: .*\*\.csv has no data files"):
         find_files(str(tmp_path / "*.csv"), "data.source.train")
+
+
+def test_hidden_folders_and_metadata_are_left_out_and_other_splits_are_refused(tmp_path: Path) -> None:
+    for name in ("train-0.parquet", ".cache/x.jsonl", "__MACOSX/train-0.jsonl", "dataset_info.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_files(str(tmp_path), "k") == [str(tmp_path / "train-0.parquet")]
+    (tmp_path / "test-0.parquet").touch()
+    with pytest.raises(DataError, match=r"files of more than one split, such as test-0\.parquet"):
+        find_files(str(tmp_path), "k")
+
+
+def test_tables_with_two_columns_of_a_name_or_bytes_of_another_encoding_are_refused(tmp_path: Path) -> None:
+    two = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(two, tmp_path / "two.parquet")
+    with pytest.raises(DataError, match="there are two columns 'text'"):
+        read(tmp_path / "two.parquet")
+    offsets, letters = pa.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0])), pa.py_buffer(b"\xf6xab")
+    pq.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, letters)}), tmp_path / "a.parquet")
+    first, second = read_file(str(tmp_path / "a.parquet"))
+    assert second.content == {"text": "ab"}
+    with pytest.raises(DataError, match=r"a\.parquet, row 1: not UTF-8"):
+        first.parse()
 
 
 def test_an_address_without_its_package_or_credentials_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

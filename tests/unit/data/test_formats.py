@@ -337,8 +337,10 @@ def test_a_column_that_is_not_what_a_format_takes_is_refused(changes: dict[str, 
 
 
 def test_numbers_are_written_as_they_are() -> None:
-    columns = {"instruction": 7, "input": 0.5, "output": True}
-    assert turns_of(columns, FILLED) == [("user", "7\n0.5"), ("assistant", "True")]
+    columns = {"instruction": 7, "input": 0.5, "output": 1}
+    assert turns_of(columns, FILLED) == [("user", "7\n0.5"), ("assistant", "1")]
+    with pytest.raises(DataError, match="column 'output' is neither text nor a number: True"):
+        turns_of({**columns, "output": True}, FILLED)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftkit.data.rows import MAX_DEPTH, Row, errors_at, read_first_rows, read_json_lines, write_json_lines
+from ftkit.data.rows import MAX_DEPTH, Row, errors_at, read_json_lines, write_json_lines
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -83,17 +83,8 @@ def test_pairs_of_surrogates_and_many_shallow_values_are_taken(tmp_path: Path) -
 
 def test_a_folder_or_a_missing_file_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.jsonl"):
-        for read in (read_json_lines, lambda path: read_first_rows(path, 10)):
-            with pytest.raises(DataError, match="can't read"):
-                read(path)
-
-
-def test_the_first_rows_are_those_that_are_whole_in_the_first_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}')
-    assert [row.columns["a"] for row in read_first_rows(path, 20)] == [1, 2]
-    assert [row.columns["a"] for row in read_first_rows(path, 26)] == [1, 2, 3]
-    assert read_first_rows(path, 5) == []
+        with pytest.raises(DataError, match="can't read"):
+            read_json_lines(path)
 
 
 def test_an_error_names_the_place_and_shows_the_beginning_of_the_example() -> None:

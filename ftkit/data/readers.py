@@ -1,0 +1,338 @@
+"""Read the rows of one file: JSON Lines, JSON, CSV, Parquet, Arrow."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import shlex
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from ftkit.data.rows import NUL_BYTES, Columns, Row, parse_row
+from ftkit.errors import DataError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+COMPRESSIONS: Final = (".gz", ".bz2", ".xz", ".zst")
+_BATCH_ROWS = 256
+_BUFFER = 1 << 20
+_MAX_FIRST_LINE = 64 << 20
+_MAX_CELL = 1 << 30
+_WRAPPERS = ("data", "rows", "examples", "instances")
+"""Keys of a JSON object under which files keep the list of their rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row as it was read.
+
+    Attributes:
+        number: line or row, counted from 1, or as the data set counts.
+        sequel: what stands between the file's name and the number.
+        content: a JSON text that is not parsed yet, the columns, or why the row can't be used.
+    """
+
+    file: str
+    sequel: str
+    number: int
+    content: bytes | Columns | DataError
+
+    def parse(self) -> Row | None:
+        """Return the columns and their place; None for a blank line.
+
+        Raises:
+            DataError: the line is not a JSON object that can be trained on.
+        """
+        if isinstance(self.content, DataError):
+            raise self.content
+        where = f"{self.file}{self.sequel}{self.number}"
+        if isinstance(self.content, bytes):
+            return parse_row(self.content, self.file, where, is_first=self.number == 1)
+        return Row(self.content, where)
+
+
+def suffix_of(name: str) -> str:
+    """Return how a file's name ends, in small letters, without the ending of a compression."""
+    path = Path(name.lower())
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def cut_error(path: str, error: Exception) -> DataError:
+    """Return the error of a file that ends too early or is damaged."""
+    return DataError(
+        f"{path} can't be read to its end: {one_line(error) or type(error).__name__}",
+        meaning="the file is cut or damaged, or is not what its name says: a copy or a download was interrupted",
+        fix="copy or download it again, and compare sizes",
+    )
+
+
+def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
+    """Read lines that end at line feeds alone: U+2028, U+2029 and U+0085 may stand inside a JSON text."""
+    for number, line in enumerate(file, start=1):
+        if not line.isspace():
+            yield RawRow(path, ":", number, line)
+
+
+def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
+    """Read a list of objects, an object with such a list, or one object; else JSON Lines under another name."""
+    line = file.readline(_MAX_FIRST_LINE)
+    while line.isspace():
+        line = file.readline(_MAX_FIRST_LINE)
+    file.seek(0)
+    is_lines = not line.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"[", b"{")) or _is_row(line)
+    if is_lines:
+        yield from read_lines(file, path)
+        return
+    with _as_text(file) as text:
+        parser = _JsonParser(text, path)
+        elements = parser.elements() if parser.peek() == "[" else parser.members()
+        for number, element in enumerate(elements, start=1):
+            yield RawRow(path, ", element ", number, element.encode())
+        if parser.peek():
+            raise DataError(
+                f"{path}: there is more behind the end of the JSON text",
+                meaning="the file is damaged, or has several JSON texts one after another",
+                fix=f"write one object a line: jq -c . {shlex.quote(path)} > lines.jsonl",
+            )
+
+
+def _is_row(line: bytes) -> bool:
+    """Tell whether a line is a JSON object that holds no list of rows."""
+    try:
+        parsed = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(parsed, dict) and not any(_is_list_of_rows(parsed.get(name)) for name in _WRAPPERS)
+
+
+def _is_list_of_rows(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+@contextmanager
+def _as_text(file: IO[bytes]) -> Iterator[IO[str]]:
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    try:
+        yield text
+    finally:
+        text.detach()  # the file is closed by whoever opened it
+
+
+class _JsonParser:
+    """Parses a JSON text piece by piece: one value and a buffer are in memory."""
+
+    def __init__(self, file: IO[str], path: str) -> None:
+        self._file, self._path, self._text = file, path, ""
+        self._decoder = json.JSONDecoder()
+
+    def peek(self) -> str:
+        """Return the next character that is not blank; nothing at the end."""
+        self._text = self._text.lstrip()
+        while not self._text and self._fill():
+            self._text = self._text.lstrip()
+        return self._text[:1]
+
+    def elements(self) -> Iterator[str]:
+        """Yield the texts of a list's elements."""
+        self._take("[")
+        while self.peek() != "]":
+            yield self._value()
+            if self.peek() != "]":
+                self._take(",")
+        self._take("]")
+
+    def members(self) -> Iterator[str]:
+        """Yield the elements of the list that an object wraps, or the object itself if it wraps none.
+
+        Raises:
+            DataError: a name stands twice, or there is a second list of rows.
+        """
+        self._take("{")
+        others: dict[str, Any] = {}
+        wrapper = None
+        while self.peek() != "}":
+            name = json.loads(self._value())
+            self._take(":")
+            if name in _WRAPPERS and wrapper is None and self.peek() == "[":
+                wrapper = name
+                yield from self.elements()
+            elif name in others:
+                raise DataError(f"{self._path}: the key {name[:80]!r} stands twice", fix="correct the file")
+            else:
+                others[name] = json.loads(self._value())
+            if self.peek() != "}":
+                self._take(",")
+        self._take("}")
+        more = [name for name, value in others.items() if _is_list_of_rows(value)]
+        if wrapper is None:
+            yield json.dumps(others)
+        elif more:
+            raise DataError(
+                f"{self._path}: there are rows under {wrapper!r}, and others under {', '.join(map(repr, more))}",
+                fix=f"choose: jq -c '.{wrapper}[]' {shlex.quote(self._path)} > {wrapper}.jsonl",
+            )
+
+    def _take(self, wanted: str) -> None:
+        if self.peek() != wanted:
+            raise cut_error(self._path, ValueError(f"{wanted!r} is missing before {self._text[:20]!r}"))
+        self._text = self._text[1:]
+
+    def _value(self) -> str:
+        """Return the text of the next value."""
+        self.peek()
+        while True:
+            try:
+                _, end = self._decoder.raw_decode(self._text)
+            except RecursionError as error:
+                raise DataError(f"{self._path}: nested too deep", fix="flatten the data") from error
+            except json.JSONDecodeError as error:
+                if len(self._text) > _MAX_CELL or not self._fill():
+                    raise cut_error(self._path, error) from error
+                continue
+            if end < len(self._text) or not self._fill():  # a number may go on
+                text, self._text = self._text[:end], self._text[end:]
+                return text
+
+    def _fill(self) -> bool:
+        """Read as much as there is already, so that a long value is parsed anew few times."""
+        try:
+            more = self._file.read(max(_BUFFER, len(self._text)))
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self._path}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv"
+            ) from error
+        self._text += more
+        return bool(more)
+
+
+def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
+    csv.field_size_limit(_MAX_CELL)
+    line = 1
+    with _as_text(file) as text:
+        reader = csv.DictReader(text, delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True)
+        try:
+            _check_names(reader.fieldnames or (), path)
+            for columns in reader:
+                line = reader.line_num
+                yield RawRow(path, ":", line, _csv_problem(columns, f"{path}:{line}") or dict(columns))
+        except csv.Error as error:
+            raise DataError(f"{path}: after line {line}: not valid CSV: {error}", fix="correct this line") from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path}: after line {line}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv"
+            ) from error
+
+
+def _check_names(names: Sequence[str], path: str) -> None:
+    """Refuse columns of the same name, of which a row could hold one only, and lines that are not divided."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(
+            f"{path}: there are two columns {', '.join(map(repr, twice))}",
+            meaning="the values of one of them would be lost",
+            fix="rename or remove one of them",
+        )
+    other = next((mark for mark in ";|\t" if len(names) == 1 and mark in names[0]), None)
+    if other:
+        raise DataError(
+            f"{path}: the columns are separated by {other!r}",
+            meaning="a file named .csv has commas between its columns, one named .tsv has tabs",
+            fix="write it anew with commas, or rename it to .tsv if these are tabs",
+        )
+
+
+def _csv_problem(columns: Mapping[Any, Any], where: str) -> DataError | None:
+    if None in columns or None in columns.values():
+        return DataError(
+            f"{where}: {'more' if None in columns else 'fewer'} columns than the first line names",
+            meaning="a comma or a line break in a text needs quotes around it",
+            fix="correct this line, or write the file anew as JSON Lines",
+        )
+    if any("\0" in value for value in columns.values()):
+        return DataError(f"{where}: NUL bytes", meaning=NUL_BYTES, fix="write the file anew, in UTF-8")
+    return None
+
+
+def _read_parquet(file: IO[bytes], path: str) -> Iterator[RawRow]:
+    from pyarrow import parquet  # noqa: PLC0415 - heavy
+
+    with arrow_errors(path):
+        table = parquet.ParquetFile(file)
+        _check_names(table.schema_arrow.names, path)
+        yield from _table_rows(table.iter_batches(_BATCH_ROWS), path)
+
+
+def _read_arrow(file: IO[bytes], path: str) -> Iterator[RawRow]:
+    import pyarrow as pa  # noqa: PLC0415 - heavy
+
+    with arrow_errors(path):
+        start = file.read(6)
+        file.seek(0)
+        if start.startswith(b"FEA1"):
+            raise DataError(f"{path} is of Feather's version 1", fix="write it anew with version 2, or as Parquet")
+        is_file = start == b"ARROW1"
+        reader = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+        _check_names(reader.schema.names, path)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+        yield from _table_rows((part for batch in batches for part in _slices(batch)), path)
+
+
+def _slices(batch: Any) -> Iterator[Any]:
+    return (batch.slice(begin, _BATCH_ROWS) for begin in range(0, batch.num_rows, _BATCH_ROWS))
+
+
+def _table_rows(batches: Iterator[Any], path: str) -> Iterator[RawRow]:
+    number = 0
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:  # one by one, to see which
+            rows = [_only_row(batch.slice(place, 1)) for place in range(batch.num_rows)]
+        for content in rows:
+            number += 1
+            yield RawRow(path, ", row ", number, _not_utf8(content, path, number) or content)
+
+
+def _not_utf8(content: object, path: str, number: int) -> DataError | None:
+    if not isinstance(content, UnicodeDecodeError):
+        return None
+    return DataError(
+        f"{path}, row {number}: not UTF-8: {one_line(content)}",
+        meaning="a column of text holds bytes of another encoding",
+        fix="convert them where the file is made",
+    )
+
+
+def _only_row(batch: Any) -> Any:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return error
+
+
+@contextmanager
+def arrow_errors(path: str) -> Iterator[None]:
+    import pyarrow as pa  # noqa: PLC0415 - heavy
+
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise cut_error(path, error) from error
+
+
+READERS: Mapping[str, Callable[[IO[bytes], str], Iterator[RawRow]]] = {
+    ".jsonl": read_lines,
+    ".ndjson": read_lines,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".arrow": _read_arrow,
+    ".feather": _read_arrow,
+}
+"""How the files are read whose names end so; all others are JSON Lines."""
