@@ -1,0 +1,264 @@
+"""Processes that measure one device each: matrix products, memory, and collectives among them. Only here is torch.
+
+A process that hangs in a collective, as NCCL does on a broken network, is killed and started anew by the next question.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import socket
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ftkit.errors import one_line
+from ftkit.health.expected import all_gather_bus_bandwidth, all_reduce_bus_bandwidth
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
+
+MeasuredDevice = Literal["cpu", "cuda"]
+_START_SECONDS: Final = 90.0
+"""Importing torch and creating a CUDA context on a busy node, eight at once."""
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What one device does by itself.
+
+    Attributes:
+        matmul: bf16 (on a CPU: fp32) matrix products, in TFLOP/s.
+        memory: read and written by a copy within its memory, in GB/s.
+        host: copied from pinned main memory, in GB/s; None on a CPU.
+    """
+
+    matmul: float
+    memory: float
+    host: float | None
+
+
+@dataclass(frozen=True)
+class CollectiveRates:
+    """Bus bandwidths of collectives, in GB/s by nccl-tests' formulas, and what carried them.
+
+    Attributes:
+        all_reduce: of an all-reduce in bf16 (on a CPU: fp32).
+        all_gather: of an all-gather.
+        num_ranks: processes.
+        transport: what NCCL said that it uses; empty if it said nothing.
+    """
+
+    all_reduce: float
+    all_gather: float
+    num_ranks: int
+    transport: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group to measure: where its ranks meet, and which of them are these processes."""
+
+    host: str
+    port: int
+    first_rank: int
+    size: int
+    num_bytes: int
+    timeout: float
+
+
+class MeasureError(Exception):
+    """A measurement failed or did not end; the message is one line."""
+
+
+class DeviceProcesses:
+    """One process for each device of this node."""
+
+    def __init__(self, device: MeasuredDevice, count: int) -> None:
+        self.device, self.count = device, count
+        self._running: list[tuple[SpawnProcess, Connection]] = []
+
+    def rates(self, *, is_short: bool) -> list[DeviceRates]:
+        """Measure each device by itself, all at once: as in training, they share power and cooling."""
+        rates: list[DeviceRates] = self._ask([("rates", is_short)] * self.count, _START_SECONDS)
+        return rates
+
+    def collectives(self, group: Group) -> CollectiveRates:
+        """Measure collectives of a group; the slowest process decides."""
+        questions = [("collectives", group, group.first_rank + local) for local in range(self.count)]
+        answers: list[CollectiveRates] = self._ask(questions, group.timeout + (0 if self._running else _START_SECONDS))
+        return min(answers, key=lambda each: each.all_reduce)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, connection in self._running:
+            connection.close()
+            process.kill()
+            process.join()
+        self._running = []
+
+    def _ask(self, questions: list[tuple[Any, ...]], timeout: float) -> list[Any]:
+        """Ask each process its question.
+
+        Raises:
+            MeasureError: one failed, or did not answer in time; then all are ended.
+        """
+        if not self._running:
+            self._start()
+        deadline = time.monotonic() + timeout
+        for (_, connection), question in zip(self._running, questions, strict=True):
+            connection.send(question)
+        answers = []
+        for index, (_, connection) in enumerate(self._running):
+            answer = _receive(connection, index, deadline)
+            if isinstance(answer, str):
+                self.close()
+                raise MeasureError(answer)
+            answers.append(answer)
+        return answers
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for index in range(self.count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self.device, index), daemon=True)
+            process.start()
+            theirs.close()
+            self._running.append((process, ours))
+
+
+def _receive(connection: Connection, index: int, deadline: float) -> Any:
+    """Return the answer of a process; a text says why there is none."""
+    try:
+        if connection.poll(max(0.0, deadline - time.monotonic())):
+            return connection.recv()
+    except EOFError:
+        return f"process {index} died"
+    return f"process {index} did not answer in time"
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# --- In the processes ----------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, device: MeasuredDevice, index: int) -> None:
+    """Answer questions until the other side closes."""
+    with tempfile.TemporaryDirectory(prefix="ftkit-nccl-") as logs:
+        # NCCL reads these once, when it is first used. A level that the site or the user has set stays.
+        os.environ.setdefault("NCCL_DEBUG", "INFO")
+        os.environ.setdefault("NCCL_DEBUG_FILE", f"{logs}/%h.%p")
+        if device == "cpu":
+            os.environ["OMP_NUM_THREADS"] = "1"
+        else:
+            import torch  # noqa: PLC0415
+
+            torch.cuda.set_device(index)
+        while True:
+            try:
+                question = connection.recv()
+            except EOFError:
+                return
+            try:
+                if question[0] == "rates":
+                    connection.send(_measure_rates(device, is_short=question[1]))
+                else:
+                    connection.send(_measure_collectives(device, question[1], question[2], Path(logs)))
+            except Exception as error:  # noqa: BLE001 - whatever torch, CUDA or NCCL raise is the finding
+                connection.send(f"{type(error).__name__}: {one_line(error)}")
+
+
+def _seconds(function: Any, device: MeasuredDevice, repeats: int) -> float:
+    """Return the seconds of one call: on a GPU the mean after a warm-up, on a CPU the shortest of all."""
+    import torch  # noqa: PLC0415
+
+    function()
+    if device == "cpu":
+        shortest = float("inf")
+        for _ in range(repeats):
+            start = time.perf_counter()
+            function()
+            shortest = min(shortest, time.perf_counter() - start)
+        return shortest
+    function()
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    start_event.record()
+    for _ in range(repeats):
+        function()
+    end_event.record()
+    torch.cuda.synchronize()
+    return float(start_event.elapsed_time(end_event)) / 1000 / repeats
+
+
+def _measure_rates(device: MeasuredDevice, *, is_short: bool) -> DeviceRates:
+    import torch  # noqa: PLC0415
+
+    on_gpu = device == "cuda"
+    width = 8192 if on_gpu else 512
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    # Some seconds, so that clocks settle where power and cooling let them.
+    repeats = (100 if is_short else 1000) if on_gpu else 5
+    matmul = 2 * width**3 / _seconds(lambda: torch.mm(left, right, out=out), device, repeats) / 1e12
+    source = torch.empty(2**30 if on_gpu else 2**24, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    memory = 2 * source.numel() / _seconds(lambda: target.copy_(source), device, 20 if on_gpu else 5) / 1e9
+    host = None
+    if on_gpu:
+        pinned = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+        part = target[: pinned.numel()]
+        host = pinned.numel() / _seconds(lambda: part.copy_(pinned, non_blocking=True), device, 10) / 1e9
+    return DeviceRates(matmul, memory, host)
+
+
+def _measure_collectives(device: MeasuredDevice, group: Group, rank: int, logs: Path) -> CollectiveRates:
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    on_gpu = device == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"tcp://{group.host}:{group.port}",
+        rank=rank,
+        world_size=group.size,
+        timeout=timedelta(seconds=group.timeout),
+    )
+    try:
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        count = group.num_bytes // dtype.itemsize // group.size * group.size
+        whole = torch.zeros(count, device=device, dtype=dtype)
+        part = torch.zeros(count // group.size, device=device, dtype=dtype)
+        num_bytes, repeats = count * dtype.itemsize, 20 if on_gpu else 3
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.14
+        dist.barrier()
+        reduced = _seconds(lambda: dist.all_reduce(whole), device, repeats)
+        gathered = _seconds(lambda: gather(whole, part), device, repeats)
+    finally:
+        dist.destroy_process_group()
+    return CollectiveRates(
+        all_reduce_bus_bandwidth(num_bytes, group.size, reduced),
+        all_gather_bus_bandwidth(num_bytes, group.size, gathered),
+        group.size,
+        find_transport("".join(path.read_text(errors="replace") for path in logs.iterdir())) if on_gpu else "gloo",
+    )
+
+
+def find_transport(log: str) -> str:
+    """Return what NCCL's log (NCCL_DEBUG=INFO) says that it uses: its network, and the paths within the node."""
+    networks = re.findall(r"NCCL INFO (?:Using network|Assigned NET plugin) ([\w./-]+(?: [\w.]+)?)", log)
+    paths = {path for path in re.findall(r"NCCL INFO Channel .* via ([A-Z0-9]+)", log) if path != "NET"}
+    found = [*dict.fromkeys(name.removesuffix(" to comm").strip() for name in networks[-1:]), *sorted(paths)]
+    return ", ".join([*found, *(["NVLS"] if re.search(r"NVLS multicast support is available", log) else [])])

@@ -1,0 +1,333 @@
+"""All checks of one node, beside those of the other nodes of its job. `python -m ftkit.health` runs them.
+
+First every node checks itself. Then they meet at the first node that answers, say what they found, and those that are
+in order measure collectives together: all of them, and pair by pair, which shows whose network is slow. A node that is
+missing or out of order keeps nobody waiting for more than `wait_seconds`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ftkit.config.cluster import GpuModel
+from ftkit.health.expected import (
+    is_outlier,
+    least_link_bandwidth,
+    least_matmul,
+    least_memory_bandwidth,
+    least_network_bandwidth,
+)
+from ftkit.health.findings import Finding, failures
+from ftkit.health.machine import Expectation, check_machine
+from ftkit.health.measure import (
+    CollectiveRates,
+    DeviceProcesses,
+    DeviceRates,
+    Group,
+    MeasuredDevice,
+    MeasureError,
+    free_port,
+)
+from ftkit.health.nvml import open_nvml
+from ftkit.planning.setup import GPUS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+_GROUP_SECONDS: Final = 40.0
+_PAIR_ROUNDS: Final = 3
+"""Rounds of pairs: a node is slow with all of its partners, its partners only with it."""
+_FAST_NETWORK_GBPS: Final = 100
+_CLOCK_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """What one node is to check.
+
+    Attributes:
+        host: its name among `hosts`, which are all of the job.
+        port: where the first one of them lets the others meet; the ports after it are for measurements.
+        device: what training runs on, with `num_devices` on each node.
+        gpu: model in the cluster's profile, if it is known.
+        network_gbps: of a node, if it is known.
+        local_dir: folder on the node's own disk.
+        shared_file: what has to be there if the shared file system is.
+        is_short: the form that runs before training: no pairs unless something is wrong.
+        wait_seconds: how long to wait for nodes that start late.
+    """
+
+    host: str
+    hosts: tuple[str, ...]
+    port: int
+    device: MeasuredDevice
+    num_devices: int
+    gpu: GpuModel | None
+    network_gbps: float | None
+    local_dir: Path
+    shared_file: Path | None
+    is_short: bool
+    wait_seconds: float
+
+
+@dataclass
+class NodeReport:
+    """What was found on one node.
+
+    Attributes:
+        host: its name.
+        findings: of all checks.
+        devices: rates of each device.
+        within: collectives among the devices of the node.
+        between: collectives among all nodes that are in order.
+        pairs: bus bandwidth in GB/s of all-reduces with one other node each.
+        time: by the node's clock, when all nodes were there.
+        seconds: that the checks took.
+    """
+
+    host: str
+    findings: list[Finding] = field(default_factory=list)
+    devices: list[DeviceRates] = field(default_factory=list)
+    within: CollectiveRates | None = None
+    between: CollectiveRates | None = None
+    pairs: dict[str, float] = field(default_factory=dict)
+    time: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> list[Finding]:
+        """What keeps the node from being used."""
+        return failures(self.findings)
+
+
+def check_node(job: NodeJob, environment: Mapping[str, str]) -> NodeReport:
+    """Run all checks of this node."""
+    start, report = time.monotonic(), NodeReport(job.host)
+    processes = DeviceProcesses(job.device, job.num_devices)
+    try:
+        _check_alone(job, environment, processes, report)
+        if len(job.hosts) > 1:
+            _check_together(job, processes, report)
+    finally:
+        processes.close()
+    report.seconds = time.monotonic() - start
+    return report
+
+
+# --- Alone ---------------------------------------------------------------------------------------
+
+
+def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: DeviceProcesses, report: NodeReport) -> None:
+    on_gpu = job.device == "cuda"
+    name = GPUS[job.gpu].device_name.removeprefix("NVIDIA ") if job.gpu else ""
+    expected = Expectation(job.local_dir, job.shared_file, job.num_devices if on_gpu else 0, name)
+    mib = 64 if job.is_short else 256
+    with open_nvml(environment) as nvml:
+        report.findings += check_machine(expected, nvml, environment, mib if on_gpu else mib // 4)
+    try:
+        report.devices = processes.rates(is_short=job.is_short)
+    except MeasureError as error:
+        fix = "look at 'nvidia-smi' and at the kernel's log on that node"
+        report.findings.append(Finding("matrix products", "failed", str(error), fix))
+        return
+    report.findings += list(_judge_devices(job, report.devices))
+    if job.num_devices > 1:
+        group = Group("127.0.0.1", free_port(), 0, job.num_devices, 2**30 if on_gpu else 2**20, _GROUP_SECONDS)
+        try:
+            report.within = processes.collectives(group)
+            report.findings.append(_judge_collectives("within node", report.within, least_link_bandwidth(job.gpu)))
+        except MeasureError as error:
+            fix = "look at 'nvidia-smi nvlink --status' and 'nvidia-smi topo -m' on that node"
+            report.findings.append(Finding("within node", "failed", str(error), fix))
+    if on_gpu:
+        with open_nvml(environment) as nvml:  # while they are still warm
+            throttled = [] if isinstance(nvml, str) else [each for each in nvml.health() if each.throttle]
+        hot = "; ".join(f"GPU {each.index}: {', '.join(each.throttle)}" for each in throttled)
+        if hot:
+            report.findings.append(Finding("under load", "ok", f"clocks limited by {hot}"))
+
+
+def _judge_devices(job: NodeJob, devices: list[DeviceRates]) -> Iterator[Finding]:
+    least, least_memory = least_matmul(job.gpu), least_memory_bandwidth(job.gpu)
+    rates = ", ".join(f"{each.matmul:,.3g}" for each in devices)
+    slow = [index for index, each in enumerate(devices) if least is not None and each.matmul < least]
+    yield Finding("matrix products", "ok", f"{rates} TFLOP/s")
+    for index in slow:
+        value = f"{devices[index].matmul:,.0f} TFLOP/s, at least {least:,.0f} expected"
+        yield Finding("matrix products", "failed", value, "check its clocks, power limit and cooling", index)
+    for index, each in enumerate(devices):
+        if least_memory is not None and each.memory < least_memory:
+            value = f"{each.memory:,.0f} GB/s, at least {least_memory:,.0f} expected"
+            yield Finding("GPU memory", "failed", value, "have the GPU replaced", index)
+
+
+def _judge_collectives(name: str, rates: CollectiveRates, least: float | None) -> Finding:
+    value = f"all-reduce {rates.all_reduce:,.3g}, all-gather {rates.all_gather:,.3g} GB/s"
+    value += f" by {rates.transport}" if rates.transport else ""
+    if least is not None and rates.all_reduce < least:
+        fix = "look at the pairs; check the network's links and NCCL's plug-in"
+        return Finding(name, "failed", f"{value}; at least {least:,.0f} GB/s expected", fix)
+    return Finding(name, "ok", value)
+
+
+# --- Together ------------------------------------------------------------------------------------
+
+
+class _Meeting:
+    """Where the nodes of a job tell each other what they found: a store of torch on the first node that answers."""
+
+    def __init__(self, job: NodeJob) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - it is exported by name only
+
+        self._job = job
+        self._store = None
+        for host in job.hosts:
+            with contextlib.suppress(Exception):  # of torch, when nobody listens there
+                wait = timedelta(seconds=job.wait_seconds)
+                self._store = TCPStore(host, job.port, is_master=host == job.host, wait_for_workers=False, timeout=wait)
+                break
+        self.is_host = self._store is not None and host == job.host
+
+    def share(self, topic: str, value: Any, hosts: tuple[str, ...]) -> dict[str, Any]:
+        """Give a value to the others and take theirs; hosts that give none in time are missing from the result."""
+        if self._store is None:
+            return {self._job.host: value}
+        self._store.set(f"{topic}/{self._job.host}", json.dumps(value))
+        deadline = time.monotonic() + self._job.wait_seconds
+        found: dict[str, Any] = {}
+        for host in hosts:
+            left = timedelta(seconds=max(0.5, deadline - time.monotonic()))
+            with contextlib.suppress(Exception):  # it takes too long
+                self._store.wait([f"{topic}/{host}"], left)
+                found[host] = json.loads(self._store.get(f"{topic}/{host}"))
+        return found
+
+    def decide(self, topic: str, value: Any) -> Any:
+        """Return what the host of the meeting says: those that waited for others may have seen other things."""
+        if self._store is None or self.is_host:
+            if self._store is not None:
+                self._store.set(topic, json.dumps(value))
+            return value
+        try:
+            self._store.wait([topic], timedelta(seconds=2 * self._job.wait_seconds))
+            return json.loads(self._store.get(topic))
+        except Exception:  # noqa: BLE001 - torch's, of a host that went away
+            return value
+
+
+def _check_together(job: NodeJob, processes: DeviceProcesses, report: NodeReport) -> None:
+    meeting = _Meeting(job)
+    good = meeting.share("alone", not report.failed, job.hosts)
+    report.time = time.time()
+    members = tuple(meeting.decide("members", [host for host in job.hosts if good.get(host)]))
+    missing = [host for host in job.hosts if host not in good]
+    if missing:
+        report.findings.append(Finding("other nodes", "warning", f"not heard of: {', '.join(missing)}"))
+    if job.host in members and len(members) > 1:
+        _measure_between(job, processes, report, members)
+        works = meeting.share("between", report.between is not None, members)
+        if not job.is_short or not all(works.values()):
+            _measure_pairs(job, processes, report, members)
+    numbers = {
+        "matmul": [each.matmul for each in report.devices],
+        "pair": max(report.pairs.values(), default=None),
+        "time": report.time,
+        "driver": next((each.value for each in report.findings if each.check == "driver"), None),
+    }
+    shared = meeting.share("numbers", numbers, tuple(good))
+    report.findings += judge_beside_others(job.host, job.device, shared)
+    meeting.share("end", value=True, hosts=tuple(shared) if meeting.is_host else ())  # its store is read until then
+
+
+def _measure_between(job: NodeJob, processes: DeviceProcesses, report: NodeReport, members: tuple[str, ...]) -> None:
+    position = members.index(job.host)
+    num_bytes = 2**30 if job.device == "cuda" else 2**20
+    group = Group(
+        members[0], job.port + 1, position * job.num_devices, len(members) * job.num_devices, num_bytes, _GROUP_SECONDS
+    )
+    try:
+        report.between = processes.collectives(group)
+    except MeasureError as error:
+        report.findings.append(Finding("between nodes", "warning", f"all nodes together: {error}"))
+        return
+    report.findings.append(
+        _judge_collectives("between nodes", report.between, least_network_bandwidth(job.network_gbps))
+    )
+    uses_sockets = "Socket" in report.between.transport
+    if uses_sockets and (job.network_gbps or 0) >= _FAST_NETWORK_GBPS:
+        fix = "NCCL's plug-in was not loaded: compare 'nccl:' in the profile with the site's instructions"
+        report.findings.append(Finding("NCCL network", "failed", "NCCL uses TCP sockets", fix))
+
+
+def _measure_pairs(job: NodeJob, processes: DeviceProcesses, report: NodeReport, members: tuple[str, ...]) -> None:
+    for number, partners in enumerate(pair_rounds(members)[:_PAIR_ROUNDS]):
+        partner = partners.get(job.host)
+        if partner is None:
+            continue
+        first = min(job.host, partner, key=members.index)
+        group = Group(
+            first,
+            job.port + 2 + number,
+            0 if first == job.host else job.num_devices,
+            2 * job.num_devices,
+            2**28 if job.device == "cuda" else 2**18,
+            _GROUP_SECONDS / 2,
+        )
+        try:
+            report.pairs[partner] = processes.collectives(group).all_reduce
+        except MeasureError:
+            report.pairs[partner] = 0.0
+
+
+def pair_rounds(members: tuple[str, ...]) -> list[dict[str, str]]:
+    """Return rounds in which each node has another partner: the circle method of round-robin tournaments."""
+    ring: list[str | None] = list(members) if len(members) % 2 == 0 else [*members, None]
+    rounds = []
+    for _ in range(len(ring) - 1):
+        half = len(ring) // 2
+        pairs = [(a, b) for a, b in zip(ring[:half], reversed(ring[half:]), strict=True) if a and b]
+        rounds.append({a: b for pair in pairs for a, b in (pair, pair[::-1])})
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return rounds
+
+
+def judge_beside_others(host: str, device: str, numbers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Compare a node with the others: what differs from most is wrong, even if nobody knows what is right.
+
+    Args:
+        host: the node.
+        device: what was measured.
+        numbers: of all nodes, by name: `matmul` of each device, `pair` with the best partner, `time`, `driver`.
+    """
+    findings, own = [], numbers[host]
+    every = [rate for each in numbers.values() for rate in each["matmul"]]
+    for index, rate in enumerate(own["matmul"]):
+        if is_outlier(rate, every, device):
+            value = f"{rate:,.3g} TFLOP/s, others {max(every):,.3g}"
+            fix = "check its clocks, power limit and cooling"
+            findings.append(Finding("matrix products", "failed", value, fix, index if device == "cuda" else None))
+    pairs = [each["pair"] for each in numbers.values() if each["pair"] is not None]
+    if own["pair"] is not None and (own["pair"] == 0 or is_outlier(own["pair"], pairs, device)):
+        value = f"{own['pair']:,.3g} GB/s with its best partner, others {max(pairs):,.3g}"
+        findings.append(Finding("pairs", "failed", value, "check the node's network adapters, cables and switch ports"))
+    times = sorted(each["time"] for each in numbers.values() if each["time"])
+    if times and abs(own["time"] - times[len(times) // 2]) > _CLOCK_SECONDS:
+        value = f"differs by {own['time'] - times[len(times) // 2]:.0f} s from most nodes"
+        findings.append(Finding("clock", "warning", value, "have the clocks set by NTP"))
+    drivers = [each["driver"] for each in numbers.values() if each["driver"]]
+    usual = max(drivers, key=drivers.count, default=None)
+    if own["driver"] and drivers.count(own["driver"]) < drivers.count(usual):
+        findings.append(Finding("driver", "warning", f"{own['driver']}; most nodes have {usual}", "install the same"))
+    return findings
+
+
+def as_json(report: NodeReport) -> dict[str, Any]:
+    """Return a report as plain values."""
+    return {**asdict(report), "is_healthy": not report.failed}

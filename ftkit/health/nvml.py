@@ -1,0 +1,228 @@
+"""What the driver says about GPUs: the one place that calls NVML, by nvidia-ml-py.
+
+What a GPU or a driver does not support is None. Constants are those of NVIDIA's NVML API reference.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_GIB: Final = 2**30
+THROTTLE_REASONS: Final = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+"""nvmlClocksEventReason*: why clocks are below what was asked for. Idle and set clocks are no throttling."""
+FAULTY_REASONS: Final = ("hardware slowdown", "hardware thermal", "power brake")
+"""What no load explains on a healthy node: a power cap and software thermal limits occur under full load."""
+_NVLINK_BYTES: Final = ((138, "sent"), (139, "received"))
+"""NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX, in KiB since the driver was loaded."""
+_ALL_LINKS: Final = 2**32 - 1
+"""Scope of a field value: the sum over all links."""
+
+
+@dataclass(frozen=True)
+class GpuHealth:
+    """What does not change while a job runs, and what should be as the vendor delivered it.
+
+    Attributes:
+        index: as NVML counts.
+        name: of the model.
+        bus_id: PCI address.
+        memory_gib: memory.
+        power_limit: in W; `default_power_limit` is the vendor's.
+        max_clock: of the SMs, in MHz.
+        throttle: names in `THROTTLE_REASONS` that hold now.
+        temperature: in degrees Celsius.
+        uncorrected_errors: of ECC, since the driver was loaded.
+        retired_pages: of GPUs before Ampere.
+        is_remap_failed: whether a memory row could not be replaced: the GPU has to be.
+        is_remap_pending: whether a reset is needed.
+        pcie: generation and width now, and at most.
+        active_links: of NVLink; `num_links` that there are.
+    """
+
+    index: int
+    name: str
+    bus_id: str
+    memory_gib: float
+    power_limit: float | None
+    default_power_limit: float | None
+    max_clock: int | None
+    throttle: tuple[str, ...]
+    temperature: int | None
+    uncorrected_errors: int | None
+    retired_pages: int | None
+    is_remap_failed: bool | None
+    is_remap_pending: bool | None
+    pcie: tuple[int | None, int | None, int | None, int | None]
+    active_links: int
+    num_links: int
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """How busy a GPU is at one moment.
+
+    Attributes:
+        index: as NVML counts.
+        utilization: percent of the time in which a kernel ran, of the last moments.
+        memory_gib: used.
+        power: in W.
+        temperature: in degrees Celsius.
+        clock: of the SMs, in MHz.
+        energy: in J since the driver was loaded.
+        throttle: names in `THROTTLE_REASONS` that hold now.
+        nvlink_bytes: sent and received since the driver was loaded.
+    """
+
+    index: int
+    utilization: float | None
+    memory_gib: float | None
+    power: float | None
+    temperature: float | None
+    clock: float | None
+    energy: float | None
+    throttle: tuple[str, ...]
+    nvlink_bytes: float | None
+
+
+class Nvml:
+    """The GPUs that this process may use, by NVML. Made by `open_nvml`."""
+
+    def __init__(self, library: Any, indices: list[int]) -> None:
+        self._library = library
+        self._handles = {index: library.nvmlDeviceGetHandleByIndex(index) for index in indices}
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    @property
+    def driver(self) -> str:
+        """Version of the driver."""
+        return _text(self._ask("nvmlSystemGetDriverVersion")) or "unknown"
+
+    @property
+    def cuda(self) -> tuple[int, int] | None:
+        """The newest CUDA that the driver supports by itself."""
+        number = self._ask("nvmlSystemGetCudaDriverVersion_v2") or self._ask("nvmlSystemGetCudaDriverVersion")
+        return None if number is None else (number // 1000, number % 1000 // 10)
+
+    def health(self) -> list[GpuHealth]:
+        """Ask for the state of all GPUs."""
+        return [self._health(index, handle) for index, handle in self._handles.items()]
+
+    def samples(self) -> list[GpuSample]:
+        """Ask for the load of all GPUs: some hundred microseconds each."""
+        return [self._sample(index, handle) for index, handle in self._handles.items()]
+
+    def _health(self, index: int, handle: Any) -> GpuHealth:
+        ask = self._ask
+        memory = ask("nvmlDeviceGetMemoryInfo", handle)
+        rows = ask("nvmlDeviceGetRemappedRows", handle)  # corrected, uncorrected, pending, failed
+        pages = ask("nvmlDeviceGetRetiredPages", handle, 1)  # of double-bit errors
+        links = [ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(self._library.NVML_NVLINK_MAX_LINKS)]
+        return GpuHealth(
+            index=index,
+            name=_text(ask("nvmlDeviceGetName", handle)),
+            bus_id=_text(getattr(ask("nvmlDeviceGetPciInfo", handle), "busId", "")),
+            memory_gib=memory.total / _GIB if memory else 0.0,
+            power_limit=_scaled(ask("nvmlDeviceGetPowerManagementLimit", handle), 1e-3),
+            default_power_limit=_scaled(ask("nvmlDeviceGetPowerManagementDefaultLimit", handle), 1e-3),
+            max_clock=ask("nvmlDeviceGetMaxClockInfo", handle, self._library.NVML_CLOCK_SM),
+            throttle=self._throttle(handle),
+            temperature=ask("nvmlDeviceGetTemperature", handle, self._library.NVML_TEMPERATURE_GPU),
+            uncorrected_errors=ask("nvmlDeviceGetTotalEccErrors", handle, 1, 0),  # uncorrected, volatile
+            retired_pages=None if pages is None else len(pages),
+            is_remap_failed=None if rows is None else bool(rows[3]),
+            is_remap_pending=None if rows is None else bool(rows[2]),
+            pcie=(
+                ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+                ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+                ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+                ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
+            ),
+            active_links=sum(state == 1 for state in links),
+            num_links=sum(state is not None for state in links),
+        )
+
+    def _sample(self, index: int, handle: Any) -> GpuSample:
+        ask = self._ask
+        memory, rates = ask("nvmlDeviceGetMemoryInfo", handle), ask("nvmlDeviceGetUtilizationRates", handle)
+        return GpuSample(
+            index=index,
+            utilization=None if rates is None else float(rates.gpu),
+            memory_gib=None if memory is None else memory.used / _GIB,
+            power=_scaled(ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
+            temperature=_scaled(ask("nvmlDeviceGetTemperature", handle, self._library.NVML_TEMPERATURE_GPU), 1.0),
+            clock=_scaled(ask("nvmlDeviceGetClockInfo", handle, self._library.NVML_CLOCK_SM), 1.0),
+            energy=_scaled(ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
+            throttle=self._throttle(handle),
+            nvlink_bytes=self._nvlink_bytes(handle),
+        )
+
+    def _throttle(self, handle: Any) -> tuple[str, ...]:
+        # Drivers from 535 on know the newer name alone in future; nvidia-ml-py has both.
+        bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
+
+    def _nvlink_bytes(self, handle: Any) -> float | None:
+        values = self._ask("nvmlDeviceGetFieldValues", handle, [(number, _ALL_LINKS) for number, _ in _NVLINK_BYTES])
+        known = [value.value.ullVal for value in values or () if value.nvmlReturn == 0]
+        return 1024.0 * sum(known) if known else None
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        """Call a function of NVML; None if this GPU, this driver or this library has no answer."""
+        call: Callable[..., Any] | None = getattr(self._library, function, None)
+        if call is None:
+            return None
+        try:
+            return call(*arguments)
+        except self._library.NVMLError:
+            return None
+
+
+@contextmanager
+def open_nvml(environment: Mapping[str, str] = os.environ) -> Iterator[Nvml | str]:
+    """Yield the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, or why NVML can't be asked."""
+    try:
+        import pynvml as library  # noqa: PLC0415 - not everywhere installed
+    except ImportError:
+        yield "nvidia-ml-py is not installed: pip install nvidia-ml-py"
+        return
+    try:
+        library.nvmlInit()
+    except library.NVMLError as error:
+        yield f"NVML: {error}"
+        return
+    try:
+        yield Nvml(library, visible_indices(library.nvmlDeviceGetCount(), environment.get("CUDA_VISIBLE_DEVICES")))
+    finally:
+        library.nvmlShutdown()
+
+
+def visible_indices(count: int, visible: str | None) -> list[int]:
+    """Return which of `count` GPUs a process may use; names other than numbers (UUIDs, MIG) leave all of them."""
+    if visible is None:
+        return list(range(count))
+    words = [word.strip() for word in visible.split(",") if word.strip()]
+    if not all(word.isdigit() for word in words):
+        return list(range(count))
+    return [int(word) for word in words if int(word) < count]
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
