@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ftkit.evaluate.source import ModelSource, Target
 
 MODEL_HELP = (
-    "RUN is a run as other commands take it: its export, or where there is none its best (evaluation.best) or newest "
-    "checkpoint. RUN@STEP is the checkpoint after a step, RUN@best the best, RUN@0 the model before training. MODEL is "
-    "a folder (./model) or a hub id (org/model)."
+    "RUN is a run as other commands take it: its best step if the recipe sets evaluation.best, else the newest that it "
+    "has an export or a checkpoint of. RUN@STEP is the model after a step, RUN@best the best one (else by validation "
+    "loss), RUN@0 the one before training. MODEL is a folder (./model) or a hub id (org/model)."
 )
 
 model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run)

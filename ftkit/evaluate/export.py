@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.paths import is_path
 from ftkit.config.training import Precision
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import NotFoundError, TrainingError, one_line
+from ftkit.evaluate.source import choose_step, find_base
 from ftkit.files import atomic_folder
-from ftkit.hub.access import download_weights
 from ftkit.model_folder import check_folder
-from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import read_plan
-from ftkit.runs.checkpoints import DamagedCheckpointError, find_best, read_selection
+from ftkit.runs.checkpoints import DamagedCheckpointError
 from ftkit.train.components.checkpoint import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_whole
 from ftkit.train.components.export_record import RECORD_FILE
 from ftkit.train.components.generation import Generation
-from ftkit.train.model.build import TextConfig, has_random_weights, make_config, read_config
+from ftkit.train.model.build import TextConfig, make_config, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,44 +96,10 @@ def export_run(
 
 
 def choose_checkpoint(layout: RunLayout, wanted: str) -> tuple[int, Path]:
-    """Return step and folder of the checkpoint that is meant: a step, `last`, `best`, or empty.
-
-    Empty means the best by `evaluation.best`, or the last if the recipe does not set that.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    found = dict(layout.list_checkpoints())
-    if not found:
-        raise NotFoundError(
-            f"{layout.root.name} has no checkpoint",
-            meaning="the run has not come to its first one, or its folder was tidied up",
-            fix=f"see its state with 'ftkit status {layout.root.name}'",
-        )
-    there = ", ".join(map(str, found))
-    selected = None if wanted else read_selection(layout)
-    if selected is not None:
-        step = selected.step
-    elif wanted in ("", "last"):
-        step = max(found)
-    elif wanted == "best":
-        best = find_best(layout)
-        if best is None:
-            raise NotFoundError(
-                f"--step best: no checkpoint of {layout.root.name} was evaluated (there are those of {there})",
-                meaning="validation came at other steps than checkpoints, or there is no validation split",
-                fix="give a step, or 'last'",
-            )
-        step = best.step
-    elif wanted.isdecimal() and int(wanted) in found:
-        step = int(wanted)
-    else:
-        raise NotFoundError(
-            f"--step {wanted}: {layout.root.name} has no such checkpoint",
-            meaning=f"there are those of step {there}; older ones were deleted (training.keep_checkpoints)",
-            fix="give one of these steps, 'last' or 'best'",
-        )
-    return step, found[step]
+    """Return step and folder of the checkpoint that is meant. Arguments and errors as `choose_step` has them."""
+    there = dict(layout.list_checkpoints())
+    step = choose_step(layout, wanted, there)
+    return step, there[step]
 
 
 def _default_folder(layout: RunLayout, step: int, request: ExportRequest) -> Path:
@@ -174,19 +137,10 @@ def _load_parts(plan: RunPlan) -> ExportedParts:
     data = PreparedData(plan.data_directory)
     data.read_manifest()
     tokenizer = load_saved_tokenizer(data.tokenizer)
-    folder = None
-    if has_random_weights(recipe.model):
+    folder = find_base(plan)
+    if folder is None:
         config = TextConfig(make_config(recipe.model.architecture, tokenizer))
     else:
-        folder = _find_base(plan)
+        check_folder(folder)
         config = read_config(folder, recipe.model.architecture, recipe.model.vocab_size_of_weights)
-    generation = Generation.of(tokenizer, folder)
-    return ExportedParts(recipe, config, tokenizer, generation, folder)
-
-
-def _find_base(plan: RunPlan) -> Path:
-    model = plan.recipe.model
-    if is_path(model.weights):
-        check_folder(Path(model.weights))
-        return Path(model.weights)
-    return download_weights(model, os.environ, Workspace(plan.workspace).hub_home)
+    return ExportedParts(recipe, config, tokenizer, Generation.of(tokenizer, folder), folder)

@@ -17,13 +17,13 @@ from ftkit.data.cases import ModelInput
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
-from ftkit.evaluate.source import ADAPTER_CONFIG, ModelFolder, TrainedStep, fetch_model
+from ftkit.evaluate.source import ADAPTER_CONFIG, ModelFolder, TrainedStep, fetch_model, find_base
 from ftkit.model_folder import read_generation_config
 from ftkit.train.components.checkpoint import describe_damage, read_state, saved_sizes
 from ftkit.train.components.generation import Generation
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.attention import generation_attention
-from ftkit.train.model.build import TextConfig, build_empty, has_random_weights, make_config, read_config
+from ftkit.train.model.build import TextConfig, build_empty, make_config, read_config
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.weights import init_weights, load_weights, materialize
 
@@ -128,7 +128,7 @@ def _base_of(source: ModelFolder) -> ModelFolder:
             meaning="base_model_name_or_path of adapter_config.json is empty: the base model had random weights",
             fix="try a checkpoint of the run instead: RUN@STEP",
         )
-    return fetch_model(name, stored.get("revision"))
+    return fetch_model(name, stored.get("revision"), source.hub_home)
 
 
 def _with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -144,11 +144,10 @@ def _load_step(source: TrainedStep, device: torch.device) -> LoadedModel:
     """Build the model as its trainer does, and load the trained weights of a checkpoint into it."""
     recipe, training = source.plan.recipe, source.plan.recipe.training
     tokenizer = _tokenizer_of(source)
-    folder = None
-    if has_random_weights(recipe.model):
+    folder = find_base(source.plan)
+    if folder is None:
         config = TextConfig(make_config(recipe.model.architecture, tokenizer))
     else:
-        folder = fetch_model(recipe.model.weights, recipe.model.revision).folder
         config = read_config(folder, recipe.model.architecture, recipe.model.vocab_size_of_weights)
     model = cast("PreTrainedModel", build_empty(config.text, "eager"))
     if training.adapters is not None:

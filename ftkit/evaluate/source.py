@@ -5,25 +5,26 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftkit.config.model import ModelSpec
 from ftkit.config.paths import is_path
 from ftkit.errors import NotFoundError
+from ftkit.files import read_json_if_valid
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import CONFIG_FILE
-from ftkit.planning.layout import RunLayout
+from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, read_plan
 from ftkit.runs.checkpoints import find_best, read_selection
 from ftkit.runs.find import find_run
+from ftkit.train.components.export_record import RECORD_FILE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ftkit.config.data import DataSpec
-    from ftkit.planning.layout import Workspace
 
 ADAPTER_CONFIG = "adapter_config.json"
-BEST = "best"
-"""In place of a step."""
 _HUB_CACHE = Path("~/.cache/huggingface")
 
 
@@ -33,10 +34,12 @@ class ModelFolder:
 
     Attributes:
         label: as it is shown.
+        hub_home: where the base model of adapters is looked for, and downloaded to, unless HF_HOME is set.
     """
 
     folder: Path
     label: str
+    hub_home: Path = _HUB_CACHE
 
     @property
     def is_adapter(self) -> bool:
@@ -82,37 +85,100 @@ class Target:
 def find_target(reference: str, workspace: Workspace) -> Target:
     """Return the model that `RUN`, `RUN@STEP`, `RUN@best`, a folder or a hub id means.
 
-    A run means its export; where that is missing, its best checkpoint by `evaluation.best`, or its newest one.
+    A run means its best step by `evaluation.best`, else the newest that it has an export or a checkpoint of. The export
+    of a step is taken before its checkpoint: it loads faster, and it is what others get.
 
     Raises:
-        NotFoundError: there is no such run, checkpoint or model.
+        NotFoundError: there is no such run, step or model.
     """
-    folder = Path(reference).expanduser()
+    name, _, step = reference.rpartition("@")
+    if not name or Path(reference).is_dir() or not (step.isdecimal() or step in ("best", "last")):
+        name, step = reference, ""
+    folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "plan.json").is_file():
         return Target(_model_folder(folder.resolve(), reference))
-    if is_path(reference) and not folder.is_dir():
-        raise NotFoundError(f"there is no folder {folder}", fix="give the folder of a model or a run")
-    name, _, step = reference.rpartition("@")
-    has_step = bool(name) and (step.isdigit() or step == BEST)
-    if "/" in reference and not folder.is_dir() and not has_step:
-        return Target(fetch_model(reference))
     if folder.is_dir():
         layout = RunLayout(folder.resolve())
+    elif is_path(name):
+        raise NotFoundError(f"there is no folder {folder}", fix="give the folder of a model or a run")
+    elif "/" in name and not step:
+        return Target(fetch_model(reference))
     else:
-        layout = find_run(name if has_step else reference, workspace).layout
+        layout = find_run(name, workspace).layout
     plan = read_plan(layout)
-    before = TrainedStep(layout, plan, 0)
-    if has_step:
-        source: ModelSource = _at_step(before, _best_step(layout, plan) if step == BEST else int(step))
-    elif (layout.export / CONFIG_FILE).is_file() or (layout.export / ADAPTER_CONFIG).is_file():
-        source = ModelFolder(layout.export, plan.id)
-    else:
-        best = read_selection(layout)
-        source = _at_step(before, best.step if best else _newest_step(layout, plan))
-    return Target(source, plan, before)
+    return Target(_choose_source(layout, plan, step), plan, TrainedStep(layout, plan, 0))
 
 
-def fetch_model(name: str, revision: str | None = None) -> ModelFolder:
+def _choose_source(layout: RunLayout, plan: RunPlan, wanted: str) -> ModelSource:
+    if wanted == "0":
+        return TrainedStep(layout, plan, 0)
+    exports = {step: ModelFolder(folder, f"{plan.id}@{step}", _hub_home(plan)) for step, folder in _exports(layout)}
+    checkpoints = [step for step, _ in layout.list_checkpoints()]
+    step = choose_step(layout, wanted, {*exports, *checkpoints})
+    export = exports.get(step)
+    if export is not None and not (export.is_adapter and plan.recipe.model.weights == "random"):
+        return export
+    return TrainedStep(layout, plan, step)
+
+
+def _exports(layout: RunLayout) -> list[tuple[int, Path]]:
+    """Return the exports in a run's folder with their steps; of one step, the last is the one to take."""
+    there = sorted((folder for folder in layout.exports.glob("step-*")), key=lambda folder: folder.name, reverse=True)
+    steps = []
+    for folder in (*there, layout.export):
+        if not (folder / CONFIG_FILE).is_file() and not (folder / ADAPTER_CONFIG).is_file():
+            continue
+        step = (read_json_if_valid(folder / RECORD_FILE, dict[str, Any]) or {}).get("step")
+        if isinstance(step, int):
+            steps.append((step, folder))
+        elif folder == layout.export:  # of a version that did not record its step: written when training ended
+            steps.append((max((step for step, _ in layout.list_checkpoints()), default=1), folder))
+    return steps
+
+
+def choose_step(layout: RunLayout, wanted: str, steps: Iterable[int]) -> int:
+    """Return the step that is meant: a number, `last`, `best`, or empty.
+
+    Empty means the best by `evaluation.best`, or the last if the recipe does not set that.
+
+    Args:
+        layout: the run's folder.
+        wanted: as it was typed.
+        steps: those that there are.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    there = sorted(steps)
+    listed = ", ".join(map(str, there))
+    run = layout.root.name
+    if not there:
+        raise NotFoundError(
+            f"{run} has no checkpoint and no export yet",
+            meaning="it did not train far enough, or its folder was tidied up",
+            fix=f"see its state with 'ftkit status {run}'; '{run}@0' is the model before training",
+        )
+    best = {"": read_selection, "best": find_best}.get(wanted, lambda _: None)(layout)
+    if best is not None and best.step in there:
+        return best.step
+    if wanted in ("", "last"):
+        return there[-1]
+    if wanted == "best":
+        raise NotFoundError(
+            f"best: no step of {run} that is still there was evaluated (there are {listed})",
+            meaning="validation came at other steps than checkpoints, or there is no validation split",
+            fix="give a step, or 'last'",
+        )
+    if wanted.isdecimal() and int(wanted) in there:
+        return int(wanted)
+    raise NotFoundError(
+        f"{run} has nothing of step {wanted}",
+        meaning=f"its steps: {listed}; older checkpoints are deleted (training.keep_checkpoints)",
+        fix="give one of these, 'last' or 'best'",
+    )
+
+
+def fetch_model(name: str, revision: str | None = None, hub_home: Path = _HUB_CACHE) -> ModelFolder:
     """Return the folder of a model that a path or a hub id names; a hub model is downloaded once.
 
     Raises:
@@ -120,8 +186,22 @@ def fetch_model(name: str, revision: str | None = None) -> ModelFolder:
     """
     if is_path(name) or Path(name).is_dir():
         return _model_folder(Path(name).expanduser(), name)
-    folder = download_weights(ModelSpec(weights=name, revision=revision), os.environ, _HUB_CACHE)
+    folder = download_weights(ModelSpec(weights=name, revision=revision), os.environ, hub_home)
     return ModelFolder(folder, name)
+
+
+def find_base(plan: RunPlan) -> Path | None:
+    """Return the folder of the weights that a run began with; None if they were random.
+
+    Raises:
+        NotFoundError: they are not there, and can't be downloaded.
+    """
+    model = plan.recipe.model
+    return None if model.weights == "random" else fetch_model(model.weights, model.revision, _hub_home(plan)).folder
+
+
+def _hub_home(plan: RunPlan) -> Path:
+    return Workspace(plan.workspace).hub_home
 
 
 def _model_folder(folder: Path, label: str) -> ModelFolder:
@@ -132,37 +212,3 @@ def _model_folder(folder: Path, label: str) -> ModelFolder:
             fix="give the export of a run, or a model in Hugging Face's layout",
         )
     return ModelFolder(folder, label)
-
-
-def _at_step(before: TrainedStep, step: int) -> TrainedStep:
-    steps = [each for each, _ in before.layout.list_checkpoints()]
-    if step and step not in steps:
-        listed = ", ".join(map(str, steps)) or "none"
-        raise NotFoundError(
-            f"{before.plan.id} has no checkpoint after step {step}",
-            meaning=f"its checkpoints: {listed}; older ones are deleted (training.keep_checkpoints)",
-            fix="give one of these as RUN@STEP; RUN@0 is the model before training",
-        )
-    return TrainedStep(before.layout, before.plan, step)
-
-
-def _best_step(layout: RunLayout, plan: RunPlan) -> int:
-    best = find_best(layout)
-    if best is None:
-        raise NotFoundError(
-            f"no checkpoint of {plan.id} was evaluated",
-            meaning="validation came at other steps than checkpoints, or there is no validation split",
-            fix=f"give a step: ftkit checkpoints {plan.id}; evaluation.best keeps the best checkpoint of the next run",
-        )
-    return best.step
-
-
-def _newest_step(layout: RunLayout, plan: RunPlan) -> int:
-    steps = [step for step, _ in layout.list_checkpoints()]
-    if not steps:
-        raise NotFoundError(
-            f"{plan.id} has no export and no checkpoint yet",
-            meaning="it did not train far enough, or it was moved without its export",
-            fix=f"see 'ftkit status {plan.id}'; '{plan.id}@0' is the model before training",
-        )
-    return steps[-1]

@@ -1,12 +1,22 @@
-"""README.md of an export: a model card as the Hugging Face hub shows it, made from the files of the run."""
+"""What an export says of itself, made from the files of the run: model card, loss curve, and recipe.
+
+The card is README.md as the Hugging Face hub shows it.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
+from io import StringIO
 from typing import TYPE_CHECKING, Any, Literal
 
+from ruamel.yaml import YAML
+
+from ftkit.config.model import ArchitectureSpec, ModelSpec
 from ftkit.config.paths import is_path
+from ftkit.config.training import TrainingSpec
 from ftkit.files import read_json_if_valid
+from ftkit.runs.loss_curve import loss_curve
 from ftkit.runs.summary import summarize
 
 if TYPE_CHECKING:
@@ -17,24 +27,64 @@ if TYPE_CHECKING:
     from ftkit.runs.records import EvaluationRecord
 
 CARD_FILE = "README.md"
+CURVE_FILE = "loss.svg"
+RECIPE_FILE = "recipe.yaml"
+_REPEATED = ("name", "model", "data", "training", "evaluation")
+"""Sections of a recipe that change what is trained or measured."""
+_ROPE = {"rope_scaling", "max_position_embeddings"}
 
 
-def model_card(
+def write_card(
+    folder: Path,
     layout: RunLayout,
     recipe: RecipePlan,
     step: int,
     kind: Literal["model", "adapters"],
     license_name: str | None = None,
-) -> str:
-    """Write the card of an export.
+) -> None:
+    """Write the card of an export, the picture of its loss, and its recipe.
 
     Args:
+        folder: the export's.
         layout: the run's folder: its manifest and its records, as far as they are there.
         recipe: what was trained, and how.
         step: training steps that the weights have seen.
         kind: what is exported.
         license_name: the license of the base model, if it is known.
     """
+    curve = loss_curve(layout.metrics, step)
+    if curve is not None:
+        (folder / CURVE_FILE).write_text(curve, encoding="utf-8")
+    (folder / RECIPE_FILE).write_text(_yaml(typed_recipe(recipe)), encoding="utf-8")
+    card = _card(layout, recipe, step, kind, license_name, has_curve=curve is not None)
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def typed_recipe(recipe: RecipePlan) -> dict[str, Any]:
+    """Return a recipe as `ftkit run FILE` takes it: all values, since defaults may change with versions."""
+    values = recipe.model_dump(mode="json", include=set(_REPEATED))
+    shape, model = values["model"].pop("architecture"), values["model"]
+    kept: set[str] = set()  # pretrained weights bring their shape
+    if recipe.model.weights == "random":
+        kept = set(ArchitectureSpec.model_fields)
+    elif recipe.model.architecture.rope_scaling is not None:
+        kept = _ROPE
+    values["model"] = {key: value for key, value in model.items() if key in ModelSpec.model_fields}
+    values["model"]["architecture"] = {key: value for key, value in shape.items() if key in kept}
+    values["training"] = {key: each for key, each in values["training"].items() if key in TrainingSpec.model_fields}
+    return values
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    yaml, text = YAML(typ="rt", pure=True), StringIO()  # "safe" sorts keys
+    yaml.dump(values, text)
+    return text.getvalue()
+
+
+def _card(
+    layout: RunLayout, recipe: RecipePlan, step: int, kind: Literal["model", "adapters"], license_name: str | None,
+    *, has_curve: bool,
+) -> str:  # fmt: skip
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     base = None if recipe.model.weights == "random" else recipe.model.weights
     head = {
@@ -49,6 +99,7 @@ def model_card(
         f"---\n{front}\n---\n\n# {layout.root.name}",
         _list(_what(recipe, step, kind, base, license_name)),
         "## Measured on the validation split\n\n" + _metrics(layout),
+        *([f"## Loss\n\n![Loss by step]({CURVE_FILE})"] if has_curve else []),
         "## How to repeat it\n\n" + _repeat(manifest, recipe),
     ]
     return "\n\n".join(parts) + "\n"
@@ -97,7 +148,8 @@ def _row(when: str, record: EvaluationRecord) -> str:
 
 
 def _repeat(manifest: dict[str, Any], recipe: RecipePlan) -> str:
-    ftkit = manifest.get("ftkit")
+    ftkit, command = manifest.get("ftkit"), manifest.get("command")
+    typed = f" It was started with `{shlex.join(map(str, command))}`." if isinstance(command, list) else ""
     facts = [
         ("ftkit", ftkit.get("version") if isinstance(ftkit, dict) else None),
         ("Image", manifest.get("container_image")),
@@ -105,7 +157,8 @@ def _repeat(manifest: dict[str, Any], recipe: RecipePlan) -> str:
         ("Data fingerprint", manifest.get("data_fingerprint")),
         ("Seed", recipe.training.seed),
     ]
-    return _list([(name, value) for name, value in facts if value is not None])
+    facts_text = _list([(name, value) for name, value in facts if value is not None])
+    return f"[{RECIPE_FILE}]({RECIPE_FILE}) is the whole recipe: `ftkit run ./{RECIPE_FILE}`.{typed}\n\n{facts_text}"
 
 
 def read_license(base: Path) -> str | None:

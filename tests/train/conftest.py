@@ -63,6 +63,13 @@ class Run:
         assert (code != 0) == (expect != 0), printed
         return printed
 
+    def train_here(self, world: World) -> None:
+        """Train in this process, which is a world of its own: the cheapest way for several runs on one process."""
+        from ftkit.train.trainer import run_training
+
+        self._write_plan()
+        run_training(self.plan, world)
+
     def launch(self, *program: str, expect: int = 0) -> str:
         """Start the ranks as a job script does; return what they and torchrun printed."""
         self._write_plan()

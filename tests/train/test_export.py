@@ -154,5 +154,5 @@ def test_the_command_exports_a_checkpoint_of_zero3_and_keeps_nothing_that_fails(
     with pytest.raises(TrainingError, match="another model"):
         export_run(run.layout, failing, refuse, quiet)
     assert [path.name for path in tmp_path.iterdir()] == ["of-zero3"]
-    with pytest.raises(NotFoundError, match="there are those of step 3"):
+    with pytest.raises(NotFoundError, match="its steps: 3;"):
         choose_checkpoint(run.layout, "2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 
 from ftkit.cli.main import main
 from ftkit.data.store import PreparedData
+from ftkit.errors import NotFoundError
 from ftkit.evaluate.load import LoadedModel, load_model
-from ftkit.evaluate.source import find_target
-from ftkit.planning.layout import Workspace
+from ftkit.evaluate.source import ModelFolder, find_target
+from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.runs.records import EvaluationRecord
 
 if TYPE_CHECKING:
@@ -48,6 +50,33 @@ def test_export_and_last_checkpoint_are_one_model_and_the_one_before_training_is
     assert (logits(export) - logits(before)).abs().max() > 0.1
     assert export.generation.end_tokens == checkpoint.generation.end_tokens
     assert before.label.endswith("@0")
+
+
+def test_a_run_means_its_newest_step_and_the_export_of_a_step_before_its_checkpoint(
+    finished_run: Run, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path / "demo-20260102T030405Z-ab12")
+    shutil.copytree(finished_run.layout.root, layout.root)
+    workspace = Workspace(tmp_path)
+
+    def found(step: str) -> str:
+        source = find_target(f"{layout.root}{step}", workspace).source
+        return source.folder.name if isinstance(source, ModelFolder) else f"checkpoint {source.step}"
+
+    assert [found(step) for step in ("", "@last", "@20", "@best", "@10", "@0")] == [
+        "export", "export", "export", "export", "checkpoint 10", "checkpoint 0",
+    ]  # fmt: skip
+    layout.exports.mkdir()
+    layout.export.rename(layout.exports / "step-000020-fp32")
+    assert (found(""), found("@20")) == ("step-000020-fp32", "step-000020-fp32")
+    shutil.rmtree(layout.checkpoints)
+    assert found("") == "step-000020-fp32"
+    with pytest.raises(NotFoundError, match="nothing of step 10") as refused:
+        found("@10")
+    assert "its steps: 20" in refused.value.meaning
+    shutil.rmtree(layout.exports)
+    with pytest.raises(NotFoundError, match="no checkpoint and no export"):
+        found("")
 
 
 def test_an_interrupted_output_is_continued_and_batches_change_nothing(
@@ -87,7 +116,7 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are(
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
     assert main(["generate", "tried@7", "--input", "hi"]) == 4
-    assert "its checkpoints: 10, 20" in capfd.readouterr().err
+    assert "its steps: 10, 20" in capfd.readouterr().err
 
 
 def evaluated(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -45,10 +45,18 @@ def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
         raise failed(run, seen, failure)
     summary = summarize(run.layout)
     terminal.say()
-    terminal.facts([("state", state_cell(seen)), *result_facts(summary), *profile_facts(run.layout)], is_data=False)
+    terminal.facts([("state", state_cell(seen)), *end_facts(summary), *profile_facts(run.layout)], is_data=False)
     if summary.after:
         show_samples(summary.after, terminal, is_data=False)
     terminal.facts([("next", "\n".join(next_commands(run.layout, seen, None)))], is_data=False)
+
+
+def end_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
+    """Return what came of a completed run in four lines: how far, how long, how good, and where the model is."""
+    facts = dict(result_facts(summary))
+    if "time" in facts and "progress" in facts:
+        facts["progress"] = f"{facts['progress']}, {facts.pop('time')}"
+    return [(name, facts[name]) for name in ("progress", "loss", "validation", "best", "export") if name in facts]
 
 
 def failed(run: SubmittedRun, seen: Observation, failure: Failure | None) -> RunFailedError:
@@ -147,7 +155,7 @@ def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None)
     if not seen.is_final:
         return [f"ftkit status {run_id} --follow", f"ftkit logs {run_id} -f", f"ftkit cancel {run_id}"]
     if seen.state is RunState.COMPLETED:
-        return [f"ftkit chat {run_id}", f"ftkit export {run_id}", f"ftkit status {run_id}"]
+        return [f"ftkit chat {run_id}", f"ftkit eval {run_id}", f"ftkit export {run_id}", f"ftkit status {run_id}"]
     if failure and not failure.can_resume:
         return [original_command(layout)]
     if failure and failure.exit_code == RunFailedError.exit_code and seen.state is RunState.FAILED:

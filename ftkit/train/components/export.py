@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import ChainMap, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +17,7 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.errors import TrainingError, one_line
 from ftkit.files import atomic_folder, mode_of_new_files, write_json
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX
-from ftkit.runs.card import CARD_FILE, model_card, read_license
+from ftkit.runs.card import read_license, write_card
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import RECORD_FILE, ExportRecord, make_prompts, streamed_logits
 from ftkit.train.components.generation import Generation, end_token_setting
@@ -34,7 +35,7 @@ from ftkit.train.model.weight_conversion import split_as_stored, wrapped_name, w
 from ftkit.train.model.weights import PretrainedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ftkit.config.training import Precision
     from ftkit.planning.layout import RunLayout
@@ -140,14 +141,20 @@ class Exporter:
         )
 
     def with_logits(self, record: ExportRecord) -> ExportRecord:
-        """Compute what the trained weights and the base model say to the prompts of a record."""
-        trained = self._trained
-        if self._parts.recipe.training.adapters is not None:
-            trained = AdaptedTensors(self._need_base(), trained)
-        else:
-            trained = self._with_buffers(trained)
+        """Compute what the trained weights, these as they are exported, and the base say to the prompts of a record."""
+
+        def of_trained(weights: Mapping[str, torch.Tensor]) -> list[list[list[float]]]:
+            if self._parts.recipe.training.adapters is None:
+                return streamed_logits(self._model, self._with_buffers(weights), record.prompts)
+            return streamed_logits(self._model, AdaptedTensors(self._need_base(), weights), record.prompts)
+
+        exported, dtype = None, DTYPES[record.precision]
+        if dtype is not torch.float32 and record.kind == "adapters":
+            exported = of_trained(_RoundedTensors(self._trained, dtype))
+        elif dtype is not torch.float32:
+            exported = streamed_logits(self._plain, _RoundedTensors(self._whole_weights(), dtype), record.prompts)
         untrained = None if self._base is None else streamed_logits(self._plain, self._base, record.prompts)
-        return replace(record, trained=streamed_logits(self._model, trained, record.prompts), untrained=untrained)
+        return replace(record, trained=of_trained(self._trained), exported=exported, untrained=untrained)
 
     def write(self, record: ExportRecord, folder: Path, layout: RunLayout) -> None:
         """Write weights, configurations, tokenizer, model card and record into an empty folder."""
@@ -159,19 +166,14 @@ class Exporter:
         self._parts.tokenizer.save_pretrained(folder)
         self._parts.generation.save(folder)
         known = None if self._parts.pretrained is None else read_license(self._parts.pretrained)
-        card = model_card(layout, self._parts.recipe, record.step, record.kind, known)
-        (folder / CARD_FILE).write_text(card, "utf-8")
+        write_card(folder, layout, self._parts.recipe, record.step, record.kind, known)
         files = {path.name: SavedFile.of(path) for path in sorted(folder.glob("*.safetensors"))}
         write_json(folder / RECORD_FILE, replace(record, files=files))
         _let_others_read(folder)
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> None:
         """Write what `AutoModelForCausalLM.from_pretrained` loads: the text model, also of a multimodal one."""
-        lora = self._parts.recipe.training.adapters
-        if lora is not None:
-            weights: Mapping[str, torch.Tensor] = MergedTensors(self._need_base(), self._trained, lora)
-        else:
-            weights = self._with_buffers(self._trained)
+        weights = self._whole_weights()
         if missing := sorted({name for name, _ in self._plain.named_parameters()} - weights.keys()):
             raise TrainingError(
                 f"{len(missing)} of the model's parameters are not there: {', '.join(missing[:3])} …",
@@ -184,6 +186,13 @@ class Exporter:
         write_shards(_as_stored(self._plain, weights, names, dtype), folder)
         end_tokens = end_token_setting(self._parts.generation.end_tokens)
         config_for_export(config, type(self._plain).__name__, dtype, end_tokens).save_pretrained(folder)
+
+    def _whole_weights(self) -> Mapping[str, torch.Tensor]:
+        """Return the weights of a whole model: adapters are merged into their base as each is asked for."""
+        lora = self._parts.recipe.training.adapters
+        if lora is None:
+            return self._with_buffers(self._trained)
+        return MergedTensors(self._need_base(), self._trained, lora)
 
     def _write_adapters(self, dtype: torch.dtype, folder: Path) -> None:
         """Write what `PeftModel.from_pretrained` loads on top of the pretrained model, which may be multimodal."""
@@ -227,6 +236,22 @@ def _as_stored(
     for unit in units.values():
         whole = {name: _rounded(weights[name], dtype) for name in unit}
         yield from split_as_stored(model, whole).items()
+
+
+class _RoundedTensors(Mapping[str, torch.Tensor]):
+    """Tensors in the precision of an export; each is rounded when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self._tensors, self._dtype = tensors, dtype
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return _rounded(self._tensors[name], self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

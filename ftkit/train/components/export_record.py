@@ -75,6 +75,8 @@ class ExportRecord:
             if there is no base model to compute them with.
         untrained: the same of the base model.
         files: files of weights.
+        exported: the same of the trained weights as `precision` rounds them; None if it rounds nothing, and in records
+            of earlier versions.
     """
 
     run: str
@@ -88,6 +90,7 @@ class ExportRecord:
     trained: list[list[list[float]]] | None
     untrained: list[list[list[float]]] | None
     files: dict[str, SavedFile]
+    exported: list[list[list[float]]] | None = None
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:

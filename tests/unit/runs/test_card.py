@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
+from ftkit.config.model_config import shipped_config
+from ftkit.config.recipe import RecipePlan
+from ftkit.config.training import TrainingPlan
+from ftkit.planning.plan import plan_model
+from ftkit.runs.card import write_card
+from ftkit.runs.loss_curve import loss_curve, ticks
+from ftkit.runs.records import EvaluationRecord
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import RunMaker
+
+SECTIONS = {"name", "model", "data", "training", "evaluation"}
+
+
+def resolved(name: str, ctx: Context) -> RecipePlan:
+    spec = load_recipe(name, ctx)
+    shape = None if spec.model.weights == "random" else shipped_config(spec.model.weights)
+    training = TrainingPlan.of(spec.training, 2, "none")
+    return RecipePlan.of(spec, plan_model(spec.model, shape), training)
+
+
+@pytest.mark.parametrize("name", ["demo", "olmo3-7b-full", "gemma3-12b-sql-qlora"])
+def test_the_recipe_beside_a_card_is_read_as_what_was_trained(name: str, make_run: RunMaker, tmp_path: Path) -> None:
+    ctx = Context(tmp_path, tmp_path, {})
+    plan = resolved(name, ctx)
+    write_card(tmp_path, make_run().layout, plan, 10, "model")
+    again = resolved(str(tmp_path / "recipe.yaml"), ctx)
+    assert again.model_dump(include=SECTIONS) == plan.model_dump(include=SECTIONS)
+
+
+def test_a_card_has_the_license_the_losses_and_their_curve(make_run: RunMaker, records: Any, tmp_path: Path) -> None:
+    run = make_run()
+    evaluations = [EvaluationRecord(1.0, at, when, loss, 9.0, None, ()) for at, when, loss in ((0, "before", 6.0),)]
+    evaluations.append(EvaluationRecord(1.0, 20, "after", 1.25, 3.5, 0.9, ()))
+    records.write(run, *evaluations, *(records.step(number, 6 / number) for number in range(1, 31)))
+    plan = resolved("demo", Context(tmp_path, tmp_path, {}))
+    write_card(tmp_path, run.layout, plan, 20, "model", "mit")
+    card = (tmp_path / "README.md").read_text()
+    assert 'license: "mit"' in card
+    assert "| after | 1.2500 | 3.50 | 90.0% |" in card
+    assert "![Loss by step](loss.svg)" in card
+    picture = ET.fromstring((tmp_path / "loss.svg").read_text())  # noqa: S314 - our own file
+    assert picture.attrib["aria-label"] == "training loss 6 to 0.3"  # nothing after step 20
+    assert len(picture.findall("{*}circle")) == 2
+
+
+def test_a_run_of_one_step_has_no_curve_and_a_long_one_few_points(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    records.write(run, records.step(1), records.step(1))
+    assert loss_curve(run.layout.metrics, 10) is None
+    records.write(run, *(records.step(number, float("nan") if number == 7 else 2.0) for number in range(2, 2000)))
+    curve = loss_curve(run.layout.metrics, 10**6)
+    assert curve is not None
+    assert curve.count("L") < 500
+    assert "nan" not in curve
+
+
+@given(st.floats(-1e6, 1e6), st.floats(0, 1e6))
+def test_ticks_are_few_and_between_the_ends(low: float, span: float) -> None:
+    found = ticks(low, low + span)
+    assert 1 <= len(found) <= 8
+    slack = 1e-9 * max(1.0, abs(low), span)
+    assert all(low - slack <= tick <= low + span + slack for tick in found)
