@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
@@ -37,6 +38,9 @@ _HAS_SINKS = ("gpt_oss",)
 _IGNORES_POSITIONS = ("gpt_oss",)
 """Families whose decoder builds its masks without `position_ids` (transformers 5.23): packed documents would attend to
 each other."""
+
+_KERNEL_TOLERANCE = 0.05
+"""Largest difference of results and gradients, relative to their norm, that rounding in bf16 explains."""
 
 FLEX_MINIMUM = 128
 """Tokens from which on flex attention has one kernel for training and inference. For fewer queries torch takes a
@@ -130,24 +134,57 @@ def _flash4_failure(config: PretrainedConfig, world: World) -> str | None:
 
 
 def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str | None:
-    """Try forward and backward on the model's heads; training uses the compiled kernels again."""
+    """Try forward and backward on the model's heads, with and without its window, and compare with torch's SDPA.
+
+    Training uses the compiled kernels again. Some versions compute wrong gradients for some widths of heads.
+    """
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    try:
-        query, key, value = (
-            torch.randn(FLEX_MINIMUM, num, width, dtype=torch.bfloat16, device=device, requires_grad=True)
-            for num in (heads, key_heads, key_heads)
-        )
-        cu_seqlens = torch.tensor([0, FLEX_MINIMUM // 3, FLEX_MINIMUM], dtype=torch.int32, device=device)
-        output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, 1 / math.sqrt(width), None)
-        output.sum().backward()
-        torch.cuda.synchronize(device)  # host sync: a kernel's error shows here, before step 1
-    except Exception as error:  # noqa: BLE001 - many packages, each with errors of its own, may be missing or too old
-        return f"{type(error).__name__}: {one_line(error)}"
+    cu_seqlens = torch.tensor([0, FLEX_MINIMUM // 3, FLEX_MINIMUM], dtype=torch.int32, device=device)
+    query, key, value, gradient = (
+        torch.randn(FLEX_MINIMUM, num, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for num in (heads, key_heads, key_heads, heads)
+    )
+    inputs, scale = (query, key, value), 1 / math.sqrt(width)
+    for window in (None,) if getattr(config, "sliding_window", None) is None else (None, FLEX_MINIMUM // 8):
+        try:
+            output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, scale, window)
+            found = (output, *torch.autograd.grad(output, inputs, gradient))
+        except Exception as error:  # noqa: BLE001 - many packages, each with errors of its own, may be missing or too old
+            return f"{type(error).__name__}: {one_line(error)}"
+        output = masked_attention(query, key, value, cu_seqlens, scale, window)
+        expected = (output, *torch.autograd.grad(output, inputs, gradient))
+        # host sync: before step 1
+        off = max(float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True))
+        if not off <= _KERNEL_TOLERANCE:
+            return f"it computes heads of {width} wrongly: results or gradients are off by {off:.0%}"
     return None
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Compute attention within documents by torch's SDPA, with a mask of the number of tokens squared.
+
+    Shapes: query [T, H, D], key and value [T, K, D]; returns [T, H, D].
+    """
+    places = torch.arange(len(query), device=query.device)
+    document = torch.bucketize(places, cu_seqlens, right=True)
+    distance = places[:, None] - places
+    mask = (document[:, None] == document) & (distance >= 0)
+    if sliding_window is not None:
+        mask &= distance < sliding_window
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    output = functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+    return output[0].transpose(0, 1)
 
 
 def _flash4(  # noqa: PLR0913 - the interface is transformers'

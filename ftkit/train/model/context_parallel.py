@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 from transformers import AttentionInterface
 
 from ftkit.errors import TrainingError
-from ftkit.train.model.attention import refuse_changed_scores, varlen_attention
+from ftkit.train.model.attention import masked_attention, refuse_changed_scores, varlen_attention
 from ftkit.train.private_apis import process_group
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
     if kernel == "flash4":
         output, _ = varlen_attention(queries, keys, values, cu_seq_lens_q, max_length_q, scale, sliding_window)
     else:
-        output = _masked_attention(queries, keys, values, cu_seq_lens_q, scale, sliding_window)
+        output = masked_attention(queries, keys, values, cu_seq_lens_q, scale, sliding_window)
     sent = output.view(batch, size, tokens, -1).transpose(0, 1).contiguous()
     received = all_to_all(sent, group).permute(1, 2, 0, 3)  # [B, S, size, ...]
     return received.reshape(batch, tokens, heads, -1), None
@@ -107,29 +106,6 @@ def _repeat_heads(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Repeat key-value heads, [B, K, S, D], as often as each of `size` ranks needs one for its query heads."""
     times = size // math.gcd(size, tensor.shape[1])
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
-
-
-def _masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
-) -> torch.Tensor:
-    """Compute attention within documents by torch's SDPA, with a mask of the number of tokens squared.
-
-    Shapes: query [T, H, D], key and value [T, K, D]; returns [T, H, D].
-    """
-    places = torch.arange(len(query), device=query.device)
-    document = torch.bucketize(places, cu_seqlens, right=True)
-    distance = places[:, None] - places
-    mask = (document[:, None] == document) & (distance >= 0)
-    if sliding_window is not None:
-        mask &= distance < sliding_window
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    output = functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
-    return output[0].transpose(0, 1)
 
 
 # An operator: the compiler doesn't trace into it, so it takes the group by its name.
