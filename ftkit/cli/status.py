@@ -11,7 +11,7 @@ import click
 from ftkit.cli.arguments import RUN_HELP, get_run, get_submitted_run, json_option, run_argument
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
-from ftkit.cli.terminal.format import age, duration, finite, short_path
+from ftkit.cli.terminal.format import age, duration, finite, plural, short_path
 from ftkit.cli.terminal.report import (
     advice,
     next_commands,
@@ -25,7 +25,8 @@ from ftkit.errors import EXIT_CODES, RunFailedError
 from ftkit.runs.entry import read_entry
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder
-from ftkit.runs.progress import Restart, Silence, list_restarts, measure_silence, seconds_left
+from ftkit.runs.progress import Restart, Silence, list_anomalies, list_restarts, measure_silence, seconds_left
+from ftkit.runs.records import AnomalyRecord
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.submission import SubmittedRun
 from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarize
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _NUM_CHECKPOINTS_SHOWN = 5
 _NUM_RESTARTS_SHOWN = 5
+_NUM_ANOMALIES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class _Status:
     failure: Failure | None
     silence: Silence | None
     restarts: list[Restart]
+    anomalies: list[AnomalyRecord]
     doubts: list[str]
     """What keeps the run from being repeated exactly."""
 
@@ -103,6 +106,7 @@ def _read(folder: RunFolder) -> _Status:
         failure=explain_failure(entry.run, seen) if entry.run else None,
         silence=measure_silence(folder.layout, seen, plan.recipe.training.log_every_steps if plan else 1, time.time()),
         restarts=list_restarts(folder.layout),
+        anomalies=list_anomalies(folder.layout),
         doubts=explain_missing_digests(folder.layout),
     )
 
@@ -169,6 +173,12 @@ def _progress_facts(status: _Status) -> list[tuple[str, Cell]]:
     ]
     if lines:
         facts.append(("restarts", "\n".join([f"{len(status.restarts)}, the newest last", *lines])))
+    kinds = {"nonfinite": ("left out", ", not finite"), "spike": ("spikes", "")}
+    for kind, (title, what) in kinds.items():
+        steps = [str(each.step) for each in status.anomalies if each.kind == kind]
+        if steps:
+            newest = ", ".join(steps[-_NUM_ANOMALIES_SHOWN:])
+            facts.append((title, f"{plural(len(steps), 'step')}{what}, the newest last: {newest}"))
     if status.doubts:
         facts.append(("not repeatable", "; ".join(status.doubts)))
     return facts
@@ -225,6 +235,7 @@ def _as_json(status: _Status) -> dict[str, Any]:
             "silent_seconds": status.silence.seconds if status.silence else None,
             "is_stalled": bool(status.silence and status.silence.is_stalled),
             "restarts": [asdict(restart) for restart in status.restarts],
+            "anomalies": [asdict(each) for each in status.anomalies],
             "not_repeatable": status.doubts,
             "checkpoints": [{"step": step, "path": str(path)} for step, path in list_checkpoints(layout)],
             "exit_code": _exit_code(status),

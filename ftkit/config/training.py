@@ -26,6 +26,7 @@ AttentionChoice = Literal["auto", "flash4", "flex", "sdpa", "eager"]
 EngineChoice = Literal["auto", "fsdp2", "zero3"]
 Method = Literal["full", "lora", "qlora"]
 Offload = Literal["none", "optimizer", "all"]
+OnNonfinite = Literal["stop", "skip"]
 Precision = Literal["bf16", "fp32"]
 TrainingPrecision = Literal["bf16", "fp32", "fp8"]
 Quantization = Literal["none", "nf4", "fp8"]
@@ -139,6 +140,9 @@ class TrainingSpec(Spec):
     """What moves weights and gradients between GPUs, with engine fsdp2: NCCL, whose kernels occupy SMs that
     matmuls could use, or the copy engines, on one host with NVLink (torch 2.11 or newer); `auto`: copy engines where
     they work. They move gradients in the precision of training, and sum them in `reduce_precision`."""
+    on_nonfinite: OnNonfinite = "stop"
+    """What follows a step whose loss or gradient is NaN or infinite. Its weights are never updated; then the run ends
+    (`stop`), or continues with the next batch (`skip`), until ten in a row were so."""
     checkpoint_every_steps: PositiveInt = 300
     """Steps between checkpoints; there is always one at the end."""
     keep_checkpoints: PositiveInt = 2

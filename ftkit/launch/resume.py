@@ -50,6 +50,7 @@ _HARMLESS = (
             "keep_checkpoints",
             "log_every_steps",
             "micro_batch_size",
+            "on_nonfinite",
             "reshard_after_forward",
         )
     ),

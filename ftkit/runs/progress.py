@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.files import read_json_if_valid
 from ftkit.runs.lease import current_holder
-from ftkit.runs.records import EndRecord, StartRecord, StepRecord, read_last_record, read_outline
+from ftkit.runs.records import AnomalyRecord, EndRecord, StartRecord, StepRecord, read_last_record, read_outline
 from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:
@@ -64,6 +64,12 @@ def list_restarts(layout: RunLayout) -> list[Restart]:
 
 def _is_start(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("time"), float)
+
+
+def list_anomalies(layout: RunLayout) -> list[AnomalyRecord]:
+    """Return the steps that stood out, each once although it may have been repeated, in the order of their steps."""
+    found = {(each.step, each.kind): each for each in read_outline(layout.metrics) if isinstance(each, AnomalyRecord)}
+    return [found[key] for key in sorted(found)]
 
 
 def seconds_left(summary: TrainingSummary) -> float | None:

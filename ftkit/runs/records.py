@@ -127,6 +127,23 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class AnomalyRecord:
+    """A step that stands out, with the packs that it was of.
+
+    `nonfinite`: its loss or gradient was, and the optimizer step was left out. `spike`: its loss or gradient is far
+    above those of the steps before it.
+    """
+
+    event: ClassVar[str] = "anomaly"
+    time: Seconds
+    step: Count
+    kind: Literal["nonfinite", "spike"]
+    loss: float
+    grad_norm: float
+    packs: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
 class Sample:
     """A question of the validation split with the reference and the completion; `correct`: its first score is best."""
 
@@ -200,6 +217,7 @@ Record = (
     | VerificationRecord
     | MemoryRecord
     | StepRecord
+    | AnomalyRecord
     | EvaluationRecord
     | CheckpointRecord
     | EndRecord

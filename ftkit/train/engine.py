@@ -76,6 +76,8 @@ class Engine(Protocol):
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a global norm, update the weights and clear the gradients.
 
+        If the norm is not finite, weights and optimizer states stay as they are, on all ranks.
+
         Returns:
             The norm that the gradients had: a scalar on the device.
         """

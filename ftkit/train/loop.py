@@ -15,6 +15,7 @@ import torch
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.checkpoints import BestEvaluation, TrainState
 from ftkit.train.causal_lm import SourceLosses
+from ftkit.train.components.anomalies import AnomalyWatch
 from ftkit.train.components.batches import BatchSchedule, StepBatch
 from ftkit.train.components.checkpointer import Checkpointer
 from ftkit.train.components.evaluate import Evaluator
@@ -53,6 +54,7 @@ class TrainingLoop:
     checkpointer: Checkpointer
     num_steps: int
     state: TrainState
+    anomalies: AnomalyWatch
     sources: tuple[str, ...] = ()
     """The names of several sources, whose losses are told apart."""
 
@@ -78,10 +80,10 @@ class TrainingLoop:
                 self.state = replace(self.state, step=self.state.step + 1)
                 stop = self._is_asked_to_stop()
                 reducer.push(self.state.step, batch.num_targets, outcome, stopwatch.take(), stop=stop)
-                stopped = self._report(reporter, before)
+                stopped = self._judge(reporter, before)
                 with stopwatch.paused():
                     if stopped or self._waits_for_step():
-                        stopped |= self._report(reporter, reducer.pop())
+                        stopped |= self._judge(reporter, reducer.pop())
                     is_best = self._evaluate_if_due()
                     self._save_if_due(is_best=is_best, is_last=stopped or self.is_complete)
                     end_profiled_step()
@@ -145,6 +147,13 @@ class TrainingLoop:
     def _is_asked_to_stop(self) -> bool:
         """Look for a stop request on rank 0; the step's all-reduce tells the others."""
         return self.world.is_first and any(path.exists() for path in _stop_files(self.plan.layout))
+
+    def _judge(self, reporter: StepReporter, result: StepResult | None) -> bool:
+        """Report a step, and see whether it went wrong; return whether a stop was requested."""
+        stopped = self._report(reporter, result)
+        if result is not None:
+            self.anomalies.check(result)
+        return stopped
 
     def _report(self, reporter: StepReporter, result: StepResult | None) -> bool:
         """Report a step, if there is one; return whether a stop was requested."""

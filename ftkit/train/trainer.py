@@ -24,6 +24,7 @@ from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import RunPlan, count_steps, plan_for_counts
 from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
+from ftkit.train.components.anomalies import AnomalyWatch
 from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.components.checkpointer import Checkpointer, load_best, load_newest
 from ftkit.train.components.evaluate import Evaluator
@@ -124,11 +125,13 @@ class Trainer:
             self._evaluate(evaluator, engine, 0, "before")
         training_began = time.time()
         with Checkpointer(self.plan, self.world, self.recorder) as checkpointer:
+            batches = self._batches(store, is_packed=is_packed, is_mixed=bool(manifest.mixed_sources))
+            policy = self.plan.recipe.training.on_nonfinite
             loop = TrainingLoop(
                 self.plan,
                 self.world,
                 engine,
-                self._batches(store, is_packed=is_packed, is_mixed=bool(manifest.mixed_sources)),
+                batches,
                 evaluator,
                 self.recorder,
                 self.trace,
@@ -136,6 +139,7 @@ class Trainer:
                 checkpointer,
                 num_steps,
                 state,
+                AnomalyWatch(self.plan.id, policy, self.recorder, batches.packs_of_step),
                 manifest.mixed_sources,
             )
             outcome = loop.train()

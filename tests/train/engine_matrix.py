@@ -49,6 +49,8 @@ from ftkit.train.world import World, init_world
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ftkit.train.engine import Engine
+
 LENGTH, VOCABULARY, STEPS, ACCUMULATION = 24, 320, 3, 2
 TRIED = (*MEASURED, "gpt_neox", "qwen2")
 """The four, and two that have what none of them has: fused projections, biases, names of their own."""
@@ -193,11 +195,27 @@ def train(case: Case, world: World) -> dict[str, Any]:
         held_out = world.sum([float(trained(batch=batch(STEPS, 0, world)))])[0]
     trained_weights = engine.trained_weights().items()
     length = sum(float(weight.double().square().sum()) for name, weight in trained_weights if name != "lm_head.weight")
+    unharmed = family != "llama" or world.sum([float(leaves_out_a_step(engine, world))])[0] == world.size
     held = {part: sum(tensor.numel() for tensor in tensors) for part, tensors in engine.tensors().items()}
     return {
         "losses": losses, "norms": norms, "held_out": held_out, "length": length, "checks": checks, "held": held,
-        "gathered": gathers.count,
+        "gathered": gathers.count, "unharmed": unharmed,
     }  # fmt: skip
+
+
+def leaves_out_a_step(engine: Engine, world: World) -> bool:
+    """Tell whether a gradient that is not finite on one rank leaves this rank's state as it is."""
+
+    def state() -> list[torch.Tensor]:
+        tensors = engine.tensors()
+        parts = (tensor for part in ("parameters", "optimizer") for tensor in tensors[part])
+        return [tensor.flatten().clone().view(torch.uint8) for tensor in parts]  # 4-bit weights may look like NaN
+
+    before = state()
+    loss = engine.forward(batch(STEPS, 0, world))
+    engine.backward(loss * (torch.nan if world.rank == 1 else 1.0), 1, is_last=True)
+    norm = engine.step(1e-2, max_norm=0.5)
+    return not norm.isfinite() and all(map(torch.equal, before, state()))
 
 
 def main() -> None:

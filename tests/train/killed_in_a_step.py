@@ -1,6 +1,7 @@
 """The rank of a run that is killed, or fails, as it begins a step; torchrun starts it as the trainer.
 
-Arguments: the step; `behind` for a device that runs behind the host, as GPUs do; a word more to fail; the plan.
+Arguments: the step; `behind` for a device that runs behind the host, as GPUs do; a word more to fail, or `nan` for a
+loss that is none on the last rank; the plan.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from ftkit.train.loop import TrainingLoop
 
 
 def train_step_or_die(training: TrainingLoop, batch: Any) -> Any:
-    if training.state.step == int(sys.argv[1]) - 1:
+    if training.state.step == int(sys.argv[1]) - 1 and sys.argv[3] == "nan":
+        if training.world.rank == training.world.size - 1:
+            batch = replace(batch, num_targets=float("nan"))
+    elif training.state.step == int(sys.argv[1]) - 1:
         training.checkpointer.wait()
         if len(sys.argv) > 4:
             raise ZeroDivisionError

@@ -15,6 +15,7 @@ from ftkit.runs.records import StartRecord
 from ftkit.train import private_apis
 from ftkit.train.components import adamw8bit
 from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
+from ftkit.train.private_apis import leave_out_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +56,16 @@ def test_a_state_takes_a_byte_and_its_part_of_a_scale() -> None:
     state = optimizer.state[values[0]]
     stored = sum(tensor.nbytes for name, tensor in state.items() if name != "step")
     assert stored == 2 * (4200 + 4 * 17)
+
+
+def test_a_step_that_is_to_be_left_out_changes_nothing() -> None:
+    values = [torch.nn.Parameter(torch.ones(64, 64))]
+    optimizer = AdamW8bit(values, lr=1e-2, betas=(0.9, 0.95))
+    values[0].grad = torch.full((64, 64), torch.nan)
+    leave_out_step(optimizer, torch.ones(()))
+    optimizer.step()
+    assert torch.equal(values[0], torch.ones(64, 64))
+    assert not optimizer.state[values[0]]
 
 
 def test_states_of_small_parameters_are_those_of_adamw() -> None:

@@ -98,6 +98,11 @@ def test_both_engines_train_alike(family: str, method: Method, matrix: dict[str,
     assert is_quantized == (method == "qlora")
 
 
+@pytest.mark.oldest
+def test_a_step_whose_gradient_is_not_finite_changes_nothing_on_any_rank(matrix: dict[str, dict[str, Any]]) -> None:
+    assert [name for name, case in matrix.items() if not case["unharmed"]] == []
+
+
 @pytest.mark.parametrize(("engine", "copies", "gradients"), [("fsdp2", 1, 0), ("zero3", 2, 1)])
 def test_an_engine_tells_what_it_holds(
     engine: str, copies: int, gradients: int, matrix: dict[str, dict[str, Any]]

@@ -140,6 +140,21 @@ def test_peft_layers_compute_in_the_dtype_of_their_inputs() -> None:
     assert not model[0].cast_input_dtype_enabled
 
 
+@pytest.mark.oldest
+def test_a_fused_optimizer_leaves_out_a_step_if_a_scalar_says_so() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    weight.grad = torch.full((3,), torch.nan)
+    private_apis.leave_out_step(optimizer, torch.ones(()))
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(3))
+    weight.grad = torch.ones(3)
+    private_apis.leave_out_step(optimizer, torch.zeros(()))
+    optimizer.step()
+    assert torch.allclose(weight, torch.full((3,), 0.899))
+    assert optimizer.state[weight]["step"] == 1
+
+
 DEEPSPEED = """
 import os
 import torch

@@ -12,11 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit.data.encoding import IGNORED
+from ftkit.data.order import pack_at
 from ftkit.data.store import PreparedData
 from ftkit.files import parse_json
 from ftkit.planning.plan import PREPARATION_VERSION
 from ftkit.runs.checkpoints import MARKER, Marker
 from ftkit.runs.records import (
+    AnomalyRecord,
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
@@ -166,6 +168,18 @@ def test_a_run_that_fails_in_a_step_has_recorded_the_step_before(make_run: Calla
     run = make_run("failed behind", "evaluation.sql_execution=null", processes=1)
     run.launch(str(KILLED), "6", "behind", "by an error", expect=1)
     assert sorted(run.losses()) == list(range(1, 6))
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_and_recorded(make_run: Callable[..., Any]) -> None:
+    options = ("training.on_nonfinite=skip", "training.max_steps=8", "evaluation.sql_execution=null")
+    run = make_run("not finite", *options)
+    run.launch(str(KILLED), "6", "behind", "nan")
+    assert [step for step, (_, norm) in run.losses().items() if not math.isfinite(norm)] == [6]
+    assert sorted(run.losses()) == list(range(1, 9))
+    (anomaly,) = run.records(AnomalyRecord)
+    store = PreparedData(run.plan.data_directory).read_train()
+    assert (anomaly.step, anomaly.kind) == (6, "nonfinite")
+    assert anomaly.packs == tuple(pack_at(index, len(store), run.plan.recipe.training.seed) for index in range(40, 48))
 
 
 def test_a_damaged_checkpoint_is_left_for_the_one_before_it(finished_run: Any) -> None:

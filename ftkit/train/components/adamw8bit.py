@@ -72,12 +72,16 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.found_inf: torch.Tensor | None = None
+        """On the device, 1 if the next step is to change nothing: the name is that of torch's fused optimizers."""
         _library()  # a missing package is noticed before step 1
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
         """Update parameter by parameter; the small ones together."""
         del closure
+        if self.found_inf is not None and self.found_inf:  # host sync: its kernel always updates
+            return
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in trained:

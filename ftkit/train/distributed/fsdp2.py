@@ -30,7 +30,7 @@ from ftkit.train.memory.activation_checkpointing import apply_activation_checkpo
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.weights import materialize
-from ftkit.train.private_apis import FSDP2_ON_CPUS, TORCH, complete_cpu_streams
+from ftkit.train.private_apis import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, leave_out_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,11 +138,13 @@ class Fsdp2Engine:
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Clip, update the weights and clear the gradients; see `Engine.step`."""
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        leave_out_step(self.optimizer, 1.0 - norm.isfinite().float())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return what this rank holds from step to step."""

@@ -144,7 +144,7 @@ class Zero3Engine:
         self._optimizer.set_step(learning_rate, max_norm)
         self._engine.step()
         norm = self._optimizer.grad_norm
-        # DeepSpeed leaves a step out whose gradients overflow: the loss shows it, as with other engines.
+        # DeepSpeed itself leaves out a step whose gradients are not finite, and then has no norm.
         return torch.as_tensor(torch.nan if norm is None else norm, device=self._world.device).float()
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:

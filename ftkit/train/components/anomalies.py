@@ -1,0 +1,99 @@
+"""Steps that stand out: a loss or gradient that is not finite, and spikes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Literal
+
+from ftkit.errors import TrainingError
+from ftkit.runs.records import AnomalyRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.config.training import OnNonfinite
+    from ftkit.train.components.metrics import Recorder, StepResult
+
+log = logging.getLogger(__name__)
+
+_WINDOW, _LEAST, _SIGMAS = 128, 32, 6.0
+"""A spike is so many standard deviations above the mean of the last steps (OLMo-core's SkipStepOptimizer)."""
+_MOST_LEFT_OUT = 10
+"""In a row: then it is not single batches."""
+_SHOWN = 8
+
+
+class AnomalyWatch:
+    """Looks at each step's loss and gradient, which all ranks know alike once they are reduced.
+
+    An engine leaves out the optimizer step of a gradient that is not finite, on the device. Here the host learns of it,
+    a step later, without waiting for the device.
+    """
+
+    def __init__(
+        self, run_id: str, policy: OnNonfinite, recorder: Recorder, packs_of_step: Callable[[int], list[int]]
+    ) -> None:
+        """Begin to look.
+
+        Args:
+            run_id: for advice.
+            policy: what follows a step that is not finite.
+            recorder: takes the records.
+            packs_of_step: returns the packs of a step, counted from 0.
+        """
+        self._run_id = run_id
+        self._policy = policy
+        self._recorder = recorder
+        self._packs_of_step = packs_of_step
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._norms: deque[float] = deque(maxlen=_WINDOW)
+        self._num_left_out = 0
+
+    def check(self, result: StepResult) -> None:
+        """Report a step that stands out.
+
+        Raises:
+            TrainingError: its gradient is not finite, and the policy is to stop; or so were too many in a row.
+        """
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            self._report_nonfinite(result)
+            return
+        self._num_left_out = 0
+        if _is_spike(result.loss, self._losses) or _is_spike(result.grad_norm, self._norms):
+            log.warning(
+                "step %d spikes: loss %.4f (mean %.4f), grad norm %.2f (mean %.2f); packs %s",
+                result.step, result.loss, fmean(self._losses), result.grad_norm, fmean(self._norms),
+                self._record(result, "spike"),
+            )  # fmt: skip
+        self._losses.append(result.loss)
+        self._norms.append(result.grad_norm)
+
+    def _report_nonfinite(self, result: StepResult) -> None:
+        packs = self._record(result, "nonfinite")
+        self._num_left_out += 1
+        what = f"step {result.step}: loss {result.loss:.4f}, grad norm {result.grad_norm:.2f}; its update was left out"
+        if self._policy == "skip" and self._num_left_out < _MOST_LEFT_OUT:
+            log.warning("%s; packs %s", what, packs)
+            return
+        resume = f"ftkit resume {self._run_id}"
+        raise TrainingError(
+            what if self._policy == "stop" else f"{what}, as were the {_MOST_LEFT_OUT - 1} before it",
+            meaning="examples that no model should learn, too high a learning rate, or too low a precision; "
+            "the newest checkpoint is unharmed",
+            fix=f"look at its packs: ftkit data show --packs {packs.removesuffix(',…')} {self._run_id}; "
+            + (f"to leave out such steps: {resume} training.on_nonfinite=skip" if self._policy == "stop" else resume),
+        )
+
+    def _record(self, result: StepResult, kind: Literal["nonfinite", "spike"]) -> str:
+        """Write a record; return the first packs of the step as text."""
+        packs = self._packs_of_step(result.step - 1)
+        self._recorder.write(AnomalyRecord(time.time(), result.step, kind, result.loss, result.grad_norm, tuple(packs)))
+        return ",".join(map(str, packs[:_SHOWN])) + (",…" if len(packs) > _SHOWN else "")
+
+
+def _is_spike(value: float, before: deque[float]) -> bool:
+    return len(before) >= _LEAST and value > fmean(before) + _SIGMAS * pstdev(before)

@@ -1,0 +1,69 @@
+"""What is said of steps that stand out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.errors import TrainingError
+from ftkit.train.components.anomalies import AnomalyWatch
+from ftkit.train.components.metrics import StepResult, StepTiming
+
+if TYPE_CHECKING:
+    from ftkit.config.training import OnNonfinite
+    from ftkit.runs.records import Record
+
+NAN = float("nan")
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+
+def watch(policy: OnNonfinite, recorder: Recorder) -> AnomalyWatch:
+    return AnomalyWatch("demo-1", policy, recorder, lambda step: list(range(10 * step, 10 * step + 10)))  # type: ignore[arg-type]
+
+
+def step(number: int, loss: float = 1.0, norm: float = 0.5) -> StepResult:
+    return StepResult(number, loss, {}, norm, 1e-3, stop_requested=False, timing=StepTiming(1.0, 1.0, 0.0))
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(NAN, NAN), (float("inf"), NAN), (1.0, float("inf"))])
+def test_a_step_that_is_not_finite_stops_the_run_and_names_its_packs(loss: float, norm: float) -> None:
+    recorder = Recorder()
+    with pytest.raises(TrainingError, match="its update was left out") as caught:
+        watch("stop", recorder).check(step(3, loss, norm))
+    assert "ftkit data show --packs 20,21,22,23,24,25,26,27 demo-1" in caught.value.fix
+    assert "ftkit resume demo-1 training.on_nonfinite=skip" in caught.value.fix
+    assert [(record.kind, record.step, record.packs) for record in recorder.records] == [
+        ("nonfinite", 3, tuple(range(20, 30)))
+    ]
+
+
+def test_steps_that_are_not_finite_are_skipped_until_ten_in_a_row_were_so() -> None:
+    recorder = Recorder()
+    looks = watch("skip", recorder)
+    for number in range(1, 10):
+        looks.check(step(number, NAN, NAN))
+    looks.check(step(10))
+    for number in range(11, 20):
+        looks.check(step(number, NAN, NAN))
+    with pytest.raises(TrainingError, match="as were the 9 before it"):
+        looks.check(step(20, NAN, NAN))
+    assert len(recorder.records) == 19
+
+
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_a_spike_is_recorded_once_the_usual_is_known(what: str) -> None:
+    recorder = Recorder()
+    looks = watch("stop", recorder)
+    looks.check(step(1, **{what: 9.0}))  # nothing to compare with
+    for number in range(2, 200):
+        looks.check(step(number, loss=1 + 0.01 * (number % 7), norm=0.5 + 0.01 * (number % 5)))
+    looks.check(step(200, **{what: 2.0}))
+    assert [(record.kind, record.step) for record in recorder.records] == [("spike", 200)]
