@@ -15,6 +15,10 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""Of peft: in a folder of adapters."""
+EXPORT_RECORD = "ftkit-export.json"
+"""Of ftkit: in an export, with the digests of its weights."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 

@@ -253,8 +253,9 @@ class ModelSpec(Spec):
 
     weights: Weights
     """A hub id such as `allenai/Olmo-3-1025-7B`, a folder (`/data/model`; `./model` in the recipe's folder),
-    `run:NAME` for what an earlier run has trained (its export, or its adapters on their base model), or `random` for an
-    untrained model."""
+    `run:NAME` for what an earlier run has trained (its export, or its adapters on their base model), `run:NAME@STEP`
+    for one of its checkpoints (a step, `best`, or `last`), or `random` for an untrained model. A folder of peft's LoRA
+    adapters stands for the model that they belong to, with them."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     architecture: ArchitectureFields = ArchitectureFields.model_construct()
@@ -307,6 +308,19 @@ def _missing(fields: ArchitectureFields) -> list[str]:
     return [name for name in required if getattr(fields, name) is None]
 
 
+class TrainedWeights(Spec):
+    """What an earlier run has trained, where training continues with it."""
+
+    run: str
+    """The run's id."""
+    step: int
+    """Steps that it was trained."""
+    sha256: str
+    """Of the file that lists the digests of all weights: the export's record, or the checkpoint's marker."""
+    folder: str
+    """Where the export is. That of a checkpoint is made when the data is prepared."""
+
+
 class ModelPlan(ModelSpec):
     """The model with its shape whole and its parameters counted."""
 
@@ -315,7 +329,9 @@ class ModelPlan(ModelSpec):
     adapter: str | None = None
     """Folder of the adapters that training continues with."""
     source: str | None = None
-    """What the recipe asks for, where that is an earlier run."""
+    """What the recipe asks for, where that is an earlier run or adapters."""
+    trained: TrainedWeights | None = None
+    """Which weights of the earlier run these are."""
     requested_revision: str | None = None
     """The revision that the recipe asks for, where it is resolved to a commit."""
     new_tokens: tuple[str, ...] = ()

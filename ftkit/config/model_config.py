@@ -7,6 +7,7 @@ planned without a network: a file holds the text part of a config.json, and unde
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -37,6 +38,48 @@ _EQUAL = (
 )  # fmt: skip
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Types of layers."""
+
+
+DEQUANTIZED_METHODS = ("mxfp4", "fp8")
+"""Quantized weights that are dequantized while they are loaded."""
+
+
+def check_dequantizable(config: Mapping[str, Any], weights: str) -> None:
+    """Refuse weights that are quantized in a way that ftkit does not dequantize.
+
+    Raises:
+        ConfigError: they are; with what to name instead.
+    """
+    if (problem := why_not_dequantizable(config)) is not None:
+        what = f"{problem}: fine-tuning starts from weights in bf16 or fp32."
+        raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, unquantized_fix(weights))])
+
+
+def why_not_dequantizable(config: Mapping[str, Any]) -> str | None:
+    """Say how weights are quantized, if ftkit does not dequantize them; `config` is raw."""
+    quantization = config.get("quantization_config") or text_part(config).get("quantization_config")
+    if not isinstance(quantization, dict) or not quantization:
+        return None
+    method = quantization.get("quant_method")
+    if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+        method = "bitsandbytes"
+    if method == "fp8" and not quantization.get("weight_block_size"):
+        return "the weights are quantized by 'fp8' without blocks, which ftkit does not dequantize"
+    if method in DEQUANTIZED_METHODS:
+        return None
+    return f"the weights are quantized by '{method}', which ftkit does not dequantize"
+
+
+_QUANTIZED_NAME = re.compile(
+    r"[-_](unsloth-bnb-4bit|bnb-4bit|[48]bit|int[48]|w4a16|w8a8|gptq|awq|fp8|nf4|mlx|gguf)\b.*", re.IGNORECASE
+)
+
+
+def unquantized_fix(weights: str) -> str:
+    """Say what to name in place of quantized weights."""
+    plain = _QUANTIZED_NAME.sub("", weights)
+    named = f", most likely {plain}" if plain != weights and not is_path(weights) else ""
+    return f"Name the unquantized version of the model{named}; training.method=qlora quantizes it to 4 bits itself."
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

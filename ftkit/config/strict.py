@@ -63,7 +63,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
 RUN = "run:"
 """Begins the name of an earlier run where a model is asked for."""
-_RUN = re.compile(r"run:[A-Za-z0-9][A-Za-z0-9._-]*")
+_RUN = re.compile(r"run:[A-Za-z0-9][A-Za-z0-9._-]*(@(\d{1,18}|best|last))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -107,7 +107,9 @@ def _check_hub_id_or_folder(value: str) -> str:
 def _check_weights(value: str) -> str:
     if value.startswith(RUN):
         if not _RUN.fullmatch(value):
-            raise ValueError("a run is given as run:NAME, or run: and what else 'ftkit status' takes")
+            raise ValueError(
+                "a run is given as run:NAME or run:NAME@STEP (a step, best, or last); NAME is what 'ftkit status' takes"
+            )
         return value
     return _check_hub_id_or_folder(value)
 

@@ -9,9 +9,9 @@ import traceback
 from pathlib import Path
 
 from ftkit.data.prepare import prepare
+from ftkit.data.weights import export_weights, fetch_weights
 from ftkit.errors import FtkitError, as_disk_full, redact
-from ftkit.hub.access import check_data, check_weights, download_weights
-from ftkit.hub.cache import is_fetched
+from ftkit.hub.access import check_data, check_weights
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.records import StageRecord, append_record, record_rank_error
@@ -30,15 +30,14 @@ def main(plan_path: Path) -> int:
     try:
         plan = read_plan(layout)
         home = Workspace(plan.workspace).hub_home
+        export_weights(plan, report)
         warnings = [check_weights(plan.recipe.model, os.environ, home)]
         if not plan.is_data_prepared:
             warnings += [check_data(source, os.environ, home) for source in plan.recipe.data.sources]
         for warning in filter(None, warnings):
             report(f"warning: {warning}")
         prepare(plan, report)
-        if not is_fetched(plan.recipe.model, os.environ, home):
-            report(f"fetching the weights of {plan.recipe.model.weights}")
-            download_weights(plan.recipe.model, os.environ, home)
+        fetch_weights(plan, os.environ, report)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason why the run ends
         reason = as_disk_full(error)
         text = str(reason) if isinstance(reason, FtkitError) else traceback.format_exc()

@@ -10,14 +10,13 @@ from ftkit.config.training import Precision
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import NotFoundError, TrainingError, one_line
-from ftkit.evaluate.source import choose_step, find_base
+from ftkit.evaluate.source import find_base
 from ftkit.files import atomic_folder
-from ftkit.model_folder import check_folder
+from ftkit.model_folder import EXPORT_RECORD, check_folder
 from ftkit.planning.plan import read_plan
-from ftkit.runs.checkpoints import DamagedCheckpointError
+from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.components.checkpoint import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_whole
-from ftkit.train.components.export_record import RECORD_FILE
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import TextConfig, make_config, read_config
 
@@ -111,7 +110,7 @@ def _check_replaceable(folder: Path) -> None:
     """Refuse to replace what is no export."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
-    if folder.exists() and not (folder / RECORD_FILE).is_file():
+    if folder.exists() and not (folder / EXPORT_RECORD).is_file():
         raise NotFoundError(
             f"--to: there is something else than an export in {folder}",
             meaning="an export replaces a former one only",

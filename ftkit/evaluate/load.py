@@ -17,8 +17,8 @@ from ftkit.data.cases import ModelInput
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
-from ftkit.evaluate.source import ADAPTER_CONFIG, ModelFolder, TrainedStep, fetch_model, find_base
-from ftkit.model_folder import read_generation_config
+from ftkit.evaluate.source import ModelFolder, TrainedStep, fetch_model, find_base
+from ftkit.model_folder import ADAPTER_CONFIG, read_generation_config
 from ftkit.train.components.checkpoint import describe_damage, read_state, saved_sizes
 from ftkit.train.components.generation import Generation
 from ftkit.train.dtypes import DTYPES

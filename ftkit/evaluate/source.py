@@ -12,19 +12,15 @@ from ftkit.config.paths import is_path
 from ftkit.errors import NotFoundError
 from ftkit.files import read_json_if_valid
 from ftkit.hub.access import download_weights
-from ftkit.model_folder import CONFIG_FILE
+from ftkit.model_folder import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, read_plan
-from ftkit.runs.checkpoints import find_best, read_selection
+from ftkit.runs.checkpoints import choose_step
 from ftkit.runs.find import find_run
-from ftkit.train.components.export_record import RECORD_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ftkit.config.data import DataSpec
 
-ADAPTER_CONFIG = "adapter_config.json"
 _HUB_CACHE = Path("~/.cache/huggingface")
 
 
@@ -128,54 +124,12 @@ def _exports(layout: RunLayout) -> list[tuple[int, Path]]:
     for folder in (*there, layout.export):
         if not (folder / CONFIG_FILE).is_file() and not (folder / ADAPTER_CONFIG).is_file():
             continue
-        step = (read_json_if_valid(folder / RECORD_FILE, dict[str, Any]) or {}).get("step")
+        step = (read_json_if_valid(folder / EXPORT_RECORD, dict[str, Any]) or {}).get("step")
         if isinstance(step, int):
             steps.append((step, folder))
         elif folder == layout.export:  # of a version that did not record its step: written when training ended
             steps.append((max((step for step, _ in layout.list_checkpoints()), default=1), folder))
     return steps
-
-
-def choose_step(layout: RunLayout, wanted: str, steps: Iterable[int]) -> int:
-    """Return the step that is meant: a number, `last`, `best`, or empty.
-
-    Empty means the best by `evaluation.best`, or the last if the recipe does not set that.
-
-    Args:
-        layout: the run's folder.
-        wanted: as it was typed.
-        steps: those that there are.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    there = sorted(steps)
-    listed = ", ".join(map(str, there))
-    run = layout.root.name
-    if not there:
-        raise NotFoundError(
-            f"{run} has no checkpoint and no export yet",
-            meaning="it did not train far enough, or its folder was tidied up",
-            fix=f"see its state with 'ftkit status {run}'; '{run}@0' is the model before training",
-        )
-    best = {"": read_selection, "best": find_best}.get(wanted, lambda _: None)(layout)
-    if best is not None and best.step in there:
-        return best.step
-    if wanted in ("", "last"):
-        return there[-1]
-    if wanted == "best":
-        raise NotFoundError(
-            f"best: no step of {run} that is still there was evaluated (there are {listed})",
-            meaning="validation came at other steps than checkpoints, or there is no validation split",
-            fix="give a step, or 'last'",
-        )
-    if wanted.isdecimal() and int(wanted) in there:
-        return int(wanted)
-    raise NotFoundError(
-        f"{run} has nothing of step {wanted}",
-        meaning=f"its steps: {listed}; older checkpoints are deleted (training.keep_checkpoints)",
-        fix="give one of these, 'last' or 'best'",
-    )
 
 
 def fetch_model(name: str, revision: str | None = None, hub_home: Path = _HUB_CACHE) -> ModelFolder:

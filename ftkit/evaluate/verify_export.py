@@ -15,8 +15,9 @@ from transformers import (
 
 from ftkit.errors import FtkitError, NotFoundError, TrainingError, one_line
 from ftkit.files import DamagedFileError, read_json
+from ftkit.model_folder import EXPORT_RECORD
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.train.components.export_record import RECORD_FILE, ExportRecord, render, sample_logits
+from ftkit.train.components.export_record import ExportRecord, render, sample_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,12 +91,12 @@ def read_record(folder: Path) -> ExportRecord:
         NotFoundError: there is none that can be used.
     """
     missing = NotFoundError(
-        f"{folder} has no {RECORD_FILE} with what the trained model computes",
+        f"{folder} has no {EXPORT_RECORD} with what the trained model computes",
         meaning="it is no export of ftkit, an earlier version wrote it, or the model could not be computed",
         fix="export the run again: ftkit export RUN",
     )
     try:
-        record = read_json(folder / RECORD_FILE, ExportRecord)
+        record = read_json(folder / EXPORT_RECORD, ExportRecord)
     except DamagedFileError as error:
         raise missing from error
     if record is None or record.trained is None:

@@ -12,34 +12,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit import process
-from ftkit.config.model import ArchitectureFields, ArchitectureSpec, ModelCounts, ModelSpec, TokenizerSpec
-from ftkit.config.model_config import shipped_config, text_part
+from ftkit.config.model import ArchitectureSpec, ModelCounts, ModelSpec
+from ftkit.config.model_config import check_dequantizable, shipped_config, text_part
 from ftkit.config.paths import is_path
 from ftkit.config.strict import RUN
 from ftkit.data.vocabulary import TOKENIZER_FILE, VOCABULARY_FILES, Vocabulary, read_vocabulary
-from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
+from ftkit.errors import ConfigError, FtkitError, Problem
 from ftkit.families import family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.access import fetch_config, fetch_files, find_commit
 from ftkit.hub.cache import find_folder
+from ftkit.launch.trained_model import continue_adapters, continue_run, is_adapter_folder
 from ftkit.model_folder import read_model_config
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import plan_model, read_plan
-from ftkit.runs.find import find_run
+from ftkit.planning.plan import plan_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ftkit.config.model import ModelPlan
-    from ftkit.config.recipe import RecipePlan
     from ftkit.planning.plan import RunPlan
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""Of peft: in a folder of adapters."""
 PROGRAM = "ftkit.train.param_count"
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Raise it when the counting program answers otherwise."""
 
 
@@ -59,7 +56,8 @@ class CountedModel:
 def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: Workspace) -> ModelPlan:
     """Find out a model's shape, count its parameters, and resolve its revision to a commit where that is known here.
 
-    `run:NAME` is what that run has trained: its export, or its adapters on the model that they belong to.
+    `run:NAME` is what that run has trained: its export, or its adapters on the model that they belong to; a folder of
+    adapters is the model that they belong to, and they.
 
     The configuration is that in its folder, in the hub's cache, in what ftkit ships, or on the hub. Families with a
     formula need nothing else. Others are counted on their own class, without weights, where torch is installed: in a
@@ -71,10 +69,17 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
         NotFoundError: the hub has no such model, the configuration can't be read, or there is no such run or export.
         PrerequisiteError: the model is gated, or there is no right to it.
     """
-    asked, adapter = model, None
     if model.weights.startswith(RUN):
-        model, adapter = _continue_run(model, workspace)
-    home = workspace.hub_home
+        continued = continue_run(model, workspace)
+    elif is_adapter_folder(model.weights):
+        continued = continue_adapters(model)
+    else:
+        return _resolve(model, environment, workspace.hub_home)
+    plan = continued.plan or _resolve(continued.model, environment, workspace.hub_home)
+    return plan.model_copy(update={"adapter": continued.adapter, "trained": continued.trained, "source": model.weights})
+
+
+def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> ModelPlan:
     folder = find_folder(model, environment, home)
     config = None if folder is None else read_model_config(folder)
     if folder is None and model.weights != "random" and not is_path(model.weights):
@@ -82,14 +87,14 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
         if config is None and not isinstance(model.architecture, ArchitectureSpec):
             config = fetch_config(model, environment, home)
             folder = find_folder(model, environment, home)
+    if config is not None:
+        check_dequantizable(config, model.weights)
     plan = _plan(model, config, environment)
     if model.added_tokens:
         plan = _with_added_tokens(plan, model, config, environment, home)
     if folder is not None and not is_path(model.weights):
         plan = _pinned(plan, find_commit(model, environment, home))
-    if asked is model:
-        return plan
-    return plan.model_copy(update={"adapter": adapter, "source": asked.weights})
+    return plan
 
 
 def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:
@@ -106,56 +111,6 @@ def _pinned(model: ModelPlan, commit: str | None) -> ModelPlan:
     if commit is None or commit == model.revision:
         return model
     return model.model_copy(update={"revision": commit, "requested_revision": model.revision})
-
-
-def _continue_run(model: ModelSpec, workspace: Workspace) -> tuple[ModelSpec, str | None]:
-    """Return the model that an earlier run has trained, and the folder of its adapters if it trained adapters.
-
-    Raises:
-        NotFoundError: there is no such run, or it has no export.
-        PlanError: the run's plan can't be read.
-    """
-    run = find_run(model.weights.removeprefix(RUN), workspace)
-    export = run.layout.export
-    if not export.is_dir():
-        raise NotFoundError(
-            f"model.weights: run {run.id} has no export",
-            meaning="a run exports its model after the last step: this one is not there yet, or it failed",
-            fix=f"see how far it is: ftkit status {run.id}; to finish it: ftkit resume {run.id}",
-        )
-    if not (export / ADAPTER_CONFIG).is_file():
-        return model.model_copy(update={"weights": str(export)}), None
-    base, shape = read_plan(run.layout).recipe.model, model.architecture
-    if base.architecture.rope_scaling is not None and not shape.model_fields_set:
-        positions = {"rope_scaling", "max_position_embeddings"}
-        shape = ArchitectureFields.model_validate(base.architecture.model_dump(include=positions))
-    tokenizer = TokenizerSpec(source=str(export)) if model.tokenizer.source == "model" else model.tokenizer
-    fields = {"weights": base.weights, "revision": base.revision, "architecture": shape, "tokenizer": tokenizer}
-    return ModelSpec.model_validate(fields | {"added_tokens": model.added_tokens}), str(export)
-
-
-def check_adapter(recipe: RecipePlan) -> None:
-    """Check that the adapters that training continues with are of the kind that the recipe trains.
-
-    Raises:
-        ConfigError: they are of another kind.
-        NotFoundError: their configuration can't be read.
-    """
-    lora, folder = recipe.training.adapters, recipe.model.adapter
-    if folder is None or lora is None:
-        return
-    there = read_json_if_valid(Path(folder, ADAPTER_CONFIG), dict[str, Any])
-    if there is None:
-        raise NotFoundError(f"can't read {Path(folder, ADAPTER_CONFIG)}", fix="continue from another run")
-    names = {"rank": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
-    where, fix = str(recipe.model.source), "Set what the earlier run was trained with."
-    problems = [
-        Problem(where, f"training.lora.{key}", f"{getattr(lora, key)} in the recipe, {there[name]} there.", fix)
-        for key, name in names.items()
-        if there.get(name) is not None and there[name] != getattr(lora, key)
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[str, str]) -> ModelPlan:

@@ -114,11 +114,13 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
         DataError: a folder has no tokenizer or no chat template, or one of the first rows of a local file can't be used
             as the recipe asks.
     """
-    unseen = {key: path for key, path in local_paths(plan.recipe) if not path.exists()}
+    exported = plan.weights_to_export
+    later = None if exported is None else Path(exported.folder)
+    unseen = {key: path for key, path in local_paths(plan.recipe) if not path.exists() and path != later}
     for key, path in unseen.items():
         yield partial(_check_unseen, key, path, plan.cluster)
     environment, home = {**environment, **plan.cluster.environment}, Workspace(plan.workspace).hub_home
-    if "model.weights" not in unseen:
+    if "model.weights" not in unseen and plan.recipe.model.weights != str(later):
         yield lambda: _as_list(check_weights(plan.recipe.model, environment, home))
     if plan.recipe.model.adapter is not None:
         yield partial(_check_adapter, plan.recipe)
@@ -184,7 +186,7 @@ def describe_data(data: DataSpec) -> str:
 
 
 def _check_adapter(recipe: RecipePlan) -> list[str]:
-    from ftkit.launch.model import check_adapter  # noqa: PLC0415 - the hub's client
+    from ftkit.launch.trained_model import check_adapter  # noqa: PLC0415 - few models are adapters
 
     check_adapter(recipe)
     return []

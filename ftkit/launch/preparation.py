@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 from ftkit.config.paths import fixed_folder, is_address, is_file, is_path
 from ftkit.config.sources import HubSource
 from ftkit.data.files import find_files, stamp, walk
+from ftkit.data.weights import are_weights_here, export_weights, fetch_weights
 from ftkit.errors import NotFoundError, PrerequisiteError
-from ftkit.hub.access import download_weights
-from ftkit.hub.cache import is_fetched
-from ftkit.planning.layout import Workspace
 
 if TYPE_CHECKING:
     import os
@@ -28,19 +26,18 @@ def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
     """Whether a run on Slurm has work to do that needs no GPU; on this machine, the run's own script does it."""
     if plan.cluster.scheduler != "slurm":
         return False
-    variables = {**environment, **plan.cluster.environment}
-    return not plan.is_data_prepared or not is_fetched(plan.recipe.model, variables, Workspace(plan.workspace).hub_home)
+    return not plan.is_data_prepared or not are_weights_here(plan, environment)
 
 
 def prepare_here(
     plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None], num_workers: int | None = None
 ) -> None:
-    """Prepare data and fetch weights on this machine.
+    """Prepare data, and fetch or export weights, on this machine.
 
     Raises:
         PrerequisiteError: a package that this needs is missing.
         DataError: the data can't be used as the recipe asks.
-        NotFoundError: the weights can't be downloaded.
+        NotFoundError: the weights can't be downloaded or exported.
     """
     missing = [name for name in ("datasets", "numpy", "tokenizers", "transformers") if find_spec(name) is None]
     if missing:
@@ -51,11 +48,9 @@ def prepare_here(
         )
     from ftkit.data.prepare import prepare  # noqa: PLC0415 - seconds of imports
 
+    export_weights(plan, report)
     prepare(plan, report, num_workers)
-    home = Workspace(plan.workspace).hub_home
-    if not is_fetched(plan.recipe.model, {**environment, **plan.cluster.environment}, home):
-        report(f"fetching the weights of {plan.recipe.model.weights}")
-        download_weights(plan.recipe.model, environment, home)
+    fetch_weights(plan, environment, report)
 
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage, image_file
-from ftkit.config.model import ArchitecturePlan, ModelPlan
+from ftkit.config.model import ArchitecturePlan, ModelPlan, TrainedWeights
 from ftkit.config.model_config import resolve_shape
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, FtkitError
@@ -140,6 +140,12 @@ class RunPlan:
     def is_data_prepared(self) -> bool:
         """Whether an earlier run on the same data left it there: this one asks nobody for it."""
         return DataLayout(self.data_directory).is_prepared
+
+    @property
+    def weights_to_export(self) -> TrainedWeights | None:
+        """The checkpoint of an earlier run that is still to be exported; None if none is."""
+        trained = self.recipe.model.trained
+        return None if trained is None or Path(trained.folder).is_dir() else trained
 
 
 def plan_run(

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ftkit.errors import NotFoundError
 from ftkit.files import DamagedFileError, read_json
 from ftkit.runs.records import EvaluationRecord, read_outline
 
@@ -150,3 +151,45 @@ def find_best(layout: RunLayout) -> BestEvaluation | None:
     losses = {record.step: record.loss for record in records if record.step in steps and math.isfinite(record.loss)}
     step = min(losses, key=lambda step: losses[step], default=None)
     return None if step is None else BestEvaluation(step, "loss", losses[step])
+
+
+def choose_step(layout: RunLayout, wanted: str, steps: Iterable[int]) -> int:
+    """Return the step that is meant: a number, `last`, `best`, or empty.
+
+    Empty means the best by `evaluation.best`, or the last if the recipe does not set that.
+
+    Args:
+        layout: the run's folder.
+        wanted: as it was typed.
+        steps: those that there are.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    there = sorted(steps)
+    listed = ", ".join(map(str, there))
+    run = layout.root.name
+    if not there:
+        raise NotFoundError(
+            f"{run} has no checkpoint and no export yet",
+            meaning="it did not train far enough, or its folder was tidied up",
+            fix=f"see its state with 'ftkit status {run}'; '{run}@0' is the model before training",
+        )
+    best = {"": read_selection, "best": find_best}.get(wanted, lambda _: None)(layout)
+    if best is not None and best.step in there:
+        return best.step
+    if wanted in ("", "last"):
+        return there[-1]
+    if wanted == "best":
+        raise NotFoundError(
+            f"best: no step of {run} that is still there was evaluated (there are {listed})",
+            meaning="validation came at other steps than checkpoints, or there is no validation split",
+            fix="give a step, or 'last'",
+        )
+    if wanted.isdecimal() and int(wanted) in there:
+        return int(wanted)
+    raise NotFoundError(
+        f"{run} has nothing of step {wanted}",
+        meaning=f"its steps: {listed}; older checkpoints are deleted (training.keep_checkpoints)",
+        fix="give one of these, 'last' or 'best'",
+    )

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao", "flash-attn-4")
+_MODEL_KEYS = {"weights", "revision", "requested_revision", "source", "adapter", "trained"}
 _IMAGE = Path("/opt/ftkit")
 """Where an image that ftkit built says what it is."""
 
@@ -101,7 +102,7 @@ def _describe_plan(plan: RunPlan) -> dict[str, Any]:
         "plan_sha256": hashlib.sha256(plan_to_json(plan).encode()).hexdigest(),
         "recipe": recipe.name,
         "resolved_recipe": recipe.model_dump(mode="json"),
-        "model": recipe.model.model_dump(include={"weights", "revision", "requested_revision", "source", "adapter"}),
+        "model": recipe.model.model_dump(include=_MODEL_KEYS),
         "cluster": plan.cluster.name,
         "image": plan.image,
         "container_image": plan.container_image,
@@ -255,7 +256,8 @@ def _doubts_about_model(model: Any) -> list[str]:
     weights, revision = (
         (str(model.get(key)) for key in ("weights", "revision")) if isinstance(model, dict) else ("", "")
     )
-    if weights == "random" or (not is_path(weights) and re.fullmatch(r"[0-9a-f]{40}", revision)):
+    has_digest = isinstance(model, dict) and model.get("trained") is not None and model.get("adapter") is None
+    if weights == "random" or has_digest or (not is_path(weights) and re.fullmatch(r"[0-9a-f]{40}", revision)):
         return []
     return [f"no digest of the weights in {weights}" if is_path(weights) else "the model's commit is not known"]
 

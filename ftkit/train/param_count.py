@@ -76,6 +76,12 @@ def _with_heads(config: dict[str, Any]) -> dict[str, Any]:
     return {"num_key_value_heads": heads, "head_dim": hidden // heads} | told if heads and hidden else told
 
 
+def _widest(model: Any) -> int:
+    """Return the widest side of the decoder layers' matrices: some classes call their feed-forward's width otherwise."""
+    matrices = (each.shape for layer in find_decoder_layers(model) for each in layer.parameters() if each.ndim > 1)
+    return max((max(shape) for shape in matrices), default=0)
+
+
 def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> float:
     """Return how many weights of a parameter a token is multiplied by: of experts, those of its own alone."""
     if parameter.ndim == 1 or name.endswith("bias"):
@@ -149,9 +155,12 @@ def main() -> None:
     with torch.device("meta"):  # accelerate's empty weights have their memory for a moment: 30 GB for some experts
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    filled = json.loads(config.to_json_string(use_diff=False))
-    filled = _with_heads(filled)
-    counts = TypeAdapter(ModelCounts).dump_python(count_modules(model, filled.get("intermediate_size") or 0))
+    saved = json.loads(config.to_json_string(use_diff=False))
+    filled = _with_heads({name: saved.get(own) for name, own in config.attribute_map.items()} | saved)
+    width = filled.get("intermediate_size") or 0
+    if not width and read_experts(fill_config(filled)) is None:
+        width = filled["intermediate_size"] = _widest(model)
+    counts = TypeAdapter(ModelCounts).dump_python(count_modules(model, width))
     sys.stdout.write(json.dumps({"config": filled, "counts": counts}) + "\n")
 
 

@@ -22,6 +22,7 @@ from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.config.strict import RUN
 from ftkit.data.prepare import prepare
+from ftkit.data.weights import export_weights
 from ftkit.launch.model import resolve_model
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
@@ -143,6 +144,7 @@ def make_run(workspace: Path, ranks: ForkedRanks) -> Callable[..., Run]:
             request = replace(request, model=resolve_model(recipe.model, os.environ, Workspace(workspace)))
         plan = plan_run(recipe, cluster, None, request, ftkit_version="test")
         run = Run(replace(plan, id=name), ranks)
+        export_weights(run.plan, lambda _: None)
         prepare(run.plan, lambda _: None)
         return run
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.cli.main import cli
 from ftkit.errors import NotFoundError, TrainingError
-from ftkit.evaluate.export import ExportRequest, choose_checkpoint, export_run
+from ftkit.evaluate.export import ExportRequest, export_run
 from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
 from ftkit.files import write_json
-from ftkit.runs.checkpoints import SavedFile
-from ftkit.train.components.export_record import RECORD_FILE
+from ftkit.model_folder import EXPORT_RECORD
+from ftkit.runs.checkpoints import SavedFile, choose_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_the_trainers_own_export_and_one_of_its_last_checkpoint_are_the_same_and
 def refresh_digests(folder: Path) -> None:
     """Record the files as they are now, as a tool that converts weights in good faith would."""
     files = {path.name: SavedFile.of(path) for path in folder.glob("*.safetensors")}
-    write_json(folder / RECORD_FILE, replace(read_record(folder), files=files))
+    write_json(folder / EXPORT_RECORD, replace(read_record(folder), files=files))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from ftkit.config.model import ModelSpec
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
 from ftkit.errors import ConfigError, TrainingError
-from ftkit.launch.model import check_adapter
+from ftkit.launch.model import resolve_model
+from ftkit.launch.trained_model import check_adapter
+from ftkit.planning.layout import Workspace
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 
 if TYPE_CHECKING:
@@ -82,6 +86,21 @@ def test_what_an_earlier_run_has_trained_is_trained_on(
     assert before == pytest.approx(earlier.records(EvaluationRecord)[-1].loss, rel=1e-5)
 
 
+def test_a_checkpoint_of_an_earlier_run_is_trained_on(finished_run: Any, make_run: Callable[..., Any]) -> None:
+    earlier = finished_run.copy_to("stopped-20260102T030405Z-ab12")
+    shutil.rmtree(earlier.layout.export)
+    steps = ("training.max_steps=1", "evaluation.sql_execution=null")
+    continued = make_run("from-checkpoint", "model=run:stopped@last", *steps)
+    model = continued.plan.recipe.model
+    assert model.source == "run:stopped@last"
+    assert (model.trained.run, model.trained.step) == (earlier.plan.id, 20)
+    assert model.weights == model.trained.folder
+    assert continued.plan.weights_to_export is None  # as preparation has done it
+    continued.train()
+    before = continued.records(EvaluationRecord)[0].loss
+    assert before == pytest.approx(earlier.records(EvaluationRecord)[-1].loss, rel=1e-5)
+
+
 def test_adapters_of_another_kind_are_refused(adapted: Any, make_run: Callable[..., Any]) -> None:
     adapted.copy_to("other-20260102T030405Z-ab12")
     with pytest.raises(ConfigError, match="'full' does not train the adapters of run:other"):
@@ -90,6 +109,12 @@ def test_adapters_of_another_kind_are_refused(adapted: Any, make_run: Callable[.
     with pytest.raises(ConfigError, match=r"training\.lora\.rank: 8 in the recipe, 4 there"):
         check_adapter(run.plan.recipe)
     assert "are not those of the recipe" in run.train(expect=TrainingError.exit_code)
+    checkpoint = resolve_model(ModelSpec(weights="run:other@10"), {}, Workspace(run.plan.workspace))
+    assert checkpoint.trained is not None
+    assert checkpoint.trained.folder == checkpoint.adapter
+    recipe = run.plan.recipe.model_copy(update={"model": checkpoint})
+    with pytest.raises(ConfigError, match=r"training\.lora\.rank: 8 in the recipe, 4 there"):
+        check_adapter(recipe)
 
 
 def test_dropout_is_drawn_again_as_it_was_when_steps_are_taken_again(adapted: Any) -> None:

@@ -11,6 +11,7 @@ from ftkit.planning.estimates.parameters import count_model
 
 if TYPE_CHECKING:
     from ftkit.cli.terminal.console import Terminal
+    from ftkit.config.model import ModelPlan
     from ftkit.launch.preflight import Findings
     from ftkit.planning.estimates.memory import Moment
     from ftkit.planning.plan import RunPlan
@@ -54,16 +55,33 @@ def show_findings(findings: Findings, terminal: Terminal) -> None:
 def _model(plan: RunPlan) -> str:
     model = plan.recipe.model
     shape = model.architecture
-    weights = "untrained" if model.weights == "random" else model.weights
     counts = count_model(shape)
     about = "" if counts.is_exact else "about "
     experts = f", {about}{count(counts.active + counts.around)} of them for a token" if counts.experts_per_token else ""
     scaling = shape.rope_scaling
     positions = f", {shape.max_position_embeddings:,} positions by {scaling.rope_type}" if scaling else ""
     return (
-        f"{shape.family}, {weights}: {about}{plan.num_parameters:,} parameters{experts} "
+        f"{shape.family}, {_weights(model)}: {about}{plan.num_parameters:,} parameters{experts} "
         f"({shape.num_hidden_layers} layers, width {shape.hidden_size}{positions})"
     )
+
+
+def _weights(model: ModelPlan) -> str:
+    """Say where a model comes from, and which of it: the commit, the step, the tokens that are added."""
+    if model.weights == "random":
+        text = "untrained"
+    elif model.trained is not None:
+        text = f"{model.source} (step {model.trained.step} of {model.trained.run})"
+    else:
+        text = model.source or model.weights
+    if model.adapter is not None:
+        text += f" on {model.weights}"
+    if model.revision is not None:
+        named = f" ({model.requested_revision})" if model.requested_revision else ""
+        text += f" at {model.revision[:12]}{named}"
+    if model.added_tokens:
+        text += f", {plural(len(model.added_tokens), 'added token')}"
+    return text
 
 
 def _method(plan: RunPlan) -> str:

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import TrainingError, one_line
 from ftkit.files import atomic_folder, mode_of_new_files, write_json
-from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.model_folder import EXPORT_RECORD, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.runs.card import read_license, write_card
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.train.components.export_record import RECORD_FILE, ExportRecord, make_prompts, streamed_logits
+from ftkit.train.components.export_record import ExportRecord, make_prompts, streamed_logits
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
@@ -168,7 +168,7 @@ class Exporter:
         known = None if self._parts.pretrained is None else read_license(self._parts.pretrained)
         write_card(folder, layout, self._parts.recipe, record.step, record.kind, known)
         files = {path.name: SavedFile.of(path) for path in sorted(folder.glob("*.safetensors"))}
-        write_json(folder / RECORD_FILE, replace(record, files=files))
+        write_json(folder / EXPORT_RECORD, replace(record, files=files))
         _let_others_read(folder)
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-RECORD_FILE = "ftkit-export.json"
 _NUM_COLUMNS = 256
 _SIGNIFICANT_DIGITS = 7
 _CONVERSATIONS: tuple[tuple[tuple[str, str], ...], ...] = (

@@ -192,7 +192,8 @@ def _class_logits(
         find_decoder(hf_model).register_forward_hook(watch_decoder),
         hf_model.get_output_embeddings().register_forward_hook(watch_projection),
     ):
-        inputs = model_inputs(hf_model, batch) | accepted_inputs(hf_model, {"logits_to_keep": num_logits})
+        kept = torch.arange(-num_logits, 0, device=batch.input_ids.device)  # for a number, Gemma 4 skips other tokens
+        inputs = model_inputs(hf_model, batch) | accepted_inputs(hf_model, {"logits_to_keep": kept})
         logits = hf_model(**inputs).logits[:, -num_logits:]
     return states[0].flatten(0, 1), logits.detach().flatten(0, 1), expected[0].flatten(0, 1)
 

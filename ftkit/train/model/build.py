@@ -14,7 +14,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.model_config import CONFIG_KEYS, find_contradictions
+from ftkit.config.model_config import CONFIG_KEYS, find_contradictions, unquantized_fix, why_not_dequantizable
 from ftkit.errors import TrainingError, one_line
 from ftkit.families import family_of
 from ftkit.model_folder import CONFIG_FILE, read_model_type
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ftkit.config.model import ModelSpec
 
 
-DEQUANTIZED_METHODS = ("mxfp4",)
-"""Quantized weights that `ftkit.train.model.weight_conversion` reads."""
 _NDIM_OF_STACKED_EXPERTS = 3
 _BF16_IN_16_BYTES = 8
 _PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every", "rope_scaling"}
@@ -95,7 +93,7 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     config = stored.get_text_config(decoder=True)
     _check_quantization(stored, folder)
     of_files = shape if stored_vocab_size is None else shape.model_copy(update={"vocab_size": stored_vocab_size})
-    found = find_contradictions(of_files, {key: getattr(config, key, None) for key in CONFIG_KEYS})
+    found = find_contradictions(of_files, _told(config))
     wrong = [f"{key}: {values}" for key, values in found.items()]
     if wrong:
         raise TrainingError(
@@ -107,6 +105,15 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     if stored_vocab_size is not None:
         config.vocab_size = shape.vocab_size
     return TextConfig(config, is_wrapped=config is not stored)
+
+
+def _told(config: PretrainedConfig) -> dict[str, Any]:
+    """Return what a configuration tells of the shape, by its public names.
+
+    As it is saved, where it has these names: of layers that differ, an attribute of the whole can't be asked for.
+    """
+    saved = config.to_dict()
+    return {key: saved[key] if key in saved else getattr(config, key, None) for key in CONFIG_KEYS}
 
 
 def _scale_positions(config: PretrainedConfig, shape: ArchitectureSpec) -> None:
@@ -148,13 +155,11 @@ def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
 
 def _check_quantization(stored: PretrainedConfig, folder: Path) -> None:
     """Refuse quantized weights, except those that are dequantized while they are loaded."""
-    quantization = getattr(stored, "quantization_config", None) or {}
-    method = quantization.get("quant_method")
-    if quantization and method not in DEQUANTIZED_METHODS:
+    if problem := why_not_dequantizable(stored.to_dict()):
         raise TrainingError(
-            f"the weights in {folder} are quantized ({method}), which ftkit can't train",
-            meaning="fine-tuning needs weights in bf16 or fp32; training.method=qlora quantizes them itself",
-            fix="set model.weights to the unquantized version of the model",
+            f"{folder}: {problem}",
+            meaning="fine-tuning starts from weights in bf16 or fp32",
+            fix=unquantized_fix(str(folder)),
         )
 
 

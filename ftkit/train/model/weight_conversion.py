@@ -33,6 +33,12 @@ _MXFP4_BIAS = 127
 """Bias of the scales, which are exponents of two: E8M0, section 5.4.1."""
 
 
+_FP8_SCALES = "_scale_inv"
+"""Suffix of the scales of a matrix in FP8, as DeepSeek-V3 and Qwen3-FP8 have them."""
+
+_BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+
+
 class TensorSource(Protocol):
     """A tensor to read from, as a slice of a safetensors file is: by ranges of rows."""
 
@@ -97,7 +103,7 @@ def map_tensors(
     Raises:
         TrainingError: pieces of a tensor are missing.
     """
-    names = set(stored)
+    names, read = dequantized(stored, read)
     found: dict[str, MappedTensor] = {}
     pieces: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     conversions = _Conversions.of(model)
@@ -176,6 +182,59 @@ class Mxfp4Tensor:
         numbers = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1).flatten(-2)
         exponents = scales.int() - _MXFP4_BIAS
         return torch.ldexp(numbers, exponents[..., None]).flatten(-2).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class Fp8Tensor:
+    """A matrix in FP8 with a scale for each block, dequantized to bf16 as it is read: rows alone, or whole.
+
+    Attributes:
+        values: float8_e4m3fn [N, K].
+        scales: fp32 [ceil(N / B), ceil(K / B)]: what the values of a block of B x B are multiplied by.
+    """
+
+    values: TensorSource
+    scales: TensorSource
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the matrix."""
+        return self.values.get_shape()
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """Return some rows, bf16."""
+        height, width = self.get_shape()
+        blocks, columns = self.scales.get_shape()
+        size = _block_size(height, blocks, width, columns)
+        first, last, _ = rows.indices(height)
+        scales = self.scales[first // size : -(-last // size)].float()
+        each_row = torch.arange(first, last) // size - first // size
+        spread = scales.repeat_interleave(size, dim=1)[each_row, :width]
+        return (self.values[first:last].float() * spread).to(torch.bfloat16)
+
+
+def _block_size(height: int, blocks: int, width: int, columns: int) -> int:
+    """Return the size of the square blocks: the power of two that gives so many."""
+    for size in _BLOCK_SIZES:
+        if -(-height // size) == blocks and -(-width // size) == columns:
+            return size
+    raise TrainingError(
+        f"the scales of a matrix in FP8 are [{blocks}, {columns}], which fit no square blocks of [{height}, {width}]",
+        meaning="these weights are quantized in a way that ftkit does not know",
+        fix="name the unquantized version of the model",
+    )
+
+
+def dequantized(
+    stored: Iterable[str], read: Callable[[str], TensorSource]
+) -> tuple[set[str], Callable[[str], TensorSource]]:
+    """Return the names of the files' tensors without the scales of FP8, and how to read each with them."""
+    names = set(stored)
+    scaled = {name for name in names if name + _FP8_SCALES in names}
+
+    def read_dequantized(name: str) -> TensorSource:
+        return Fp8Tensor(read(name), read(name + _FP8_SCALES)) if name in scaled else read(name)
+
+    return names - {name + _FP8_SCALES for name in scaled}, read_dequantized
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""Bring a run's weights to where its ranks load them from, before GPUs wait for them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftkit import process
+from ftkit.errors import NotFoundError, one_line
+from ftkit.hub.access import download_weights
+from ftkit.hub.cache import is_fetched
+from ftkit.planning.layout import RunLayout, Workspace
+from ftkit.runs.checkpoints import MARKER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ftkit.planning.plan import RunPlan
+
+_EXPORT_SECONDS = 24 * 3600.0
+
+
+def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
+    """Whether nothing must be fetched or exported. Variables of the cluster win over those of the environment."""
+    variables = {**environment, **plan.cluster.environment}
+    return plan.weights_to_export is None and is_fetched(
+        plan.recipe.model, variables, Workspace(plan.workspace).hub_home
+    )
+
+
+def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
+    """Fetch the weights of a model of the hub, if they are not there.
+
+    Raises:
+        NotFoundError: they can't be downloaded.
+    """
+    model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
+    if not is_fetched(model, {**environment, **plan.cluster.environment}, home):
+        report(f"fetching the weights of {model.weights}")
+        download_weights(model, environment, home)
+
+
+def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
+    """Export the checkpoint that training continues from, if that was not done before.
+
+    Raises:
+        NotFoundError: the checkpoint is gone, another one has its name, or it can't be exported.
+    """
+    trained = plan.weights_to_export
+    if trained is None:
+        return
+    layout = RunLayout(Path(trained.folder).parents[1])
+    marker = layout.checkpoint(trained.step) / MARKER
+    if not marker.is_file() or hashlib.sha256(marker.read_bytes()).hexdigest() != trained.sha256:
+        raise NotFoundError(
+            f"the checkpoint of step {trained.step} of {trained.run} is not there any more",
+            meaning="the run deleted it (training.keep_checkpoints), or trained that step again, after this run's plan",
+            fix=f"see which there are, and submit again: ftkit checkpoints {trained.run}",
+        )
+    report(f"exporting the checkpoint of step {trained.step} of {trained.run}")
+    command = [sys.executable, "-m", "ftkit", "export", trained.run, "--step", str(trained.step)]
+    done = process.run_stoppable(
+        [*command, "--to", trained.folder, "--no-verify"],
+        timeout_seconds=_EXPORT_SECONDS,
+        environment={**os.environ, "FTKIT_WORKSPACE": str(plan.workspace)},
+    )
+    if done.returncode:
+        raise NotFoundError(
+            f"the checkpoint of step {trained.step} of {trained.run} can't be exported: {one_line(done.stderr)}",
+            fix=f"try it by hand: ftkit export {trained.run} --step {trained.step} --to {trained.folder}",
+        )

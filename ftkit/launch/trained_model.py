@@ -1,0 +1,247 @@
+"""What was trained before, to train on: an earlier run's export, one of its checkpoints, or peft's adapters."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftkit.config.model import ArchitectureFields, ModelPlan, ModelSpec, TokenizerSpec, TrainedWeights
+from ftkit.config.paths import is_path
+from ftkit.config.strict import RUN
+from ftkit.errors import ConfigError, NotFoundError, Problem
+from ftkit.files import read_json_if_valid
+from ftkit.model_folder import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_RECORD
+from ftkit.planning.layout import RunLayout, Workspace
+from ftkit.planning.plan import read_plan
+from ftkit.runs.checkpoints import MARKER, choose_step
+from ftkit.runs.find import find_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.config.recipe import RecipePlan
+    from ftkit.config.training import LoraSpec
+
+_LORA_KEYS = {"rank": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+"""Keys of `training.lora`, and what peft calls them."""
+_WITHOUT_EFFECT = frozenset(
+    [
+        "arrow_config", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+        "inference_mode", "lora_dropout", "lora_ga_config", "loftq_config", "megatron_core", "peft_type",
+        "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+    ]
+)  # fmt: skip
+"""Of adapter_config.json: what says where adapters come from, how they began, or what is compared otherwise."""
+_BEGAN_AS_USUAL = (None, True, False, "gaussian", "eva", "orthogonal", "mini_ca")
+"""`init_lora_weights` that left the base model's weights as they were."""
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a recipe that continues training means.
+
+    Attributes:
+        model: the model to load, as another recipe would name it.
+        adapter: folder of the adapters that belong on it.
+        trained: what of an earlier run this is.
+        plan: of a checkpoint whose export is made later: the model as that run's plan has it.
+    """
+
+    model: ModelSpec
+    adapter: str | None = None
+    trained: TrainedWeights | None = None
+    plan: ModelPlan | None = None
+
+
+def continue_run(model: ModelSpec, workspace: Workspace) -> Continued:
+    """Return what `run:NAME` or `run:NAME@STEP` means.
+
+    A checkpoint is exported when the data is prepared, into a folder with its digest in the name.
+
+    Raises:
+        ConfigError: the recipe changes a model that is not exported yet.
+        NotFoundError: there is no such run, or it has no export, or no such checkpoint.
+        PlanError: the run's plan can't be read.
+    """
+    name, _, wanted = model.weights.removeprefix(RUN).partition("@")
+    run = find_run(name, workspace)
+    base = read_plan(run.layout).recipe
+    trained = _export_of(run.layout) if not wanted else _checkpoint_of(run.layout, wanted)
+    folder = Path(trained.folder)
+    recorded = trained if trained.sha256 else None
+    if base.training.adapters is not None:
+        return Continued(_on_base(model, base.model, folder), str(folder), recorded)
+    whole = model.model_copy(update={"weights": str(folder)})
+    plan = None if folder.is_dir() else _plan_of_export(model, base.model, trained)
+    return Continued(whole, None, recorded, plan)
+
+
+def _export_of(layout: RunLayout) -> TrainedWeights:
+    export = layout.export
+    if not export.is_dir():
+        steps = ", ".join(str(step) for step, _ in layout.list_checkpoints())
+        raise NotFoundError(
+            f"model.weights: run {layout.root.name} has no export",
+            meaning="a run exports its model after the last step: this one is not there yet, or it failed",
+            fix=f"train on one of its checkpoints (steps {steps}): run:{layout.root.name}@last"
+            if steps
+            else f"see how far it is: ftkit status {layout.root.name}; to finish it: ftkit resume {layout.root.name}",
+        )
+    record = read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}
+    step = record.get("step")
+    digest = _sha256(export / EXPORT_RECORD) if isinstance(step, int) else ""  # earlier versions recorded nothing
+    return TrainedWeights(run=layout.root.name, step=step or 0, sha256=digest, folder=str(export))
+
+
+def _checkpoint_of(layout: RunLayout, wanted: str) -> TrainedWeights:
+    steps = dict(layout.list_checkpoints())
+    step = choose_step(layout, wanted, steps)
+    checkpoint = steps[step]
+    if not (checkpoint / MARKER).is_file():
+        raise NotFoundError(
+            f"model.weights: checkpoint {checkpoint} has no {MARKER}",
+            meaning="files of it were deleted or moved",
+            fix=f"give another step: ftkit checkpoints {layout.root.name} lists them",
+        )
+    digest = _sha256(checkpoint / MARKER)
+    folder = layout.exports / f"step-{step:06d}-{digest[:12]}"
+    return TrainedWeights(run=layout.root.name, step=step, sha256=digest, folder=str(folder))
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _on_base(model: ModelSpec, base: ModelPlan, folder: Path) -> ModelSpec:
+    """Return the model under a run's adapters, with what the recipe changes of it."""
+    if base.weights == "random":
+        what = "these are adapters on random weights, which only that run has."
+        raise ConfigError(
+            [Problem("", "model.weights", what, "Continue that run itself: ftkit resume RUN training.max_steps=N.")]
+        )
+    shape = model.architecture
+    if base.architecture.rope_scaling is not None and not shape.model_fields_set:
+        positions = {"rope_scaling", "max_position_embeddings"}
+        shape = ArchitectureFields.model_validate(base.architecture.model_dump(include=positions))
+    tokenizer = TokenizerSpec(source=str(folder)) if model.tokenizer.source == "model" else model.tokenizer
+    fields = {"weights": base.weights, "revision": base.revision, "architecture": shape, "tokenizer": tokenizer}
+    return ModelSpec.model_validate(fields | {"added_tokens": model.added_tokens})
+
+
+def _plan_of_export(model: ModelSpec, base: ModelPlan, trained: TrainedWeights) -> ModelPlan:
+    """Return the plan of a model whose files are not there yet: it has the shape that the run trained."""
+    changed = [key for key in ("architecture", "added_tokens") if key in model.model_fields_set]
+    if changed:
+        what = f"it can't be changed before the checkpoint of step {trained.step} is exported."
+        fix = f"Export it first: ftkit export {trained.run} --step {trained.step} --to {trained.folder}"
+        raise ConfigError([Problem("", f"model.{key}", what, fix) for key in changed])
+    update = {name: field.get_default() for name, field in ModelPlan.model_fields.items() if not field.is_required()}
+    shape = base.architecture.model_copy(update={"rope_scaling": None})  # the export's own
+    return base.model_copy(
+        update=update | {"weights": trained.folder, "architecture": shape, "tokenizer": model.tokenizer}
+    )
+
+
+# --- Adapters from elsewhere ---------------------------------------------------------------------
+
+
+def is_adapter_folder(weights: str) -> bool:
+    """Tell whether weights are a folder of adapters without a model."""
+    folder = Path(weights)
+    return is_path(weights) and (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file()
+
+
+def continue_adapters(model: ModelSpec) -> Continued:
+    """Return the model that a folder of peft's adapters belongs to.
+
+    Raises:
+        ConfigError: they are of a kind that ftkit does not train, or don't say which model they are for.
+        NotFoundError: their configuration can't be read.
+    """
+    folder = Path(model.weights)
+    stored = _read_adapter_config(folder)
+    problems = [Problem(str(folder / ADAPTER_CONFIG), key, what, fix) for key, what, fix in _not_trained(stored)]
+    base = stored.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base or base == "random":
+        fix = "Write the hub id or the folder of the model that they were trained on there."
+        what = "it does not say which model the adapters are for."
+        problems.append(Problem(str(folder / ADAPTER_CONFIG), "base_model_name_or_path", what, fix))
+    if problems:
+        raise ConfigError(problems)
+    tokenizer = model.tokenizer
+    if tokenizer.source == "model" and (folder / "tokenizer_config.json").is_file():
+        tokenizer = TokenizerSpec(source=str(folder))
+    fields = {"weights": base, "revision": model.revision or stored.get("revision"), "tokenizer": tokenizer}
+    given = {"architecture": model.architecture, "added_tokens": model.added_tokens}
+    return Continued(ModelSpec.model_validate(fields | given), str(folder))
+
+
+def _read_adapter_config(folder: Path) -> dict[str, Any]:
+    stored = read_json_if_valid(folder / ADAPTER_CONFIG, dict[str, Any])
+    if stored is None:
+        raise NotFoundError(
+            f"can't read {folder / ADAPTER_CONFIG}",
+            meaning="a copy was interrupted, or the file was changed by hand",
+            fix="copy the adapters again, or continue from another run",
+        )
+    return stored
+
+
+def _not_trained(stored: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield what of peft's options ftkit would have to leave out: key, what it is, what to do."""
+    merge = "Merge the adapters into their model with peft, and give model.weights that folder."
+    if stored.get("peft_type") != "LORA":
+        yield "peft_type", f"these are adapters of kind {stored.get('peft_type')}; ftkit trains LORA.", merge
+        return
+    reasons = {
+        "target_parameters": "it adapts parameters that are no linear layers, such as the experts of a layer.",
+        "modules_to_save": "it trains whole modules beside the adapters.",
+        "trainable_token_indices": "it trains rows of the embedding beside the adapters.",
+        "rank_pattern": "it has adapters of several ranks.",
+        "alpha_pattern": "it has adapters of several scales.",
+        "bias": "it trains biases beside the adapters.",
+        "lora_bias": "its adapters have biases.",
+    }
+    known = {*_LORA_KEYS.values(), *_WITHOUT_EFFECT}
+    for key, value in stored.items():
+        if key == "init_lora_weights":
+            if value not in _BEGAN_AS_USUAL:
+                yield key, f"'{value}' changed the base model's weights when training began.", merge
+        elif key not in known and value and value != "none":
+            yield key, reasons.get(key, f"ftkit does not train adapters with {key}."), merge
+
+
+def check_adapter(recipe: RecipePlan) -> None:
+    """Check that the adapters that training continues with are of the kind that the recipe trains.
+
+    Raises:
+        ConfigError: they are of another kind.
+        NotFoundError: their configuration can't be read.
+    """
+    lora, folder = recipe.training.adapters, recipe.model.adapter
+    if folder is None or lora is None:
+        return
+    if Path(folder).is_dir():
+        there = _read_adapter_config(Path(folder))
+    else:  # a checkpoint, which is exported when the data is prepared
+        there = _as_peft(read_plan(RunLayout(Path(folder).parents[1])).recipe.training.adapters)
+    where, fix = str(recipe.model.source), "Set what the adapters were trained with."
+    problems = [
+        Problem(where, f"training.lora.{key}", f"{getattr(lora, key)} in the recipe, {there[name]} there.", fix)
+        for key, name in _LORA_KEYS.items()
+        if there.get(name) is not None and there[name] != getattr(lora, key)
+    ]
+    targets = there.get("target_modules")
+    if isinstance(targets, list) and {*targets} != {*lora.targets}:
+        what = f"[{', '.join(lora.targets)}] in the recipe, [{', '.join(sorted(targets))}] there."
+        problems.append(Problem(where, "training.lora.targets", what, fix))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _as_peft(lora: LoraSpec | None) -> dict[str, Any]:
+    if lora is None:
+        return {}
+    return {name: getattr(lora, key) for key, name in _LORA_KEYS.items()} | {"target_modules": list(lora.targets)}
