@@ -13,6 +13,7 @@ from ftkit.config.strict import (
     RUN,
     WHOLE_NUMBER,
     HubIdOrFolder,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Spec,
@@ -313,7 +314,7 @@ class TrainedWeights(Spec):
 
     run: str
     """The run's id."""
-    step: int
+    step: NonNegativeInt
     """Steps that it was trained."""
     sha256: str
     """Of the file that lists the digests of all weights: the export's record, or the checkpoint's marker."""

@@ -77,7 +77,7 @@ def _with_heads(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _widest(model: Any) -> int:
-    """Return the widest side of the decoder layers' matrices: some classes call their feed-forward's width otherwise."""
+    """Return the widest side of the decoder layers' matrices, for classes without an `intermediate_size`."""
     matrices = (each.shape for layer in find_decoder_layers(model) for each in layer.parameters() if each.ndim > 1)
     return max((max(shape) for shape in matrices), default=0)
 
