@@ -52,6 +52,11 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def holds_adapters(folder: Path) -> bool:
+    """Tell whether a folder holds adapters without a model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file()
+
+
 def missing_files(folder: Path) -> list[str]:
     """Return what a folder lacks of a model in Hugging Face's layout."""
     missing = [] if (folder / CONFIG_FILE).is_file() else [CONFIG_FILE]

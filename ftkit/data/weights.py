@@ -13,7 +13,6 @@ from ftkit.errors import NotFoundError, one_line
 from ftkit.hub.access import download_weights
 from ftkit.hub.cache import is_fetched
 from ftkit.planning.layout import RunLayout, Workspace
-from ftkit.runs.checkpoints import MARKER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,6 +51,8 @@ def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
     trained = plan.weights_to_export
     if trained is None:
         return
+    from ftkit.runs.checkpoints import MARKER  # noqa: PLC0415 - few runs continue from one
+
     layout = RunLayout(Path(trained.folder).parents[1])
     marker = layout.checkpoint(trained.step) / MARKER
     if not marker.is_file() or hashlib.sha256(marker.read_bytes()).hexdigest() != trained.sha256:

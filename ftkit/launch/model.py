@@ -22,8 +22,7 @@ from ftkit.families import family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.access import fetch_config, fetch_files, find_commit
 from ftkit.hub.cache import find_folder
-from ftkit.launch.trained_model import continue_adapters, continue_run, is_adapter_folder
-from ftkit.model_folder import read_model_config
+from ftkit.model_folder import holds_adapters, read_model_config
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import plan_model
 
@@ -69,12 +68,12 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
         NotFoundError: the hub has no such model, the configuration can't be read, or there is no such run or export.
         PrerequisiteError: the model is gated, or there is no right to it.
     """
-    if model.weights.startswith(RUN):
-        continued = continue_run(model, workspace)
-    elif is_adapter_folder(model.weights):
-        continued = continue_adapters(model)
-    else:
+    is_run = model.weights.startswith(RUN)
+    if not is_run and not (is_path(model.weights) and holds_adapters(Path(model.weights))):
         return _resolve(model, environment, workspace.hub_home)
+    from ftkit.launch.trained_model import continue_adapters, continue_run  # noqa: PLC0415 - few models are trained ones
+
+    continued = continue_run(model, workspace) if is_run else continue_adapters(model)
     plan = continued.plan or _resolve(continued.model, environment, workspace.hub_home)
     return plan.model_copy(update={"adapter": continued.adapter, "trained": continued.trained, "source": model.weights})
 

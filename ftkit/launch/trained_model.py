@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.config.model import ArchitectureFields, ModelPlan, ModelSpec, TokenizerSpec, TrainedWeights
-from ftkit.config.paths import is_path
 from ftkit.config.strict import RUN
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
-from ftkit.model_folder import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_RECORD
+from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import MARKER, choose_step
@@ -145,12 +144,6 @@ def _plan_of_export(model: ModelSpec, base: ModelPlan, trained: TrainedWeights) 
 
 
 # --- Adapters from elsewhere ---------------------------------------------------------------------
-
-
-def is_adapter_folder(weights: str) -> bool:
-    """Tell whether weights are a folder of adapters without a model."""
-    folder = Path(weights)
-    return is_path(weights) and (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file()
 
 
 def continue_adapters(model: ModelSpec) -> Continued:
