@@ -68,7 +68,8 @@ def command(  # noqa: PLR0913 - one for each option
 
     terminal, ctx = Terminal(), Context.here()
     plan = resolve(run_args(words, **options), ctx)
-    script = render_job(plan)
+    prepares = where == "with-training"
+    script = render_job(plan, prepares=prepares)
     terminal.facts(plan_facts(plan), is_data=False)
     if dry_run:
         terminal.data(script)
@@ -93,7 +94,7 @@ def command(  # noqa: PLR0913 - one for each option
         prepare_here(plan, environment, terminal.say)
     elif where == "job" and needs_preparation(plan, environment):
         preparation = render_preparation(plan)
-    run = submit(plan, render_job(plan), manifest, environment, preparation=preparation)
+    run = submit(plan, render_job(plan, prepares=prepares), manifest, environment, preparation=preparation)
     report_submission(run, terminal, does_follow=follow)
 
 

@@ -91,6 +91,7 @@ class RunRequest:
         suffix: makes the run's id unique.
         data_stamp: changes when the files that a recipe names change.
         num_packs: packs of the training part, when the data is prepared already.
+        padding: tokens of its documents as padded rows for each of its packs' tokens; None as long as it is not known.
         model: with its shape whole and its parameters counted; none: the recipe's shape tells all.
         origins: where the values come from, for messages.
     """
@@ -106,5 +107,6 @@ class RunRequest:
     suffix: str
     data_stamp: str = ""
     num_packs: int | None = None
+    padding: float | None = None
     model: ModelPlan | None = None
     origins: Origins = field(default_factory=Origins)

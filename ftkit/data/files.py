@@ -124,7 +124,7 @@ def _find_remote(place: str, key: str) -> list[str]:
     system, scheme = _file_system(place, key), place.partition("://")[0]
     with _remote_errors(place, key):
         if has_magic(place):
-            found = system.glob(place)
+            found = [file for file in system.glob(place) if not Path(file).name.startswith(".")]
         elif system.isdir(place):
             found = _train_files(system._strip_protocol(place), system.find(place), key)  # noqa: SLF001 - fsspec's name for it
         else:

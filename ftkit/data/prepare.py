@@ -11,7 +11,7 @@ from ftkit.config.sources import GeneratedSource
 from ftkit.data.conversations import texts_of
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder, find_answer_end
 from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format
-from ftkit.data.packing import Packer
+from ftkit.data.packing import Packer, count_row_tokens
 from ftkit.data.sources import first_rows, read_rows, split_of
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
 from ftkit.data.tokenizers import add_tokens, check_size, learn_tokenizer, load_tokenizer
@@ -95,6 +95,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         num_validation_packs=validation.writer.num_packs,
         num_too_long=totals.num_too_long,
         max_seqlen=totals.longest,
+        num_row_tokens=train.num_row_tokens,
         sources=tuple(totals.sources),
         preparation_version=PREPARATION_VERSION,
     )
@@ -120,6 +121,7 @@ class _SplitWriter:
 
     def __init__(self, folder: Path, capacity: int) -> None:
         self._packer, self.writer = Packer(capacity), PackWriter(folder)
+        self.num_row_tokens = 0
 
     def __enter__(self) -> Self:
         return self
@@ -128,6 +130,7 @@ class _SplitWriter:
         self.writer.close()
 
     def add(self, documents: DocumentBatch) -> None:
+        self.num_row_tokens += count_row_tokens(documents.lengths, self._packer.capacity)
         for packs in self._packer.add(documents):
             self.writer.write(*packs)
 

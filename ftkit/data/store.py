@@ -119,6 +119,8 @@ class DataManifest:
     num_validation_packs: int
     num_too_long: int
     max_seqlen: int
+    num_row_tokens: int = 0
+    """Tokens of the training documents as padded rows (`data.packing: off`), padding included; 0 if not counted."""
     sources: tuple[SourceStats, ...] = ()
     preparation_version: int = 0
     """Of the code that prepared the data; manifests written before it was recorded have none."""

@@ -140,9 +140,10 @@ def resume(
             f"{plan.id} is trained already, by {holder}: two jobs must not train in one folder",
             fix="end that job first (Slurm's list of yours: squeue --me), or let it end",
         )
-    script = render_job(new) if changed else None
+    script = render_job(new, prepares=False) if changed else None
     needs_work = needs_preparation(new, environment)
-    preparation = render_preparation(new) if changed and needs_work else None
+    has_script = not changed and layout.preparation_script.is_file()
+    preparation = render_preparation(new) if needs_work and not has_script else None
     revoke(layout)  # nobody trains any more: the next job need not find that out by watching
     ended = [layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state]
     if submission:

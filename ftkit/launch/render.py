@@ -37,16 +37,20 @@ _TAKEN_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
 """Variables that the script looks for when it runs, because a site's script or the user may have set them."""
 
 
-def render_job(plan: RunPlan) -> str:
+def render_job(plan: RunPlan, *, prepares: bool = True) -> str:
     """Render the script of a run.
+
+    Args:
+        plan: of the run.
+        prepares: whether a job on Slurm prepares data that is missing when it starts, which holds its GPUs meanwhile.
 
     Raises:
         ConfigError: a value can't be expressed for Slurm, pyxis or bash.
     """
-    return _render(_TEMPLATES[plan.cluster.scheduler], plan)
+    return _render(_TEMPLATES[plan.cluster.scheduler], plan, prepares=prepares)
 
 
-def _render(template: str, plan: RunPlan) -> str:
+def _render(template: str, plan: RunPlan, *, prepares: bool = True) -> str:
     return _environment().get_template(template).render(
         plan=plan,
         profile=plan.cluster,
@@ -59,6 +63,7 @@ def _render(template: str, plan: RunPlan) -> str:
         mounts=_mounts(plan) if plan.cluster.runtime != "none" else (),
         container_environment=_container_environment(plan),
         data_manifest=DataLayout(plan.data_directory).manifest,
+        prepares=prepares,
         image_is_file=plan.image_file is not None,
     )  # fmt: skip
 

@@ -216,8 +216,6 @@ def _request(
 ) -> RunRequest:
     stamp = data_stamp(recipe)
     data = DataLayout(workspace.data / fingerprint(recipe, model, stamp))
-    prepared = read_json_if_valid(data.manifest, dict[str, Any]) or {}
-    num_packs = prepared.get("num_train_packs")
     return RunRequest(
         name=words.name,
         num_nodes=words.num_nodes,
@@ -230,9 +228,21 @@ def _request(
         suffix=secrets.token_hex(2),
         model=model,
         data_stamp=stamp,
-        num_packs=num_packs if isinstance(num_packs, int) else None,
+        **read_packs(data),
         origins=origins,
     )
+
+
+def read_packs(data: DataLayout) -> dict[str, Any]:
+    """Return what a request says of the packs: nothing if the data is not prepared."""
+    prepared = read_json_if_valid(data.manifest, dict[str, Any]) or {}
+    names = ("num_train_packs", "sequence_length", "num_row_tokens")
+    num_packs, length, num_row_tokens = (prepared.get(name, 0) for name in names)
+    if not all(isinstance(value, int) for value in (num_packs, length, num_row_tokens)):
+        return {}
+    num_tokens = num_packs * length
+    padding = num_row_tokens / num_tokens if num_tokens and num_row_tokens else None
+    return {"num_packs": num_packs if "num_train_packs" in prepared else None, "padding": padding}
 
 
 def _no_recipe(image: AnyImage | None) -> FtkitError:

@@ -17,8 +17,7 @@ from ftkit.config.load import load_image, override_recipe, read_cluster
 from ftkit.config.request import Origins, RunRequest
 from ftkit.config.yaml_files import parse_override
 from ftkit.errors import ConfigError, NotFoundError, Problem
-from ftkit.files import read_json_if_valid
-from ftkit.launch.resolve import detect_hardware, resolve_image_link
+from ftkit.launch.resolve import detect_hardware, read_packs, resolve_image_link
 from ftkit.planning.layout import DataLayout
 from ftkit.planning.plan import RunPlan, plan_run
 
@@ -126,7 +125,6 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
     if str(image or "") != (plan.image or ""):
         changes.append(Change("image", plan.image, None if image is None else str(image)))
     _check_changes([change for change in changes if change.before != change.after], args)
-    prepared = read_json_if_valid(DataLayout(plan.data_directory).manifest, dict[str, Any]) or {}
     request = RunRequest(
         name=plan.name,
         num_nodes=args.num_nodes or plan.placement.num_nodes,
@@ -137,7 +135,7 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
         python=plan.python,
         created=plan.created,
         suffix=plan.id.rpartition("-")[2],
-        num_packs=prepared.get("num_train_packs"),
+        **read_packs(DataLayout(plan.data_directory)),
         model=plan.recipe.model,
         origins=Origins(recipe=loaded.layers, cluster=origins),
     )

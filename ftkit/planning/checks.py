@@ -14,6 +14,7 @@ from ftkit.config.sources import GeneratedSource
 from ftkit.errors import Problem
 from ftkit.families import MEASURED, UNPACKED
 from ftkit.planning.estimates.parameters import count_model
+from ftkit.planning.estimates.step_time import PADDING
 from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
@@ -372,7 +373,9 @@ _ESTIMATED: dict[CountSource, str] = {
 }
 
 
-def find_notes(model: ModelPlan, cluster: ClusterProfile, image: ImageSpec | None, packing: Packing) -> Iterator[str]:
+def find_notes(
+    model: ModelPlan, cluster: ClusterProfile, image: ImageSpec | None, packing: Packing, padding: float | None
+) -> Iterator[str]:
     """Return what becomes of added tokens, and what is possible, but not as sure or as fast as the rest of the plan."""
     shape, rows = model.architecture, model.vocab_size_of_weights
     if rows is not None:
@@ -380,11 +383,16 @@ def find_notes(model: ModelPlan, cluster: ClusterProfile, image: ImageSpec | Non
     elif model.new_tokens:
         yield f"model.added_tokens: {len(model.new_tokens)} new tokens take free rows of the embedding"
     if packing == "off":
-        yield "data.packing is 'off': each document is a padded row of its own, which is slower than predicted"
+        known = "as counted in the prepared data" if padding else "assumed until the data is prepared"
+        yield (
+            f"data.packing is 'off': each document is a padded row, which takes {padding or PADDING:.2f} times the "
+            f"tokens of packs ({known}); the predicted speed includes it"
+        )
     elif shape.family in UNPACKED:
         yield (
             f"'{shape.family}' keeps packed documents apart only with kernels of other packages, if at all: if the "
-            "check before step 1 finds that it does not, each document becomes a padded row, slower than predicted"
+            "check before step 1 finds that it does not, each document becomes a padded row, which is slower: "
+            "data.packing=off predicts how much"
         )
     if shape.is_measured:
         return

@@ -31,7 +31,7 @@ from ftkit.planning.choices import (
 )
 from ftkit.planning.estimates.memory import MemoryPlan, predict_memory
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
-from ftkit.planning.estimates.step_time import StepTimePlan, predict_step_time
+from ftkit.planning.estimates.step_time import PADDING, StepTimePlan, predict_step_time
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.setup import GPUS, Setup
 
@@ -170,6 +170,7 @@ def plan_run(
     setup = with_resharding(replace(lightest, training=training))
     if setup.keeps_weights:
         engine = replace(engine, reason=f"{engine.reason}; layers stay unsharded", keeps_weights=True)
+    padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
     planned, memory = RecipePlan.of(recipe, model, training), predict_memory(setup)
     name = request.name or recipe.name
     return RunPlan(
@@ -186,14 +187,17 @@ def plan_run(
         engine=engine,
         batch=_batch(setup),
         memory=memory,
-        speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu),
+        speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding),
         num_parameters=count_model(shape).total,
         num_trained=method_counts(shape, training).trained,
         num_steps=count_steps(training, request.num_packs),
         image=str(request.image) if request.image and cluster.runtime != "none" else None,
         container_image=_container_image(cluster, request),
         python=request.python if cluster.runtime == "none" else "python3",
-        notes=(*_notes(setup, cluster, memory), *find_notes(model, cluster, image, recipe.data.packing)),
+        notes=(
+            *_notes(setup, cluster, memory),
+            *find_notes(model, cluster, image, recipe.data.packing, request.padding),
+        ),
         execution=execution,
     )
 

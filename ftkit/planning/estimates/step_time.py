@@ -12,7 +12,8 @@ same parts of theirs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from math import ceil, log
+from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.config.execution import is_quantized
 from ftkit.config.model import AttentionLayers
@@ -106,6 +107,9 @@ NETWORK_EFFICIENCY = 0.75
 """Part of a link's bandwidth that collectives reach."""
 HOST_BANDWIDTH = 50e9
 """Bytes a second between a GPU and main memory (PCIe 5, 16 lanes)."""
+PADDING: Final = 2 * log(2)
+"""Tokens of padded rows for each token of documents, if not known: widths are doubled from one to the next, and lengths
+are taken to be as likely in proportion."""
 HOST_SECONDS_PER_LAYER = {"fsdp2": 0.004, "zero3": 0.008}
 """Time in which the host starts the kernels of a layer, forward and backward."""
 
@@ -129,11 +133,18 @@ class StepTimePlan:
     mfu: float
 
 
-def predict_step_time(setup: Setup, gpu: Gpu) -> StepTimePlan:
-    """Predict the speed of a run whose packs are one document each, all of its tokens targets."""
+def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0) -> StepTimePlan:
+    """Predict the speed of a run whose packs are one document each, all of its tokens targets.
+
+    Args:
+        setup: of the run.
+        gpu: that it runs on.
+        padding: tokens that are computed for each of a pack's, where documents are padded rows: more micro-batches.
+    """
     training, num_shards = setup.training, setup.num_shards
     tokens = setup.tokens
     accumulation = max(1, training.global_batch_size // (training.micro_batch_size * setup.num_data_ranks))
+    accumulation = ceil(padding * accumulation)
     micro = {
         "gpu": _gpu_seconds(setup, gpu, tokens) + _exchange_seconds(setup, gpu),
         "network": _network_seconds(setup, gpu),

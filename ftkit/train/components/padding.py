@@ -14,10 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftkit.data.encoding import IGNORED
-from ftkit.data.packing import find_padding
-
-MIN_WIDTH = 128
-"""Tokens of the narrowest rows. Flex attention has no training kernel for fewer."""
+from ftkit.data.packing import find_padding, row_width
 
 
 @dataclass(frozen=True)
@@ -75,14 +72,6 @@ def _find_documents(packs: NDArray[np.int32]) -> list[_Span]:
         starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
         found += [_Span(pack, begin, end) for begin, end in pairwise(starts) if not is_padding[pack, begin]]
     return found
-
-
-def row_width(length: int, longest: int) -> int:
-    """Return the narrowest width of rows for a document, where packs are `longest` wide."""
-    width = longest
-    while (half := -(-width // 2)) >= max(length, MIN_WIDTH):
-        width = half
-    return width
 
 
 def _pad(packs: NDArray[np.int32], documents: list[_Span], num_rows: int, width: int) -> PaddedRows:

@@ -33,7 +33,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Let every run's script be this one."""
 
     def use(script: str) -> None:
-        def render(_: RunPlan) -> str:
+        def render(_: RunPlan, **__: object) -> str:
             return script
 
         monkeypatch.setattr("ftkit.launch.render.render_job", render)
@@ -65,7 +65,9 @@ def test_a_dry_run_prints_exactly_the_script_and_writes_nothing(
     ftkit: Callable[..., Result], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts = []
-    monkeypatch.setattr("ftkit.launch.render.render_job", lambda plan: scripts.append(render_job(plan)) or scripts[-1])
+    monkeypatch.setattr(
+        "ftkit.launch.render.render_job", lambda plan, **how: scripts.append(render_job(plan, **how)) or scripts[-1]
+    )
     batch = ("training.micro_batch_size=8", "training.global_batch_size=32", "training.sequence_length=256")
     result = ftkit("run", "demo", "--dry-run", *batch)
     assert result.code == 0

@@ -302,6 +302,24 @@ def test_a_run_costs_its_gpus_for_its_time() -> None:
     assert plan().cost_of(3600) is None
 
 
+def test_the_plan_of_padded_rows_is_slower_by_their_padding_and_needs_no_more_memory() -> None:
+    def planned(packing: str, padding: float | None) -> RunPlan:
+        batch = ("training.micro_batch_size=1", "training.global_batch_size=512", f"data.packing={packing}")
+        recipe = load_recipe("olmo3-7b-full", HERE, batch)
+        return plan(recipe, A4, IMAGE, replace(REQUEST, image=OLMO3, padding=padding))
+
+    packed, assumed, counted = planned("auto", 2.5), planned("off", None), planned("off", 2.5)
+    assert packed.speed
+    assert assumed.speed
+    assert counted.speed
+    assert assumed.speed.step_seconds / packed.speed.step_seconds == pytest.approx(1.39, abs=0.03)
+    assert counted.speed.step_seconds / packed.speed.step_seconds == pytest.approx(2.5, abs=0.05)
+    assert counted.batch == packed.batch
+    assert counted.memory == packed.memory
+    assert any("1.39 times the tokens of packs (assumed until the data is prepared)" in note for note in assumed.notes)
+    assert any("2.50 times the tokens of packs (as counted" in note for note in counted.notes)
+
+
 def test_the_plan_says_where_documents_may_become_padded_rows() -> None:
     def notes(*overrides: str) -> str:
         return "\n".join(plan(demo(*overrides)).notes)

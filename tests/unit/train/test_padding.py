@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.data.encoding import IGNORED
-from ftkit.train.components.padding import MIN_WIDTH, pad_documents, row_width
+from ftkit.data.packing import MIN_WIDTH, count_row_tokens, row_width
+from ftkit.train.components.padding import pad_documents
 
 LENGTH = 300
 
@@ -62,3 +63,9 @@ def test_each_document_is_one_row_and_ranks_have_equally_many_micro_batches(
 def test_rows_have_one_of_few_widths(length: int, longest: int, width: int) -> None:
     assert row_width(length, longest) == width
     assert width >= min(MIN_WIDTH, longest)
+
+
+def test_the_tokens_of_padded_rows_are_counted() -> None:
+    lengths = np.array([1, 128, 129, 500, 129])
+    assert count_row_tokens(lengths, 512) == 128 + 128 + 256 + 512 + 256
+    assert count_row_tokens(lengths[:0], 512) == 0

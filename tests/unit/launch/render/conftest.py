@@ -115,7 +115,7 @@ class Machine:
         """A node's own disk."""
         return str(self.root / "local-disk")
 
-    def start(self, plan: RunPlan, *, with_image: bool = True) -> subprocess.Popen[str]:
+    def start(self, plan: RunPlan, *, with_image: bool = True, prepares: bool = True) -> subprocess.Popen[str]:
         """Start the script of a plan as a process group of its own, as schedulers do."""
         layout = plan.layout
         layout.logs.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ class Machine:
             image = Path(plan.container_image)
             image.parent.mkdir(exist_ok=True)
             image.touch()
-        layout.script.write_text(render_job(plan), encoding="utf-8")
+        layout.script.write_text(render_job(plan, prepares=prepares), encoding="utf-8")
         job = subprocess.Popen(
             ["bash", str(layout.script)],
             env=self._environment(),
@@ -141,9 +141,9 @@ class Machine:
                 process.signal_group(job.pid, signal.SIGKILL)
                 job.communicate()
 
-    def run(self, plan: RunPlan, *, with_image: bool = True) -> tuple[int, str]:
+    def run(self, plan: RunPlan, *, with_image: bool = True, prepares: bool = True) -> tuple[int, str]:
         """Run the script of a plan; return its exit status and what it said."""
-        with self.start(plan, with_image=with_image) as job:
+        with self.start(plan, with_image=with_image, prepares=prepares) as job:
             _, said = job.communicate(timeout=PATIENCE_SECONDS)
         return job.returncode, said
 

@@ -206,6 +206,15 @@ def test_prepared_data_needs_no_container(plan: RunPlan, machine: Machine) -> No
     assert "ftkit.train" in train.words
 
 
+def test_a_job_with_gpus_does_not_prepare_data_that_was_deleted(slurm_plan: RunPlan, machine: Machine) -> None:
+    code, said = machine.run(slurm_plan, prepares=False)
+    assert code == machine.exit_code(slurm_plan) == 8
+    assert "the prepared data was deleted" in said
+    assert f"ftkit resume {slurm_plan.id}" in said
+    assert not machine.calls("srun")
+    assert not _requeued(machine)
+
+
 def test_a_job_that_lost_a_node_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {"FAKE_TRAINER": "exit 1", "FAKE_PROBE_ALL": "233"}
     code, said = machine.run(slurm_plan)

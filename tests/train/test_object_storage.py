@@ -1,0 +1,142 @@
+"""Data in object storage: a server that speaks S3, read through s3fs as a user's own bucket is."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+from contextlib import closing
+from http.client import HTTPConnection
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.config.data import DataSpec
+from ftkit.data.files import count_rows, find_files, read_file, stamp
+from ftkit.data.sources import read_rows
+from ftkit.errors import NotFoundError, PrerequisiteError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.train
+pytest.importorskip("moto", reason="needs the extra dev-storage")
+
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+ROWS = [{"prompt": f"{number} + 1", "completion": str(number + 1)} for number in range(600)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Give the address of an S3 server with the bucket `team`."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    client = boto3.client(
+        "s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1",
+        **{name.lower(): value for name, value in KEYS.items()},
+    )  # fmt: skip
+    client.create_bucket(Bucket="team")
+    files = {"a.jsonl": LINES, "b.jsonl.gz": gzip.compress(LINES), ".hidden.jsonl": b"no row", "README.md": b"#"}
+    for name, content in files.items():
+        client.put_object(Bucket="team", Key=f"chats/{name}", Body=content)
+    client.put_object(Bucket="team", Key="cut/a.jsonl.gz", Body=gzip.compress(LINES)[:-20])
+    client.close()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _bucket(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have programs find the server and its keys where they look for them."""
+    import s3fs
+
+    variables = {**KEYS, "AWS_ENDPOINT_URL": address, "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**variables, "AWS_EC2_METADATA_DISABLED": "true", "HOME": "/nonexistent"}.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def rows_of(place: str) -> list[dict[str, Any]]:
+    return [row.columns for file in find_files(place, "k") for raw in read_file(file) if (row := raw.parse())]
+
+
+@pytest.mark.parametrize(
+    "place", ["s3://team/chats", "s3://team/chats/", "s3://team/chats/*.jsonl*", "s3://team/*/[ab]*"]
+)
+def test_folders_and_patterns_are_their_data_files(place: str) -> None:
+    files = find_files(place, "k")
+    assert [file for file in files if "cut" not in file] == ["s3://team/chats/a.jsonl", "s3://team/chats/b.jsonl.gz"]
+
+
+def test_rows_are_those_of_the_files_compressed_or_not() -> None:
+    assert rows_of("s3://team/chats") == ROWS * 2
+    assert count_rows("s3://team/chats/b.jsonl.gz") == len(ROWS)
+    spec = DataSpec.model_validate(
+        {
+            "source": [
+                {"source": "s3://team/chats/a.jsonl", "weight": 2},
+                {"source": "s3://team/chats/b.jsonl.gz", "weight": 1},
+            ]
+        }
+    )
+    taken = [row.source for row in read_rows(spec)]
+    assert (taken.count(0), taken.count(1)) == (600, 300)
+
+
+def test_the_stamp_changes_with_the_content(address: str) -> None:
+    import boto3
+    import s3fs
+
+    before = stamp("s3://team/chats", "k")
+    client = boto3.client("s3", endpoint_url=address)
+    client.put_object(Bucket="team", Key="chats/c.jsonl", Body=LINES)
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert stamp("s3://team/chats", "k") != before
+    client.delete_object(Bucket="team", Key="chats/c.jsonl")
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "place", ["s3://team/none.jsonl", "s3://team/none/*.jsonl", "s3://nobody/a.jsonl", "s3://nobody"]
+)
+def test_what_is_not_there_is_named(place: str) -> None:
+    with pytest.raises(NotFoundError, match=r"data\.source: there is nothing at s3://"):
+        find_files(place, "data.source")
+
+
+def test_a_cut_file_is_named() -> None:
+    with pytest.raises(Exception, match=r"s3://team/cut/a\.jsonl\.gz can't be read to its end"):
+        rows_of("s3://team/cut/a.jsonl.gz")
+
+
+def test_missing_credentials_are_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEYS:
+        monkeypatch.delenv(name)
+    assert "AWS_PROFILE" not in os.environ
+    with pytest.raises(PrerequisiteError, match="Unable to locate credentials") as caught:
+        find_files("s3://team/chats", "data.source")
+    assert "AWS_ACCESS_KEY_ID" in caught.value.fix
+
+
+def test_keys_without_rights_are_refused(address: str) -> None:
+    def requests_without_rights(number: str) -> None:
+        with closing(HTTPConnection(address.removeprefix("http://"))) as connection:
+            connection.request("POST", "/moto-api/reset-auth", number, {"Content-Type": "text/plain"})
+            assert connection.getresponse().status == 200
+
+    requests_without_rights("0")
+    try:
+        for place in ("s3://team/chats", "s3://team/chats/a.jsonl"):
+            with pytest.raises(PrerequisiteError, match=f"data.source: can't read {place}: "):
+                find_files(place, "data.source")
+    finally:
+        requests_without_rights("inf")
