@@ -11,6 +11,7 @@ from ftkit.config.strict import (
     WHOLE_NUMBER,
     Float,
     NonNegativeFloat,
+    NonNegativeInt,
     OneLine,
     PositiveFloat,
     PositiveInt,
@@ -146,7 +147,12 @@ class TrainingSpec(Spec):
     checkpoint_every_steps: PositiveInt = 300
     """Steps between checkpoints; there is always one at the end."""
     keep_checkpoints: PositiveInt = 2
-    """How many of the newest checkpoints to keep."""
+    """How many of the newest checkpoints to keep; the best one is kept too (`evaluation.best`)."""
+    keep_every_steps: PositiveInt | None = None
+    """Also keep the checkpoints of all steps that are a multiple of this. None of them if null."""
+    max_failed_checkpoints: NonNegativeInt = 2
+    """How many checkpoints in a row may fail to be written (no room, file system out of reach) while training
+    continues. One more ends the run; so does a failure of the last checkpoint."""
     log_every_steps: PositiveInt = 10
     """Steps between records in metrics.jsonl."""
     seed: Seed = 0

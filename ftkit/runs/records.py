@@ -194,6 +194,17 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True)
+class FailedCheckpointRecord:
+    """A checkpoint could not be written, and training continues; `num_failed` in a row could not."""
+
+    event: ClassVar[str] = "failed_checkpoint"
+    time: Seconds
+    step: Count
+    reason: str
+    num_failed: Count
+
+
+@dataclass(frozen=True)
 class EndRecord:
     """The trainer ended normally: all steps done, or stopped on request after a checkpoint.
 
@@ -220,6 +231,7 @@ Record = (
     | AnomalyRecord
     | EvaluationRecord
     | CheckpointRecord
+    | FailedCheckpointRecord
     | EndRecord
 )
 
@@ -296,10 +308,19 @@ def _open(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-def append_record(path: Path, record: Record) -> None:
-    """Append a record in one write, so that a reader never sees half a line."""
+def append_record(path: Path, record: Record, *, begins_line: bool = False) -> None:
+    """Append a record in one write, so that a reader never sees half a line.
+
+    Args:
+        path: metrics.jsonl.
+        record: the record.
+        begins_line: whether the write before this one failed, and may have left a part of a line.
+
+    Raises:
+        OSError: it can't be written, or only in part.
+    """
     with path.open("a", encoding="utf-8") as file:
-        file.write(to_line(record) + "\n")
+        file.write("\n" * begins_line + to_line(record) + "\n")
 
 
 _LOST_PEER = re.compile(

@@ -10,6 +10,7 @@ from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
+    FailedCheckpointRecord,
     RankError,
     StartRecord,
     StepRecord,
@@ -38,6 +39,8 @@ class TrainingSummary:
     before: EvaluationRecord | None = None
     after: EvaluationRecord | None = None
     checkpoint: CheckpointRecord | None = None
+    failed_checkpoint: FailedCheckpointRecord | None = None
+    """After the newest checkpoint that could be written."""
     end: EndRecord | None = None
 
 
@@ -56,6 +59,9 @@ def summarize(layout: RunLayout) -> TrainingSummary:
                 found["after"] = record
             case CheckpointRecord():
                 found["checkpoint"] = record
+                found.pop("failed_checkpoint", None)
+            case FailedCheckpointRecord():
+                found["failed_checkpoint"] = record
             case EndRecord():
                 found["end"] = record
     return TrainingSummary(**found, last_step=read_last_step(layout.metrics))

@@ -146,7 +146,7 @@ class TrainingLoop:
 
     def _is_asked_to_stop(self) -> bool:
         """Look for a stop request on rank 0; the step's all-reduce tells the others."""
-        return self.world.is_first and any(path.exists() for path in _stop_files(self.plan.layout))
+        return self.world.is_first and any(map(_is_there, _stop_files(self.plan.layout)))
 
     def _judge(self, reporter: StepReporter, result: StepResult | None) -> bool:
         """Report a step, and see whether it went wrong; return whether a stop was requested."""
@@ -213,6 +213,14 @@ def compared(state: TrainState, record: EvaluationRecord, wanted: BestSpec, thre
         best=BestEvaluation(record.step, wanted.metric, value) if gain else best,
         evaluations_without_improvement=0 if gain > threshold else state.evaluations_without_improvement + 1,
     )
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:  # the file system may also be out of reach for a while
+        return False
+    return True
 
 
 def _stop_files(layout: RunLayout) -> list[Path]:

@@ -66,7 +66,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture
 def plan(make_run: Callable[..., Any], request: pytest.FixtureRequest) -> RunPlan:
-    plan: RunPlan = make_run(f"saving-{request.node.name}"[:60], processes=1).plan
+    tolerance = f"training.max_failed_checkpoints={getattr(request, 'param', 0)}"
+    plan: RunPlan = make_run(
+        f"saving-{request.node.name}"[:60], tolerance, "training.keep_every_steps=4", processes=1
+    ).plan
     plan.layout.root.mkdir(parents=True)
     return plan
 
@@ -136,6 +139,42 @@ def test_without_room_for_a_copy_training_waits(
     (record,) = read_records(plan.layout.metrics)
     assert isinstance(record, CheckpointRecord)
     assert record.stalled_seconds == record.seconds
+
+
+@pytest.mark.parametrize("plan", [1], indirect=True)
+def test_training_continues_without_a_checkpoint_until_too_many_in_a_row_could_not_be_written(
+    plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(step: int, error: Exception | None, *, in_background: bool = True) -> None:
+        gate.error = error
+        saver.save(engine, TrainState(step, plan.fingerprint), in_background=in_background)
+        saver.wait()
+
+    gate.open()
+    full = OSError(28, "No space left on device")
+    save(1, full)
+    save(2, None)
+    save(3, full)
+    with pytest.raises(TrainingError, match=r"step 4 can't be written: .*No space left"):
+        save(4, full)
+    assert steps_on_disk(plan) == ["step-000002"]
+    assert list(plan.layout.checkpoints.glob(".*")) == []
+    assert "step 1 can't be written: [Errno 28] No space left on device; training continues without it" in caplog.text
+    events = [(record.event, record.step) for record in read_records(plan.layout.metrics)]  # type: ignore[union-attr]
+    assert events == [("failed_checkpoint", 1), ("checkpoint", 2), ("failed_checkpoint", 3)]
+    save(5, None)
+    with pytest.raises(TrainingError, match="step 6 can't be written"):  # a run's last one
+        save(6, full, in_background=False)
+
+
+def test_the_newest_and_every_so_many_steps_are_kept(
+    plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate
+) -> None:
+    gate.open()
+    with saver:
+        for step in range(1, 10):
+            saver.save(engine, TrainState(step, plan.fingerprint), in_background=True)
+    assert steps_on_disk(plan) == [f"step-00000{step}" for step in (4, 8, 9)]
 
 
 @pytest.mark.parametrize("notice", ["report_ended", "wait", "__exit__"])

@@ -107,6 +107,9 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
             facts.append(("best", f"step {summary.end.best_step}"))
     if summary.checkpoint:
         facts.append(("checkpoint", short_path(Path(summary.checkpoint.path))))
+    if failed := summary.failed_checkpoint:
+        text = f"of step {failed.step}, {failed.num_failed} in a row: {failed.reason}"
+        facts.append(("failed save", Styled(text, "red")))
     if summary.end and summary.end.export:
         facts.append(("export", short_path(Path(summary.end.export))))
     return facts

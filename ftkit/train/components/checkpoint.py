@@ -65,13 +65,18 @@ def complete(final: Path, marker: Marker) -> None:
     publish(temporary, final)
 
 
-def delete_oldest(layout: RunLayout, step: int, keep: int, best: int | None = None) -> None:
-    """Delete all but the best and the newest checkpoints up to a step.
+def delete_oldest(
+    layout: RunLayout, step: int, keep: int, *, keep_every: int | None = None, best: int | None = None
+) -> None:
+    """Delete all checkpoints up to a step but the newest, the best, and those of steps that are a multiple.
 
     Later ones were found damaged: they are written again, and don't count.
+
+    Raises:
+        OSError: one can't be deleted.
     """
     for old, folder in [found for found in layout.list_checkpoints() if found[0] <= step][:-keep]:
-        if old == best:
+        if old == best or (keep_every is not None and old % keep_every == 0):
             continue
         doomed = folder.with_name(f".{folder.name}.{time.time_ns()}.deleted")
         folder.rename(doomed)  # no reader sees it from now on

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from ftkit.config.execution import GIB
-from ftkit.errors import TrainingError
+from ftkit.errors import TrainingError, one_line
+from ftkit.files import remove
 from ftkit.runs.checkpoints import DamagedCheckpointError, Marker, SavedFile, TrainState, find_damage, read_marker
-from ftkit.runs.records import CheckpointRecord
+from ftkit.runs.records import CheckpointRecord, FailedCheckpointRecord
 from ftkit.train.components.checkpoint import (
     INDEX,
     begin,
@@ -33,7 +36,7 @@ from ftkit.train.memory.host_staging import empty_pinned_like
 from ftkit.train.world import COLLECTIVE_TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class _Save:
@@ -57,17 +62,24 @@ class _Save:
         began: when training stopped for it (`time.perf_counter`).
         resumed: when training continued; None if it waits.
         ended: gives the time at which the checkpoint was complete.
+        may_fail: whether training goes on without it.
     """
 
     step: int
     began: float
     resumed: float | None
     ended: Future[float]
+    may_fail: bool
+
+
+class _SaveError(Exception):
+    """A checkpoint can't be written; raised on all ranks, with the reason of the first that failed."""
 
 
 class Checkpointer:
     """Write one checkpoint at a time, in a thread with a process group of its own.
 
+    One that can't be written is told loudly, and training continues, until `max_failed_checkpoints` in a row were so.
     Training waits for the copy to main memory alone; without room for a copy, for the whole checkpoint. The end of the
     context, by an error too, waits until the checkpoint that is being written is complete.
     """
@@ -82,6 +94,7 @@ class Checkpointer:
         self._snapshot = HostSnapshot(world.host_mesh)
         self._has_room: bool | None = None
         self._save: _Save | None = None
+        self._num_failed = 0
 
     def __enter__(self) -> Self:
         if self._world.is_first:
@@ -115,7 +128,8 @@ class Checkpointer:
         elif self._world.device.type == "cuda":
             torch.cuda.synchronize()  # host sync: another thread reads what this one's kernels write
         ended = self._thread.submit(self._write, state, progress)
-        self._save = _Save(progress.step, began, time.perf_counter() if copies else None, ended)
+        resumed = time.perf_counter() if copies else None
+        self._save = _Save(progress.step, began, resumed, ended, may_fail=in_background)
         if not copies:
             self.wait()
 
@@ -140,12 +154,19 @@ class Checkpointer:
         folder = self._plan.layout.checkpoint(save.step)
         try:
             ended = save.ended.result()
-        except (OSError, CheckpointException) as error:
-            raise TrainingError(
-                f"the checkpoint of step {save.step} can't be written: {str(error).strip()}",
+        except _SaveError as error:
+            self._num_failed += 1
+            failure = TrainingError(
+                f"the checkpoint of step {save.step} can't be written: {error}",
                 meaning="the file system is full, over quota or out of reach; older checkpoints are unchanged",
                 fix=f"make room in {folder.parent}, then: ftkit resume {self._plan.id}",
-            ) from error
+            )
+            if not save.may_fail or self._num_failed > self._plan.recipe.training.max_failed_checkpoints:
+                raise failure from error
+            log.error("%s; training continues without it", failure.what)  # noqa: TRY400 - it says all
+            self._recorder.write(FailedCheckpointRecord(time.time(), save.step, str(error), self._num_failed))
+            return
+        self._num_failed = 0
         stalled = (save.resumed or ended) - save.began
         self._recorder.write(CheckpointRecord(time.time(), save.step, str(folder), ended - save.began, stalled))
         log.info("checkpoint of step %d complete: %.1f s, training waited %.1f s",
@@ -166,26 +187,73 @@ class Checkpointer:
         return self._has_room
 
     def _write(self, state: dict[str, Any], progress: TrainState) -> float:
-        """Write a checkpoint, in the thread; return the time at which it was complete."""
+        """Write a checkpoint, in the thread; return the time at which it was complete.
+
+        Raises:
+            _SaveError: on all ranks.
+        """
         final = self._plan.layout.checkpoint(progress.step)
-        if self._world.is_first:
-            begin(final)
-        dist.barrier(self._group)
         folder = temporary_of(final)
         # Looking ahead, the writer would wait for the stream that training queues its steps on, every few megabytes.
-        writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
-        state_dict_saver.save(state, storage_writer=writer, process_group=self._group)
-        own = {path.name: SavedFile.of(path) for path in sorted(folder.glob(f"__{self._world.rank}_*"))}
-        parts: list[Any] = [None] * self._world.size
-        dist.all_gather_object(parts, own, group=self._group)
-        if self._world.is_first:
-            parts.append({INDEX: SavedFile.of(folder / INDEX)})
-            files = {name: file for part in parts for name, file in part.items()}
-            complete(final, Marker(progress, self._world.size, files))
-            best = progress.best.step if progress.best else None
-            delete_oldest(self._plan.layout, progress.step, self._plan.recipe.training.keep_checkpoints, best)
-        dist.barrier(self._group)
+        writer = partial(FileSystemWriter, folder, per_thread_copy_ahead=0)
+        save = state_dict_saver.save
+        try:
+            self._on_first(lambda: begin(final))
+            self._on_all(lambda: save(state, storage_writer=writer(), process_group=self._group))
+            parts = self._on_all(
+                lambda: {path.name: SavedFile.of(path) for path in sorted(folder.glob(f"__{self._world.rank}_*"))}
+            )
+            self._on_first(lambda: self._complete(final, progress, parts))
+        except _SaveError:
+            if self._world.is_first:
+                with suppress(OSError):
+                    remove(folder)  # it may be what fills the disk
+            raise
         return time.perf_counter()
+
+    def _complete(self, final: Path, progress: TrainState, parts: list[dict[str, SavedFile]]) -> None:
+        parts = [*parts, {INDEX: SavedFile.of(temporary_of(final) / INDEX)}]
+        files = {name: file for part in parts for name, file in part.items()}
+        complete(final, Marker(progress, self._world.size, files))
+        training, best = self._plan.recipe.training, progress.best.step if progress.best else None
+        try:
+            delete_oldest(
+                self._plan.layout,
+                progress.step,
+                training.keep_checkpoints,
+                keep_every=training.keep_every_steps,
+                best=best,
+            )
+        except OSError as error:
+            log.warning("an older checkpoint can't be deleted: %s", error)
+
+    def _on_first(self, action: Callable[[], object]) -> None:
+        self._on_all(lambda: action() if self._world.is_first else None)
+
+    def _on_all(self, action: Callable[[], T]) -> list[T]:
+        """Do a part of a save; return what came of it on each rank. A barrier.
+
+        Raises:
+            _SaveError: on all ranks, if it failed on one.
+        """
+        value, reason = None, ""
+        try:
+            value = action()
+        except (OSError, CheckpointException) as error:
+            log.warning("a checkpoint can't be written", exc_info=error)
+            reason = _describe(error)
+        answers: list[Any] = [None] * self._world.size
+        dist.all_gather_object(answers, (value, reason), group=self._group)
+        if reasons := [reason for _, reason in answers if reason]:
+            raise _SaveError(reasons[0])
+        return [value for value, _ in answers]
+
+
+def _describe(error: OSError | CheckpointException) -> str:
+    """Return the reason on one line; of several ranks that of the first that failed."""
+    if isinstance(error, CheckpointException):
+        return next(iter(one_line(cause) for cause, _ in error.failures.values()), one_line(error))
+    return str(error)
 
 
 def _take_device(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ftkit.runs.records import Record, SourceLoss, StepRecord, append_record
+from ftkit.errors import one_line
+from ftkit.runs.records import EndRecord, Record, SourceLoss, StepRecord, append_record
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.memory.host_staging import empty_pinned_like
 
@@ -44,17 +46,38 @@ class StepOutcome:
 
 
 class Recorder:
-    """Append records to metrics.jsonl on rank 0, and send them to the trackers; other ranks write nothing."""
+    """Append records to metrics.jsonl on rank 0, and send them to the trackers; other ranks write nothing.
+
+    While the file can't be written (no room, file system out of reach), records wait for the next one.
+    """
 
     def __init__(self, path: Path, world: World, send: Callable[[Record], None]) -> None:
         self._path = path if world.is_first else None
         self._send = send
+        self._waiting: deque[Record] = deque()
+        self._has_failed = False
 
     def write(self, record: Record) -> None:
-        """Append a record, and send it."""
-        if self._path is not None:
-            append_record(self._path, record)
-            self._send(record)
+        """Append a record, and send it.
+
+        Raises:
+            OSError: it is the run's last record, and can't be written.
+        """
+        if self._path is None:
+            return
+        self._waiting.append(record)
+        try:
+            while self._waiting:
+                append_record(self._path, self._waiting[0], begins_line=self._has_failed)
+                self._has_failed = False
+                self._waiting.popleft()
+        except OSError as error:
+            if isinstance(record, EndRecord):
+                raise
+            if not self._has_failed:
+                log.error("%s can't be written: %s; records wait", self._path, one_line(error))  # noqa: TRY400
+            self._has_failed = True
+        self._send(record)
 
 
 @dataclass(frozen=True)
