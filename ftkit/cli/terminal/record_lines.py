@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.format import count, duration, plural
 from ftkit.runs.records import (
+    AnomalyRecord,
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
@@ -36,6 +37,8 @@ def record_line(record: Record) -> str:
             )
         case StepRecord():
             line = step_line(record)
+        case AnomalyRecord():
+            line = anomaly_line(record)
         case EvaluationRecord():
             line = evaluation_line(record)
         case CheckpointRecord():
@@ -55,6 +58,13 @@ def early_stopping(record: EndRecord) -> str:
     if record.early_stopping_patience is None:
         return ""
     return f"; stopped early: {plural(record.early_stopping_patience, 'evaluation')} without improvement"
+
+
+def anomaly_line(record: AnomalyRecord) -> str:
+    """Say what stands out about a step."""
+    if record.kind == "nonfinite":
+        return f"step {record.step} left out: its loss or gradient was not finite"
+    return f"step {record.step} is a spike: loss {record.loss:.4f}, gradient norm {record.grad_norm:.3g}"
 
 
 def step_line(record: StepRecord) -> str:

@@ -1,0 +1,34 @@
+"""Each kind of record has its line: a new kind without one would end `ftkit run` while the run trains on."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from ftkit.cli.terminal.record_lines import record_line
+from ftkit.runs import records
+
+PLAIN = {str: "word", float: 0.5, int: 3, bool: True}
+
+
+def value_of(kind: Any) -> Any:
+    """Return some value of a field's type."""
+    origin = getattr(kind, "__origin__", None)
+    if hasattr(kind, "__metadata__"):
+        return value_of(get_args(kind)[0])
+    if kind in PLAIN:
+        return PLAIN[kind]
+    if str(origin).endswith("Literal"):
+        return get_args(kind)[0]
+    return {dict: {}, tuple: ()}.get(origin)
+
+
+@pytest.mark.parametrize("kind", get_args(records.Record))
+def test_each_record_has_a_line(kind: type[Any]) -> None:
+    types = get_type_hints(kind, vars(records))
+    required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
+    line = record_line(kind(**{name: value_of(types[name]) for name in required}))
+    assert line
+    assert "\n" not in line
