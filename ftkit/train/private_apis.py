@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torch import nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -147,6 +147,55 @@ def scaled_mm(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.
     `torch._scaled_mm`, torch 2.5 to 2.15. If it goes: `torch.nn.functional.scaled_mm`, which torch 2.10 and newer have.
     """
     return torch._scaled_mm(left, right, **options)  # noqa: SLF001
+
+
+@dataclass(frozen=True)
+class WeightConversions:
+    """How transformers converts the tensors of files as it loads a class of model.
+
+    `transformers.conversion_mapping` and `transformers.core_model_loading`, transformers 5.0 to 5.23, undocumented; 4
+    has neither, and converts nothing. If they go: the mapping of each family is in the code of its model in
+    transformers; write it here.
+
+    Attributes:
+        renamings: tensors that only have another name in files.
+        converters: tensors that are put together from several of the files'.
+    """
+
+    renamings: list[Any]
+    converters: list[Any]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> WeightConversions:
+        """Return the conversions of a model's class."""
+        if not CONVERTS_WEIGHTS:
+            return cls([], [])
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - transformers 5
+        from transformers.core_model_loading import WeightConverter, WeightRenaming  # noqa: PLC0415
+
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        return cls(*([one for one in known if isinstance(one, kind)] for kind in (WeightRenaming, WeightConverter)))
+
+    def rename(self, stored: str) -> tuple[str, str | None]:
+        """Return the name of the tensor that a stored one becomes (a part of), and the pattern of that part."""
+        if not self.renamings and not self.converters:
+            return stored, None
+        from transformers.core_model_loading import rename_source_key  # noqa: PLC0415 - transformers 5
+
+        renamed: tuple[str, str | None] = rename_source_key(stored, self.renamings, self.converters)
+        return renamed
+
+
+def revert_weight_conversion(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a model's weights as files hold them.
+
+    `transformers.core_model_loading.revert_weight_conversion`, transformers 5.0 to 5.23. If it goes: see
+    `WeightConversions`.
+    """
+    from transformers import core_model_loading  # noqa: PLC0415 - transformers 5
+
+    reverted: dict[str, torch.Tensor] = core_model_loading.revert_weight_conversion(model, dict(weights))
+    return reverted
 
 
 def attention_implementation(config: PretrainedConfig) -> str:

@@ -26,7 +26,7 @@ from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import TextConfig, make_config
 from ftkit.train.model.lora import prepare_method
-from ftkit.train.model.weight_conversion import JoinedPieces, _Conversions, map_tensors, split_as_stored
+from ftkit.train.model.weight_conversion import JoinedPieces, WeightConversions, map_tensors, split_as_stored
 from ftkit.train.model.weights import load_weights
 from ftkit.train.private_apis import CONVERTS_WEIGHTS
 
@@ -100,11 +100,11 @@ def test_conversions_that_are_no_concatenation_of_rows_are_left_to_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build("qwen3_moe")
-    (converter,) = (one for one in _Conversions.of(model).converters if "down_proj" in one.target_patterns[0])
+    (converter,) = (one for one in WeightConversions.of(model).converters if "down_proj" in one.target_patterns[0])
     from transformers.core_model_loading import Transpose
 
     converter.operations.append(Transpose(1, 2))
-    monkeypatch.setattr(_Conversions, "of", lambda _: _Conversions([], [converter]))
+    monkeypatch.setattr(WeightConversions, "of", lambda _: WeightConversions([], [converter]))
     files = {f"model.layers.0.mlp.experts.{number}.down_proj.weight": torch.randn(2, 3) for number in range(12)}
     name = "model.layers.0.mlp.experts.down_proj"
     source = map_tensors(model, files, [name], lambda stored: Tensor(files[stored]))[name].source

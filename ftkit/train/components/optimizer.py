@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.adamw import adamw
 
 from ftkit.train.private_apis import zero3_partition
 
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftkit.config.training import TrainingPlan
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""States of a parameter, as torch's AdamW calls them."""
 
 
 def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str, Any]]:
@@ -32,28 +36,36 @@ def _num_dimensions(parameter: torch.Tensor) -> int:
 
 
 class HostStateAdamW(torch.optim.AdamW):
-    """AdamW with its states in main memory: a parameter's are on the device during its update alone."""
+    """AdamW with its moments in main memory: those of a parameter are on the device only during its update."""
 
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
-        """Update one parameter after the other."""
-        groups = self.param_groups
-        try:
-            for group in groups:
-                for parameter in group["params"]:
-                    self._move_states(parameter, parameter.device)
-                    self.param_groups = [group | {"params": [parameter]}]
-                    super().step(closure)
-                    self._move_states(parameter, torch.device("cpu"))
-        finally:
-            self.param_groups = groups
+        """Update one parameter after the other, by torch's own kernel."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:  # as torch makes them with the first step
+            state["step"] = torch.zeros((), device=parameter.device)
+            state |= {name: torch.zeros_like(parameter) for name in _MOMENTS}
+        self._move_moments(parameter, parameter.device)
+        beta1, beta2 = group["betas"]
+        constants = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
+        first, second = ([state[name]] for name in _MOMENTS)
+        adamw([parameter], [gradient], first, second, [], [state["step"]], beta1=beta1, beta2=beta2, **constants)
+        self._move_moments(parameter, torch.device("cpu"))
 
     def to_host(self) -> None:
-        """Move all states to main memory: loading a checkpoint leaves them on the device."""
+        """Move all moments to main memory: loading a checkpoint leaves them on the device."""
         for parameter in self.state:
-            self._move_states(parameter, torch.device("cpu"))
+            self._move_moments(parameter, torch.device("cpu"))
 
-    def _move_states(self, parameter: torch.Tensor, device: torch.device) -> None:
-        state = self.state.get(parameter, {})
-        for name in ("exp_avg", "exp_avg_sq"):
+    def _move_moments(self, parameter: torch.Tensor, device: torch.device) -> None:
+        state = self.state[parameter]
+        for name in _MOMENTS:
             if name in state:
                 state[name] = state[name].to(device)

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ftkit.errors import TrainingError
-from ftkit.train.private_apis import CONVERTS_WEIGHTS
+from ftkit.train.private_apis import WeightConversions, revert_weight_conversion
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -106,7 +106,7 @@ def map_tensors(
     names, read = dequantized(stored, read)
     found: dict[str, MappedTensor] = {}
     pieces: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    conversions = _Conversions.of(model)
+    conversions = WeightConversions.of(model)
     for one in sorted(names, key=_natural):
         name, pattern = text_name(one), None
         if name not in known and name.removesuffix(_MXFP4_BLOCKS) in known:
@@ -121,7 +121,7 @@ def map_tensors(
             pieces[name][pattern].append(one)
     for name, by_pattern in pieces.items():
         first = next(iter(by_pattern.values()))[0]
-        for target, source in conversions.join(name, by_pattern, model, read).items():
+        for target, source in _join(conversions.converters, name, by_pattern, model, read).items():
             if target in known:
                 found[target] = MappedTensor(first, source)
     return found
@@ -129,11 +129,9 @@ def map_tensors(
 
 def split_as_stored(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Return a model's whole weights as files on the hub hold them."""
-    if not _Conversions.of(model).converters:
+    if not WeightConversions.of(model).converters:
         return weights
-    from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - transformers 5
-
-    split: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(weights))
+    split = revert_weight_conversion(model, weights)
     return {name: tensor.clone() for name, tensor in split.items()}  # files need tensors that share no memory
 
 
@@ -274,56 +272,30 @@ class ConvertedTensor:
         return self.conversion.tensors[self.name][rows]
 
 
-@dataclass(frozen=True)
-class _Conversions:
-    """How transformers converts the files' tensors as it loads a class of model."""
-
-    renamings: list[Any]
-    converters: list[Any]
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> _Conversions:
-        if not CONVERTS_WEIGHTS:
-            return cls([], [])
-        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - transformers 5
-        from transformers.core_model_loading import WeightConverter, WeightRenaming  # noqa: PLC0415
-
-        known = get_model_conversion_mapping(model, add_legacy=False)
-        return cls(*([one for one in known if isinstance(one, kind)] for kind in (WeightRenaming, WeightConverter)))
-
-    def rename(self, stored: str) -> tuple[str, str | None]:
-        """Return the name of the tensor that a stored one becomes (a part of), and the pattern of that part."""
-        if not self.renamings and not self.converters:
-            return stored, None
-        from transformers.core_model_loading import rename_source_key  # noqa: PLC0415 - transformers 5
-
-        renamed: tuple[str, str | None] = rename_source_key(stored, self.renamings, self.converters)
-        return renamed
-
-    def join(
-        self,
-        name: str,
-        by_pattern: dict[str, list[str]],
-        model: PreTrainedModel,
-        read: Callable[[str], TensorSource],
-    ) -> dict[str, TensorSource]:
-        """Return the model's tensors that some of the files' become, by name; `name` is the first of them."""
-        (converter,) = (one for one in self.converters if not by_pattern.keys().isdisjoint(one.source_patterns))
-        parts = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
-        if len({len(part) for part in parts}) > 1:
-            raise TrainingError(
-                f"pieces of '{name}' are missing: {' and '.join(str(len(part)) for part in parts)} are there",
-                meaning="the files are incomplete",
-                fix="download them again",
-            )
-        operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
-        if operations in _JOINED_BY_ROWS:
-            return {name: JoinedPieces(list(zip(*parts, strict=True)), read)}
-        conversion = _Conversion(converter, name, by_pattern, model, read)
-        first, *others = converter.target_patterns
-        prefix, _, suffix = name.partition(first)
-        targets = [name, *(prefix + other + suffix for other in others)]
-        return {target: ConvertedTensor(conversion, target) for target in targets}
+def _join(
+    converters: Iterable[Any],
+    name: str,
+    by_pattern: dict[str, list[str]],
+    model: PreTrainedModel,
+    read: Callable[[str], TensorSource],
+) -> dict[str, TensorSource]:
+    """Return the model's tensors that some of the files' become, by name; `name` is the first of them."""
+    (converter,) = (one for one in converters if not by_pattern.keys().isdisjoint(one.source_patterns))
+    parts = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
+    if len({len(part) for part in parts}) > 1:
+        raise TrainingError(
+            f"pieces of '{name}' are missing: {' and '.join(str(len(part)) for part in parts)} are there",
+            meaning="the files are incomplete",
+            fix="download them again",
+        )
+    operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
+    if operations in _JOINED_BY_ROWS:
+        return {name: JoinedPieces(list(zip(*parts, strict=True)), read)}
+    conversion = _Conversion(converter, name, by_pattern, model, read)
+    first, *others = converter.target_patterns
+    prefix, _, suffix = name.partition(first)
+    targets = [name, *(prefix + other + suffix for other in others)]
+    return {target: ConvertedTensor(conversion, target) for target in targets}
 
 
 _JOINED_BY_ROWS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
