@@ -30,7 +30,7 @@ class FtkitError(Exception):
 
     exit_code: int = 1
     is_outside: ClassVar[bool] = False
-    """Whether the cause is outside of the request: the same request may succeed once the cause is fixed."""
+    """Whether the cause is outside the request: the same request may succeed once it is fixed."""
 
     def __init__(self, what: str, *, meaning: str = "", fix: str = "") -> None:
         super().__init__(what)
@@ -140,7 +140,7 @@ class MemoryExhaustedError(FtkitError):
 
 
 class UnfitMachineError(FtkitError):
-    """A machine is not fit for a run: `ftkit doctor` or a run's preflight found a fault in it."""
+    """A machine is unfit for a run: `ftkit doctor` or a run's preflight found a fault in it."""
 
     exit_code = 12
     is_outside = True
@@ -160,7 +160,7 @@ def as_disk_full(error: Exception) -> Exception:
             return DiskFullError(
                 "the disk is full, or its quota is used up" + (f": can't write {path}" if path else ""),
                 meaning=one_line(error),
-                fix="make room ('df -h' and 'quota -s' tell where), and try again",
+                fix="free space ('df -h' and 'quota -s' show where), and try again",
             )
     return error
 
@@ -204,7 +204,7 @@ EXIT_CODES: dict[int, str] = {
     TrainingError.exit_code: "the trainer refused to start or to continue",
     ImageError.exit_code: "an image can't be built, pushed, imported or verified",
     MemoryExhaustedError.exit_code: "the run needs more memory than there is",
-    UnfitMachineError.exit_code: "a machine is not fit: its disk is full, or 'ftkit doctor' found a fault",
+    UnfitMachineError.exit_code: "a disk is full, or 'ftkit doctor' found a fault in a machine",
     130: "interrupted from the keyboard",
 }
 

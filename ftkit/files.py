@@ -74,7 +74,7 @@ def atomic_folder(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Bring a finished file, or a folder with all that is in it, to the disk, and give it its name.
+    """Sync a finished file, or a folder with its content, to disk, and rename it to its final name.
 
     A former file or folder of that name is replaced.
     """
@@ -102,7 +102,7 @@ def _replace_folder(temporary: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the entries of a folder, to the disk: `fsync` (POSIX), where the file system has it."""
+    """Sync a file, or the entries of a folder, to disk: `fsync` (POSIX), where the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -198,7 +198,7 @@ def read_json(path: Path, kind: type[ValueT]) -> ValueT | None:
     """Read a small JSON file; None if there is no such file.
 
     Raises:
-        DamagedFileError: the file can't be read, or holds something else.
+        DamagedFileError: the file can't be read, or has other content.
     """
     try:
         return parse_json(read_small(path), kind)
@@ -211,7 +211,7 @@ def read_json(path: Path, kind: type[ValueT]) -> ValueT | None:
 
 
 def read_json_if_valid(path: Path, kind: type[ValueT]) -> ValueT | None:
-    """Read a small JSON file; None if there is no such file, or nothing of that type in it."""
+    """Read a small JSON file; None if there is no such file, or its content has another type."""
     try:
         return read_json(path, kind)
     except DamagedFileError:
@@ -219,7 +219,7 @@ def read_json_if_valid(path: Path, kind: type[ValueT]) -> ValueT | None:
 
 
 class DamagedFileError(FtkitError):
-    """A file can't be read, or holds something else than it should.
+    """A file can't be read, or has unexpected content.
 
     Args:
         path: the file.
@@ -231,7 +231,7 @@ class DamagedFileError(FtkitError):
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
             f"{path.name} can't be read: {reason}",
-            meaning=f"{path} was changed by hand, was copied in part, or another version of ftkit wrote it",
+            meaning=f"{path} was changed by hand or copied in part, or another version of ftkit wrote it",
             fix="use the ftkit that submitted the run, or submit the run again",
         )
         self.reason = reason

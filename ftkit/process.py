@@ -1,4 +1,4 @@
-"""Start other programs: only here, and never through a shell."""
+"""Start other programs. Only this module does, and never through a shell."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _too_slow(program: str, timeout_seconds: float) -> ProgramTimeoutError:
 def _not_found(program: str) -> PrerequisiteError:
     return PrerequisiteError(
         f"the program '{program}' was not found on PATH",
-        meaning="it is not installed on this machine, or this is not the machine you meant to be on",
+        meaning="it is not installed here, or you are logged in to another machine than you think",
         fix=f"install it, or log in where '{program}' works",
     )
 

@@ -58,9 +58,9 @@ def command(reference: str, *, system: str | None, tools_file: Path | None, with
     if with_before:
         if target.before is None:
             raise NotFoundError(
-                f"nothing tells what {reference} was before training",
+                f"the model before training is unknown for {reference}",
                 meaning="it is a model, not a run",
-                fix="give the run, or talk to the other model without --before",
+                fix="give the run, or leave --before out",
             )
         sources = {"before": target.before, "after": target.source}
     options = target.data.template_options if target.data else {}

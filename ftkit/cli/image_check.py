@@ -33,7 +33,7 @@ def missing_image(plan: RunPlan) -> NotFoundError | None:
     if plan.image == str(file):
         return NotFoundError(
             f"there is no image file {file}",
-            meaning="the path is wrong, or its file system is not mounted on this machine",
+            meaning="the path is wrong, or its file system is not mounted here",
             fix="give the path of a .sqsh or .sif file; a relative path is relative to the file that sets it",
         )
     imported = sorted(path.name for path in file.parent.glob(f"*{file.suffix}"))
@@ -138,7 +138,7 @@ def _require_sinks(plan: RunPlan, final: Path) -> None:
     if missing:
         names = ", ".join(SINK_PACKAGES[sink][0] for sink in missing)
         raise ConfigError(
-            [Problem(f"recipe {plan.recipe.name}", "tracking.sinks", f"the image file has no package {names}.",
+            [Problem(f"recipe {plan.recipe.name}", "tracking.sinks", f"the image file lacks package {names}.",
                      f"If the image's definition lists it by now, build and import {plan.image} again; or leave out "
                      f"{', '.join(missing)}.")]
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What commands share that try a model: which one, how it generates, and whether this machine can."""
+"""Arguments that the commands share which run a model: which model, and how it generates."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def find_model(reference: str) -> Target:
     if missing:
         raise PrerequisiteError(
             f"this command runs a model, and needs packages that are missing here: {', '.join(missing)}",
-            meaning="ftkit was installed without what training needs",
+            meaning="ftkit was installed without the packages for training",
             fix="pip install 'ftkit[train]'; or type the same command in a job, in the training image of the run: "
             "it has all packages",
         )

@@ -65,7 +65,7 @@ class Target:
     """A model to try, with the run that it is from, if it is from one.
 
     Attributes:
-        before: the same model before training; None if nobody can tell.
+        before: the same model before training; None if that is unknown.
     """
 
     source: ModelSource

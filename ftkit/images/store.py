@@ -107,7 +107,7 @@ class ImageStore:
             raise PrerequisiteError(
                 f"can't write images to {self.root}: {one_line(error)}",
                 meaning="the workspace is read-only or full, belongs to someone else, or is not mounted here",
-                fix="see with 'ftkit config' where the workspace is; set FTKIT_WORKSPACE or 'workspace:' in ftkit.yaml",
+                fix="set FTKIT_WORKSPACE or 'workspace:' in ftkit.yaml; 'ftkit config' shows where it is set",
             ) from error
 
     @contextmanager

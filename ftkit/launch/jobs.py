@@ -1,4 +1,4 @@
-"""Submit a planned run, submit one again, and end one."""
+"""Submit a run, submit it again, cancel it, and remove it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _create_folder(plan: RunPlan, script: str, manifest: dict[str, Any], prepara
         raise PrerequisiteError(
             f"can't make the run's folder: {error}",
             meaning="the workspace is not writable, is full, or is not mounted on this machine",
-            fix="see with 'ftkit config' where the workspace is; set FTKIT_WORKSPACE or 'workspace:' in ftkit.yaml",
+            fix="set FTKIT_WORKSPACE or 'workspace:' in ftkit.yaml; 'ftkit config' shows where it is set",
         ) from error
 
 
@@ -92,13 +92,13 @@ def read_resumable_plan(layout: RunLayout) -> RunPlan:
     """Read the plan of a run that is to be submitted again.
 
     Raises:
-        PlanError: it can't be read, or is that of a run in another folder, which would be submitted instead.
+        PlanError: it can't be read, or it belongs to a run in another folder.
     """
     plan = read_plan(layout)
     if not _is_same(plan.layout.root, layout.root):
         raise PlanError(
             f"the plan in {layout.plan} is that of the run in {plan.layout.root}",
-            meaning="the folder was copied or moved; its plan and its job script have the paths of the former place",
+            meaning="the folder was copied or moved; its plan and its job script still have the old paths",
             fix="move it back, or start a new run",
         )
     return plan
@@ -138,7 +138,7 @@ def resume(
     elif holder := current_holder(layout):  # Slurm took the job, although it seemed not to
         raise SubmitError(
             f"{plan.id} is trained already, by {holder}: two jobs must not train in one folder",
-            fix="end that job first (Slurm's list of yours: squeue --me), or let it end",
+            fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
         )
     script = render_job(new, prepares=False) if changed else None
     needs_work = needs_preparation(new, environment)
@@ -189,8 +189,8 @@ def _submit(
     except (UncertainSubmitError, ProgramTimeoutError) as error:
         raise UncertainSubmitError(
             error.what,
-            meaning=f"{error.meaning}; there may be a job all the same",
-            fix=f"look with 'squeue --me'; if the job is not there: ftkit resume {plan.id}",
+            meaning=f"{error.meaning}; a job may exist nevertheless",
+            fix=f"check with 'squeue --me'; if there is no job: ftkit resume {plan.id}",
         ) from error
     if earlier:
         submission = replace(submission, earlier_job_ids=(*earlier.earlier_job_ids, earlier.job_id))
@@ -215,7 +215,7 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan) -> None:
 
 
 def _has_steps_left(plan: RunPlan) -> bool:
-    """Whether a run whose training came to its end is now planned to take more steps."""
+    """Return whether a completed run is now planned to take more steps."""
     end, patience = read_last_record(plan.layout.metrics), plan.recipe.evaluation.early_stopping_patience
     if not isinstance(end, EndRecord) or plan.num_steps is None or plan.num_steps <= end.step:
         return False
@@ -230,7 +230,7 @@ def _to_train_on(layout: RunLayout) -> str:
 
 
 def cancel(run: SubmittedRun) -> Observation | None:
-    """End a run; return how it had ended if it had already, else None.
+    """Cancel a run; return its final state if it had already ended, else None.
 
     The file that says so is written first: the job's script must not ask to be requeued.
 
@@ -250,7 +250,7 @@ def cancel(run: SubmittedRun) -> Observation | None:
 
 
 def check_removable(folder: RunFolder) -> None:
-    """Check that nobody trains in a run's folder, or will.
+    """Check that no job trains in a run's folder, and that none is queued.
 
     Raises:
         SubmitError: the run is not over, or nobody can tell.
@@ -270,7 +270,7 @@ def check_removable(folder: RunFolder) -> None:
 
 
 def _is_lost(seen: Observation) -> bool:
-    """Whether Slurm itself says that it does not know the job."""
+    """Return whether Slurm itself reports that it does not know the job."""
     return seen.state is RunState.UNKNOWN and seen.reason == LOST
 
 
@@ -288,6 +288,6 @@ def remove_run(folder: RunFolder) -> None:
     except OSError as error:
         raise PrerequisiteError(
             f"can't remove the whole of {root}: {one_line(error)}",
-            meaning="the folder, or a file in it, belongs to somebody else",
-            fix=f"see what is left: ls -la {doomed if doomed.exists() else root}",
+            meaning="the folder, or a file in it, belongs to another user",
+            fix=f"list what is left: ls -la {doomed if doomed.exists() else root}",
         ) from error

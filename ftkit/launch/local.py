@@ -28,7 +28,7 @@ class LocalScheduler:
     def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
         """Start the script."""
         if has_preparation:
-            raise ValueError("on this machine, the script of a run prepares it as well")
+            raise ValueError("on this machine, the run's own script prepares its data")
         pid = process.start_detached(
             ["bash", str(layout.script)], log=layout.job_log, cwd=layout.root, environment=environment
         )
@@ -66,7 +66,7 @@ class LocalScheduler:
 
 
 def _is_alive(submission: Submission) -> bool:
-    """Whether the script runs, or processes of its group after the script was killed."""
+    """Return whether the script runs, or processes of its group that outlived it."""
     pid = int(submission.job_id)
     started = process.start_time(pid)
     if started is not None:

@@ -36,12 +36,12 @@ PROGRAM = "ftkit.train.param_count"
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
 CACHE_VERSION = 2
-"""Raise it when the counting program answers otherwise."""
+"""Raise it when the counting program returns other counts."""
 
 
 @dataclass(frozen=True)
 class CountedModel:
-    """What the counting program says of a model.
+    """What the counting program returns for a model.
 
     Attributes:
         config: of its text part, as transformers fills it in.
@@ -141,8 +141,8 @@ def _with_added_tokens(
     if config is not None:
         text = text_part(config)
         if text.get("hidden_size_per_layer_input"):
-            what = f"{text.get('model_type')} has an embedding in each layer, which can't grow."
-            fix = f"Leave out what doesn't fit into its {rows:,} rows."
+            what = f"{text.get('model_type')} has an embedding in each layer, which can't be resized."
+            fix = f"Leave out tokens that don't fit into its {rows:,} rows."
             raise ConfigError([Problem("", "model.added_tokens", what, fix)])
         inner = config.get("text_config")
         update = {"vocab_size": needed} if text is config else {"text_config": {**(inner or {}), "vocab_size": needed}}
@@ -176,7 +176,7 @@ def _shipped_config(model: ModelSpec) -> dict[str, Any] | None:
 
 
 def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | None:
-    """Return what the counting program says; None: it can't run here, or can't build the model."""
+    """Return the counting program's result; None if it can't run here or can't build the model."""
     if not all(find_spec(package) for package in NEEDED):
         return None
     text = json.dumps(asked, sort_keys=True)

@@ -42,7 +42,7 @@ class Overview:
     warnings: tuple[str, ...]
 
     def state_of(self, entry: RunEntry) -> Observation:
-        """Return the state of a listed run, also of a damaged run or one without a job."""
+        """Return the state of a listed run, including damaged runs and runs without a job."""
         if entry.damage:
             return Observation(RunState.DAMAGED, is_final=False, reason=entry.damage)
         never = Observation(RunState.UNKNOWN, is_final=False, reason="never submitted")
@@ -103,7 +103,7 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
         return seen
     last = seen or _by_its_files(run, stopped_at)
     if holder := _still_trains(run, seen):
-        reason = f"its job has ended, but its folder is still trained in: {holder}"
+        reason = f"its job has ended, but a process still trains in its folder: {holder}"
         return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since, reason=reason)
     if last.is_final and run.layout.cancelled.exists():
         return replace(last, state=RunState.CANCELLED, reason="")
@@ -131,7 +131,7 @@ def _failed_preparation(run: SubmittedRun, last: Observation) -> Observation | N
 
 
 def _still_trains(run: SubmittedRun, seen: Observation | None) -> Holder | None:
-    """Return who trains in the run's folder although its job has ended; None: nobody.
+    """Return the process that trains in the run's folder although its job has ended; None if there is none.
 
     When Slurm says that a job has ended it has ended the processes too, unless it lost a node with them.
     """
@@ -148,14 +148,14 @@ def _by_its_files(run: SubmittedRun, stopped_at: str) -> Observation:
         state = RunState.FAILED if exit_code else RunState.COMPLETED
         return Observation(state, is_final=True, exit_code=exit_code)
     if run.submission.scheduler == "local":
-        killed = "its process is gone without an exit code: killed, or the machine was restarted"
+        killed = "its process is gone and left no exit code: it was killed, or the machine was restarted"
         return Observation(RunState.FAILED, is_final=True, reason=killed)
     lost = Observation(RunState.UNKNOWN, is_final=False, reason=LOST)
     return _read_final(run, even_if_old=True) or lost
 
 
 def _completed_by_its_files(run: SubmittedRun) -> Observation | None:
-    """Recognise a run that did all it should without asking anyone, and write that down."""
+    """Recognize a completed run by its own files, without asking the scheduler, and record that."""
     if _exit_code(run) != 0:
         return None
     end = _end(run.layout)
@@ -167,7 +167,7 @@ def _completed_by_its_files(run: SubmittedRun) -> Observation | None:
 
 
 def _end(layout: RunLayout) -> EndRecord | None:
-    """Return the record that the trainer ended with; None if it goes on, or ended in another way."""
+    """Return the record that the trainer ended with; None if it continues, or ended in another way."""
     last = read_last_record(layout.metrics)
     return last if isinstance(last, EndRecord) else None
 
@@ -199,7 +199,7 @@ def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Observation 
 
 
 def _write_final(run: SubmittedRun, seen: Observation) -> None:
-    """Write a final state down; in somebody else's folder, where that is not allowed, go without."""
+    """Record a final state; skip this in a folder of another user that is not writable."""
     values = {"job_id": run.submission.job_id, "observed": max(time.time(), _last_change(run.layout)), **asdict(seen)}
     try:
         write_json(run.layout.state, values)

@@ -61,7 +61,7 @@ class Findings:
 
 
 def run_checks(plan: RunPlan, environment: Mapping[str, str]) -> Findings:
-    """Check everything that a run needs besides its image. All checks run, whatever the others find."""
+    """Check everything that a run needs except its image. All checks run, even if some fail."""
     errors, warnings = [], []
     for check in _checks(plan, environment):
         try:
@@ -87,7 +87,7 @@ def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
     """Check that the trackers have their keys and addresses and, without a container, their packages.
 
     Returns:
-        Warnings, about what the profile's own lines of bash may set.
+        Warnings about variables that the profile's `setup` may set.
 
     Raises:
         PrerequisiteError: something is missing.
@@ -225,10 +225,10 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
         main_gib: the main memory of this machine.
 
     Returns:
-        A warning where the prediction is not so sure. Of GPUs the plan's own notes say that.
+        A warning if the prediction is uncertain. For GPUs, the plan's notes say so.
 
     Raises:
-        MemoryExhaustedError: there is not half of it; with changes that would fit.
+        MemoryExhaustedError: less than half of it exists; suggests changes that would fit.
     """
     cluster, place, shape = plan.cluster, plan.placement, plan.recipe.model.architecture
     if place.device == "cuda":
@@ -249,7 +249,7 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
 
 
 def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
-    """Raise if a path should exist here and does not; return a warning if only the nodes may have it.
+    """Raise if a path should exist here and does not; return a warning if it may exist on the nodes only.
 
     Those are models on a file system that is not mounted here. Data must be here, where its changes are noticed.
     """
@@ -259,16 +259,16 @@ def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
         return [f"{key}: {path} is not to be seen from here, nor is {within}: the job will look for it on its nodes"]
     raise NotFoundError(
         f"{key} names {path}, which is not there",
-        meaning="the path is wrong, or its file system is not mounted on this machine",
+        meaning="the path is wrong, or its file system is not mounted here",
         fix=f"give the right path: {key}=PATH; relative ones belong to the file that names them",
     )
 
 
 def _check_packages(plan: RunPlan) -> list[str]:
-    """Check the packages of this Python, which a run without a container uses."""
+    """Check the packages of this Python environment, which a run without a container uses."""
     if plan.cluster.runtime == "none" and plan.cluster.scheduler == "local" and find_spec("torch") is None:
         raise PrerequisiteError(
-            "what trains is not installed: there is no torch in this Python",
+            "torch is not installed in this Python environment",
             meaning=f"cluster '{plan.cluster.name}' has no container, so the run uses {plan.python}",
             fix="pip install 'ftkit[train]', or run in an image with --cluster docker",
         )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
-    """Whether a run on Slurm has work to do that needs no GPU; on this machine, the run's own script does it."""
+    """Return whether a run on Slurm has to prepare data or weights; a local run's own script does that."""
     if plan.cluster.scheduler != "slurm":
         return False
     return not plan.is_data_prepared or not are_weights_here(plan, environment)
@@ -42,8 +42,8 @@ def prepare_here(
     missing = [name for name in ("datasets", "numpy", "tokenizers", "transformers") if find_spec(name) is None]
     if missing:
         raise PrerequisiteError(
-            f"data can't be prepared here without {', '.join(missing)}",
-            meaning="ftkit was installed without what tokenizes",
+            f"preparing data here needs {', '.join(missing)}",
+            meaning="ftkit was installed without the packages that tokenize",
             fix="pip install 'ftkit[train]'; or leave it to a job: --prepare job",
         )
     from ftkit.data.prepare import prepare  # noqa: PLC0415 - seconds of imports

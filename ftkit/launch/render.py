@@ -110,22 +110,22 @@ class _Safe(str):
 
 
 def quote_word(value: object) -> str:
-    """Quote a value as one word of bash, whatever is in it."""
+    """Quote any value as one word of bash."""
     text = str(value)
     if "\0" in text:
-        raise ConfigError([Problem("", "", f"a zero byte can't stand in a script or a variable: {text!r}.")])
+        raise ConfigError([Problem("", "", f"scripts and variables can't contain a zero byte: {text!r}.")])
     return _Safe(shlex.quote(text))
 
 
 def quote_directive(value: object) -> str:
-    """Quote a value for an #SBATCH line, which sbatch takes apart by rules of its own.
+    """Quote a value for an #SBATCH line, which sbatch parses by its own rules.
 
     Old and new releases agree on double quotes, in which a backslash makes the next character an ordinary one;
     `#` would begin a comment even there.
     """
     text = str(value)
     if any(ord(character) < ord(" ") or character == "\x7f" for character in text):
-        raise ConfigError([Problem("", "", f"control characters can't stand in an #SBATCH line: {text!r}.")])
+        raise ConfigError([Problem("", "", f"an #SBATCH line can't contain control characters: {text!r}.")])
     if text and shlex.quote(text) == text:
         return _Safe(text)
     escaped = "".join("\\" + character if character in '\\"#' else character for character in text)
@@ -136,7 +136,7 @@ def quote_log_path(value: object) -> str:
     """Quote a path for `#SBATCH --output`, in which `%` begins a pattern."""
     text = str(value)
     if "\\" in text:
-        fix = "Put the workspace elsewhere."
+        fix = "Use another workspace folder."
         raise ConfigError([Problem("", "", f"Slurm can't write a log to a path with a backslash: {text}.", fix)])
     return quote_directive(text.replace("%", "%%"))
 

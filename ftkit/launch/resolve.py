@@ -53,7 +53,7 @@ class RunArgs:
 
 
 class _Problems:
-    """Collects the problems of several specs, to show them together."""
+    """Collect the problems of several specs, to report them together."""
 
     def __init__(self) -> None:
         self._errors: list[FtkitError] = []
@@ -87,7 +87,7 @@ def read_settings(words: RunArgs, ctx: Context) -> LoadedSettings:
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs go, without a run: the settings, the cluster, and the image if one is chosen."""
+    """Where runs go: the settings, the cluster, and the image if one is chosen."""
 
     settings: LoadedSettings
     cluster: ClusterProfile
@@ -102,10 +102,10 @@ def load_place(words: RunArgs, ctx: Context) -> Place:
 
 
 def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
-    """Refuse to take a cluster's login node for the machine to train on.
+    """Refuse to train on a cluster's login node by accident.
 
     Raises:
-        ConfigError: no cluster is chosen, and a Slurm answers here.
+        ConfigError: no cluster is chosen, and Slurm answers on this machine.
     """
     if ("cluster",) in loaded.layers.origins:
         return
@@ -145,7 +145,7 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
         image = problems.collect(lambda: _load_defined(wanted, ctx))
     problems.raise_if_any()
     if read is None or site is None:
-        raise AssertionError("what could not be loaded was raised above")
+        raise AssertionError("errors of loading were raised above")
     workspace = Workspace(loaded.workspace_folder(ctx))
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
     from ftkit.launch.model import resolve_model  # noqa: PLC0415 - the hub's client, which few models need
@@ -177,8 +177,8 @@ def _assumed_cluster(words: RunArgs, loaded: LoadedSettings) -> str | None:
 
 def _assumption(cluster: ClusterProfile) -> str:
     return (
-        f"no cluster is chosen: this is for profile '{cluster.name}', with {cluster.gpus_per_node} GPUs a node of a "
-        "model that is not known; choose one of 'ftkit clusters' with --cluster or 'cluster:' in ftkit.yaml"
+        f"no cluster is chosen: this plan is for profile '{cluster.name}', with {cluster.gpus_per_node} GPUs of "
+        "unknown model per node; choose one of 'ftkit clusters' with --cluster or 'cluster:' in ftkit.yaml"
     )
 
 
@@ -248,11 +248,11 @@ def read_packs(data: DataLayout) -> dict[str, Any]:
 def _no_recipe(image: AnyImage | None) -> FtkitError:
     if image:
         return ConfigError(
-            [Problem(COMMAND_LINE, "RECIPE", f"'{image}' is a file or an address and brings no default recipe.",
+            [Problem(COMMAND_LINE, "RECIPE", f"'{image}' is a file or an address, which has no default recipe.",
                      "Name one; 'ftkit recipes' lists them.")]
         )  # fmt: skip
     return ConfigError(
-        [Problem(COMMAND_LINE, "RECIPE", "nothing says what to train.",
+        [Problem(COMMAND_LINE, "RECIPE", "no recipe is given.",
                  "Try 'ftkit run demo'; 'ftkit recipes' lists all, and --image NAME:TAG stands for its default one.")]
     )  # fmt: skip
 

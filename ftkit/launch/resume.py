@@ -56,7 +56,7 @@ _HARMLESS = (
         )
     ),
 )
-"""They change what is recorded, or speed and memory, but not what the optimizer sees."""
+"""They change logging, speed or memory, but not the optimizer's inputs."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ResumeArgs:
 
     Args:
         overrides: `key.path=value`, the time limit among them.
-        allowed: keys that may change although it changes the result.
+        allowed: keys that may change although that changes the result.
     """
 
     num_nodes: int | None = None
@@ -76,7 +76,7 @@ class ResumeArgs:
 
     @property
     def asks_for_changes(self) -> bool:
-        """Whether the run is to continue in another way than it was planned."""
+        """Return whether the run is to continue with another plan."""
         return self != ResumeArgs()
 
 
@@ -91,7 +91,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ResumedPlan:
-    """A plan made anew, what differs in it, and what the user should know of that."""
+    """A plan made anew, the differences, and notes about them for the user."""
 
     plan: RunPlan
     changes: tuple[Change, ...] = ()
@@ -105,7 +105,7 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
         plan: the run's.
         args: what is to change.
         ctx: where cluster profiles are searched for.
-        default_image: of the settings, for a run that had no container so far.
+        default_image: from the settings, for a run without a container so far.
 
     Raises:
         ConfigError: with all changes that are refused, or all reasons why the new plan is impossible.
@@ -154,7 +154,7 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
 
 
 def _values(plan: RunPlan) -> dict[str, Any]:
-    """Return the recipe with what `auto` stood for left open again: another cluster may need other values."""
+    """Return the recipe with `auto` where the plan had resolved it: another cluster may need other values."""
     recipe = plan.recipe
     values = recipe.model_dump(mode="json", include=set(_CHANGEABLE))
     values["training"] |= dict.fromkeys(plan.execution.chosen, "auto") | {"engine": plan.engine.name}
@@ -183,10 +183,10 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_sections(args: ResumeArgs) -> None:
-    """Refuse what no checkpoint of the run could continue with, before the recipe is checked as a whole."""
+    """Refuse changes that no checkpoint of the run could continue with, before the whole recipe is checked."""
     _raise(
-        Problem(COMMAND_LINE, key, "can't change in a run that is resumed: its checkpoints are of the former value.",
-                "Start a new run; 'model: run:NAME' continues from what this one has trained.")
+        Problem(COMMAND_LINE, key, "can't change when a run is resumed: its checkpoints have the former value.",
+                "Start a new run; 'model: run:NAME' continues from this run's result.")
         for key in _typed_keys(args)
         if key.partition(".")[0] not in _CHANGEABLE or _matches(key, _FIXED)
     )  # fmt: skip
@@ -201,7 +201,7 @@ def _check_changes(changes: Sequence[Change], args: ResumeArgs) -> None:
         if change.key not in args.allowed and not _is_harmless(change)
     ]  # fmt: skip
     unused = [
-        Problem(COMMAND_LINE, f"--allow {key}", "allows a change that was not asked for.", "Leave it out.")
+        Problem(COMMAND_LINE, f"--allow {key}", "allows a change that was not requested.", "Leave it out.")
         for key in args.allowed
         if key not in changed
     ]
@@ -224,7 +224,7 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _image(plan: RunPlan, cluster: ClusterProfile, ctx: Context, default: AnyImage | None) -> AnyImage | None:
-    """Return the image to continue in: the run's own, or the first that is set, for a run that had none."""
+    """Return the image to continue in: the run's own; for a run that had none, the first that is set."""
     if cluster.runtime == "none":
         return None
     name = plan.image or plan.recipe.image

@@ -1,4 +1,4 @@
-"""What every scheduler can do, and which ones there are."""
+"""The interface of schedulers, and which ones there are."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class Scheduler(Protocol):
-    """Takes a job script, says how the job is, and ends it."""
+    """Submits job scripts, reports the states of jobs, and cancels them."""
 
     poll_seconds: ClassVar[float]
-    """How often it may be asked for states without being a burden."""
+    """Pause between two queries for states that does not burden it."""
 
     def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
         """Submit the script of a run, with these variables for its job; first that of its preparation, if it has one.
 
         Raises:
-            SubmitError: it was refused; there is no job.
+            SubmitError: the scheduler refused the job.
             PrerequisiteError: the scheduler is not on this machine.
         """
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-        """Ask for the states of all `runs` at once; a run id that is missing is one that it knows nothing of.
+        """Ask for the states of all `runs` at once; runs that it does not know are missing from the result.
 
         Raises:
-            FtkitError: it can't be asked.
+            FtkitError: the scheduler does not answer.
         """
 
     def cancel(self, run: SubmittedRun) -> None:
         """End a job.
 
         Raises:
-            FtkitError: it could not be ended.
+            FtkitError: the job could not be canceled.
         """
 
 

@@ -27,7 +27,7 @@ _NOT_ABOUT_A_JOB = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SER
 
 
 class SlurmScheduler:
-    """Submits by sbatch; asks squeue for jobs that Slurm still holds, and sacct for the others."""
+    """Submits with sbatch; asks squeue for pending and running jobs, and sacct for the others."""
 
     poll_seconds: ClassVar[float] = 4.0
 
@@ -72,8 +72,8 @@ class SlurmScheduler:
         answer = _ask(["scancel", *jobs], os.environ)
         if answer.returncode != 0:
             raise SubmitError(
-                f"scancel could not end job {run.submission.job_id}: {clean_stderr(answer.stderr)}",
-                meaning="the job is somebody else's, or Slurm can't be reached",
+                f"scancel could not cancel job {run.submission.job_id}: {clean_stderr(answer.stderr)}",
+                meaning="the job belongs to another user, or Slurm can't be reached",
                 fix=f"check with: squeue -j {run.submission.job_id}",
             )
 
@@ -119,9 +119,9 @@ def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     answer = _ask(["squeue", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}", f"--jobs={jobs}"], os.environ)
     if answer.returncode != 0 and not re.search("invalid job id", answer.stderr, re.IGNORECASE):
         raise SubmitError(
-            f"Slurm can't be asked for states: {clean_stderr(answer.stderr)}",
+            f"Slurm did not report job states: {clean_stderr(answer.stderr)}",
             meaning="its controller is busy, restarting, or not reachable from this machine",
-            fix="try again in a minute; the runs themselves go on",
+            fix="try again in a minute; the runs themselves continue",
         )
     return read_squeue(answer.stdout, runs)
 
@@ -175,11 +175,11 @@ _FINAL = {
     "TIMEOUT": RunState.TIMED_OUT,
 }
 _REASONS = {
-    "BeginTime": "its start was put off; after a requeue Slurm waits about two minutes",
+    "BeginTime": "its start was delayed; after a requeue Slurm waits about two minutes",
     "Dependency": "it waits for the job that prepares its data and weights",
     "DependencyNeverSatisfied": "the job that prepares its data and weights failed: it will never start",
-    "JobHeldAdmin": "an administrator holds it back",
-    "JobHeldUser": "it is held back: scontrol release",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobHeldUser": "it is held: scontrol release",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
         "its nodes are down or reserved"
     ),
@@ -273,7 +273,7 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
     (
         "accounting/qos policy|submit.*limit|maxsubmit",
         "a limit of your account or its quality of service is reached: jobs, nodes, GPUs or hours",
-        "wait until other jobs end, or ask the site's administrators",
+        "wait until other jobs end, or ask the cluster's administrators",
     ),
     (
         "invalid partition",
@@ -292,38 +292,38 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "reservation",
-        "the reservation is over, not yet begun, or not open to you",
-        "look at 'scontrol show reservation' and set 'reservation:' in the cluster's profile",
+        "the reservation has ended, has not begun, or does not include you",
+        "see 'scontrol show reservation' and set 'reservation:' in the cluster's profile",
     ),
     (
         "time limit",
         "the time limit is longer than the partition allows",
-        "look at 'sinfo -o \"%P %l\"' and set resources.time_limit",
+        "see 'sinfo -o \"%P %l\"' and set resources.time_limit",
     ),
     (
         "generic resource|gres",
         "the cluster does not name its GPUs as the profile asks for them",
-        "look at 'sinfo -o \"%N %G\"' and set 'gpu_request:' in the cluster's profile (gres, gpus-per-node or none)",
+        "see 'sinfo -o \"%N %G\"' and set 'gpu_request:' in the cluster's profile (gres, gpus-per-node or none)",
     ),
     (
         "node configuration is not available",
-        "no node has what a node of this job needs: GPUs, processors or memory",
-        "look at 'sinfo -o \"%N %c %m %G\"'; set 'gpus_per_node:' and 'cpus_per_node:' in the cluster's profile",
+        "no node has the GPUs, CPUs or memory that the job needs per node",
+        "see 'sinfo -o \"%N %c %m %G\"'; set 'gpus_per_node:' and 'cpus_per_node:' in the cluster's profile",
     ),
     (
         "node count|partition configuration|more processors",
         "more nodes than the partition has or allows",
-        "look at 'sinfo -s' and take fewer --nodes",
+        "see 'sinfo -s' and take fewer --nodes",
     ),
     (
         "group not permitted|access.*denied|permission denied",
         "you may not use this partition or account",
-        "ask the site's administrators",
+        "ask the cluster's administrators",
     ),
     (
         "unrecognized option|invalid option",
         "this Slurm does not know an option that the job script uses",
-        "look at the script with --dry-run; take the option out of the cluster's profile",
+        "print the script with --dry-run; take the option out of the cluster's profile",
     ),
 )
 
@@ -331,12 +331,12 @@ _NO_ANSWER = "contact slurm controller|timed out|connection refused|unable to co
 
 
 class UncertainSubmitError(SubmitError):
-    """Slurm gave no clear answer: the job may have been submitted."""
+    """Slurm's answer is unclear: the job may have been submitted."""
 
 
 def explain_refusal(stderr: str) -> SubmitError:
     """Convert sbatch's message to an error with its usual meaning."""
-    message = clean_stderr(stderr) or "sbatch gave no job id and no reason"
+    message = clean_stderr(stderr) or "sbatch printed no job id and no error"
     if re.search(_NO_ANSWER, message, re.IGNORECASE):
         return UncertainSubmitError(
             f"Slurm did not answer: {message}", meaning="its controller is down, restarting or overloaded"
@@ -344,7 +344,7 @@ def explain_refusal(stderr: str) -> SubmitError:
     for pattern, meaning, fix in _REFUSALS:
         if re.search(pattern, message, re.IGNORECASE):
             return SubmitError(f"Slurm refused the job: {message}", meaning=meaning, fix=fix)
-    return SubmitError(f"Slurm refused the job: {message}", fix="look at the script with --dry-run")
+    return SubmitError(f"Slurm refused the job: {message}", fix="print the script with --dry-run")
 
 
 def clean_stderr(stderr: str) -> str:

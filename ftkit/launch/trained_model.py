@@ -83,10 +83,10 @@ def _export_of(layout: RunLayout) -> TrainedWeights:
         steps = ", ".join(str(step) for step, _ in layout.list_checkpoints())
         raise NotFoundError(
             f"model.weights: run {layout.root.name} has no export",
-            meaning="a run exports its model after the last step: this one is not there yet, or it failed",
+            meaning="a run exports its model after the last step: this run is not there yet, or it failed",
             fix=f"train on one of its checkpoints (steps {steps}): run:{layout.root.name}@last"
             if steps
-            else f"see how far it is: ftkit status {layout.root.name}; to finish it: ftkit resume {layout.root.name}",
+            else f"see its progress: ftkit status {layout.root.name}; to finish it: ftkit resume {layout.root.name}",
         )
     record = read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}
     step = record.get("step")

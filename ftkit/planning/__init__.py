@@ -1,1 +1,1 @@
-"""What a run will be: whether it fits, how fast it is, what else would fit."""
+"""Plan a run: whether it fits, how fast it is, and what else would fit."""

@@ -36,7 +36,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
     num_nodes: int,
     processes_per_node: int,
 ) -> list[Problem]:
-    """Return everything that makes this combination impossible, each with the place that its key comes from."""
+    """Return all reasons why this combination is impossible, each with the place that its key comes from."""
     shape = model.architecture
     problems = [
         *_adapters(recipe, model),
@@ -90,15 +90,15 @@ def _placement(
         yield Problem(COMMAND_LINE, "--nodes, --gpus-per-node", "must be at least 1.")
     if cluster.scheduler == "local" and num_nodes > 1:
         yield Problem(
-            where, nodes, f"cluster '{cluster.name}' is this one machine, got {num_nodes} nodes.",
+            where, nodes, f"cluster '{cluster.name}' is a single machine, got {num_nodes} nodes.",
             "Take --nodes 1, or a Slurm cluster with --cluster.",
         )  # fmt: skip
     elif cluster.max_nodes is not None and num_nodes > cluster.max_nodes:
-        yield Problem(where, nodes, f"{num_nodes} nodes asked for, the cluster has {cluster.max_nodes}.")
+        yield Problem(where, nodes, f"{num_nodes} nodes requested, the cluster has {cluster.max_nodes}.")
     if cluster.device == "cuda" and processes_per_node > cluster.gpus_per_node:
         yield Problem(
             where, gpus,
-            f"{processes_per_node} GPUs asked for, a node has {cluster.gpus_per_node}.",
+            f"{processes_per_node} GPUs requested, a node has {cluster.gpus_per_node}.",
             f"Take at most {cluster.gpus_per_node}, and more --nodes.",
         )  # fmt: skip
 
@@ -197,7 +197,7 @@ def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
     for setting in training.only_with_fsdp2 if training.engine == "zero3" else ():
         yield Problem(
             f"recipe {recipe.name}", f"training.{setting}",
-            f"'{getattr(training, setting)}' doesn't go with engine 'zero3'.",
+            f"'{getattr(training, setting)}' is not supported by engine 'zero3'.",
             "Take engine 'auto' or 'fsdp2', or leave it out.",
         )  # fmt: skip
 
@@ -237,12 +237,12 @@ def _data(recipe: RecipeSpec) -> Iterator[Problem]:
     data, where = recipe.data, f"recipe {recipe.name}"
     if recipe.model.tokenizer.source == "trained" and data.chat_template not in CHAT_TEMPLATES:
         yield Problem(
-            where, "data.chat_template", "a trained tokenizer needs a template that ftkit ships.",
+            where, "data.chat_template", "a tokenizer that ftkit trains needs a template that ftkit ships.",
             f"Take one of {', '.join(CHAT_TEMPLATES)}.",
         )  # fmt: skip
     if data.too_long == "split" and data.format.kind not in ("text", "auto"):
         yield Problem(
-            where, "data.too_long", "a conversation can't be split: its later parts would lack what was said before.",
+            where, "data.too_long", "a conversation can't be split: its later parts would lack their context.",
             "Take 'truncate', which cuts after a turn that fits, or 'drop'.",
         )  # fmt: skip
     if data.train_on == "completion" and data.format.kind in ("messages", "text"):
@@ -271,7 +271,9 @@ def _completions(recipe: RecipeSpec, asked: GenerationSpec, key: str, without: t
     if is_short and recipe.data.format.kind != "prompt-completion":
         yield Problem(where, key, "needs data.format.kind 'prompt-completion'.")
     if recipe.data.format.kind == "text":
-        yield Problem(where, key, "plain text has no turns to answer.", "Leave it out; every_steps measures the loss.")
+        yield Problem(
+            where, key, "plain text has no turns to complete.", "Leave it out; every_steps measures the loss."
+        )
     if "sql" in asked.metrics and isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
         yield Problem(where, key, f"there is no SQL in generator '{source.generator}'.")
     if not recipe.data.has_validation:
@@ -279,12 +281,12 @@ def _completions(recipe: RecipeSpec, asked: GenerationSpec, key: str, without: t
     elif num_rows is not None and asked.num_rows > num_rows and is_short:
         yield Problem(
             where, f"{key}.num_questions",
-            f"{asked.num_rows} questions asked for, the validation split has {num_rows} rows.",
+            f"{asked.num_rows} questions requested, the validation split has {num_rows} rows.",
         )  # fmt: skip
 
 
 def _selection(recipe: RecipeSpec, metric: str, asked: GenerationSpec | None) -> Iterator[Problem]:
-    """Check that each evaluation during training has what the best one is chosen by."""
+    """Check that each evaluation during training measures the metric that selects the best one."""
     where, key = f"recipe {recipe.name}", "evaluation.best.metric"
     names = [source.name for source in recipe.data.sources]
     names = [f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
@@ -328,7 +330,7 @@ def _image(
         )  # fmt: skip
     if cluster.runtime != "none" and request.image is None:
         yield Problem(
-            f"cluster {cluster.name}", "runtime", f"'{cluster.runtime}' needs an image, and none is named.",
+            f"cluster {cluster.name}", "runtime", f"'{cluster.runtime}' needs an image, and none is set.",
             "Give --image NAME:TAG, or set 'image:' in ftkit.yaml.",
         )  # fmt: skip
     where, key = (COMMAND_LINE, "--image") if request.image_is_explicit else ("", "image")
@@ -360,7 +362,7 @@ def _sinks(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None)
         yield Problem(
             f"recipe {recipe.name}", "tracking.sinks", f"'{sink}' needs the package {package}, which "
             f"{image.reference} does not list.",
-            f"Add it to 'packages:' of the image and lock it anew (ftkit lock {image.reference}); if its base has it, "
+            f"Add it to 'packages:' of the image and lock it again (ftkit lock {image.reference}); if its base has it, "
             f"list it below 'provided:'; or leave {sink} out.",
         )  # fmt: skip
 
@@ -376,7 +378,7 @@ _ESTIMATED: dict[CountSource, str] = {
 def find_notes(
     model: ModelPlan, cluster: ClusterProfile, image: ImageSpec | None, packing: Packing, padding: float | None
 ) -> Iterator[str]:
-    """Return what becomes of added tokens, and what is possible, but not as sure or as fast as the rest of the plan."""
+    """Return notes on added tokens, and on parts of the plan that are uncertain or slow."""
     shape, rows = model.architecture, model.vocab_size_of_weights
     if rows is not None:
         yield f"model.added_tokens: the embedding grows from {rows:,} to {shape.vocab_size:,} rows"
@@ -409,20 +411,20 @@ def find_notes(
     elif not counts.is_exact:
         yield f"to count '{shape.family}' exactly, plan where torch and transformers are: pip install 'ftkit[train]'"
     if image is not None and cluster.runtime != "none" and shape.family not in image.families:
-        yield f"'{image.reference}' is not made for '{shape.family}': its transformers must know it"
+        yield f"'{image.reference}' is not made for '{shape.family}': its transformers must support it"
 
 
 def _paths(recipe: RecipeSpec, cluster: ClusterProfile, request: RunRequest, num_nodes: int) -> Iterator[Problem]:
     workspace = str(request.workspace)
     if any(ord(character) < ord(" ") for character in workspace):
-        yield Problem("settings", "workspace", f"control characters can't stand in a path: {workspace!r}.")
+        yield Problem("settings", "workspace", f"a path can't contain control characters: {workspace!r}.")
     if cluster.runtime == "none":
         return
     for key, folder in mounted_folders(recipe, cluster, request.workspace, num_nodes):
         if "," in folder or ":" in folder:
             yield Problem(
                 _owner(key, recipe, cluster), key, f"{cluster.runtime} can't mount a path with a comma or a colon: "
-                f"{folder}.", "Put it elsewhere, or behind a link without them.",
+                f"{folder}.", "Use another folder, or a symbolic link without them.",
             )  # fmt: skip
     for mount in cluster.mounts:
         if "," in mount or not all(part.startswith("/") for part in mount.split(":")[:2]):
@@ -432,7 +434,7 @@ def _paths(recipe: RecipeSpec, cluster: ClusterProfile, request: RunRequest, num
 
 
 def _owner(key: str, recipe: RecipeSpec, cluster: ClusterProfile) -> str:
-    """Return who holds a key, for where no file is known."""
+    """Return the owner of a key, where its file is unknown."""
     first = key.partition(".")[0]
     if first in ClusterProfile.model_fields:
         return f"cluster {cluster.name}"

@@ -69,7 +69,7 @@ def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int
 
 
 def least_memory(training: TrainingSpec) -> TrainingPlan:
-    """Resolve what is left open to what takes the least memory."""
+    """Resolve what is left open to the values that take the least memory."""
     micro, checkpointing = training.micro_batch_size, training.activation_checkpointing
     return TrainingPlan.of(
         training, 1 if micro == "auto" else micro, "full" if checkpointing == "auto" else checkpointing
@@ -189,7 +189,7 @@ def _options(
 
 
 def _fastest(options: Iterator[_Option], room_gib: float) -> _Option | None:
-    """Return the first of the fastest that fit: within `LEAST_DIFFERENCE` of the very fastest."""
+    """Return the first that fits within `LEAST_DIFFERENCE` of the fastest."""
     best: _Option | None = None
     for each in options:
         fits = each.total_gib <= room_gib
@@ -208,7 +208,7 @@ def _micro_batch_sizes(setup: Setup, most_tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change as it is typed after a recipe, and the memory of a process that is predicted for it."""
+    """A change as typed after a recipe, and the predicted memory of a process."""
 
     override: str
     total_gib: float
@@ -254,7 +254,7 @@ def _together(changes: Iterable[Change]) -> Change:
 
 @dataclass(frozen=True)
 class FasterSuggestion:
-    """Changes that would make a run faster and still fit, as they are typed after a recipe.
+    """Changes that would make a run faster and still fit, as typed after a recipe.
 
     Attributes:
         override: what is typed.
@@ -303,7 +303,7 @@ class _Run:
         return predict_memory(with_resharding(changed)).total
 
     def knobs(self) -> Iterator[list[Change]]:
-        """Yield what can be changed, what costs least first; each with its values, the mildest first."""
+        """Yield the possible changes, cheapest first; each with its values, the mildest first."""
         training = self.training
         if training.reshard_after_forward == "never":
             yield [{"reshard_after_forward": "auto"}]
@@ -347,7 +347,7 @@ class _Run:
         ]
 
     def _more_nodes(self) -> list[Change]:
-        """Return twice the nodes, if there are as many and the global batch can be divided among them."""
+        """Return twice the nodes, if the cluster has them and the global batch can be divided among them."""
         twice = 2 * self.setup.num_nodes
         training, cluster = self.training, self.cluster
         at_once = training.micro_batch_size * 2 * self.setup.num_data_ranks

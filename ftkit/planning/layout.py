@@ -1,4 +1,4 @@
-"""Every path of a run. Everything about a run lies in its folder, and nothing about it elsewhere."""
+"""Every path of a run. Everything about a run is in its folder, and nothing is elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DataLayout:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether preparation has come to its end."""
+        """Whether preparation is complete."""
         return self.manifest.is_file()
 
 
@@ -41,7 +41,7 @@ class Workspace:
 
     @property
     def data(self) -> Path:
-        """Tokenised and packed data, one folder for each fingerprint."""
+        """Tokenized and packed data, one folder for each fingerprint."""
         return self.root / "data"
 
     @property
@@ -82,7 +82,7 @@ class RunLayout:
 
     @property
     def submission(self) -> Path:
-        """Which scheduler has the job, under which id."""
+        """The scheduler of the job, and its id there."""
         return self.root / "submission.json"
 
     @property
@@ -188,7 +188,7 @@ class RunLayout:
 
     @property
     def leases(self) -> Path:
-        """Who trains here: `ftkit.runs.lease`."""
+        """The lease of the process that trains here: `ftkit.runs.lease`."""
         return self.root / "leases"
 
     @property
@@ -202,15 +202,15 @@ class RunLayout:
 
     @property
     def disk_full(self) -> Path:
-        """An empty file that says that the run ended for want of disk: on a full disk it is all that can be written."""
+        """An empty file that marks a run that ended on a full disk, where nothing else can be written."""
         return self.root / "disk-full"
 
     @property
     def state(self) -> Path:
-        """How the run ended, written down by whoever first saw it."""
+        """How the run ended, written by the first command that observed it."""
         return self.root / "state.json"
 
     @property
     def cancelled(self) -> Path:
-        """A file that says that the user cancelled the run."""
+        """A file that marks a run that the user cancelled."""
         return self.root / "cancelled"

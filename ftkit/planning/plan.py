@@ -138,7 +138,7 @@ class RunPlan:
 
     @property
     def is_data_prepared(self) -> bool:
-        """Whether an earlier run on the same data left it there: this one asks nobody for it."""
+        """Whether an earlier run has prepared the same data."""
         return DataLayout(self.data_directory).is_prepared
 
     @property
@@ -151,7 +151,7 @@ class RunPlan:
 def plan_run(
     recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest, *, ftkit_version: str
 ) -> RunPlan:
-    """Resolve what the user said into a plan.
+    """Resolve recipe, cluster, image and request into a plan.
 
     Raises:
         ConfigError: with every reason why the combination is impossible.
@@ -312,7 +312,7 @@ def _container_image(cluster: ClusterProfile, request: RunRequest) -> str | None
 
 
 def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:
-    """Say what the prediction means: what to change in a run that doesn't fit, or that could be much faster."""
+    """Return suggestions for a run that doesn't fit, or that could be much faster."""
     gpu = setup.gpu
     if gpu is None:
         return ()
@@ -333,7 +333,7 @@ def plan_to_json(plan: RunPlan) -> str:
 
 
 class PlanError(FtkitError):
-    """A plan that was written down can't be read back."""
+    """A written plan can't be read back."""
 
     exit_code = ConfigError.exit_code
 
@@ -349,8 +349,8 @@ def plan_from_json(text: str | bytes, where: str) -> RunPlan:
     except InvalidJsonError as error:
         raise PlanError(
             f"can't read the plan in {where}: {error}",
-            meaning=f"{_writer(text)} wrote it, by other rules than this one's, or it was changed by hand",
-            fix="to go on with the run, use the ftkit that submitted it; or mend what is named here in the recipe and "
+            meaning=f"{_writer(text)} wrote it under other rules, or it was changed by hand",
+            fix="to continue the run, use the ftkit that submitted it; or correct these keys in the recipe and "
             "start a new run. 'ftkit runs', 'status' and 'logs' still show this one",
         ) from error
 

@@ -45,7 +45,7 @@ class Gpu:
 
     @property
     def usable_gib(self) -> float:
-        """What tensors can take of the memory."""
+        """Memory that tensors can take."""
         return USABLE_MEMORY * self.memory_gib
 
 
@@ -75,7 +75,7 @@ class Setup:
 
     Attributes:
         shape: the model's.
-        training: with nothing left open.
+        training: with every `auto` resolved.
         num_shards: processes on all nodes, one for each GPU.
         engine: how the model is spread over them.
         device: what they compute on.

@@ -1,4 +1,4 @@
-"""Why a run failed, for every command that tells it: one reason, one exit code, one piece of advice."""
+"""Why a run failed, for every command that reports it: one reason, one exit code, one piece of advice."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Failure:
-    """What made a run fail.
+    """Why a run failed.
 
     Attributes:
         exit_code: that of the error's class if a user can act on it, else that of a failed run.
         error: of the rank that failed first; None if no rank left one.
-        can_resume: whether the run may go on as it was planned, once the cause is mended.
+        can_resume: whether the run can continue as planned once the cause is fixed.
     """
 
     exit_code: int
@@ -48,7 +48,7 @@ def explain_failure(run: SubmittedRun, seen: Observation) -> Failure | None:
 
 
 def original_command(layout: RunLayout) -> str:
-    """Return the command that made a run, to be typed again."""
+    """Return the command that started a run, to be typed again."""
     words = (read_json_if_valid(layout.manifest, dict[str, Any]) or {}).get("command")
     is_known = isinstance(words, list) and all(isinstance(word, str) and "***" not in word for word in words)
     return shlex.join(words) if is_known and words else "ftkit run …"

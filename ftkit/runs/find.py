@@ -42,7 +42,7 @@ class RunFolder:
         """The run with its newest submission; None if it was never submitted.
 
         Raises:
-            DamagedFileError: nobody can tell.
+            DamagedFileError: the file can't be read.
         """
         from ftkit.runs.submission import SubmittedRun, read_submission  # noqa: PLC0415 - pydantic
 
@@ -75,14 +75,14 @@ def _check_it_can_be_made(workspace: Workspace) -> None:
     except OSError as error:
         raise _unusable(workspace, one_line(error)) from error
     if not is_usable:
-        raise _unusable(workspace, f"{there} is not a folder that you can write to")
+        raise _unusable(workspace, f"{there} is not a folder with write permission for you")
 
 
 def _unusable(workspace: Workspace, reason: str) -> PrerequisiteError:
     return PrerequisiteError(
         f"the workspace {workspace.root} can't be used: {reason}",
-        meaning="the path is wrong, its file system is not mounted on this machine, or it belongs to somebody else",
-        fix="see with 'ftkit config' where it comes from; set FTKIT_WORKSPACE, or 'workspace:' in ftkit.yaml",
+        meaning="the path is wrong, its file system is not mounted on this machine, or it belongs to another user",
+        fix="'ftkit config' shows where it is set; set FTKIT_WORKSPACE, or 'workspace:' in ftkit.yaml",
     )
 
 
@@ -98,7 +98,7 @@ def _from_name(workspace: Workspace, name: str) -> RunFolder | None:
 
 
 def find_run(reference: str, workspace: Workspace) -> RunFolder:
-    """Return the run that `reference` means: `last`, a name, an id or its beginning or end, a job id, a folder.
+    """Return the run that `reference` selects: `last`, a name, an id or its beginning or end, a job id, a folder.
 
     Raises:
         NotFoundError: there is none, or more than one.
@@ -107,8 +107,8 @@ def find_run(reference: str, workspace: Workspace) -> RunFolder:
     if not runs:
         raise NotFoundError(
             f"there are no runs in {workspace.root}",
-            meaning="no run was started yet, or the workspace is another one",
-            fix="start one with 'ftkit run demo', or see with 'ftkit config' which workspace is used",
+            meaning="no run was started yet, or another workspace is set",
+            fix="start one with 'ftkit run demo', or check the workspace with 'ftkit config'",
         )
     if reference == "last":
         return runs[0]

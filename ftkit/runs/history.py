@@ -1,4 +1,4 @@
-"""What a run did, from its first record to its last: steps that count, stages, and what the time went into."""
+"""What a run did, from its first record to its last: its steps, its stages, and where its time went."""
 
 from __future__ import annotations
 

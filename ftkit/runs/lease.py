@@ -41,7 +41,7 @@ _SURELY_DEAD_SECONDS = 600.0
 
 
 class FolderHeldError(TrainingError):
-    """The run's folder belongs to another process: this one must not write into its records, not even this error."""
+    """The run's folder belongs to another process: this process must not write its records, not even this error."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Holder:
 
     Args:
         host: name of its machine.
-        machine: tells the machine and the process namespace in which `pid` means something.
+        machine: identifies the machine and the process namespace of `pid`.
         pid: its process id.
         process_start: tells it from a later process with the same id.
         job_id: its Slurm job; empty: none.
-        since: when it took the lease, in seconds since the epoch.
+        since: when it acquired the lease, in seconds since the epoch.
     """
 
     host: str
@@ -114,13 +114,13 @@ class Lease:
 
 
 def current_holder(layout: RunLayout) -> Holder | None:
-    """Return who trains in a run's folder, judged by one read; None if nobody does."""
+    """Return the process that trains in a run's folder, judged by one read; None if there is none."""
     lease = _look(layout.leases)
     return lease.holder if lease and lease.seems_alive else None
 
 
 def is_held_by_another_job(layout: RunLayout) -> bool:
-    """Tell whether a Slurm job other than that of this process (any rank) trains in the folder."""
+    """Return whether another Slurm job than this process's trains in the folder."""
     holder = current_holder(layout)
     return holder is not None and holder.job_id != os.environ.get("SLURM_JOB_ID", "")
 
@@ -166,8 +166,8 @@ def held_lease(
 
     Args:
         layout: the run's folder.
-        say: told why this takes a while, when it does.
-        on_loss: called in a thread of its own when another process has taken the lease over. It must end this one.
+        say: called with the reason if this takes a while.
+        on_loss: called in a separate thread when another process has taken over the lease. It must end this process.
         pause: waits for so many seconds.
 
     Raises:
@@ -319,13 +319,13 @@ def _refusal(lease: Lease | None) -> FolderHeldError:
     return FolderHeldError(
         f"another process trains in this run's folder: {_name(lease)}",
         meaning="the run was submitted twice, or an earlier job of it did not end",
-        fix="end that one, or let it end; then: ftkit resume",
+        fix="cancel that job, or wait until it ends; then: ftkit resume",
     )
 
 
 def _lost(lease: Lease | None) -> FolderHeldError:
     return FolderHeldError(
         f"the run's folder was taken over: {_name(lease)}",
-        meaning="this process stood still for minutes (suspended, or without its file system), and was taken for dead",
-        fix="nothing, if the other one trains; its log says so",
+        meaning="this process was suspended or without its file system for minutes, and was considered dead",
+        fix="do nothing if the other process trains; see its log",
     )

@@ -165,12 +165,12 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
         raise TrainingError(
             f"the container holds another image than the run was submitted with: {start['container_image']}",
             meaning=f"the digest of its lock is {found or 'not there'}, the run's manifest says {expected}",
-            fix="see what the file is with 'ftkit verify', and import the image again",
+            fix="check the file with 'ftkit verify', and import the image again",
         )
     if num_restarts > 1 and end.failure and end.failure == end.failure_before:
         raise TrainingError(
-            f"{end.failure['where']}, this happened twice: {end.reason}",
-            meaning="what comes again at the same step is rarely chance: it is the data, the code, or a machine",
+            f"{end.failure['where']}, twice in a row: {end.reason}",
+            meaning="the same failure at the same step is rarely chance: the cause is the data, the code, or a machine",
             fix=f"see the logs of the ranks; once the cause is fixed: ftkit resume {layout.root.name}",
         )
 
@@ -204,7 +204,7 @@ def _data_digests(layout: RunLayout, fingerprint: object) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _End:
-    """How the start before this one ended.
+    """How the previous start ended.
 
     Args:
         reason: for people; empty if this is the first start.
@@ -218,7 +218,7 @@ class _End:
 
 
 def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
-    """Find out how the start before this one ended; later, the errors of its ranks are gone."""
+    """Find out how the previous start ended, before the errors of its ranks are removed."""
     if not earlier:
         return _End()
     start = earlier[-1] if isinstance(earlier[-1], dict) else {}
@@ -229,7 +229,7 @@ def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
         return _End({"stopped": "asked to stop", "completed": "completed; more steps were asked for"}[last.outcome])
     error = first_error(layout, since=since)
     if error is None:
-        return _End("ended without an error: killed, or its node was lost")
+        return _End("ended without an error: it was killed, or its node was lost")
     step = read_last_step(layout.metrics)
     where = f"after step {step.step}" if step and step.time >= since else "before its first step"
     reason = f"rank {error.rank} on {error.host} failed: {error.type}: {one_line(error.message)}"
@@ -239,7 +239,7 @@ def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
 
 
 def explain_missing_digests(layout: RunLayout) -> list[str]:
-    """Return what keeps a run from being repeated exactly: everything that its manifest has no digest of."""
+    """Return why a run can't be repeated exactly: everything of which its manifest has no digest."""
     values = read_json_if_valid(layout.manifest, dict[str, Any])
     if values is None:
         return ["there is no manifest"]
@@ -282,7 +282,7 @@ def _doubts_about_data(digests: Any) -> list[str]:
 
 
 def _describe_image(image: Path) -> dict[str, str]:
-    """Return what the image says of itself; nothing if it is none of ftkit's, or there is none."""
+    """Return the image's own record; empty if ftkit did not build it, or there is no image."""
     definition = read_json_if_valid(image / "image.json", dict[str, Any])
     if definition is None or not {"name", "tag"} <= definition.keys():
         return {}

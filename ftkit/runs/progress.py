@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ftkit.runs.summary import TrainingSummary
 
 _MIN_STALL_SECONDS = 300.0
-"""Clocks of nodes may differ by minutes."""
+"""Clocks of nodes can differ by minutes."""
 _STAGE_STALL_SECONDS = 1800.0
-"""Loading weights, compiling, evaluating and exporting write nothing while they last."""
+"""No records are written while weights are loaded, code is compiled, or a model is evaluated or exported."""
 _STALLED_STEPS = 10
-"""Records that should have come in the meantime."""
+"""Number of records missed until a run counts as stalled."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Restart:
 
     Attributes:
         time: when, in seconds since the epoch.
-        step: of the checkpoint that it continued from; None if it did not come so far.
+        step: of the checkpoint that it continued from; None if it did not get that far.
         job_id: its Slurm job; empty without Slurm.
         host: of rank 0.
-        reason: why the start before it had ended; empty if nobody wrote it down.
+        reason: why the start before it had ended; empty if it was not recorded.
     """
 
     time: float
@@ -73,7 +73,7 @@ def list_anomalies(layout: RunLayout) -> list[AnomalyRecord]:
 
 
 def seconds_left(summary: TrainingSummary) -> float | None:
-    """Return the time of the steps that are left at the speed of the last ones; None if nobody can tell."""
+    """Return the remaining time at the speed of the last steps; None if that is unknown."""
     last = summary.last_step
     if last is None or (summary.end and summary.end.time >= last.time):
         return None

@@ -1,6 +1,6 @@
 """The records of metrics.jsonl: the trainer writes them, everything else reads them.
 
-Whatever is in the files, reading them raises nothing and takes bounded memory: run folders are shared, and a
+Reading them never raises and takes bounded memory, whatever the files hold: run folders are shared, and a
 damaged one must not hide the others.
 """
 
@@ -75,7 +75,7 @@ class VerificationRecord:
 class MemoryRecord:
     """The memory of the device at the end of a stage, in GiB: on rank 0, and the largest over the ranks.
 
-    The peak is that of the stage. On processors, allocated and reserved are the process's resident set.
+    The peak is that of the stage. On CPUs, allocated and reserved are the process's resident set.
     """
 
     event: ClassVar[str] = "memory"
@@ -328,12 +328,12 @@ _LOST_PEER = re.compile(
     r"|timed out (waiting|after)|socket timeout",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and torch's store say in the ranks that are left when one is gone."""
+"""Messages of gloo, NCCL and torch's store in the remaining ranks after one is gone."""
 
 
 @dataclass(frozen=True)
 class RankError:
-    """What ended a rank.
+    """The error that ended a rank.
 
     `exit_code` is that of the error's class if a user can act on it, else 1; `can_resume` tells whether the run may
     go on as it was planned.
@@ -355,7 +355,7 @@ class RankError:
 
     @property
     def tells_of_another(self) -> bool:
-        """Whether it says no more than that this rank lost another one, which is where to look."""
+        """Whether it only reports that this rank lost another one, whose error is the cause."""
         return self.exit_code == 1 and _LOST_PEER.search(self.message) is not None
 
     @classmethod
@@ -380,7 +380,7 @@ def write_rank_error(path: Path, error: RankError) -> None:
 
 
 def record_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int) -> int:
-    """Record what ended a rank, and return its exit code. On a full disk, only the file `disk_full` is made."""
+    """Record the error that ended a rank; return its exit code. On a full disk, only the file `disk_full` is made."""
     left = RankError.from_exception(error, rank=rank)
     with suppress(OSError):
         if isinstance(error, DiskFullError):

@@ -34,7 +34,7 @@ FAILURES = frozenset(
         RunState.PREEMPTED,
     }
 )
-"""States in which something went wrong that nobody asked for."""
+"""States of runs that failed, other than by a request of the user."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Observation:
 
     Args:
         state: the state.
-        is_final: whether the job has ended and will not go on by itself.
-        reason: why it waits or failed, in the scheduler's word or ours.
+        is_final: whether the job has ended and will not continue by itself.
+        reason: why it waits or failed, by the scheduler or by ftkit.
         exit_code: of the job script, once it ended.
         nodes: names of the nodes, as the scheduler writes them.
         started: when the job started, or is expected to.

@@ -21,7 +21,7 @@ class Submission:
     """One submission of a run's script.
 
     Args:
-        scheduler: who has the job.
+        scheduler: the scheduler of the job.
         job_id: Slurm's job id, or a process id.
         submitted: when, in seconds since the epoch.
         host: the machine that it was submitted on; for `local`, the one that it runs on.
@@ -55,7 +55,7 @@ class SubmittedRun:
 
 
 def write_submission(layout: RunLayout, submission: Submission) -> None:
-    """Note that a run was submitted."""
+    """Record a run's submission."""
     write_json(layout.submission, submission)
 
 
@@ -63,6 +63,6 @@ def read_submission(layout: RunLayout) -> Submission | None:
     """Read a run's newest submission; None if it never was submitted.
 
     Raises:
-        DamagedFileError: nobody can tell.
+        DamagedFileError: the file can't be read.
     """
     return read_json(layout.submission, Submission)

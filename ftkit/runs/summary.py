@@ -31,7 +31,7 @@ _LOG_TAIL_BYTES = 2**16
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """The records that matter once a run is looked at as a whole; None where there is none yet."""
+    """The records that summarize a run; None where there is none yet."""
 
     start: StartRecord | None = None
     first_step: StepRecord | None = None
@@ -45,7 +45,7 @@ class TrainingSummary:
 
 
 def summarize(layout: RunLayout) -> TrainingSummary:
-    """Read what matters of a run's records."""
+    """Read the records that summarize a run."""
     found: dict[str, Any] = {}
     for record in read_outline(layout.metrics):
         match record:
@@ -78,7 +78,7 @@ def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
 def first_error(layout: RunLayout, *, since: float) -> RankError | None:
     """Return the error of the rank that failed first, of those that failed after `since`.
 
-    The others mostly say that they lost the first one; who says so did not fail first, whatever its clock says.
+    Other ranks mostly report that they lost the first one: those did not fail first, whatever their clocks say.
     """
     try:
         paths = list(layout.logs.glob("error-*.json"))

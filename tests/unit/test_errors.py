@@ -37,7 +37,7 @@ def test_a_full_disk_is_found_wherever_it_is_said(number: int) -> None:
         found = as_disk_full(error)
         assert isinstance(found, DiskFullError), error
         assert found.can_resume
-        assert "make room" in found.fix
+        assert "free space" in found.fix
     assert "can't write /w/file" in str(as_disk_full(caused_by(full)))
     assert "the checkpoint can't be written" in str(as_disk_full(caused_by(full)))
     assert as_disk_full(found) is found

@@ -29,7 +29,7 @@ def open_data(terminal: Terminal, words: Sequence[str], **options: Any) -> tuple
     if missing:
         raise PrerequisiteError(
             f"'ftkit data' needs packages that are missing here: {', '.join(missing)}",
-            meaning="ftkit was installed without what training needs",
+            meaning="ftkit was installed without the packages for training",
             fix="pip install 'ftkit[train]'",
         )
     from ftkit.data.inspection import DataInspector

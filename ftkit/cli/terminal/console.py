@@ -1,6 +1,6 @@
 """The one class that wraps rich: data to stdout, talk to stderr, colors only on a terminal.
 
-rich is imported when something is printed: shell completion prints nothing with it.
+rich is imported when it prints: shell completion does not need it.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class Terminal:
 
     @property
     def is_live(self) -> bool:
-        """Whether talk goes to a screen that can be redrawn."""
+        """Whether messages go to a terminal that can be redrawn."""
         return self.talk.is_terminal and not self.talk.is_dumb_terminal
 
     @property
     def is_roomy(self) -> bool:
-        """Whether data may take long lines."""
+        """Whether data may have long lines."""
         return self._out.width >= _ROOMY
 
     def data(self, text: str) -> None:
-        """Write exactly this to stdout, as UTF-8: click drops escape sequences, an old locale drops more."""
+        """Write text unchanged to stdout, as UTF-8: click drops escape sequences, an old locale drops more."""
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
@@ -179,7 +179,7 @@ def _table_segments(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], w
 
 
 def _widths(columns: Sequence[Column], lengths: list[list[int]], width: int) -> list[int]:
-    """Give each column the width of its longest cell; take what is too much from the widest that can shrink."""
+    """Give each column the width of its longest cell; take the excess from the widest that can shrink."""
     widths = [max(column) for column in zip(*lengths, strict=True)]
     for _ in range(sum(widths) + _GAP * (len(widths) - 1) - width):
         room, index = max(((widths[i], i) for i, column in enumerate(columns) if column.can_shrink), default=(0, 0))

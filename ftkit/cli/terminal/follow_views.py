@@ -1,4 +1,4 @@
-"""Two ways to show a run that goes on: a bar on a screen, lines in a log."""
+"""Two ways to show a running run: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SECONDS_BETWEEN_STEPS = 30
 
 
 class FollowView(Protocol):
-    """Shows what happens to a run."""
+    """Shows the progress of a run."""
 
     def state(self, seen: Observation) -> None:
-        """The run is in this state; called each time that it was asked for."""
+        """Show the run's state; called after each poll."""
 
     def record(self, record: Record) -> None:
-        """The trainer wrote this."""
+        """Show a record of the trainer."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End: no record follows."""
 
 
 def view_for(terminal: Terminal) -> FollowView:
@@ -39,7 +39,7 @@ def view_for(terminal: Terminal) -> FollowView:
 
 
 class PlainView:
-    """A line for what happens, few enough to be read in the log of a pipeline: memory is in the run's own log."""
+    """Lines, few enough for the log of a pipeline; records of memory are in the run's own log only."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -47,14 +47,14 @@ class PlainView:
         self._next_step = 0.0
 
     def state(self, seen: Observation) -> None:
-        """Print the state if it is another than before; that of a completed run stands in its summary."""
+        """Print the state if it changed; the summary of a completed run has it."""
         words = str(seen)
         if words != self._shown and seen.state is not RunState.COMPLETED:
             self._terminal.say(words)
             self._shown = words
 
     def record(self, record: Record) -> None:
-        """Print a line; of steps, the first, the last, and one each half minute of the run."""
+        """Print a line; for steps, the first, the last, and one every half minute of the run."""
         if isinstance(record, MemoryRecord):
             return
         if isinstance(record, StepRecord):
@@ -64,11 +64,11 @@ class PlainView:
         self._terminal.say(record_line(record))
 
     def close(self) -> None:
-        """Do nothing: each line is complete."""
+        """Do nothing: every line is complete."""
 
 
 class LiveView:
-    """One bar for the steps; a line above it for whatever is not a step."""
+    """A bar for the steps; a line above it for every other record."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._progress = Progress(
@@ -87,7 +87,7 @@ class LiveView:
         self._progress.start()
 
     def state(self, seen: Observation) -> None:
-        """Show the state while the run waits; once it runs, its records tell more."""
+        """Show the state while the run waits; once it runs, its records show more."""
         if seen.state is not RunState.RUNNING:
             self._show_waiting(str(seen))
         elif self._is_waiting:
@@ -95,7 +95,7 @@ class LiveView:
         self._is_waiting = seen.state is not RunState.RUNNING
 
     def record(self, record: Record) -> None:
-        """Move the bar, or print a line above it. Memory is for the log: there is a record at each stage."""
+        """Move the bar, or print a line above it. Records of memory are left to the log."""
         if isinstance(record, MemoryRecord):
             return
         self._finish_stage(record)
@@ -117,7 +117,7 @@ class LiveView:
             self._show_waiting(record.outcome)
 
     def _show_waiting(self, description: str) -> None:
-        """Let the bar pulse: there is nothing to count."""
+        """Let the bar pulse while nothing can be counted."""
         self._progress.tasks[0].total = None
         self._progress.update(self._task, description=description, completed=0, numbers="")
 

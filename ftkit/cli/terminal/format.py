@@ -14,7 +14,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Write control characters as their escapes, without colors: no log is to steer a terminal."""
+    """Escape control characters and remove colors: a log must not control the terminal."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", _COLOR.sub("", text.replace("\r\n", "\n")))
 
 

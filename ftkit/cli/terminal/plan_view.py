@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
-    """Return what a user wants to see before a run starts."""
+    """Return the facts of a plan, in the order of the table."""
     facts: list[tuple[str, Cell]] = [
         ("run", Styled(plan.id, "bold")),
         ("model", _model(plan)),
@@ -42,7 +42,7 @@ def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
 
 
 def show_findings(findings: Findings, terminal: Terminal) -> None:
-    """Warn of what the job alone can know.
+    """Print warnings about what only the job can check.
 
     Raises:
         FtkitError: the run would fail; an ExceptionGroup of them if there are several reasons.

@@ -1,4 +1,4 @@
-"""Draws what a long step reports: bars on a terminal, one line for each stage elsewhere."""
+"""Show the progress of a long operation: bars on a terminal, one line per stage elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _OfBytes(ProgressColumn):
 
 
 class _Words(ProgressColumn):
-    """What a task says of itself, on one line."""
+    """Return a task's progress as one line."""
 
     def __init__(self) -> None:
         super().__init__(Column(no_wrap=True, overflow="ellipsis"))
@@ -39,7 +39,7 @@ class _Words(ProgressColumn):
 
 
 class ProgressView:
-    """Follows reports for as long as it is open."""
+    """Shows progress reports while it is open."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def record_line(record: Record) -> str:
-    """Return what there is to say about a record."""
+    """Return a record as one line of text."""
     match record:
         case StageRecord():
             line = record.stage
@@ -54,7 +54,7 @@ def record_line(record: Record) -> str:
 
 
 def early_stopping(record: EndRecord) -> str:
-    """Say why training ended before its last step; nothing if it did not."""
+    """Return why training ended before its last step; empty if it did not."""
     if record.early_stopping_patience is None:
         return ""
     return f"; stopped early: {plural(record.early_stopping_patience, 'evaluation')} without improvement"
@@ -76,7 +76,7 @@ def step_line(record: StepRecord) -> str:
 
 
 def start_line(record: StartRecord) -> str:
-    """Say how training begins."""
+    """Return how training begins."""
     where = f"{plural(record.world_size, 'process')}, {record.device}, {record.engine}"
     if record.resumed_from:
         return f"training continues after step {record.resumed_from} of {record.num_steps}: {where}"

@@ -1,4 +1,4 @@
-"""What came of a run, and what to type next."""
+"""The results of a run, and the commands to type next."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def end_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
 
 
 def failed(run: SubmittedRun, seen: Observation, failure: Failure | None) -> RunFailedError:
-    """Return the error that a command ends with that watched a run to an end other than completion."""
+    """Return the error of a command that followed a run which did not complete."""
     return RunFailedError(
         f"{run.id}: {seen}",
         exit_code=failure.exit_code if failure else RunFailedError.exit_code,
@@ -69,7 +69,7 @@ def failed(run: SubmittedRun, seen: Observation, failure: Failure | None) -> Run
 
 
 def show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is_data: bool) -> None:
-    """Show the error of the rank that failed first, or the end of the log if nothing else tells the reason."""
+    """Show the error of the rank that failed first, or the end of the log if no other reason is known."""
     error = failure.error
     terminal.text(is_data=is_data)
     if error:
@@ -86,12 +86,12 @@ def show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is_
 
 
 def state_cell(seen: Observation) -> Cell:
-    """Return the state in its colour."""
+    """Return the state in its color."""
     return Styled(str(seen), STATE_STYLES[seen.state])
 
 
 def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
-    """Return how far the training came, and what it brought."""
+    """Return how far the training got, and its results."""
     facts: list[tuple[str, Cell]] = []
     first, last = summary.first_step, summary.last_step
     if first and last:
@@ -143,7 +143,7 @@ def choose_samples(samples: tuple[Sample, ...]) -> list[Sample]:
 
 
 def advice(layout: RunLayout, seen: Observation, failure: Failure | None) -> str:
-    """Return what to do next, in one line."""
+    """Return one line of advice on what to do next."""
     commands = "; ".join(next_commands(layout, seen, failure))
     if failure is None or failure.exit_code == RunFailedError.exit_code:
         return commands
@@ -151,7 +151,7 @@ def advice(layout: RunLayout, seen: Observation, failure: Failure | None) -> str
 
 
 def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None) -> list[str]:
-    """Return what to type next. Only what can help: a run whose plan is wrong fails again when it is resumed."""
+    """Return the commands to type next. Resuming is not among them if the plan itself is wrong."""
     run_id = layout.root.name
     if seen.state is RunState.DAMAGED:
         return [f"ftkit logs {run_id}"]

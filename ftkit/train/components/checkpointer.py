@@ -376,7 +376,7 @@ def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path
         except OSError as error:
             raise TrainingError(
                 f"the checkpoints of this run can't be listed: {error}",
-                meaning="this user may not read them, or the file system is out of reach",
+                meaning="you lack permission to read them, or the file system is not reachable",
                 fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
             ) from error
     listed: list[tuple[int, Path]] = world.gather_objects(found)[0]

@@ -81,7 +81,7 @@ def test_a_run_of_an_older_ftkit_is_shown_although_its_plan_breaks_a_newer_rule(
     assert reason in shown
     refused = ftkit("resume", "victim")
     assert refused.code == 3
-    for part in (reason, "ftkit 0.0.9 wrote it", "use the ftkit that submitted it; or mend what is named here"):
+    for part in (reason, "ftkit 0.0.9 wrote it", "use the ftkit that submitted it; or correct these keys"):
         assert part in " ".join(refused.err.split())
 
 

@@ -188,7 +188,7 @@ def test_a_full_disk_on_which_nothing_could_be_written_down_is_told_as_such(
     assert record_rank_error(error, run.layout.rank_error(0), run.layout.disk_full, rank=0) == 12
     followed = ftkit("status", "last", "--follow")
     assert followed.code == 12
-    assert "failed: a disk is full, or its quota is used up" in followed.err
+    assert "failed: a disk is full" in followed.err
     assert f"ftkit resume {run.id}" in followed.err
     assert f"exit code 12: {EXIT_CODES[12]}" in " ".join(ftkit("status", "last").out.split())
 

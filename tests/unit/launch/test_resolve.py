@@ -41,7 +41,7 @@ def test_where_no_cluster_is_chosen_an_image_is_planned_for_any_slurm_and_the_pl
 ) -> None:
     plan = resolve(RunArgs(image="olmo3:25.02", num_nodes=num_nodes), ctx(project))
     assert (plan.cluster.name, plan.recipe.name, plan.image) == ("slurm", "olmo3-32b-malware-full", "olmo3:25.02")
-    assert plan.notes[0].startswith("no cluster is chosen: this is for profile 'slurm'")
+    assert plan.notes[0].startswith("no cluster is chosen: this plan is for profile 'slurm'")
 
 
 def test_a_cluster_that_is_chosen_is_never_replaced(project: Path) -> None:

@@ -91,7 +91,7 @@ def test_what_no_checkpoint_fits_is_refused_even_if_it_is_allowed(override: str,
 
 
 def test_a_key_that_is_allowed_but_not_changed_is_a_mistake(plan: RunPlan, ctx: Context) -> None:
-    assert "not asked for" in refusal(plan, ResumeArgs(num_nodes=1, allowed=("training.seed",)), ctx)
+    assert "not requested" in refusal(plan, ResumeArgs(num_nodes=1, allowed=("training.seed",)), ctx)
 
 
 def test_a_batch_that_does_not_divide_is_refused_as_in_a_new_run(plan: RunPlan, ctx: Context) -> None:

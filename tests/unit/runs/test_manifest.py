@@ -74,7 +74,7 @@ def test_the_same_failure_at_the_same_step_twice_in_a_job_is_not_tried_again(tmp
 
     fail(0, 3, "at 0x7f12 of process 812")
     fail(1, 2, "at 0x7e45 of process 977")
-    with pytest.raises(TrainingError, match="before its first step, this happened twice"):
+    with pytest.raises(TrainingError, match="before its first step, twice in a row"):
         fail(2, 1, "never")
     layout.rank_error(3).unlink()  # as ranks that start do
     layout.rank_error(2).unlink()

@@ -44,7 +44,7 @@ def test_each_restart_says_where_it_continued_and_why_the_start_before_it_ended(
     write_rank_error(layout.rank_error(3), error)
     record_start(layout.manifest, none)
     assert [(each.step, each.reason) for each in list_restarts(layout)] == [
-        (None, "ended without an error: killed, or its node was lost"),
+        (None, "ended without an error: it was killed, or its node was lost"),
         (1, "asked to stop"),
         (None, "rank 3 on n7 failed: RuntimeError: NCCL: unhandled system error"),
     ]
