@@ -83,7 +83,7 @@ def command(reference: str, *, does_verify: bool, as_json: bool) -> None:
             f"{plural(len(damaged), 'checkpoint')} of {len(listed)} damaged: "
             + ", ".join(f"step {each.step}" for each in damaged),
             meaning="the file system lost data, or files were changed or removed",
-            fix=f"nothing to do if an undamaged one is left: 'ftkit resume {layout.root.name}' takes the newest of those",
+            fix=f"nothing, if an undamaged one is left: 'ftkit resume {layout.root.name}' takes the newest of those",
         )
 
 
