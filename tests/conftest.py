@@ -17,6 +17,8 @@ settings.register_profile("here", UNTIMED)
 settings.register_profile("repeatable", UNTIMED, derandomize=True)
 settings.load_profile("repeatable" if os.environ.get("CI") else "here")
 
+os.environ.setdefault("FTKIT_REPORT", "0")  # seconds of drawing for each run that is trained
+
 # Programs that a shell starts in the background ignore SIGINT, and so do those that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ftkit.cli.report import write_report_at_end
 from ftkit.cli.terminal.report import show_end
-from ftkit.errors import RunFailedError
+from ftkit.errors import FtkitError, RunFailedError
 from ftkit.runs.records import RecordTail
 from ftkit.runs.states import Observation, RunState
 
@@ -46,6 +48,8 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
         raise
     finally:
         view.close()
+    with suppress(FtkitError):  # without a report, the run is none the worse
+        write_report_at_end(run.layout, seen.state)
     show_end(run, seen, terminal)
 
 

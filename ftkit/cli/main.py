@@ -29,6 +29,7 @@ _SECTIONS = {
         LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and follow it."),
         LazyCommand("plan", "ftkit.cli.plan", "Preview a run and check that it fits."),
         LazyCommand("resume", "ftkit.cli.resume", "Continue a run from its newest checkpoint."),
+        LazyCommand("rerun", "ftkit.cli.rerun", "Repeat a run, and say whether it came out the same."),
         LazyCommand("cancel", "ftkit.cli.cancel", "Cancel a run."),
         LazyCommand("rm", "ftkit.cli.rm", "Remove a run's folder."),
     ),
@@ -50,6 +51,7 @@ _SECTIONS = {
     ),
     "Hand over": (
         LazyCommand("export", "ftkit.cli.export", "Export a checkpoint for transformers, peft or vLLM."),
+        LazyCommand("bundle", "ftkit.cli.bundle", "Put a run's manifest, metrics, and report into one file."),
         LazyCommand("verify-export", "ftkit.cli.verify_export", "Verify that an export is what was trained."),
     ),
     "Images": (

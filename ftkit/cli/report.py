@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from http.server import BaseHTTPRequestHandler
 
+    from ftkit.planning.layout import RunLayout
     from ftkit.runs.find import RunFolder
 
 _REFRESH_SECONDS = 15
@@ -62,22 +64,57 @@ def command(references: tuple[str, ...], *, output: Path | None, live: bool, por
     Terminal().data(f"{short_path(path.absolute())}\n")
 
 
+def write_report_at_end(layout: RunLayout, state: str) -> None:
+    """Write the page about a run that has ended, where its job could not: it failed, or its image lacks matplotlib.
+
+    Args:
+        layout: the run's folder.
+        state: in which it ended.
+
+    Raises:
+        PrerequisiteError: it can't be written.
+    """
+    from importlib.util import find_spec
+
+    from ftkit.cli.page.charts import require_matplotlib
+    from ftkit.cli.page.write import save_page
+
+    if layout.report.exists() or os.environ.get("FTKIT_REPORT", "1") == "0" or find_spec("matplotlib") is None:
+        return
+    require_matplotlib()
+    save_page(_run_page(layout, state), layout.report)
+
+
 def _render(folders: Sequence[RunFolder], *, refresh_seconds: int | None = None) -> str:
     from ftkit.cli.compare import comparison_report
-    from ftkit.cli.page.report import read_report
-    from ftkit.cli.page.write import comparison_page, run_page
+    from ftkit.cli.page.write import comparison_page
 
     if len(folders) > 1:
-        report = comparison_report([folder.layout for folder in folders])
-        return comparison_page(report, refresh_seconds=refresh_seconds)
-    return run_page(read_report(folders[0].layout, _state(folders[0])), refresh_seconds=refresh_seconds)
+        compared = comparison_report([folder.layout for folder in folders])
+        return comparison_page(compared, refresh_seconds=refresh_seconds)
+    return _run_page(folders[0].layout, _state(folders[0]), refresh_seconds)
+
+
+def _run_page(layout: RunLayout, state: str, refresh_seconds: int | None = None) -> str:
+    from ftkit.cli.page.report import read_report
+    from ftkit.cli.page.write import run_page
+    from ftkit.runs.repeat import judge
+
+    verdict = judge(layout)
+    report = read_report(layout, state, verdict="" if verdict is None else str(verdict))
+    return run_page(report, refresh_seconds=refresh_seconds)
 
 
 def _state(folder: RunFolder) -> str:
-    """Return the run's state in a word; its own records tell where no scheduler does."""
+    """Return the run's state in a word."""
     from ftkit.launch.observe import observe_all
     from ftkit.runs.entry import read_entry
+    from ftkit.runs.records import EndRecord, read_last_record
+    from ftkit.runs.states import RunState
 
+    last = read_last_record(folder.layout.metrics)
+    if isinstance(last, EndRecord) and last.outcome == "completed":  # its job may still be there: it writes this page
+        return RunState.COMPLETED
     entry = read_entry(folder)
     return observe_all([entry.run] if entry.run else []).state_of(entry).state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,8 +13,10 @@ from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.config.context import Context
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses
     from pathlib import Path
 
+    from ftkit.planning.plan import RunPlan  # noqa: TC004
     from ftkit.runs.records import RecordTail
     from ftkit.runs.submission import SubmittedRun
 
@@ -62,40 +65,97 @@ def command(  # noqa: PLR0913 - one for each option
     RECIPE is a name that 'ftkit recipes' lists, or the path of a file; without it, the image's default
     recipe. KEY.PATH=VALUE changes a value of the recipe. The run continues if you stop following it.
     """
-    from ftkit.cli.terminal.plan_view import plan_facts, show_findings
-    from ftkit.launch.render import render_job, render_preparation
+    from ftkit.cli.terminal.plan_view import plan_facts
+    from ftkit.launch.render import render_job
     from ftkit.launch.resolve import resolve
 
     terminal, ctx = Terminal(), Context.here()
     plan = resolve(run_args(words, **options), ctx)
-    prepares = where == "with-training"
-    script = render_job(plan, prepares=prepares)
+    script = render_job(plan, prepares=where == "with-training")
     terminal.facts(plan_facts(plan), is_data=False)
     if dry_run:
         terminal.data(script)
         return
 
+    ready = make_ready(
+        plan, ["ftkit", *typed], job_environment(hf_token_file), terminal, does_import=does_import, where=where
+    )
+    report_submission(submit_ready(ready), terminal, does_follow=follow)
+
+
+@dataclass(frozen=True)
+class ReadyRun:
+    """A run that was checked, and can be submitted.
+
+    Attributes:
+        script: of the job that trains.
+        environment: variables of its jobs.
+        preparation: script of a job that prepares it; None without one.
+        files: more files of its folder, by name.
+    """
+
+    plan: RunPlan
+    script: str
+    manifest: dict[str, Any]
+    environment: Mapping[str, str]
+    preparation: str | None
+    files: Mapping[str, str]
+
+
+def make_ready(
+    plan: RunPlan,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    terminal: Terminal,
+    *,
+    does_import: bool,
+    where: str,
+) -> ReadyRun:
+    """Check a plan where it will run: recipe, model, image; and prepare the data, if that is to be done here.
+
+    Args:
+        plan: of the run.
+        words: the command line.
+        environment: of its jobs.
+        terminal: where warnings go.
+        does_import: import a missing image.
+        where: data is prepared: job, here, or with-training.
+
+    Raises:
+        FtkitError: the run would fail.
+    """
     from ftkit.cli.image_check import check_image
-    from ftkit.launch.jobs import submit
+    from ftkit.cli.terminal.plan_view import show_findings
     from ftkit.launch.model import pin_revision
     from ftkit.launch.preflight import run_checks
     from ftkit.launch.preparation import needs_preparation, prepare_here
+    from ftkit.launch.render import render_job, render_preparation
     from ftkit.launch.resolve import resolve_image_link
-    from ftkit.runs.manifest import build_manifest
+    from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
-    environment = job_environment(hf_token_file)
     show_findings(run_checks(plan, environment), terminal)
     plan = pin_revision(plan, environment)
     image_facts = check_image(plan, terminal, does_import=does_import)
     plan = resolve_image_link(plan)  # an image that was just imported has a link only now
-    manifest = build_manifest(plan, ["ftkit", *typed], ctx.project) | image_facts
+    manifest = build_manifest(plan, words, Context.here().project) | image_facts
     preparation = None
     if where == "here":
         prepare_here(plan, environment, terminal.say)
     elif where == "job" and needs_preparation(plan, environment):
         preparation = render_preparation(plan)
-    run = submit(plan, render_job(plan, prepares=prepares), manifest, environment, preparation=preparation)
-    report_submission(run, terminal, does_follow=follow)
+    changes = uncommitted_changes()
+    files = {plan.layout.code_changes.name: changes} if changes else {}
+    script = render_job(plan, prepares=where == "with-training")
+    return ReadyRun(plan, script, manifest, environment, preparation, files)
+
+
+def submit_ready(ready: ReadyRun) -> SubmittedRun:
+    """Submit a run that was checked. Raises as `ftkit.launch.jobs.submit`."""
+    from ftkit.launch.jobs import submit
+
+    return submit(
+        ready.plan, ready.script, ready.manifest, ready.environment, preparation=ready.preparation, files=ready.files
+    )
 
 
 def report_submission(

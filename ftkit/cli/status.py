@@ -14,8 +14,8 @@ from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, duration, finite, plural, short_path
 from ftkit.cli.terminal.report import (
     advice,
+    file_facts,
     next_commands,
-    profile_facts,
     result_facts,
     show_failure,
     show_samples,
@@ -206,7 +206,7 @@ def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
     checkpoints = [path.name for _, path in list_checkpoints(layout)][-_NUM_CHECKPOINTS_SHOWN:]
     if checkpoints:
         facts.append(("checkpoints", f"{', '.join(checkpoints)} in {short_path(layout.checkpoints)}"))
-    facts += profile_facts(layout)
+    facts += file_facts(layout)
     return [*facts, ("run folder", short_path(layout.root)), ("log", short_path(layout.job_log))]
 
 

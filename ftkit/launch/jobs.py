@@ -41,6 +41,7 @@ def submit(
     environment: Mapping[str, str],
     *,
     preparation: str | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> SubmittedRun:
     """Make the run's folder and submit its script.
 
@@ -50,12 +51,16 @@ def submit(
         manifest: of the run.
         environment: variables of the jobs.
         preparation: script of a job that prepares the run, and that the training job waits for.
+        files: more files of the folder, by name.
 
     Raises:
         SubmitError: the scheduler refused it, and nothing is left of the run; or it gave no clear answer.
         PrerequisiteError: the workspace or the scheduler can't be used.
     """
-    _create_folder(plan, script, manifest, preparation)
+    contents = {plan.layout.script.name: script, **(files or {})}
+    if preparation is not None:
+        contents[plan.layout.preparation_script.name] = preparation
+    _create_folder(plan, manifest, contents)
     try:
         return _submit(plan, environment, has_preparation=preparation is not None)
     except (SubmitError, PrerequisiteError) as error:
@@ -64,8 +69,8 @@ def submit(
         raise
 
 
-def _create_folder(plan: RunPlan, script: str, manifest: dict[str, Any], preparation: str | None) -> None:
-    """Write plan, script and manifest under a temporary name, then give the folder its own.
+def _create_folder(plan: RunPlan, manifest: dict[str, Any], contents: Mapping[str, str]) -> None:
+    """Write plan, manifest and other files under a temporary name, then give the folder its own.
 
     Raises:
         PrerequisiteError: the workspace can't be written to.
@@ -76,9 +81,8 @@ def _create_folder(plan: RunPlan, script: str, manifest: dict[str, Any], prepara
             unfinished = RunLayout(root)
             unfinished.logs.mkdir()
             unfinished.plan.write_text(plan_to_json(plan), encoding="utf-8")
-            unfinished.script.write_text(script, encoding="utf-8")
-            if preparation is not None:
-                unfinished.preparation_script.write_text(preparation, encoding="utf-8")
+            for name, content in contents.items():
+                (root / name).write_text(content, encoding="utf-8")
             write_json(unfinished.manifest, manifest)
     except OSError as error:
         raise PrerequisiteError(

@@ -154,7 +154,7 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
         model = resolve_model(read.spec.model, ctx.environment, workspace)
     except ConfigError as error:
         raise ConfigError([origins.locate(problem) for problem in error.problems]) from error
-    request = _request(words, read.spec, model, wanted, workspace, origins)
+    request = build_request(words, read.spec, model, wanted, workspace, origins)
     here = detect_hardware(site.spec, ctx.environment)
     plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
@@ -206,7 +206,7 @@ def _load_defined(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
     return load_image(image.reference, ctx) if isinstance(image, NamedImage) else None
 
 
-def _request(
+def build_request(
     words: RunArgs,
     recipe: RecipeSpec,
     model: ModelPlan,

@@ -22,12 +22,13 @@ from ftkit.planning.layout import DataLayout
 from ftkit.planning.plan import RunPlan, plan_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
     from ftkit.config.image_reference import AnyImage
+    from ftkit.config.recipe import RecipePlan
 
 _CHANGEABLE = ("training", "evaluation", "tracking", "profile", "resources")
 _FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length", "optimizer", "engine"))
@@ -112,7 +113,7 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
         NotFoundError: there is no such cluster.
     """
     _check_sections(args)
-    known = _values(plan)
+    known = open_values(plan.recipe, plan.execution.chosen, plan.engine.name)
     loaded = override_recipe(known, args.overrides)
     recipe = loaded.spec
     changes = [
@@ -141,7 +142,7 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
         model=plan.recipe.model,
         origins=Origins(recipe=loaded.layers, cluster=origins),
     )
-    new = plan_run(recipe, cluster, _definition(image, ctx), request, ftkit_version=__version__)
+    new = plan_run(recipe, cluster, image_definition(image, ctx), request, ftkit_version=__version__)
     new = replace(new, id=plan.id, fingerprint=plan.fingerprint)  # prepared data is not prepared again
     is_same_file = (cluster.runtime, cluster.image_format) == (plan.cluster.runtime, plan.cluster.image_format)
     if is_same_file and new.image == plan.image:
@@ -153,11 +154,16 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
     return ResumedPlan(new, kept, tuple(_warnings(kept, new)))
 
 
-def _values(plan: RunPlan) -> dict[str, Any]:
-    """Return the recipe with `auto` where the plan had resolved it: another cluster may need other values."""
-    recipe = plan.recipe
+def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dict[str, Any]:
+    """Return a recipe with `auto` where the plan had resolved it: another cluster may need other values.
+
+    Args:
+        recipe: as planned.
+        chosen: the keys of `training` that were `auto`.
+        engine: which one was chosen; it stays.
+    """
     values = recipe.model_dump(mode="json", include=set(_CHANGEABLE))
-    values["training"] |= dict.fromkeys(plan.execution.chosen, "auto") | {"engine": plan.engine.name}
+    values["training"] |= dict.fromkeys(chosen, "auto") | {"engine": engine}
     return {name: getattr(recipe, name) for name in type(recipe).model_fields} | values
 
 
@@ -231,7 +237,7 @@ def _image(plan: RunPlan, cluster: ClusterProfile, ctx: Context, default: AnyIma
     return parse_image(name, ctx.project) if name else default
 
 
-def _definition(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
+def image_definition(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
     """Read the definition of an image. The run's image may be one whose definition is not here any more."""
     try:
         return load_image(image.reference, ctx) if isinstance(image, NamedImage) else None

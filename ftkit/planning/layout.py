@@ -91,6 +91,16 @@ class RunLayout:
         return self.root / "manifest.json"
 
     @property
+    def code_changes(self) -> Path:
+        """How the code of ftkit differed from its commit, as `git apply` takes it; not there if it did not."""
+        return self.root / "ftkit.diff"
+
+    @property
+    def original(self) -> Path:
+        """The run that this one repeats, as far as it is needed to compare them."""
+        return self.root / "original.json"
+
+    @property
     def logs(self) -> Path:
         """The job's log and one log for each rank."""
         return self.root / "logs"

@@ -106,8 +106,8 @@ class CurveComparison:
 
 def read_run(layout: RunLayout) -> ComparedRun:
     """Read all that is compared of a run, from its folder alone. What is missing or damaged is not known."""
-    plan = read_json_if_valid(layout.plan, dict[str, Any]) or {}
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
+    plan = read_json_if_valid(layout.plan, dict[str, Any]) or _plan_of(manifest)
     history = read_history(layout)
     last = history.last_step
     after = history.evaluations[-1] if history.evaluations else None
@@ -129,7 +129,7 @@ def read_run(layout: RunLayout) -> ComparedRun:
     )
     curve = tuple(LossPoint(step, each.tokens, each.loss) for step, each in history.steps.items())
     start = history.starts[-1] if history.starts else None
-    return ComparedRun(layout.root.name, _inputs(layout, plan, manifest, start), results, curve)
+    return ComparedRun(layout.root.name, describe_inputs(layout, plan, manifest, start), results, curve)
 
 
 def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
@@ -182,17 +182,29 @@ def _loss_at(curve: Sequence[LossPoint], tokens: int) -> float:
 # --- What a run was made from --------------------------------------------------------------------
 
 
-def _inputs(
+def describe_inputs(
     layout: RunLayout, plan: Mapping[str, Any], manifest: Mapping[str, Any], start: StartRecord | None
 ) -> dict[str, dict[str, Any]]:
+    """Return what a run was made from, by section and key.
+
+    Args:
+        layout: the run's folder, in whose workspace the data's digests are looked up if the manifest has none yet.
+        plan: as plan.json holds it.
+        manifest: as manifest.json holds it.
+        start: the newest one; None if training has not started.
+    """
     recipe = _mapping(plan.get("recipe"))
-    data = DataLayout(Workspace(layout.root.parents[1]).data / str(plan.get("fingerprint")))
-    digests = _mapping((read_json_if_valid(data.manifest, dict[str, Any]) or {}).get("digests"))
+    starts = manifest.get("starts")
+    digests = _mapping(_mapping(starts[-1]).get("data")) if isinstance(starts, list) and starts else {}
+    if not digests:
+        data = DataLayout(Workspace(layout.root.parents[1]).data / str(plan.get("fingerprint")))
+        digests = _mapping((read_json_if_valid(data.manifest, dict[str, Any]) or {}).get("digests"))
     code = _mapping(_mapping(manifest.get("ftkit")).get("git"))
+    chosen = {"training.engine": _mapping(plan.get("engine")).get("name")}
     image_keys = ("image", "container_image", "image_id", "image_sha256", "image_lock_sha256")
     return {
         "recipe": dict(_flat({key: value for key, value in recipe.items() if key not in ("data", "image")}))
-        | dict(_flat({"engine": _mapping(plan.get("engine")).get("name")})),
+        | {key: value for key, value in chosen.items() if value},
         "data": dict(_flat(_mapping(recipe.get("data"))))
         | {"fingerprint": plan.get("fingerprint")}
         | {f"{name} sha256": digest for name, digest in digests.items()},
@@ -205,6 +217,18 @@ def _inputs(
         },
         "cluster": dict(_flat({**_mapping(plan.get("cluster")), **_mapping(plan.get("placement"))}))
         | {"device": start.device if start else None},
+    }
+
+
+def _plan_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a manifest alone says of the plan."""
+    return {
+        "recipe": manifest.get("resolved_recipe"),
+        "engine": {"name": manifest.get("engine")},
+        "cluster": manifest.get("cluster_profile"),
+        "placement": manifest.get("placement"),
+        "fingerprint": manifest.get("data_fingerprint"),
+        "ftkit_version": _mapping(manifest.get("ftkit")).get("version"),
     }
 
 

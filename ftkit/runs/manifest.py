@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import socket
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -104,6 +105,9 @@ def _describe_plan(plan: RunPlan) -> dict[str, Any]:
         "resolved_recipe": recipe.model_dump(mode="json"),
         "model": recipe.model.model_dump(include=_MODEL_KEYS),
         "cluster": plan.cluster.name,
+        "cluster_profile": plan.cluster.model_dump(mode="json"),
+        "placement": asdict(plan.placement),
+        "engine": plan.engine.name,
         "image": plan.image,
         "container_image": plan.container_image,
         "data_fingerprint": plan.fingerprint,
@@ -130,8 +134,33 @@ def git_commit(folder: Path) -> dict[str, Any] | None:
 
 def _own_commit() -> dict[str, Any] | None:
     """Return the commit of the checkout that ftkit runs from; an installed wheel has none of its own."""
+    checkout = _own_checkout()
+    return git_commit(checkout) if checkout else None
+
+
+def _own_checkout() -> Path | None:
     checkout = Path(ftkit.__file__).resolve().parents[1]
-    return git_commit(checkout) if (checkout / ".git").exists() else None
+    return checkout if (checkout / ".git").exists() else None
+
+
+def uncommitted_changes(checkout: Path | None = None) -> str:
+    """Return the difference between a checkout, ftkit's own if none is given, and its commit; new files included.
+
+    `git apply` makes of the commit what ran. Empty if nothing differs, or there is no checkout.
+    """
+    checkout = checkout or _own_checkout()
+    if checkout is None:
+        return ""
+    with tempfile.TemporaryDirectory() as folder:  # an index of its own: the user's stays as it is
+        environment = {**os.environ, "GIT_INDEX_FILE": str(Path(folder, "index"))}
+        for words in (["read-tree", "HEAD"], ["add", "--intent-to-add", "--all"], ["diff", "--binary", "HEAD"]):
+            try:
+                done = process.run(["git", "-C", str(checkout), *words], environment=environment)
+            except FtkitError:
+                return ""
+            if done.returncode != 0:
+                return ""
+    return done.stdout
 
 
 def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0) -> None:
@@ -167,11 +196,30 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
             meaning=f"the digest of its lock is {found or 'not there'}, the run's manifest says {expected}",
             fix="check the file with 'ftkit verify', and import the image again",
         )
+    _check_repeats(values.get("repeats"), start["data"])
     if num_restarts > 1 and end.failure and end.failure == end.failure_before:
         raise TrainingError(
             f"{end.failure['where']}, twice in a row: {end.reason}",
             meaning="the same failure at the same step is rarely chance: the cause is the data, the code, or a machine",
             fix=f"see the logs of the ranks; once the cause is fixed: ftkit resume {layout.root.name}",
+        )
+
+
+def _check_repeats(repeats: Any, found: Mapping[str, str]) -> None:
+    """Check that a run that repeats another has its data, now that it is prepared.
+
+    Raises:
+        TrainingError: it has other data, and that was not allowed.
+    """
+    if not isinstance(repeats, dict) or "data" in repeats.get("allowed", []):
+        return
+    expected = repeats.get("data")
+    differing = [name for name, digest in (expected or {}).items() if found.get(name, digest) != digest]
+    if differing:
+        raise TrainingError(
+            f"this is not the data of {repeats.get('run')}: {', '.join(differing)} came out otherwise",
+            meaning="a file of the data, or the tokenizer, was changed since, or the libraries that read and tokenize",
+            fix="restore the data; or run it all the same: ftkit rerun RUN --allow data",
         )
 
 

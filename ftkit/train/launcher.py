@@ -17,12 +17,15 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit import process
+from ftkit.errors import FtkitError, one_line
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.lease import revoke_if_dead
-from ftkit.runs.records import RankError, write_rank_error
+from ftkit.runs.records import EndRecord, RankError, read_last_record, write_rank_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +39,7 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit code of a rank that its torchrun ended, as a shell would report it."""
 
 
+_REPORT_SECONDS = 120
 _HEED_SIGNALS = "--heed-signals"
 _ENDED_BY = {
     "SIGBUS": "a file that it had mapped went away: the file system was full or out of reach",
@@ -58,15 +62,34 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
+    layout = RunLayout(Path(arguments[arguments.index("ftkit.train") + 1]).parent)
     try:
         torchrun(arguments)
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
-        layout = RunLayout(Path(arguments[arguments.index("ftkit.train") + 1]).parent)
         _record_deaths(layout, error)
         revoke_if_dead(layout)
         return 1
+    if {"--standalone", "--node-rank=0"} & set(arguments):
+        _write_report(layout)
     return 0
+
+
+def _write_report(layout: RunLayout) -> None:
+    """Write the page about a run that is completed, where matplotlib is there; its failure is not the run's."""
+    last = read_last_record(layout.metrics)
+    is_wanted = os.environ.get("FTKIT_REPORT", "1") != "0" and find_spec("matplotlib") is not None
+    if not (is_wanted and isinstance(last, EndRecord) and last.outcome == "completed"):
+        return
+    environment = {**os.environ, "FTKIT_WORKSPACE": str(layout.root.parents[1])}
+    try:
+        command = [sys.executable, "-m", "ftkit", "report", layout.root.name]
+        done = process.run(command, timeout_seconds=_REPORT_SECONDS, environment=environment)
+        failure = "" if done.returncode == 0 else done.stderr
+    except FtkitError as error:
+        failure = str(error)
+    if failure:
+        sys.stderr.write(f"ftkit: no report was written: {one_line(failure)}\n")
 
 
 def _record_deaths(layout: RunLayout, error: ChildFailedError) -> None:

@@ -45,7 +45,7 @@ def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
         raise failed(run, seen, failure)
     summary = summarize(run.layout)
     terminal.say()
-    terminal.facts([("state", state_cell(seen)), *end_facts(summary), *profile_facts(run.layout)], is_data=False)
+    terminal.facts([("state", state_cell(seen)), *end_facts(summary), *file_facts(run.layout)], is_data=False)
     if summary.after:
         show_samples(summary.after, terminal, is_data=False)
     terminal.facts([("next", "\n".join(next_commands(run.layout, seen, None)))], is_data=False)
@@ -115,10 +115,13 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
     return facts
 
 
-def profile_facts(layout: RunLayout) -> list[tuple[str, Cell]]:
-    """Return where the profiler's traces are, if there are any."""
+def file_facts(layout: RunLayout) -> list[tuple[str, Cell]]:
+    """Return where the report and the profiler's traces are, if there are any."""
+    facts: list[tuple[str, Cell]] = [("report", short_path(layout.report))] if layout.report.is_file() else []
     num_traces = len(list(layout.profile.glob("rank-*.trace.json.gz")))
-    return [("profile", f"{plural(num_traces, 'trace')} in {short_path(layout.profile)}")] if num_traces else []
+    if num_traces:
+        facts.append(("profile", f"{plural(num_traces, 'trace')} in {short_path(layout.profile)}"))
+    return facts
 
 
 def show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: bool) -> None:

@@ -42,6 +42,7 @@ def ftkit(
         "FTKIT_WORKSPACE": str(workspace.root),
         "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody there: no test asks the real hub
         "HF_TOKEN_PATH": "",
+        "FTKIT_REPORT": "0",
         "CUDA_VISIBLE_DEVICES": "",
         "COLUMNS": "80",
     }.items():

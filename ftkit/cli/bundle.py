@@ -1,0 +1,88 @@
+"""`ftkit bundle`: put what a run was, and what came of it, into one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftkit.cli.arguments import RUN_HELP, get_run, run_argument
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.terminal.console import Terminal
+from ftkit.cli.terminal.format import short_path
+
+if TYPE_CHECKING:
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.bundle import Signer
+
+
+@click.command(
+    "bundle",
+    cls=ExamplesCommand,
+    short_help="Put a run's manifest, metrics, and report into one file.",
+    examples=(
+        "ftkit bundle demo",
+        "ftkit bundle demo -o demo.tar --sign --key ~/.ssh/id_ed25519",
+        "ftkit rerun demo.tar --cluster a4-highgpu-8g",
+    ),
+    help=f"""Write one file from which a run can be repeated and compared, on another cluster too: manifest, resolved
+    recipe, plan, job script, metrics, report, the image's lock, the data's manifest, and changes of ftkit's code.
+    Image, weights and data are not in it. The same run gives the same bytes. The file's path goes to stdout.
+
+    {RUN_HELP}
+    """,
+)
+@run_argument
+@click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Where to write.")
+@click.option("--sign", "signs", is_flag=True, help="Write a signature beside it, by minisign, ssh-keygen or cosign.")
+@click.option(
+    "--key",
+    metavar="FILE",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Private key of --sign; for ssh-keygen, a public key of the agent will do.",
+)
+@click.option(
+    "--signer", type=click.Choice(["minisign", "ssh-keygen", "cosign"]), help="Default: the first that is here."
+)
+def command(reference: str, *, output: Path | None, signs: bool, key: Path | None, signer: Signer | None) -> None:
+    """Bundle a run."""
+    from ftkit.runs.bundle import find_signer, sign, write_bundle
+
+    if signs and key is None:
+        raise click.UsageError("--sign needs --key FILE, the private key", click.get_current_context())
+    if key and not signs:
+        raise click.UsageError("--key is for --sign", click.get_current_context())
+    program = find_signer([signer] if signer else None) if signs else None
+    terminal, layout = Terminal(), get_run(reference).layout
+    path = output or Path(f"{layout.root.name}.tar")
+    members = write_bundle(layout, path, _find_lock(layout))
+    terminal.say(f"{', '.join(members)}")
+    if layout.report.name not in members:
+        terminal.warn(f"without a report; to have it in the bundle: ftkit report {layout.root.name}")
+    terminal.data(f"{short_path(path.absolute())}\n")
+    if program and key:
+        terminal.say(f"signed by {program}: {short_path(sign(path, key, program).absolute())}")
+
+
+def _find_lock(layout: RunLayout) -> Path | None:
+    """Return the lock of a run's image if its definition is here, and is the one of that image."""
+    import hashlib
+
+    from ftkit.config.context import Context
+    from ftkit.config.image_reference import NamedImage, parse_image
+    from ftkit.config.load import find_image
+    from ftkit.errors import ConfigError, NotFoundError
+    from ftkit.files import read_json_if_valid
+
+    manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
+    ctx = Context.here()
+    try:
+        image = parse_image(str(manifest["image"]), ctx.project) if manifest.get("image") else None
+        lock = find_image(image.reference, ctx).lock_file if isinstance(image, NamedImage) else None
+    except (ConfigError, NotFoundError):
+        return None
+    if lock is None or not lock.is_file():
+        return None
+    digest = hashlib.sha256(lock.read_bytes()).hexdigest()
+    return lock if manifest.get("image_lock_sha256", digest) == digest else None

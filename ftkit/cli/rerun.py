@@ -1,0 +1,137 @@
+"""`ftkit rerun`: repeat a run, and say whether it came out the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ftkit.cli.arguments import (
+    current_settings,
+    current_workspace,
+    follow_option,
+    get_run,
+    hf_token_option,
+    job_environment,
+    placement_options,
+)
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.shell_completion import complete_run
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.errors import RunFailedError
+
+if TYPE_CHECKING:
+    from ftkit.planning.layout import RunLayout
+
+
+@click.command(
+    "rerun",
+    cls=ExamplesCommand,
+    short_help="Repeat a run, and say whether it came out the same.",
+    examples=(
+        "ftkit rerun demo",
+        "ftkit rerun demo --cluster a4-highgpu-8g",
+        "ftkit rerun demo-20260102T030405Z-ab12.tar",
+        "ftkit rerun ../theirs/manifest.json --dry-run",
+    ),
+    help="""Repeat a run: the same recipe, data, image and global batch. In the place of the original all losses should
+    be equal, bit for bit; on other devices they count as repeated within 1 %. Each difference is named, and other data
+    or another image are refused. At the end, the losses are compared with the original's.
+
+    RUN is a run as for other commands, the path of a manifest.json, or a bundle that 'ftkit bundle' wrote. From a
+    file, only the cluster's name is taken, not its profile.
+    """,
+)
+@click.argument("reference", metavar="RUN", shell_complete=complete_run)
+@placement_options
+@click.option("--name", metavar="NAME", help="Name of the new run; default: the recipe's, with -rerun.")
+@click.option("--allow", "allowed", metavar="PART", multiple=True, help="What may differ: data, or image.")
+@click.option(
+    "--require-signature",
+    "public_key",
+    metavar="KEY",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Refuse a bundle that is not signed by this public key (of ssh-keygen: a file of allowed signers).",
+)
+@click.option("--import", "does_import", is_flag=True, help="Import the image first if it is missing.")
+@click.option("--dry-run", is_flag=True, help="Only say what would differ, and print the job script.")
+@hf_token_option
+@follow_option
+@click.pass_obj
+def command(  # noqa: PLR0913 - one for each option
+    typed: list[str],
+    /,
+    reference: str,
+    *,
+    num_nodes: int | None,
+    gpus_per_node: int | None,
+    cluster: str | None,
+    name: str | None,
+    allowed: tuple[str, ...],
+    public_key: Path | None,
+    does_import: bool,
+    dry_run: bool,
+    hf_token_file: Path | None,
+    follow: bool,
+) -> None:
+    """Repeat a run."""
+    from ftkit.cli.run import make_ready, report_submission, submit_ready
+    from ftkit.cli.terminal.plan_view import plan_facts
+    from ftkit.config.context import Context
+    from ftkit.launch.render import render_job
+    from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun
+    from ftkit.runs.bundle import verify_signature
+    from ftkit.runs.repeat import original_to_json, read_original
+
+    terminal, ctx, workspace = Terminal(), Context.here(), current_workspace()
+    path = Path(reference)
+    is_own = not (path.exists() or path.suffix in (".json", ".tar"))
+    if public_key:
+        verify_signature(path, public_key)
+    original = read_original(get_run(reference).layout.root if is_own else path)
+    args = RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
+    plan = plan_rerun(original, args, ctx, workspace, current_settings().image)
+    terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)
+    if dry_run:
+        terminal.data(render_job(plan))
+        return
+    ready = make_ready(
+        plan, ["ftkit", *typed], job_environment(hf_token_file), terminal, does_import=does_import, where="job"
+    )
+    differences = changed_inputs(original, ready.plan, ready.manifest)
+    check_inputs(differences, allowed)
+    for each in differences:
+        before, after = each.values
+        terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
+    starts = original.manifest.get("starts") or [{}]
+    repeats = {"run": original.run.id, "data": starts[-1].get("data", {}), "allowed": list(allowed)}
+    ready = replace(
+        ready,
+        manifest={**ready.manifest, "repeats": repeats},
+        files={**ready.files, ready.plan.layout.original.name: original_to_json(original)},
+    )
+    run = submit_ready(ready)
+    report_submission(run, terminal, does_follow=follow)
+    if follow:
+        report_verdict(run.layout, terminal)
+
+
+def report_verdict(layout: RunLayout, terminal: Terminal) -> None:
+    """Say whether a run came out as the one that it repeats.
+
+    Raises:
+        RunFailedError: it did not.
+    """
+    from ftkit.runs.repeat import judge
+
+    verdict = judge(layout)
+    if verdict is None:
+        return
+    terminal.text(Styled(str(verdict), "green" if verdict.is_repeated else "yellow"), is_data=True)
+    if verdict.beyond_step is not None:
+        raise RunFailedError(
+            f"{layout.root.name} did not come out as {verdict.original}",
+            fix=f"put them side by side: ftkit compare {verdict.original} {layout.root.name}",
+        )

@@ -1,0 +1,168 @@
+"""Plan a run that repeats another: the same recipe, data, image and global batch, here or on another cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftkit import __version__
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.image_reference import parse_image
+from ftkit.config.layers import Layers
+from ftkit.config.load import override_recipe, read_cluster
+from ftkit.config.recipe import RecipePlan
+from ftkit.config.request import Origins
+from ftkit.errors import ConfigError, Problem
+from ftkit.files import InvalidJsonError, parse_json
+from ftkit.launch.resolve import RunArgs, build_request, detect_hardware, resolve_image_link
+from ftkit.launch.resume import image_definition, open_values
+from ftkit.planning.plan import PlanError, plan_run, plan_to_json
+from ftkit.runs.compare import ComparedRun, Difference, describe_inputs, find_differences
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ftkit.config.context import Context
+    from ftkit.config.image_reference import AnyImage
+    from ftkit.planning.layout import Workspace
+    from ftkit.planning.plan import RunPlan
+    from ftkit.runs.repeat import Original
+
+_SAME = {
+    "data": ("train sha256", "validation sha256", "tokenizer sha256"),
+    "image": ("image_id", "image_lock_sha256"),
+}
+"""What must be as it was, by section, for a run to be a repetition; where it is known of both."""
+_EXPECTED = ("ftkit has uncommitted changes", "fingerprint", "image_sha256", "image_size", "image_modified")
+"""What differs without a difference in content, or is told by another value."""
+
+
+@dataclass(frozen=True)
+class RerunArgs:
+    """What was typed after `ftkit rerun RUN`.
+
+    Args:
+        is_own: whether the original is a run of this workspace. The profile in a manifest from elsewhere is not used:
+            its set-up lines would run here; the profile of that name is looked up instead.
+    """
+
+    cluster: str | None = None
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
+    name: str | None = None
+    is_own: bool = True
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the run is to be repeated in another place than the original's."""
+        return any((self.cluster, self.num_nodes, self.gpus_per_node))
+
+
+def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Workspace, default: str | None) -> RunPlan:
+    """Plan a run that repeats `original`.
+
+    In the original's place, what `auto` stood for stays as it was, so that losses can be equal bit for bit. Elsewhere
+    it is chosen anew; the global batch stays.
+
+    Args:
+        original: the run.
+        args: where to repeat it.
+        ctx: where cluster profiles are searched for.
+        workspace: of the new run.
+        default: the image of the settings, for a run that had no container.
+
+    Raises:
+        PlanError: the manifest does not say what is needed.
+        ConfigError: the plan is impossible in that place.
+        NotFoundError: the cluster, or a file of the recipe, does not exist.
+    """
+    manifest = original.manifest
+    recipe = _read(manifest.get("resolved_recipe"), RecipePlan, "resolved_recipe")
+    place, execution = _mapping(manifest.get("placement")), _mapping(manifest.get("execution"))
+    profile, origins = _profile(manifest, args, ctx)
+    chosen = execution.get("chosen", []) if args.is_elsewhere else []
+    loaded = override_recipe(open_values(recipe, chosen, str(manifest.get("engine", "auto"))), ())
+    image = _image(manifest, profile, ctx, default)
+    run_args = RunArgs(
+        cluster=args.cluster,
+        name=args.name or f"{recipe.name}-rerun",
+        num_nodes=args.num_nodes or place.get("num_nodes"),
+        gpus_per_node=args.gpus_per_node or (None if args.cluster else place.get("processes_per_node")),
+    )
+    request = build_request(
+        run_args, loaded.spec, recipe.model, image, workspace, Origins(recipe=loaded.layers, cluster=origins)
+    )
+    plan = plan_run(loaded.spec, profile, image_definition(image, ctx), request, ftkit_version=__version__)
+    file = Path(str(manifest.get("container_image")))
+    is_same = plan.image_file and plan.image_file.suffix == file.suffix and plan.image == manifest.get("image")
+    if is_same and file.is_file():  # named by its digest: the tag may be that of another image by now
+        return replace(plan, container_image=str(file))
+    return resolve_image_link(plan)
+
+
+def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any]) -> list[Difference]:
+    """Return how a planned run differs from the one that it repeats, as far as that is known before it starts.
+
+    Args:
+        original: the run.
+        plan: of the new run.
+        manifest: of the new run.
+    """
+    inputs = describe_inputs(plan.layout, json.loads(plan_to_json(plan)), manifest, None)
+    found = find_differences([original.run, ComparedRun(plan.id, inputs, original.run.results, ())])
+    return [
+        each
+        for each in found
+        if None not in each.values and each.key not in _EXPECTED and not each.key.startswith("resources.")
+    ]
+
+
+def check_inputs(differences: Sequence[Difference], allowed: Sequence[str]) -> None:
+    """Refuse a repetition of other data, or in another image.
+
+    Args:
+        differences: of the inputs.
+        allowed: sections that may differ.
+
+    Raises:
+        ConfigError: with each difference that is not allowed; or a section is none.
+    """
+    unknown = [Problem("", f"--allow {name}", "is no part of a run that can differ.", f"Choose of {', '.join(_SAME)}.")
+               for name in allowed if name not in _SAME]  # fmt: skip
+    refused = [
+        Problem("", f"{each.section}: {each.key}", f"is {each.values[1]}, was {each.values[0]}.",
+                f"A run of other content is no repetition; to run it all the same: --allow {each.section}")
+        for each in differences
+        if each.key in _SAME.get(each.section, ()) and each.section not in allowed
+    ]  # fmt: skip
+    if unknown or refused:
+        raise ConfigError([*unknown, *refused])
+
+
+def _profile(manifest: Mapping[str, Any], args: RerunArgs, ctx: Context) -> tuple[ClusterProfile, Layers]:
+    if args.cluster or not args.is_own or not manifest.get("cluster_profile"):
+        site = read_cluster(args.cluster or str(manifest.get("cluster")), ctx)
+        return detect_hardware(site.spec, ctx.environment), site.layers
+    return _read(manifest["cluster_profile"], ClusterProfile, "cluster_profile"), Layers()
+
+
+def _image(manifest: Mapping[str, Any], profile: ClusterProfile, ctx: Context, default: str | None) -> AnyImage | None:
+    name = manifest.get("image") or default
+    return parse_image(str(name), ctx.project) if name and profile.runtime != "none" else None
+
+
+def _read(value: Any, kind: type[Any], key: str) -> Any:
+    try:
+        return parse_json(json.dumps(value), kind)
+    except InvalidJsonError as error:
+        raise PlanError(
+            f"the manifest's {key} can't be read: {error}",
+            meaning="another version of ftkit wrote it, by other rules than this one's",
+            fix="repeat the run with that version: the manifest's 'ftkit' says which",
+        ) from error
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,164 @@
+"""Runs that repeat another one: what is kept of the original, and whether the repetition came out as that one.
+
+On the same devices, and as many of them, losses are equal bit for bit, where kernels are deterministic. Elsewhere sums
+are taken in another order: losses within `TOLERANCE` of the original's count as repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftkit.errors import NotFoundError
+from ftkit.files import read_json, read_json_if_valid
+from ftkit.planning.layout import RunLayout
+from ftkit.runs.bundle import is_bundle, unpack
+from ftkit.runs.compare import ComparedRun, Difference, find_differences, read_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TOLERANCE = 0.01
+"""Of a loss, as a part of the original's, on other devices or another number of them."""
+_PLACE_KEYS = ("num_nodes", "processes_per_node", "device")
+"""Values of a run's place that decide in which order sums are taken."""
+
+
+@dataclass(frozen=True)
+class Original:
+    """What is known of a run that is to be repeated; `run.curve` is empty if its metrics are not at hand."""
+
+    run: ComparedRun
+    manifest: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run came out as the one that it repeats.
+
+    Attributes:
+        original: the id of that run.
+        num_common: records of both runs after as many tokens.
+        is_whole: whether these are all of the original's.
+        is_same_size: whether both trained on as many devices of one kind.
+        first_step: the first step whose loss is another; None if all are equal, bit for bit.
+        largest_ratio: the largest difference of a loss, as a part of the original's; infinite if one is no number.
+        beyond_step: the first step whose loss is beyond the tolerance; None if all are within.
+        differences: what else differs between the runs.
+    """
+
+    original: str
+    num_common: int
+    is_whole: bool
+    is_same_size: bool
+    first_step: int | None
+    largest_ratio: float
+    beyond_step: int | None
+    differences: tuple[Difference, ...]
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether all losses of the original came again, as nearly as they can."""
+        return self.is_whole and self.num_common > 0 and self.beyond_step is None
+
+    def __str__(self) -> str:
+        if not self.num_common:
+            return f"{self.original} has no losses to compare with"
+        records = f"{self.num_common} {'record' if self.num_common == 1 else 'records'}"
+        what = "repeated" if self.is_repeated else "not repeated" if self.beyond_step is not None else "so far repeated"
+        if self.first_step is None:
+            return f"{what}: the losses of {self.original}, bit for bit ({records})"
+        size = "" if self.is_same_size else ", on devices of another kind or number"
+        gap = f"by {self.largest_ratio:.2g} of the loss at most" if math.isfinite(self.largest_ratio) else "or are NaN"
+        text = f"{what}: losses differ from those of {self.original} from step {self.first_step} on, {gap}"
+        if self.beyond_step is not None:
+            text += f", and by more than {TOLERANCE:.0%} from step {self.beyond_step} on"
+        others = [f"{each.section}: {each.key}".removeprefix("recipe: ") for each in self.differences]
+        return f"{text}{size} ({records}). What else differs: {', '.join(others) or 'nothing that is recorded'}"
+
+
+@contextmanager
+def opened(place: Path) -> Iterator[RunLayout]:
+    """Open what a run is known by: its folder, its manifest.json, or a bundle.
+
+    Raises:
+        NotFoundError: there is nothing of that kind.
+        DamagedFileError: a bundle is damaged.
+    """
+    with tempfile.TemporaryDirectory(prefix="ftkit-") as temporary:
+        # Two levels down: a run's folder is in `runs` of a workspace.
+        folder = Path(temporary, "runs", "original")
+        if place.is_dir():
+            yield RunLayout(place)
+        elif not place.is_file():
+            raise NotFoundError(f"there is no run, manifest or bundle {place}", fix="list the runs with 'ftkit runs'")
+        elif is_bundle(place):
+            unpack(place, folder)
+            yield RunLayout(folder)
+        elif place.name == RunLayout(place.parent).manifest.name:
+            yield RunLayout(place.parent)
+        else:
+            folder.mkdir(parents=True)
+            layout = RunLayout(folder)
+            layout.manifest.write_bytes(place.read_bytes())
+            yield layout
+
+
+def read_original(place: Path) -> Original:
+    """Read what is needed to repeat a run and to compare with it.
+
+    Raises:
+        NotFoundError: there is nothing there, or it has no manifest.
+        DamagedFileError: the manifest or a bundle is damaged.
+    """
+    with opened(place) as layout:
+        manifest = read_json(layout.manifest, dict[str, Any])
+        if manifest is None or not isinstance(manifest.get("run"), str):
+            raise NotFoundError(
+                f"{place} has no manifest of a run",
+                meaning="it is of an early version of ftkit, or is no run",
+                fix="give a run, its manifest.json, or a bundle that 'ftkit bundle' wrote",
+            )
+        found = read_run(layout)
+    return Original(ComparedRun(manifest["run"], found.inputs, found.results, found.curve), manifest)
+
+
+def judge(layout: RunLayout) -> Verdict | None:
+    """Compare a run with the one that it repeats; None if it repeats none."""
+    original = read_json_if_valid(layout.original, Original)
+    return None if original is None else compare_with(original.run, read_run(layout))
+
+
+def compare_with(original: ComparedRun, run: ComparedRun) -> Verdict:
+    """Compare a run's losses with those of the run that it repeats."""
+    expected = {point.tokens: point.loss for point in original.curve}
+    common = [(point.step, point.loss, expected[point.tokens]) for point in run.curve if point.tokens in expected]
+    unequal = [(step, _ratio(loss, wanted)) for step, loss, wanted in common if repr(loss) != repr(wanted)]
+    beyond = [step for step, ratio in unequal if not ratio <= TOLERANCE]
+    places = [[each.inputs["cluster"].get(key) for key in _PLACE_KEYS] for each in (original, run)]
+    return Verdict(
+        original.id,
+        len(common),
+        len(common) == len(expected),
+        places[0] == places[1],
+        unequal[0][0] if unequal else None,
+        max((ratio for _, ratio in unequal), default=0.0),
+        beyond[0] if beyond else None,
+        tuple(find_differences([original, run])),
+    )
+
+
+def _ratio(loss: float, wanted: float) -> float:
+    if not (math.isfinite(loss) and math.isfinite(wanted)):
+        return math.inf
+    return abs(loss - wanted) / abs(wanted) if wanted else math.inf
+
+
+def original_to_json(original: Original) -> str:
+    """Return what original.json holds."""
+    return json.dumps(asdict(original)) + "\n"

@@ -1,0 +1,87 @@
+"""Plans of runs that repeat another: in its place as it was, elsewhere with the same global batch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.config.context import Context
+from ftkit.errors import ConfigError
+from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun
+from ftkit.planning.layout import RunLayout
+from ftkit.planning.plan import PlanError, plan_to_json, read_plan
+from ftkit.runs.manifest import build_manifest
+from ftkit.runs.repeat import Original, read_original
+
+if TYPE_CHECKING:
+    from conftest import RunMaker
+
+    from ftkit.planning.layout import Workspace
+    from ftkit.planning.plan import RunPlan
+
+
+@pytest.fixture
+def original(make_run: RunMaker, tmp_path: Path) -> Original:
+    """A run on four processes of a cluster without GPUs, whose micro-batch was chosen."""
+    layout = make_run().layout
+    plan = read_plan(layout)
+    execution = replace(plan.execution, chosen=("micro_batch_size",))
+    plan = replace(plan, execution=execution, cluster=plan.cluster.model_copy(update={"setup": ("module load x",)}))
+    layout.plan.write_text(plan_to_json(plan))
+    manifest = build_manifest(plan, ["ftkit"], tmp_path) | {"image_id": "sha256:1"}
+    layout.manifest.write_text(json.dumps(manifest))
+    return read_original(layout.root)
+
+
+def rerun(original: Original, workspace: Workspace, **args: Any) -> RunPlan:
+    ctx = Context(Path("/nowhere"), Path("/nowhere"), {"CUDA_VISIBLE_DEVICES": ""})
+    return plan_rerun(original, RerunArgs(**args), ctx, workspace, None)
+
+
+def test_in_its_place_a_run_is_planned_as_it_was(original: Original, workspace: Workspace) -> None:
+    plan = rerun(original, workspace)
+    before = read_plan(RunLayout(workspace.runs / original.run.id))
+    same = {"engine": plan.engine.name}
+    assert plan.recipe.training.model_copy(update=same) == before.recipe.training.model_copy(update=same)
+    assert (plan.batch, plan.engine.name, plan.cluster) == (before.batch, before.engine.name, before.cluster)
+    assert (plan.name, plan.fingerprint) == ("demo-rerun", before.fingerprint)
+    assert plan.id != before.id
+    assert changed_inputs(original, plan, original.manifest) == []
+
+
+def test_elsewhere_the_global_batch_stays(original: Original, workspace: Workspace) -> None:
+    plan = rerun(original, workspace, gpus_per_node=4)
+    assert plan.batch.global_batch_size == original.manifest["resolved_recipe"]["training"]["global_batch_size"]
+    assert plan.placement.world_size == 4
+    assert plan.execution.chosen == ("micro_batch_size",)
+    changed = changed_inputs(original, plan, original.manifest)
+    assert ("cluster", "processes_per_node") in [(each.section, each.key) for each in changed]
+    check_inputs(changed, [])
+
+
+def test_a_profile_from_elsewhere_is_not_used(original: Original, workspace: Workspace) -> None:
+    assert rerun(original, workspace).cluster.setup == ("module load x",)
+    assert rerun(original, workspace, is_own=False, gpus_per_node=1).cluster.setup == ()
+
+
+def test_another_image_or_other_data_is_refused_unless_it_is_allowed(original: Original, workspace: Workspace) -> None:
+    plan = rerun(original, workspace)
+    changed = changed_inputs(original, plan, original.manifest | {"image_id": "sha256:2"})
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(changed, [])
+    assert "image: image_id: is sha256:2, was sha256:1." in str(caught.value)
+    assert "--allow image" in str(caught.value)
+    check_inputs(changed, ["image"])
+    with pytest.raises(ConfigError, match="is no part of a run"):
+        check_inputs([], ["everything"])
+
+
+@pytest.mark.parametrize("key", ["resolved_recipe", "cluster_profile"])
+def test_a_manifest_that_cannot_be_read_is_an_error(key: str, original: Original, workspace: Workspace) -> None:
+    damaged = replace(original, manifest=original.manifest | {key: {"name": 3}})
+    with pytest.raises(PlanError, match=f"the manifest's {key} can't be read"):
+        rerun(damaged, workspace)

@@ -1,0 +1,127 @@
+"""Bundles: the same run gives the same bytes, and a foreign file writes nothing where it should not."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.files import DamagedFileError, write_json
+from ftkit.planning.plan import read_plan
+from ftkit.runs.bundle import (
+    NAMESPACE,
+    PRINCIPAL,
+    SignatureError,
+    find_signer,
+    is_bundle,
+    sign,
+    unpack,
+    verify_signature,
+    write_bundle,
+)
+from ftkit.runs.manifest import build_manifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import RunMaker
+
+
+@pytest.fixture
+def bundle(make_run: RunMaker, records: Any, tmp_path: Path) -> Path:
+    run = make_run()
+    write_json(run.layout.manifest, build_manifest(read_plan(run.layout), ["ftkit"], tmp_path))
+    records.write(run, records.step(1, 2.0))
+    first, second = tmp_path / "first.tar", tmp_path / "second.tar"
+    lock = tmp_path / "a.lock"
+    lock.write_text("torch==1\n")
+    members = write_bundle(run.layout, first, lock)
+    run.layout.metrics.touch()
+    write_bundle(run.layout, second, lock)
+    assert first.read_bytes() == second.read_bytes()
+    assert members == sorted(members)
+    assert {"manifest.json", "metrics.jsonl", "plan.json", "recipe.json", "requirements.lock"} <= set(members)
+    return first
+
+
+def test_a_bundle_gives_back_what_a_repetition_needs(bundle: Path, tmp_path: Path) -> None:
+    unpack(bundle, tmp_path / "there")
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"manifest.json", "metrics.jsonl", "plan.json"}
+
+
+def test_a_run_without_manifest_has_no_bundle(make_run: RunMaker, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"no manifest\.json"):
+        write_bundle(make_run().layout, tmp_path / "x.tar")
+
+
+def test_a_bundle_that_cannot_be_written_leaves_nothing(make_run: RunMaker, tmp_path: Path) -> None:
+    run = make_run()
+    run.layout.manifest.write_text("{}")
+    with pytest.raises(PrerequisiteError, match="--output"):
+        write_bundle(run.layout, tmp_path / "missing" / "x.tar")
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("name", ["../manifest.json", "/manifest.json", "run/../../manifest.json"])
+def test_only_files_of_a_run_come_out_of_a_foreign_archive_and_only_into_its_folder(name: str, tmp_path: Path) -> None:
+    path, folder = tmp_path / "foreign.tar", tmp_path / "a" / "b"
+    with tarfile.open(path, "w") as archive:
+        for member, content in ((name, b"{}"), ("run/id_rsa", b"key")):
+            info = tarfile.TarInfo(member)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+        link = tarfile.TarInfo("run/plan.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    unpack(path, folder)
+    assert [each.relative_to(tmp_path).as_posix() for each in tmp_path.rglob("*") if each.is_file()] == [
+        "foreign.tar",
+        "a/b/manifest.json",
+    ]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty"])
+def test_a_damaged_bundle_is_refused(bundle: Path, tmp_path: Path, damage: str) -> None:
+    if damage == "cut":
+        bundle.write_bytes(bundle.read_bytes()[:900])
+    else:
+        with tarfile.open(bundle, "w"):
+            pass
+    with pytest.raises(DamagedFileError):
+        unpack(bundle, tmp_path / "there")
+    assert not is_bundle(tmp_path)
+
+
+def test_a_signature_holds_for_the_file_the_key_and_the_purpose(bundle: Path, tmp_path: Path) -> None:
+    if shutil.which("ssh-keygen") is None:
+        pytest.skip("needs ssh-keygen")
+    key, other, signers = tmp_path / "key", tmp_path / "other", tmp_path / "signers"
+    for each in (key, other):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", each], check=True)
+    signers.write_text(f'{PRINCIPAL} namespaces="{NAMESPACE}" {key.with_suffix(".pub").read_text()}')
+    with pytest.raises(NotFoundError, match="no signature"):
+        verify_signature(bundle, signers)
+    sign(bundle, key, "ssh-keygen")
+    assert verify_signature(bundle, signers) == "ssh-keygen"
+    sign(bundle, other, "ssh-keygen")
+    with pytest.raises(SignatureError):
+        verify_signature(bundle, signers)
+    sign(bundle, key, "ssh-keygen")
+    content = bundle.read_bytes()
+    bundle.write_bytes(content.replace(json.dumps("ftkit").encode(), json.dumps("ftkid").encode(), 1))
+    with pytest.raises(SignatureError, match="not as its signer left it"):
+        verify_signature(bundle, signers)
+    with pytest.raises(PrerequisiteError, match="did not sign"):
+        sign(bundle, signers, "ssh-keygen")
+
+
+def test_without_a_program_that_signs_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PrerequisiteError, match="nothing here can sign"):
+        find_signer()
