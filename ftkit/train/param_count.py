@@ -1,4 +1,4 @@
-"""What is in a model, and what a method will make of it, counted on the real one while it is empty and whole.
+"""Count a model's parameters, and those that a method trains, on the model itself before it has weights and shards.
 
 As a program (`python -m ftkit.train.param_count JSON`) it counts for a plan, which does without torch: it prints the
 configuration and the `ModelCounts` of a model that it builds without weights.
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 _OF_AN_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
-"""Within a decoder layer, where experts are modules of their own, as in transformers 4."""
+"""Within a decoder layer, where each expert is a module, as in transformers 4."""
 
 
 def count_modules(model: Any, feed_forward: int) -> ModelCounts:
-    """Count the parameters of a model; those of experts also by how many a token is sent to.
+    """Count the parameters of a model; those of experts also per token (the active ones).
 
     Args:
         model: whole, with or without its weights, and without adapters.
@@ -70,7 +70,7 @@ def count_modules(model: Any, feed_forward: int) -> ModelCounts:
 
 
 def _with_heads(config: dict[str, Any]) -> dict[str, Any]:
-    """Add how many heads there are and how wide they are, where the class has no keys for it."""
+    """Add the number and the width of heads, where the class has no keys for them."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     told = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
     return {"num_key_value_heads": heads, "head_dim": hidden // heads} | told if heads and hidden else told
@@ -83,7 +83,7 @@ def _widest(model: Any) -> int:
 
 
 def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> float:
-    """Return how many weights of a parameter a token is multiplied by: of experts, those of its own alone."""
+    """Return how many weights of a parameter a token is multiplied by: of experts, only the active ones."""
     if parameter.ndim == 1 or name.endswith("bias"):
         return 0
     is_stacked = experts is not None and parameter.ndim > 2 and parameter.shape[0] == experts.num  # noqa: PLR2004
@@ -93,10 +93,10 @@ def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> floa
 
 
 def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
-    """Count the parameters of a model as a method will train it: the model has neither adapters nor shards yet.
+    """Count the parameters of a model as a method will train it, before adapters are added and it is sharded.
 
     Raises:
-        TrainingError: an adapter belongs on a projection that the model does not have.
+        TrainingError: `training.lora.targets` has a projection that the model lacks.
     """
     base = sum(parameter.numel() for parameter in model.parameters())
     lora = training.adapters
@@ -123,7 +123,7 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> list[nn.Linear]:
         raise TrainingError(
             f"training.lora.targets: the model has no linear layer {', '.join(missing)}",
             meaning=f"the linear layers of its decoder layers are: {', '.join(there)}",
-            fix="name those that get an adapter: training.lora.targets=[…]",
+            fix="list those that get an adapter: training.lora.targets=[…]",
         )
     return [linear for target in targets for linear in found[target]]
 
@@ -144,7 +144,7 @@ def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
 
 
 def main() -> None:
-    """Print what is in a model that the first argument gives: by its configuration, or by its shape alone."""
+    """Print the counts of the model in the first argument, given by its configuration or its shape."""
     asked = json.loads(sys.argv[1])
     if "config" in asked:
         raw = asked["config"]

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 BLOCK = 256
-"""States that share a scale: bitsandbytes' optimizers know no other number."""
+"""States that share a scale: the only block size of bitsandbytes' optimizers."""
 SMALLEST = 4096
-"""Elements from which on a parameter's states have 8 bits; those of smaller ones stay in fp32, as in bitsandbytes."""
+"""Parameters with at least as many elements have 8-bit states; smaller ones have fp32 states, as in bitsandbytes."""
 _STATES = {"exp_avg": True, "exp_avg_sq": False}
-"""Names as AdamW has them, and whether there are negative ones."""
+"""Names as in AdamW, and whether values can be negative."""
 _BYTES, _ABSMAX = "_8bit", "_absmax"
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parameter's states are divided: each shard's flattened bytes have blocks of their own."""
+    """How a parameter's states are sharded: each shard's flattened bytes are divided into blocks separately."""
 
     num_elements: int
     num_shards: int
@@ -38,13 +38,13 @@ class _Layout:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, num_shards: int) -> _Layout:
-        """Return the division by rows that FSDP2 makes."""
+        """Return the layout of FSDP2's sharding by rows."""
         rows = parameter.shape[0] if parameter.ndim else 1
         return cls(parameter.numel(), num_shards, -(-rows // num_shards) * (parameter.numel() // max(1, rows)))
 
     @property
     def num_blocks(self) -> int:
-        """Scales of the first shard; all have room for so many."""
+        """Scales of the first shard; every shard has room for as many."""
         return -(-self.elements_per_shard // BLOCK)
 
     def scale_of_each(self, absmax: torch.Tensor, begin: int, end: int) -> torch.Tensor:
@@ -58,13 +58,13 @@ class _Layout:
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """Updates each rank's shards where they are; one kernel a parameter reads, updates and quantizes its states.
+    """Updates each rank's shards in place; one kernel per parameter reads, updates and quantizes its states.
 
     Its `state_dict` holds the bytes and scales themselves: on as many ranks they go on bit for bit. On another number
     of ranks blocks begin elsewhere, and states in a block of several scales are rounded to the largest of them.
 
     Args:
-        params: as any optimizer takes them.
+        params: parameters or groups, as in torch.
         lr: the learning rate.
         betas: AdamW's decay rates.
         eps: AdamW's.
@@ -73,12 +73,12 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.found_inf: torch.Tensor | None = None
-        """On the device, 1 if the next step is to change nothing: the name is that of torch's fused optimizers."""
+        """On the device, 1 to skip the next step: torch's fused optimizers use the same name."""
         _library()  # a missing package is noticed before step 1
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
-        """Update parameter by parameter; the small ones together."""
+        """Update the parameters one by one; the small ones together."""
         del closure
         if self.found_inf is not None and self.found_inf:  # host sync: its kernel always updates
             return
@@ -120,14 +120,14 @@ class AdamW8bit(torch.optim.Optimizer):
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states as shards, not copied; scales as a tensor of [shards, blocks]."""
+        """Return the states as shards, without a copy, and scales as tensors [shards, blocks]."""
         result = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         result["state"] = {index: _as_shards(parameters[index], state) for index, state in result["state"].items()}
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` returned, here or with another number of shards (see `take_saved_scales`)."""
+        """Load what `state_dict` returned, on the same or another number of shards (see `take_saved_scales`)."""
         super().load_state_dict(state_dict | {"state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -138,7 +138,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def take_saved_scales(states: Mapping[str, dict[str, Any]], sizes: Mapping[str, torch.Size]) -> None:
-    """Make room for all scales of a checkpoint where it has them for another number of shards.
+    """Allocate all scales of a checkpoint that has another number of shards.
 
     Args:
         states: of each parameter by name, as `state_dict` returns them; what is to be read into.
@@ -153,15 +153,15 @@ def take_saved_scales(states: Mapping[str, dict[str, Any]], sizes: Mapping[str, 
             if saved is None:
                 raise TrainingError(
                     f"the checkpoint has no '{key}' of '{name}'",
-                    meaning="it was written by an older ftkit, which stored the states of adamw8bit in fp32",
-                    fix="resume with the ftkit that began the run, or start a new one from its export",
+                    meaning="an older ftkit wrote it, which stored the states of adamw8bit in fp32",
+                    fix="resume with the ftkit that started the run, or start a new run from its export",
                 )
             if saved != state[key].shape:
                 state[key] = torch.empty(saved)
 
 
 def _is_large(parameter: torch.Tensor) -> bool:
-    """Tell whether states have 8 bits; by the whole parameter, so that it is the same at any number of shards."""
+    """Return whether the states have 8 bits: by the whole parameter's size, so that every number of shards agrees."""
     return parameter.numel() >= SMALLEST
 
 
@@ -197,7 +197,7 @@ def _sharded(values: torch.Tensor, parameter: torch.Tensor, shape: torch.Size, s
 
 
 def _own(parameter: torch.Tensor, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this rank's states from those of a `state_dict`."""
+    """Return this rank's part of the states of a `state_dict`."""
     device = _local(parameter).device
     state = {key: _local(value).to(device) for key, value in given.items() if key != "step"}
     for name in _STATES if _is_large(parameter) else ():
@@ -242,7 +242,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _codes(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the numbers that the bytes of each state stand for, in ascending order."""
+    """Return the values that the bytes of each state encode, in ascending order."""
     return {name: _library().create_dynamic_map(signed=signed).to(device) for name, signed in _STATES.items()}
 
 
