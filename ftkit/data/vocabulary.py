@@ -6,11 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ftkit.hub.cache import TOKENIZER_FILE
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-TOKENIZER_FILE = "tokenizer.json"
 VOCABULARY_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """What tells a tokenizer's vocabulary. The first one must be there."""
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ftkit.config.model import ModelSpec
 
 
+TOKENIZER_FILE = "tokenizer.json"
 FALSE = ("", "0", "no", "off", "false")
 MODEL_CACHE = ("hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 
@@ -34,12 +35,34 @@ def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: 
     if is_path(model.weights):
         folder = Path(model.weights)
         return folder if (folder / CONFIG_FILE).is_file() else None
+    return _cached(model.weights, CONFIG_FILE, model.revision, environment, default_home)
+
+
+def find_tokenizer(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
+    """Return the folder on this machine that has a model's tokenizer. Arguments as in `find_folder`.
+
+    Returns:
+        None if there is none, or if it is one of the hub's that was not downloaded as tokenizer.json.
+    """
+    is_own = model.tokenizer.source == "model"
+    source = model.weights if is_own else model.tokenizer.source
+    if is_path(source):
+        return Path(source) if Path(source).is_dir() else None
+    if source == "random" or model.tokenizer.vocab_size is not None:  # learned from the data
+        return None
+    return _cached(source, TOKENIZER_FILE, model.revision if is_own else None, environment, default_home)
+
+
+def _cached(
+    name: str, file: str, revision: str | None, environment: Mapping[str, str], default_home: Path
+) -> Path | None:
+    """Return the folder of the hub's cache that has a model's file."""
     cache = cache_folder(environment, default_home, *MODEL_CACHE)
-    if not (cache / f"models--{model.weights.replace('/', '--')}").is_dir():  # as for most models: nothing to import
+    if not (cache / f"models--{name.replace('/', '--')}").is_dir():  # as for most models: nothing to import
         return None
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
-    found = try_to_load_from_cache(model.weights, CONFIG_FILE, cache_dir=cache, revision=model.revision)
+    found = try_to_load_from_cache(name, file, cache_dir=cache, revision=revision)
     return Path(found).parent if isinstance(found, str) else None
 
 

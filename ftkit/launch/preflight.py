@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.config.data import AutoFormat
-from ftkit.config.paths import is_path
 from ftkit.config.recipe import check_access, check_packages
 from ftkit.config.sources import HubSource
 from ftkit.data.chat_templates import check_tokenizer_folder
@@ -21,6 +20,7 @@ from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, peek_rows
 from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.hub.access import check_data, check_weights
+from ftkit.hub.cache import find_tokenizer
 from ftkit.launch.preparation import data_files, local_paths, stat_path
 from ftkit.planning.choices import suggest_changes
 from ftkit.planning.layout import Workspace
@@ -125,7 +125,9 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
     if plan.recipe.model.adapter is not None:
         yield partial(_check_adapter, plan.recipe)
     if not plan.is_data_prepared:
-        yield partial(_check_tokenizer, plan.recipe)
+        tokenizer = find_tokenizer(plan.recipe.model, environment, home)
+        if tokenizer is not None:
+            yield partial(_check_tokenizer, plan.recipe, tokenizer)
         if not any(key.startswith("data.") for key in unseen):
             yield partial(check_examples, plan.recipe)
         yield lambda: _as_list(check_data(plan.recipe.data.source, environment, home))
@@ -202,14 +204,10 @@ def _has_turns(data: DataSpec) -> bool:
         return False  # the check of the rows says why
 
 
-def _check_tokenizer(recipe: RecipeSpec) -> list[str]:
-    source = recipe.model.weights if recipe.model.tokenizer.source == "model" else recipe.model.tokenizer.source
-    if is_path(source) and Path(source).is_dir():
-        needs_template = recipe.data.chat_template != "model" or _has_turns(recipe.data)
-        added = recipe.model.added_tokens
-        check_tokenizer_folder(
-            Path(source), recipe.data.chat_template, added_tokens=added, needs_template=needs_template
-        )
+def _check_tokenizer(recipe: RecipeSpec, folder: Path) -> list[str]:
+    needs_template = recipe.data.chat_template != "model" or _has_turns(recipe.data)
+    added = recipe.model.added_tokens
+    check_tokenizer_folder(folder, recipe.data.chat_template, added_tokens=added, needs_template=needs_template)
     return []
 
 

@@ -222,6 +222,19 @@ def test_a_tokenizer_or_template_that_a_folder_lacks_stops_a_run_before_it_queue
             check_sources(here, {})
 
 
+def test_a_template_that_a_tokenizer_of_the_hub_lacks_the_tokens_of_stops_a_run_once_it_is_cached(
+    plan: RunPlan, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "hub" / "models--x--y" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    overrides = ["model.tokenizer={source: x/y, vocab_size: null}", "data.chat_template=gemma"]
+    here = with_recipe(plan, load_recipe("demo", NOWHERE, overrides))
+    assert check_sources(here, {"HF_HOME": str(tmp_path)}) == []
+    (snapshot / "tokenizer.json").write_text(ONLY_IM_END)
+    with pytest.raises(DataError, match="lacks <bos>, <end_of_turn>, <start_of_turn> of the 'gemma' chat template"):
+        check_sources(here, {"HF_HOME": str(tmp_path)})
+
+
 def test_a_missing_template_is_noticed_with_rows_of_a_detected_format(plan: RunPlan, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
