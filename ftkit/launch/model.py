@@ -16,12 +16,12 @@ from ftkit.config.model import ArchitectureSpec, ModelCounts, ModelSpec
 from ftkit.config.model_config import check_dequantizable, shipped_config, text_part
 from ftkit.config.paths import is_path
 from ftkit.config.strict import RUN
-from ftkit.data.vocabulary import TOKENIZER_FILE, VOCABULARY_FILES, Vocabulary, read_vocabulary
+from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, Problem
 from ftkit.families import family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.access import fetch_config, fetch_files, find_commit
-from ftkit.hub.cache import find_folder
+from ftkit.hub.cache import TOKENIZER_FILE, find_folder
 from ftkit.model_folder import holds_adapters, read_model_config
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import plan_model
