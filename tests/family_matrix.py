@@ -68,10 +68,10 @@ SIZES: dict[tuple[str, ...], int] = {
     ("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"): 4,
     ("swa_num_attention_heads", "linear_num_value_heads", "linear_num_heads"): 4,
     ("num_key_value_heads", "swa_num_key_value_heads", "linear_num_key_heads"): 2,
-    ("head_dim", "swa_head_dim", "attention_head_dim", "kv_channels", "linear_head_dim", "global_head_dim"): 16,
+    ("head_dim", "swa_head_dim", "attention_head_dim", "kv_channels", "linear_head_dim"): 16,
     ("linear_key_head_dim", "linear_value_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"): 16,
     ("q_lora_rank", "kv_lora_rank", "o_lora_rank", "index_head_dim", "query_pre_attn_scalar", "dim_head"): 16,
-    ("qk_head_dim",): 32,
+    ("qk_head_dim", "global_head_dim"): 32,
     ("index_topk",): LENGTH,
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"): 4,
     ("num_experts_per_tok", "num_experts_per_token", "moe_topk"): 2,
@@ -96,7 +96,7 @@ KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "
 ODD: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": None, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "gemma3n_text": {"intermediate_size": 96, "activation_sparsity_pattern": 0.0},
+    "gemma3n_text": {"intermediate_size": 96, "activation_sparsity_pattern": [0.0] * LAYERS},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
@@ -112,7 +112,10 @@ ODD: dict[str, dict[str, Any]] = {
 def tiny_config(model_type: str) -> PretrainedConfig:
     """Return the configuration of a tiny text model of a family."""
     default: Any = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
-    own = {**default.to_dict(), **{name: getattr(default, name) for name in SIZE_OF if hasattr(default, name)}}
+    saved = default.to_dict()
+    own = saved | {
+        name: getattr(default, name) for name in SIZE_OF if name not in saved and _is_settable(default, name)
+    }
     depth, public = own.get("num_hidden_layers"), {name: key for key, name in default.attribute_map.items()}
     fields: dict[str, Any] = {}
     for name, value in own.items():
@@ -133,6 +136,11 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     if hasattr(config, "is_decoder"):
         config.is_decoder = True  # of an encoder's class, which is causal only then
     return config
+
+
+def _is_settable(config: PretrainedConfig, name: str) -> bool:
+    computed = getattr(type(config), name, None)
+    return hasattr(config, name) and not (isinstance(computed, property) and computed.fset is None)
 
 
 def _each_kind(values: list[Any]) -> list[Any]:

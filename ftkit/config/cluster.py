@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ftkit.config.model import ModelPlan
 from ftkit.config.paths import fixed_folder, is_address, is_path
 from ftkit.config.sources import HubSource
 from ftkit.config.strict import Name, NonNegativeInt, OneLine, PositiveFloat, PositiveInt, Spec, VariableName
@@ -108,6 +109,12 @@ class ClusterProfile(Spec):
     """How long before the time limit Slurm asks the job to write a checkpoint and stop; 0: never."""
     node_local_dir: str = "/tmp"  # noqa: S108 - made private by the job script
     """A folder on each node's own disk for caches."""
+    node_local_kind: Literal["disk", "memory"] = "disk"
+    """What `node_local_dir` is on: `memory` where it takes that of the node, as /tmp does on Soperator."""
+    stage: Literal["shared", "local"] = "shared"
+    """Where the ranks read pretrained weights. `shared`: from the folder or the hub's cache on the shared file system.
+    `local`: each node copies them to its `node_local_dir` once, and verifies the copy at later starts; where there is
+    no room, they are read from the shared file system, and the log says so."""
     mounts: tuple[str, ...] = ()
     """Folders to mount into the container: `PATH` or `FROM:TO`, absolute, with pyxis's flags after a further colon."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
@@ -139,6 +146,10 @@ class ClusterProfile(Spec):
             raise ValueError("runtime 'docker' is for one machine: it needs scheduler 'local'")
         if self.scheduler == "slurm" and self.device == "auto":
             raise ValueError("device 'auto' looks at this machine: it needs scheduler 'local'")
+        if self.stage == "local" and self.node_local_kind == "memory":
+            raise ValueError("stage 'local' needs a disk: here node_local_dir is in the node's memory")
+        if self.stage == "local" and self.scheduler == "local":
+            raise ValueError("stage 'local' is for nodes that share a file system: it needs scheduler 'slurm'")
         return self
 
 
@@ -162,6 +173,8 @@ def mounted_folders(
     for key, path in (("model.weights", model.weights), ("model.tokenizer.source", model.tokenizer.source)):
         if is_path(path):
             yield key, path
+    if isinstance(model, ModelPlan) and model.adapter is not None:
+        yield "model.weights", model.adapter
     for key, file in recipe.data.files:
         if not is_address(file):
             yield key, str(fixed_folder(file))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from ftkit import process
 from ftkit.errors import FtkitError, one_line
 from ftkit.planning.layout import RunLayout
+from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import revoke_if_dead
 from ftkit.runs.records import EndRecord, RankError, read_last_record, write_rank_error
 
@@ -58,6 +59,8 @@ def main(arguments: list[str]) -> int:
     else:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # torchrun installs a handler, which never runs
+    layout = RunLayout(Path(arguments[arguments.index("ftkit.train") + 1]).parent)
+    _stage_weights(layout)
     # After the mask: their threads inherit it.
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.run import main as torchrun  # noqa: PLC0415
@@ -90,6 +93,22 @@ def _write_report(layout: RunLayout) -> None:
         failure = str(error)
     if failure:
         sys.stderr.write(f"ftkit: no report was written: {one_line(failure)}\n")
+
+
+def _stage_weights(layout: RunLayout) -> None:
+    """Bring the weights to this node's own disk, if its cluster has that, and tell the ranks where they are."""
+    cache = os.environ.get("FTKIT_CACHE_DIR")
+    try:
+        plan = read_plan(layout)
+    except FtkitError:  # the ranks say what is wrong
+        return
+    if cache is None or plan.cluster.stage != "local":
+        return
+    from ftkit.data.staging import STAGED, stage_weights  # noqa: PLC0415 - few clusters do
+
+    folder = stage_weights(plan, Path(cache), lambda text: sys.stderr.write(f"stage: {text}\n"))
+    if folder is not None:
+        os.environ[STAGED] = str(folder)
 
 
 def _record_deaths(layout: RunLayout, error: ChildFailedError) -> None:

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ftkit.config.paths import is_path
+from ftkit.data.staging import STAGED
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
@@ -37,11 +38,15 @@ if TYPE_CHECKING:
 
 
 def fetch_weights(model: ModelSpec, world: World) -> Path:
-    """Return the folder with the model's files; downloads once on each node, the others wait.
+    """Return the folder with the model's files: on the node's own disk where they were staged.
+
+    Downloads once on each node, if nobody has; the others wait.
 
     Raises:
         NotFoundError: there is no such folder or hub model, or this token may not read it.
     """
+    if staged := os.environ.get(STAGED):
+        return Path(staged)
     if is_path(model.weights):
         check_folder(Path(model.weights))  # not checked from the nodes yet, if the data was prepared before
         return Path(model.weights)

@@ -1,0 +1,128 @@
+"""Weights on a node's own disk: copied once per node and content, verified each time, shared by the node's ranks."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftkit.config.paths import is_path
+from ftkit.files import atomic_folder, read_json_if_valid, remove, write_json
+from ftkit.hub.cache import find_folder
+from ftkit.planning.layout import Workspace
+from ftkit.runs.checkpoints import SavedFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ftkit.planning.plan import RunPlan
+
+STAGED = "FTKIT_STAGED_WEIGHTS"
+"""Variable that tells a node's ranks the folder of the weights on its own disk."""
+_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja")
+_MARKER = "ftkit-staged.json"
+_CHUNK = 2**24
+_THREADS = 8
+"""Files at a time: one stream does not fill a parallel file system's bandwidth."""
+
+
+@dataclass(frozen=True)
+class StagedFiles:
+    """Size and SHA-256 of each file, as it was read from the shared file system."""
+
+    source: str
+    files: dict[str, SavedFile]
+
+
+def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> Path | None:
+    """Copy a run's weights to this node's own disk, or verify the copy that is there.
+
+    Args:
+        plan: of the run; does nothing unless its cluster has `stage: local`.
+        cache: folder of this user on the node's own disk.
+        report: is told what is done.
+
+    Returns:
+        The folder to load from; None: that on the shared file system.
+    """
+    model = plan.recipe.model
+    if plan.cluster.stage != "local" or model.weights == "random":
+        return None
+    source = find_folder(model, os.environ, Workspace(plan.workspace).hub_home)
+    if source is None or (is_path(model.weights) and not source.is_dir()):
+        return None  # the ranks say why they can't be loaded
+    files = sorted({path for pattern in _FILES for path in source.glob(pattern) if path.is_file()})
+    began, host = time.monotonic(), socket.gethostname()
+    folder = cache / "weights" / _key(source, files)
+    found = _verify(folder)
+    if found is None:
+        report(f"{host}: weights are in {folder}, verified in {time.monotonic() - began:.1f} s")
+        return folder
+    if found:
+        report(f"{host}: the copy of the weights in {folder} is damaged ({', '.join(found)}): copying it again")
+    size = sum(path.stat().st_size for path in files)
+    try:
+        remove(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _copy(source, files, folder, size)
+    except OSError as error:
+        report(
+            f"{host}: {size / 2**30:.1f} GiB of weights can't be copied to {folder.parent} ({error.strerror}): "
+            f"they are read from {source}. If copies of other models fill it, delete them"
+        )
+        return None
+    seconds = time.monotonic() - began
+    report(f"{host}: copied {size / 2**30:.1f} GiB of weights to {folder} in {seconds:.1f} s")
+    return folder
+
+
+def _key(source: Path, files: list[Path]) -> str:
+    """Return the folder's name: another for other weights, and for the same ones after a change."""
+    digest = hashlib.sha256(str(source).encode())
+    for path in files:
+        about = path.stat()
+        digest.update(f"\n{path.name} {about.st_size} {about.st_mtime_ns}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _verify(folder: Path) -> list[str] | None:
+    """Return the damaged files of a copy, none if there is no copy; None: it is whole."""
+    staged = read_json_if_valid(folder / _MARKER, StagedFiles)
+    if staged is None:
+        return [_MARKER] if folder.is_dir() else []
+    with ThreadPoolExecutor(_THREADS) as threads:
+        is_whole = threads.map(lambda each: _is_whole(folder / each[0], each[1]), staged.files.items())
+        return [name for name, whole in zip(staged.files, is_whole, strict=True) if not whole] or None
+
+
+def _is_whole(path: Path, expected: SavedFile) -> bool:
+    try:
+        return SavedFile.of(path) == expected
+    except OSError:
+        return False
+
+
+def _copy(source: Path, files: list[Path], folder: Path, size: int) -> None:
+    if (free := shutil.disk_usage(folder.parent).free) < size:
+        raise OSError(errno.ENOSPC, f"{free / 2**30:.1f} GiB are free")
+    with atomic_folder(folder) as temporary, ThreadPoolExecutor(_THREADS) as threads:
+        copied = dict(threads.map(lambda path: (path.name, _copy_file(path, temporary / path.name)), files))
+        write_json(temporary / _MARKER, StagedFiles(str(source), copied))
+
+
+def _copy_file(path: Path, target: Path) -> SavedFile:
+    """Copy a file; return its size and digest, of what was read."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as reader, target.open("wb") as writer:
+        while chunk := reader.read(_CHUNK):
+            digest.update(chunk)
+            writer.write(chunk)
+            size += len(chunk)
+    return SavedFile(size, digest.hexdigest())

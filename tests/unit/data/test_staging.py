@@ -1,0 +1,78 @@
+"""Weights on a node's own disk: copied once, verified, and left on the shared file system where there is no room."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from ftkit.config.model import ModelSpec
+from ftkit.data.staging import stage_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass
+class Node:
+    """A node with a disk of its own, and what its log says."""
+
+    plan: Any
+    cache: Path
+    log: list[str] = field(default_factory=list)
+
+    def stage(self) -> Path | None:
+        return stage_weights(self.plan, self.cache, self.log.append)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "config.json").write_text("{}")
+    (shared / "model.safetensors").write_bytes(bytes(range(256)) * 100)
+    cluster = SimpleNamespace(stage="local")
+    recipe = SimpleNamespace(model=ModelSpec(weights=str(shared)))
+    return Node(SimpleNamespace(cluster=cluster, recipe=recipe, workspace=tmp_path), tmp_path / "disk")
+
+
+def test_a_second_start_finds_the_copy_and_a_damaged_one_is_made_again(node: Node) -> None:
+    folder = node.stage()
+    assert folder is not None
+    weights = folder / "model.safetensors"
+    assert weights.read_bytes() == bytes(range(256)) * 100
+    assert node.stage() == folder
+    with weights.open("r+b") as file:
+        file.write(b"\xff")
+    assert node.stage() == folder
+    assert weights.read_bytes() == bytes(range(256)) * 100
+    said = [line.partition(": ")[2].split(" in ")[0].split(" to ")[0] for line in node.log]
+    assert said == [
+        "copied 0.0 GiB of weights", "weights are", "the copy of the weights", "copied 0.0 GiB of weights",
+    ]  # fmt: skip
+    assert "model.safetensors" in node.log[2]
+
+
+def test_changed_weights_get_a_copy_of_their_own(node: Node) -> None:
+    first = node.stage()
+    (cast("Any", node.plan).workspace / "shared" / "model.safetensors").write_bytes(b"other")
+    second = node.stage()
+    assert first != second
+    assert second is not None
+    assert (second / "model.safetensors").read_bytes() == b"other"
+
+
+def test_a_full_disk_leaves_the_weights_where_they_are_and_says_so(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    assert node.stage() is None
+    assert "they are read from" in node.log[0]
+    assert list((node.cache / "weights").iterdir()) == []
+
+
+def test_nothing_is_copied_unless_the_profile_asks_for_it(node: Node) -> None:
+    node.plan.cluster.stage = "shared"
+    assert node.stage() is None
+    assert not node.cache.exists()
