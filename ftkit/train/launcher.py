@@ -106,7 +106,10 @@ def _stage_weights(layout: RunLayout) -> None:
         return
     from ftkit.data.staging import STAGED, stage_weights  # noqa: PLC0415 - few clusters do
 
-    folder = stage_weights(plan, Path(cache), lambda text: sys.stderr.write(f"stage: {text}\n"))
+    def report(text: str) -> None:
+        sys.stderr.write(f"stage: {text}\n")
+
+    folder = stage_weights(plan, Path(cache), report)
     if folder is not None:
         os.environ[STAGED] = str(folder)
 

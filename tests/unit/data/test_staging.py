@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 
 from ftkit.config.model import ModelSpec
 from ftkit.data.staging import stage_weights
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass
