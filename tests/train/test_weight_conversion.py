@@ -26,7 +26,14 @@ from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import TextConfig, make_config
 from ftkit.train.model.lora import prepare_method
-from ftkit.train.model.weight_conversion import JoinedPieces, WeightConversions, map_tensors, split_as_stored
+from ftkit.train.model.weight_conversion import (
+    Fp8Tensor,
+    JoinedPieces,
+    WeightConversions,
+    dequantized,
+    map_tensors,
+    split_as_stored,
+)
 from ftkit.train.model.weights import load_weights
 from ftkit.train.private_apis import CONVERTS_WEIGHTS
 
@@ -179,3 +186,38 @@ def test_adapters_that_peft_would_put_on_experts_are_refused(world: World) -> No
     )  # fmt: skip
     with pytest.raises(TrainingError, match=r"down_proj, gate_proj would adapt the experts of a 'qwen3_moe'"):
         prepare_method(build("qwen3_moe"), lora, world.device)
+
+
+def test_blocks_in_fp8_are_dequantized_by_rows_as_they_are_whole() -> None:
+    """Against the definition, on a matrix whose sides are no multiples of the block."""
+    torch.manual_seed(0)
+    values = torch.randn(300, 200).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2)
+    expected = values.float() * scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    stored = {"a.weight": values, "a.weight_scale_inv": scales, "b.weight": torch.ones(2, 2)}
+
+    def read(name: str) -> Any:
+        return TensorSlice(stored[name])
+
+    names, dequantizing = dequantized(stored, read)
+    assert names == {"a.weight", "b.weight"}
+    whole = dequantizing("a.weight")[:]
+    assert torch.equal(whole, expected.to(torch.bfloat16))
+    for first, last in [(0, 1), (100, 150), (255, 257), (299, 300)]:
+        assert torch.equal(dequantizing("a.weight")[first:last], whole[first:last])
+    assert torch.equal(dequantizing("b.weight")[:], stored["b.weight"])
+    with pytest.raises(TrainingError, match="no square blocks"):
+        Fp8Tensor(TensorSlice(values), TensorSlice(torch.rand(3, 1)))[:]
+
+
+class TensorSlice:
+    """A tensor with the interface of a slice of a file."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, rows: Any) -> torch.Tensor:
+        return self.tensor[rows]

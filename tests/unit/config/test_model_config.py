@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.config.model import ArchitectureFields
-from ftkit.config.model_config import find_contradictions, read_shape, text_part
+from ftkit.config.model_config import find_contradictions, read_shape, text_part, unquantized_fix, why_not_dequantizable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,3 +137,30 @@ def test_odd_values_in_a_configuration_raise_nothing(
     key: str, value: object, architecture: Callable[[str], ArchitectureSpec]
 ) -> None:
     assert isinstance(find_contradictions(architecture("olmo3-7b"), OLMO3 | {key: value}), dict)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "named"),
+    [
+        ({"quant_method": "mxfp4"}, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "'fp8' without blocks"),
+        ({"load_in_4bit": True}, "'bitsandbytes'"),
+        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"quant_method": "awq"}, "'awq'"),
+        ({"quant_method": "compressed-tensors"}, "'compressed-tensors'"),
+    ],
+)
+def test_weights_that_would_stay_quantized_are_refused(quantization: dict[str, object], named: str | None) -> None:
+    for config in ({"quantization_config": quantization}, {"text_config": {"quantization_config": quantization}}):
+        problem = why_not_dequantizable(config)
+        assert (problem is None) == (named is None)
+        assert named is None or named in str(problem)
+
+
+@pytest.mark.parametrize(
+    "name", ["o/M-7B-AWQ", "o/M-7B-GPTQ-Int4", "o/M-7B-FP8", "o/M-7B-unsloth-bnb-4bit", "o/M-7B-w4a16", "o/M-7B-4bit"]
+)
+def test_the_unquantized_model_is_named(name: str) -> None:
+    assert "most likely o/M-7B;" in unquantized_fix(name)
+    assert "most likely" not in unquantized_fix("/data/M-7B-AWQ")

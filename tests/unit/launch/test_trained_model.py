@@ -1,0 +1,64 @@
+"""Adapters from elsewhere as a model: those that ftkit trains stand on their base, all others are refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.config.model import ModelSpec
+from ftkit.errors import ConfigError, NotFoundError
+from ftkit.launch.trained_model import continue_adapters
+from ftkit.model_folder import ADAPTER_CONFIG
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLAIN: dict[str, Any] = {
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "org/base", "revision": "v2", "r": 8,
+    "lora_alpha": 16, "lora_dropout": 0.1, "bias": "none", "target_modules": ["q_proj"], "init_lora_weights": True,
+    "rank_pattern": {}, "modules_to_save": None, "megatron_core": "megatron.core", "qalora_group_size": 16,
+}  # fmt: skip
+"""As peft saves it."""
+
+
+def write(folder: Path, **changes: Any) -> ModelSpec:
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(PLAIN | changes))
+    return ModelSpec(weights=str(folder))
+
+
+def test_a_folder_of_adapters_is_the_model_that_they_belong_to(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    continued = continue_adapters(write(tmp_path))
+    assert (continued.model.weights, continued.model.revision) == ("org/base", "v2")
+    assert (continued.adapter, continued.model.tokenizer.source) == (str(tmp_path), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"q_proj": 4}),
+        ("alpha_pattern", {"q_proj": 4}),
+        ("bias", "all"),
+        ("trainable_token_indices", [3]),
+        ("layers_to_transform", [0]),
+        ("fan_in_fan_out", True),
+        ("init_lora_weights", "pissa"),
+        ("peft_type", "IA3"),
+        ("an_option_of_tomorrow", 1),
+    ],
+)
+def test_what_would_be_left_out_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key):
+        continue_adapters(write(tmp_path, **{key: value}))
+
+
+def test_adapters_must_say_which_model_they_are_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="base_model_name_or_path"):
+        continue_adapters(write(tmp_path, base_model_name_or_path=None))
+    (tmp_path / ADAPTER_CONFIG).write_text("{")
+    with pytest.raises(NotFoundError, match="can't read"):
+        continue_adapters(ModelSpec(weights=str(tmp_path)))
