@@ -65,7 +65,6 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
-    layout = RunLayout(Path(arguments[arguments.index("ftkit.train") + 1]).parent)
     try:
         torchrun(arguments)
     except ChildFailedError as error:
