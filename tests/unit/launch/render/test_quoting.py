@@ -120,7 +120,7 @@ def test_hostile_values_stay_one_word_when_the_script_runs(
     assert (code, list(machine.root.rglob("pwned"))) == (0, []), said
     prepare, train = machine.calls("python3")
     assert prepare.words == ["-m", "ftkit.data", str(plan.layout.plan)]
-    assert train.words[-3:] == ["-m", "ftkit.train", str(plan.layout.plan)]
+    assert train.words[-4:] == ["-m", "ftkit.train", str(plan.layout.plan), "0"]
     assert train.environment["VALUE"] == prepare.environment["VALUE"] == value
     assert train.environment["HF_HOME"] == f"{plan.workspace}/huggingface"
     assert machine.exit_code(plan) == 0
