@@ -297,5 +297,8 @@ class ResourcesSpec(Spec):
     max_restarts: Annotated[int, Field(ge=0, le=1000), WHOLE_NUMBER] = 3
     """How often in a row training starts again within its job, from the newest checkpoint, after a process died or
     failed in a way that need not come again; a new checkpoint begins the count anew. 0: never."""
+    hang_timeout_seconds: PositiveInt = 600
+    """A step that takes longer than this, and than ten times the median of the last ones, is taken for a hang: all
+    ranks leave their Python stacks and their last collectives in `logs/`, and training starts again."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
     """Slurm's words: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`. The profile's if null."""

@@ -118,6 +118,18 @@ class RunLayout:
         """Return where a rank that fails leaves its exception and traceback."""
         return self.logs / f"error-{rank:05d}.json"
 
+    def hang_report(self, rank: int) -> Path:
+        """Return where a rank leaves the step that it hung in."""
+        return self.logs / f"hang-{rank:05d}.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Return where a rank that hangs leaves its Python stacks."""
+        return self.logs / f"stacks-{rank:05d}.txt"
+
+    def collectives(self, rank: int) -> Path:
+        """Return where a rank that hangs leaves the collectives that torch remembers (its flight recorder)."""
+        return self.logs / f"collectives-{rank:05d}.pickle"
+
     @property
     def metrics(self) -> Path:
         """The records of the run, one JSON object a line."""

@@ -24,12 +24,14 @@ from ftkit.train.components.metrics import Recorder, StepOutcome, StepReducer, S
 from ftkit.train.components.mfu import MfuMeter
 from ftkit.train.components.prefetch import prefetched
 from ftkit.train.components.profiler import profiled
+from ftkit.train.components.watchdog import Watchdog, watched
 from ftkit.train.engine import Engine
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from ftkit.config.evaluation import BestSpec
     from ftkit.planning.layout import RunLayout
@@ -69,9 +71,11 @@ class TrainingLoop:
             self._reporting_to_the_end(reporter, reducer),
             prefetched(self.batches.step, steps, self.world.device) as batches,
             profiled(self.plan.recipe.profile, self.plan.layout, self.world) as end_profiled_step,
+            self._watched(stopwatch) as watchdog,
         ):
             while not self.is_complete and not stopped:
                 self.trace.begin_step(self.state.step + 1)
+                watchdog.begin(self.state.step + 1)
                 with stopwatch.waiting():
                     batch = next(batches)
                 with stopwatch.work():
@@ -81,6 +85,7 @@ class TrainingLoop:
                 stop = self._is_asked_to_stop()
                 reducer.push(self.state.step, batch.num_targets, outcome, stopwatch.take(), stop=stop)
                 stopped = self._judge(reporter, before)
+                watchdog.end()
                 with stopwatch.paused():
                     if stopped or self._waits_for_step():
                         stopped |= self._judge(reporter, reducer.pop())
@@ -100,6 +105,10 @@ class TrainingLoop:
         """Whether as many evaluations in a row as the recipe allows brought no improvement."""
         patience = self.plan.recipe.evaluation.early_stopping_patience
         return patience is not None and self.state.evaluations_without_improvement >= patience
+
+    def _watched(self, stopwatch: Stopwatch) -> AbstractContextManager[Watchdog]:
+        floor = self.plan.recipe.resources.hang_timeout_seconds
+        return watched(self.plan.layout, self.world, floor, lambda: stopwatch.waits_for_batch)
 
     @contextmanager
     def _reporting_to_the_end(self, reporter: StepReporter, reducer: StepReducer) -> Iterator[None]:

@@ -116,6 +116,28 @@ def leave_out_step(optimizer: torch.optim.Optimizer, is_left_out: torch.Tensor) 
     optimizer.found_inf = is_left_out  # type: ignore[attr-defined]
 
 
+def record_collectives() -> None:
+    """Have torch remember the last collectives of each process group made from now on (its flight recorder).
+
+    A few hundred bytes each. torch 2.6 knows the second name, torch 2.13 both. If they go: a hang is told without
+    collectives.
+    """
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        os.environ.setdefault(name, "2000")
+
+
+def dump_collectives() -> bytes | None:
+    """Return what torch remembers of the last collectives, as its `torchfrtrace` reads it; None if it can't.
+
+    `torch._C._distributed_c10d._dump_nccl_trace` in builds with CUDA; `_dump_fr_trace` in those without, torch 2.13.
+    """
+    from torch._C import _distributed_c10d as c10d  # noqa: PLC0415 - not in every build
+
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+    trace: bytes | None = dump() if dump else None
+    return trace
+
+
 def checkpoint_index_names() -> tuple[Any, ...]:
     """Return what a checkpoint's index refers to that has no public name: the unpickler lets nothing else through.
 

@@ -104,6 +104,20 @@ def test_signals_of_slurm_to_all_processes_end_nothing(make_run: Callable[..., A
     assert [record.outcome for record in run.records(EndRecord)] == ["stopped"]
 
 
+def test_a_rank_that_stands_still_is_named_and_ends_the_run(make_run: Callable[..., Any]) -> None:
+    run = make_run("hangs", *FOR_LONG, "resources.hang_timeout_seconds=5")
+    with training(run, "torch.distributed.run") as launcher:
+        wait_until(lambda: read_last_step(run.layout.metrics).step > 10, run, launcher)
+        os.kill(ranks_of(launcher)[1], signal.SIGSTOP)
+        wait_until(run.layout.rank_error(0).exists, run, launcher)
+        error = read_rank_error(run.layout.rank_error(0))
+        assert error is not None
+        assert "no sign of life from rank 1" in error.message
+        assert error.exit_code == 1  # so that training may start again
+        assert "_train_step" in run.layout.stacks(0).read_text() or "pop" in run.layout.stacks(0).read_text()
+        assert run.layout.collectives(0).stat().st_size
+
+
 def test_torchrun_asked_to_end_ends_its_ranks_and_frees_the_folder(make_run: Callable[..., Any]) -> None:
     run = make_run("terminated", *FOR_LONG)
     with training(run, "torch.distributed.run") as launcher:

@@ -173,6 +173,13 @@ def test_a_fused_optimizer_leaves_out_a_step_if_a_scalar_says_so() -> None:
     assert optimizer.state[weight]["step"] == 1
 
 
+@pytest.mark.usefixtures("world")
+def test_the_last_collectives_can_be_read() -> None:
+    trace = private_apis.dump_collectives()
+    assert trace is not None
+    assert b"pg_config" in trace
+
+
 DEEPSPEED = """
 import os
 import torch

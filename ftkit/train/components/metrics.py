@@ -105,6 +105,7 @@ class Stopwatch:
         self._work = 0.0
         self._wait = 0.0
         self._paused = 0.0
+        self.waits_for_batch = False
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -117,7 +118,9 @@ class Stopwatch:
     def waiting(self) -> Iterator[None]:
         """Count the block as waiting for a batch."""
         begin = time.perf_counter()
+        self.waits_for_batch = True
         yield
+        self.waits_for_batch = False
         self._wait += time.perf_counter() - begin
 
     @contextmanager

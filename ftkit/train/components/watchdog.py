@@ -1,0 +1,176 @@
+"""End a run that hangs: a step that takes far longer than those before it.
+
+Every rank watches itself, and all of them notice, since they wait for each other. Each leaves its Python stacks, the
+collectives that torch remembers, and a report; the rank without a report, or behind the others, is the one to look at.
+The processes then end, and the job script starts them again from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ftkit.files import read_json_if_valid, write_json
+from ftkit.runs.records import record_rank_error
+from ftkit.train.private_apis import dump_collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from ftkit.planning.layout import RunLayout
+    from ftkit.train.world import World
+
+log = logging.getLogger(__name__)
+
+_TIMES_MEDIAN = 10.0
+_NUM_LEARNED = 64
+_NUM_NEEDED = 5
+"""Steps before anything is known: the first ones compile."""
+_GRACE_SECONDS = 15.0
+"""For the reports of the other ranks."""
+_SHOWN = 8
+
+
+class HangError(Exception):
+    """A step takes far longer than those before it."""
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """Where a rank was when it noticed: the step, and whether it still waited for its batch."""
+
+    host: str
+    step: int
+    waits_for_batch: bool
+
+
+class Watchdog:
+    """Watches the steps of this rank from a thread of its own."""
+
+    def __init__(
+        self, layout: RunLayout, world: World, floor_seconds: float, waits_for_batch: Callable[[], bool]
+    ) -> None:
+        """Begin to learn how long a step takes.
+
+        Args:
+            layout: of the run.
+            world: this rank and the others.
+            floor_seconds: no step that is shorter is taken for a hang.
+            waits_for_batch: tells whether this rank waits for a batch right now.
+        """
+        self._layout = layout
+        self._world = world
+        self._floor = floor_seconds
+        self._waits_for_batch = waits_for_batch
+        self._seconds: deque[float] = deque(maxlen=_NUM_LEARNED)
+        self._now: tuple[int, float] | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; reports of an earlier start go."""
+        self._layout.hang_report(self._world.rank).unlink(missing_ok=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def begin(self, step: int) -> None:
+        """Take note that a step begins."""
+        self._now = step, time.monotonic()
+
+    def end(self) -> None:
+        """Take note that it has ended; what follows may take as long as it likes."""
+        if self._now is not None:
+            self._seconds.append(time.monotonic() - self._now[1])
+        self._now = None
+
+    @property
+    def limit_seconds(self) -> float | None:
+        """The time after which a step is taken for a hang; None while too little is known."""
+        if len(self._seconds) < _NUM_NEEDED:
+            return None
+        return max(self._floor, _TIMES_MEDIAN * median(self._seconds))
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(5.0, self._floor / 4)):
+            now, limit = self._now, self.limit_seconds
+            if now is not None and limit is not None and time.monotonic() - now[1] > limit:
+                self._end_run(now[0], limit)
+
+    def _end_run(self, step: int, limit: float) -> None:
+        """Leave what helps to find the cause, and end this process."""
+        rank, layout = self._world.rank, self._layout
+        report = HangReport(socket.gethostname(), step, self._waits_for_batch())
+        with suppress(OSError):
+            write_json(layout.hang_report(rank), report)
+            with layout.stacks(rank).open("w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+            if collectives := dump_collectives():
+                layout.collectives(rank).write_bytes(collectives)
+        reports = self._gather_reports()
+        cause = name_culprits(reports, self._world.size, step)
+        error = HangError(
+            f"step {step} takes longer than {limit:.0f} s: {cause}. Stacks of all ranks: {layout.stacks(rank).parent}"
+        )
+        log.error("%s", error)
+        os._exit(record_rank_error(error, layout.rank_error(rank), layout.disk_full, rank=rank))
+
+    def _gather_reports(self) -> dict[int, HangReport]:
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while True:
+            found = {
+                rank: report
+                for rank in range(self._world.size)
+                if (report := read_json_if_valid(self._layout.hang_report(rank), HangReport))
+            }
+            if len(found) == self._world.size or time.monotonic() > deadline:
+                return found
+            time.sleep(0.5)
+
+
+def name_culprits(reports: Mapping[int, HangReport], size: int, step: int) -> str:
+    """Say which ranks the others wait for.
+
+    Args:
+        reports: by rank.
+        size: number of ranks.
+        step: that the reporting rank is in.
+    """
+    if silent := [str(rank) for rank in range(size) if rank not in reports]:
+        return f"no sign of life from {_ranks(silent)}"
+    behind = [f"{rank} on {each.host} in step {each.step}" for rank, each in reports.items() if each.step < step]
+    waiting = [f"{rank} on {each.host}" for rank, each in reports.items() if each.waits_for_batch]
+    if behind:
+        return f"behind is {_ranks(behind)}"
+    if waiting:
+        return f"no batch yet for {_ranks(waiting)}"
+    return "all ranks wait for each other in it (the network between them, or ranks that do different things)"
+
+
+def _ranks(words: list[str]) -> str:
+    shown = ", ".join(words[:_SHOWN]) + (f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else "")
+    return f"rank{'s' if len(words) > 1 else ''} {shown}"
+
+
+@contextmanager
+def watched(
+    layout: RunLayout, world: World, floor_seconds: float, waits_for_batch: Callable[[], bool]
+) -> Iterator[Watchdog]:
+    """Watch the steps of a block; see `Watchdog`."""
+    watchdog = Watchdog(layout, world, floor_seconds, waits_for_batch)
+    watchdog.start()
+    try:
+        yield watchdog
+    finally:
+        watchdog.stop()

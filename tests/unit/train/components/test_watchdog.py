@@ -1,0 +1,48 @@
+"""When a step is taken for a hang, and which rank is named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ftkit.planning.layout import RunLayout
+from ftkit.train.components import watchdog
+from ftkit.train.components.watchdog import HangReport, Watchdog, name_culprits
+
+
+def test_the_limit_is_learned_from_the_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock.now)
+    world: Any = SimpleNamespace(rank=0, size=2)
+    watch = Watchdog(RunLayout(tmp_path), world, 60.0, lambda: False)
+    limits = []
+    for step, seconds in enumerate([300.0, 2.0, 2.0, 2.0, 2.0, *[9.0] * 20]):  # the first compiles
+        watch.begin(step)
+        clock.now += seconds
+        watch.end()
+        clock.now += 1000.0  # a checkpoint
+        limits.append(watch.limit_seconds)
+    assert limits[:5] == [None, None, None, None, 60.0]
+    assert limits[-1] == 90.0
+
+
+HERE = HangReport("n1", 7, waits_for_batch=False)
+
+
+@pytest.mark.parametrize(
+    ("reports", "told"),
+    [
+        ({0: HERE, 2: HERE}, "no sign of life from rank 1"),
+        ({0: HERE, 1: HangReport("n2", 6, waits_for_batch=False), 2: HERE}, "behind is rank 1 on n2 in step 6"),
+        ({0: HERE, 1: HangReport("n2", 7, waits_for_batch=True), 2: HERE}, "no batch yet for rank 1 on n2"),
+        ({0: HERE, 1: HERE, 2: HERE}, "all ranks wait for each other in it (the network"),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_named(reports: dict[int, HangReport], told: str) -> None:
+    assert name_culprits(reports, 3, 7).startswith(told)
+
+
+def test_of_many_ranks_only_some_are_named() -> None:
+    assert name_culprits({}, 64, 7) == "no sign of life from ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
