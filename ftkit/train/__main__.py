@@ -39,8 +39,10 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             record_start(layout.manifest, num_restarts=num_restarts)
         with at_end:
             from ftkit.train.trainer import run_training  # noqa: PLC0415 - its imports can fail too
+            from ftkit.train.private_apis import record_collectives  # noqa: PLC0415
             from ftkit.train.world import init_world  # noqa: PLC0415
 
+            record_collectives()
             plan = read_plan(layout)
             context_parallel = plan.recipe.training.context_parallel
             with init_world(

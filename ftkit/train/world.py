@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ftkit.errors import TrainingError
-from ftkit.train.private_apis import record_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,7 +133,6 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1) -> Iterator[
     # Precision fp32 is fp32 in every image: NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which rounds to TF32.
     torch.set_float32_matmul_precision("highest")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    record_collectives()
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     try:
         mesh, host_mesh = (init_device_mesh(kind, (size,)) for kind in (device.type, "cpu"))
