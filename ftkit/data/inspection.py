@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,8 @@ from ftkit.data.encoding import IGNORED, RowEncoder, shorten
 from ftkit.data.formats import describe_format, read_example
 from ftkit.data.packing import Packer
 from ftkit.data.sources import read_rows
-from ftkit.data.store import SourceStats
+from ftkit.data.store import PreparedData, SourceStats
+from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.data.workers import BatchEncoder, EncodedRows, encode_rows, num_usable_cpus
 from ftkit.errors import DataError
 
@@ -55,6 +57,34 @@ class Sample:
     num_trained: int
     segments: tuple[Segment, ...]
     fate: str = ""
+
+
+def samples_of_packs(data: PreparedData, packs: Sequence[int]) -> Iterator[Sample]:
+    """Yield the documents of packs that were prepared to be trained on, in their order.
+
+    Raises:
+        DataError: the data is not prepared, or has no such pack.
+    """
+    store, tokenizer = data.read_train(), load_saved_tokenizer(data.tokenizer)
+    if missing := [pack for pack in packs if not 0 <= pack < len(store)]:
+        raise DataError(f"there is no pack {missing[0]}: the data has packs 0 to {len(store) - 1}")
+    for pack in packs:
+        tokens, labels, positions, _ = store.read([pack])[0]
+        is_trained = np.append(False, labels[:-1] != IGNORED)
+        starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
+        borders = list(pairwise(starts))
+        if len(borders) > 1 and not is_trained[borders[-1][0] :].any():
+            borders.pop()  # padding
+        for number, (begin, end) in enumerate(borders, 1):
+            parts = [
+                (trained, [token for token, _ in part])
+                for trained, part in groupby(
+                    zip(tokens[begin:end].tolist(), is_trained[begin:end], strict=True), itemgetter(1)
+                )
+            ]
+            segments = tuple(Segment(0, "", str(tokenizer.decode(part)), bool(trained)) for trained, part in parts)
+            num_trained = int(is_trained[begin:end].sum())
+            yield Sample(f"pack {pack}", number, len(borders), end - begin, num_trained, segments)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,11 @@ class Cluster:
     def switch(self, verb: str, node: str) -> None:
         subprocess.run([str(DEV_CLUSTER), verb, node], check=True, capture_output=True, timeout=PATIENCE_SECONDS)
 
+    def kill(self, node: str, pattern: str) -> None:
+        """Kill all processes of a node whose command lines match."""
+        command = [str(DEV_CLUSTER), "node", node, "--", "pkill", "-KILL", "-f", "--", pattern]
+        subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+
     def folder(self, run: str) -> Path:
         """Return a run's folder."""
         return STATE / "shared" / "runs" / run

@@ -86,11 +86,15 @@ def test_weights_that_only_the_nodes_could_have_are_looked_for_by_the_first_stag
     assert cluster.status("unseen")["start"] is None
 
 
-def test_a_run_survives_the_death_of_a_node(cluster: Cluster) -> None:
+def test_a_run_survives_the_death_of_all_processes_of_a_node_and_of_the_node(cluster: Cluster) -> None:
     run = cluster.submit("survivor", *LONG, "training.max_steps=150")
-    cluster.wait(run, is_training)
-    nodes = cluster.status(run)["nodes"] or "n[1-2]"
-    victim = "n" + nodes.strip("n[]").replace("-", ",").split(",")[-1]
+    job = cluster.wait(run, is_training)["job_id"]
+    victim = cluster.nodes(job)[-1]
+    cluster.kill(victim, f"-m ftkit.train [^ ]*{run}")
+    status = cluster.wait(run, lambda status: bool(status["restarts"]) and is_training(status))
+    assert (status["state"], status["job_id"], len(status["restarts"])) == ("running", job, 1)
+    assert status["start"]["resumed_from"] >= 20
+    assert "restart 1 of at most 3" in cluster.execute("ftkit", "logs", run).stdout
     cluster.switch("kill-node", victim)
     cluster.wait(run, lambda status: status["state"] in {"pending", "node-failure"})
     start_now(cluster, run)

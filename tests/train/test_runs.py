@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ftkit.cli.main import main
 from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
 from ftkit.data.store import PreparedData
@@ -170,7 +171,9 @@ def test_a_run_that_fails_in_a_step_has_recorded_the_step_before(make_run: Calla
     assert sorted(run.losses()) == list(range(1, 6))
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_and_recorded(make_run: Callable[..., Any]) -> None:
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_and_recorded(
+    make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ("training.on_nonfinite=skip", "training.max_steps=8", "evaluation.sql_execution=null")
     run = make_run("not finite", *options)
     run.launch(str(KILLED), "6", "behind", "nan")
@@ -179,6 +182,13 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_and_recorded(ma
     (anomaly,) = run.records(AnomalyRecord)
     store = PreparedData(run.plan.data_directory).read_train()
     assert (anomaly.step, anomaly.kind) == (6, "nonfinite")
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.layout.root.parents[1]))
+    assert main(["data", "show", "--packs", f"{anomaly.packs[0]},{anomaly.packs[1]}", run.plan.id]) == 0
+    shown = capsys.readouterr().out
+    documents = (store.read(anomaly.packs[:1])[0, 2] == 0).sum()
+    assert shown.count(f"pack {anomaly.packs[0]}, document ") in {documents, documents - 1}  # one may be padding
+    assert "⟦SELECT" in shown
+    assert main(["data", "show", "--packs", str(len(store)), run.plan.id]) == 8
     assert anomaly.packs == tuple(pack_at(index, len(store), run.plan.recipe.training.seed) for index in range(40, 48))
 
 

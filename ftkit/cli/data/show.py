@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import json_option, run_options
+from ftkit.cli.arguments import get_run, json_option, run_options
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Styled, Terminal
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
         "ftkit data show demo",
         "ftkit data show demo -n 10 data.train_on=last",
         "ftkit data show demo --json",
+        "ftkit data show --packs 3,17 last",
     ),
 )
 @run_options
 @click.option("-n", "--rows", "num_rows", metavar="N", type=click.IntRange(min=1), default=3, help="Rows (default 3).")
+@click.option("--packs", metavar="IDS", help="Print these packs of a run, given in place of a recipe: 3,17.")
 @json_option
-def command(words: tuple[str, ...], *, num_rows: int, as_json: bool, **options: Any) -> None:
+def command(words: tuple[str, ...], *, num_rows: int, packs: str | None, as_json: bool, **options: Any) -> None:
     """Print samples as they will be trained: the text that the chat template makes, turn by turn.
 
     What counts in the loss is green, and between ⟦ and ⟧. Special tokens are shown as they are; ↵ is a line break.
@@ -37,6 +39,9 @@ def command(words: tuple[str, ...], *, num_rows: int, as_json: bool, **options: 
     from ftkit.cli.data.open import open_data
 
     terminal = Terminal()
+    if packs is not None:
+        _show_packs(words, packs, terminal, as_json=as_json)
+        return
     plan, inspector = open_data(terminal, words, **options)
     samples = list(inspector.samples(num_rows))
     if as_json:
@@ -49,6 +54,24 @@ def command(words: tuple[str, ...], *, num_rows: int, as_json: bool, **options: 
             "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn is in the "
             "form in which inference sees it."
         )
+    for sample in samples:
+        _show(sample, terminal)
+
+
+def _show_packs(words: tuple[str, ...], packs: str, terminal: Terminal, *, as_json: bool) -> None:
+    """Print documents of a run's prepared data."""
+    from ftkit.data.inspection import samples_of_packs
+    from ftkit.data.store import PreparedData
+    from ftkit.planning.plan import read_plan
+
+    ids = [word.strip() for word in packs.split(",")]
+    if len(words) != 1 or not all(word.isdigit() for word in ids):
+        raise click.UsageError("with --packs give numbers and one run: ftkit data show --packs 3,17 RUN")
+    data = PreparedData(read_plan(get_run(words[0]).layout).data_directory)
+    samples = samples_of_packs(data, [int(word) for word in ids])
+    if as_json:
+        terminal.json([asdict(sample) for sample in samples])
+        return
     for sample in samples:
         _show(sample, terminal)
 
