@@ -180,7 +180,8 @@ def measure_apart(folder: Path, source: Path, name: str, who: str) -> Result:
     """Measure in a process of its own: ftkit with so many workers, or a peer."""
     program = Path(__file__).parent / "peers" / "trl_data.py" if who == "trl" else Path(__file__)
     command = [sys.executable, str(program), "--measure", str(folder), str(source), name, who]
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    here = Path(__file__).parent  # of this module, which peers import
+    paths = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}, check=False)
     if done.returncode:
         sys.exit(done.stderr[-3000:])
