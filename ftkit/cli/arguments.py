@@ -134,6 +134,29 @@ def get_run(reference: str) -> RunFolder:
     return find_run(reference, current_workspace())
 
 
+def get_runs(references: Sequence[str]) -> list[RunFolder]:
+    """Return the runs that references select, each once; those of a sweep where no run is meant.
+
+    A single reference is a sweep if there is one of that name: one run alone is nothing to compare.
+
+    Raises:
+        NotFoundError: there is no such run or sweep.
+    """
+    from ftkit.runs.entry import find_sweep
+
+    found: dict[str, RunFolder] = {}
+    for reference in references:
+        sweep = [entry.folder for entry in find_sweep(reference, current_workspace())] if len(references) == 1 else []
+        try:
+            folders = sweep or [get_run(reference)]
+        except NotFoundError:
+            folders = [entry.folder for entry in find_sweep(reference, current_workspace())]
+            if not folders:
+                raise
+        found |= {folder.id: folder for folder in folders}
+    return list(found.values())
+
+
 def get_submitted_run(reference: str) -> SubmittedRun:
     """Return the run that `reference` selects, with its job.
 

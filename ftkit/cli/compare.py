@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, get_run, json_option
+from ftkit.cli.arguments import RUN_HELP, get_runs, json_option
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.terminal.console import Column, Styled, Terminal
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     examples=(
         "ftkit compare demo other",
         "ftkit compare demo other --json | jq .results",
+        "ftkit compare demo-20260102T030405Z",
         "ftkit compare demo other --html comparison.html",
     ),
     help=f"""Show runs side by side: what differs in recipe, data, image, versions and cluster; what came of them; and
     their losses after the same numbers of tokens. The last line says whether the losses are equal, bit for bit.
 
-    {RUN_HELP}
+    {RUN_HELP} The id or the name of a sweep stands for all of its runs.
     """,
 )
 @click.argument("references", metavar="RUN RUN...", nargs=-1, required=True, shell_complete=complete_run)
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 def command(references: tuple[str, ...], *, html: Path | None, as_json: bool) -> None:
     """Compare runs."""
     terminal = Terminal()
-    layouts = list({folder.id: folder.layout for folder in map(get_run, references)}.values())
+    layouts = [folder.layout for folder in get_runs(references)]
     if len(layouts) < 2:  # noqa: PLR2004 - what comparing takes
         raise click.UsageError("compare needs two runs or more, and each once", click.get_current_context())
     if html:

@@ -32,13 +32,26 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     missing. An image that is not imported yet is only a warning.
     """
     from ftkit.cli.image_check import missing_image
+    from ftkit.cli.sweep import show_plans
     from ftkit.cli.terminal.plan_view import plan_facts, show_findings
     from ftkit.launch.preflight import run_checks
     from ftkit.launch.resolve import resolve
+    from ftkit.launch.sweep import expand, plan_sweep
     from ftkit.planning.plan import plan_to_json
 
-    terminal = Terminal()
-    plan = resolve(run_args(words, **options), Context.here())
+    terminal, ctx = Terminal(), Context.here()
+    args = run_args(words, **options)
+    trials = expand(args, ctx)
+    if len(trials) > 1:
+        plans = plan_sweep(trials, ctx)
+        if as_json:
+            terminal.data(f"[{','.join(map(plan_to_json, plans))}]\n")
+        else:
+            show_plans(plans, terminal, is_data=True)
+        for plan in plans:
+            show_findings(run_checks(plan, os.environ), terminal)
+        return
+    plan = resolve(args, ctx)
     if as_json:
         terminal.data(plan_to_json(plan))
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, get_run
+from ftkit.cli.arguments import RUN_HELP, get_runs
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.terminal.console import Terminal
@@ -41,7 +41,7 @@ _REFRESH_SECONDS = 15
     evaluation, and how to repeat it. The page is one file that needs no network. It goes to report.html in the run's
     folder; of several runs, to comparison.html in the current folder. Its path goes to stdout.
 
-    {RUN_HELP}
+    {RUN_HELP} The id or the name of a sweep stands for all of its runs.
     """,
 )
 @click.argument("references", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run)
@@ -53,7 +53,7 @@ def command(references: tuple[str, ...], *, output: Path | None, live: bool, por
     from ftkit.cli.page.charts import require_matplotlib
     from ftkit.cli.page.write import save_page
 
-    folders = list({folder.id: folder for folder in map(get_run, references)}.values())
+    folders = get_runs(references)
     require_matplotlib()
     render = partial(_render, folders)
     if live:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         "ftkit run demo",
         "ftkit run --image olmo3:25.02 --nodes 2",
         "ftkit run demo training.learning_rate=1e-3 training.max_steps=100",
+        "ftkit run demo training.learning_rate=1e-3,2e-3",
         "ftkit run my-recipe.yaml --cluster mycluster --name first-try --no-follow",
         "ftkit run --image olmo3:25.02 --cluster mycluster --dry-run > job.sbatch",
     ),
@@ -64,23 +65,40 @@ def command(  # noqa: PLR0913 - one for each option
 
     RECIPE is a name that 'ftkit recipes' lists, or the path of a file; without it, the image's default
     recipe. KEY.PATH=VALUE changes a value of the recipe. The run continues if you stop following it.
+
+    KEY.PATH=VALUE,VALUE and --cluster NAME,NAME stand for a run with each combination: a sweep. If one of them is
+    refused, none is submitted. On this machine they train one after another.
     """
+    from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.render import render_job
     from ftkit.launch.resolve import resolve
+    from ftkit.launch.sweep import expand, plan_sweep
 
-    terminal, ctx = Terminal(), Context.here()
-    plan = resolve(run_args(words, **options), ctx)
+    terminal, ctx, environment = Terminal(), Context.here(), job_environment(hf_token_file)
+    args = run_args(words, **options)
+
+    def check(plan: RunPlan) -> ReadyRun:
+        return make_ready(plan, ["ftkit", *typed], environment, terminal, does_import=does_import, where=where)
+
+    trials = expand(args, ctx)
+    if len(trials) > 1:
+        plans = plan_sweep(trials, ctx)
+        if dry_run:
+            terminal.data("".join(render_job(plan, prepares=where == "with-training") for plan in plans))
+            return
+        show_plans(plans, terminal, is_data=False)
+        check_can_follow(plans, follow=follow)
+        submit_sweep([check(plan) for plan in plans], submit_ready, terminal)
+        return
+    plan = resolve(args, ctx)
     script = render_job(plan, prepares=where == "with-training")
     terminal.facts(plan_facts(plan), is_data=False)
     if dry_run:
         terminal.data(script)
         return
 
-    ready = make_ready(
-        plan, ["ftkit", *typed], job_environment(hf_token_file), terminal, does_import=does_import, where=where
-    )
-    report_submission(submit_ready(ready), terminal, does_follow=follow)
+    report_submission(submit_ready(check(plan)), terminal, does_follow=follow)
 
 
 @dataclass(frozen=True)

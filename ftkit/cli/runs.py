@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,14 +14,12 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, short_path
 from ftkit.cli.terminal.report import STATE_STYLES
+from ftkit.errors import NotFoundError
 from ftkit.launch.observe import observe_all
-from ftkit.runs.entry import RunEntry, read_entry
+from ftkit.runs.entry import RunEntry, find_sweep, read_entry
 from ftkit.runs.find import list_runs
 from ftkit.runs.records import StepRecord, read_last_step
 from ftkit.runs.states import Observation
-
-if TYPE_CHECKING:
-    from ftkit.planning.layout import Workspace
 
 _COLUMNS = (
     Column("NAME", can_shrink=True),
@@ -48,6 +46,10 @@ class _Row:
         return self.entry.plan.num_steps if self.entry.plan else None
 
     @property
+    def values(self) -> dict[str, str]:
+        return self.entry.plan.sweep.values if self.entry.plan and self.entry.plan.sweep else {}
+
+    @property
     def job_id(self) -> str | None:
         return self.entry.run.submission.job_id if self.entry.run else None
 
@@ -56,13 +58,17 @@ class _Row:
     "runs",
     cls=ExamplesCommand,
     short_help="List runs, newest first.",
-    examples=("ftkit runs", "ftkit runs | grep running", "ftkit runs --json | jq -r '.[0].id'"),
+    examples=("ftkit runs", "ftkit runs my-sweep", "ftkit runs | grep running", "ftkit runs --json | jq -r '.[0].id'"),
 )
+@click.argument("sweep", required=False, metavar="[SWEEP]")
 @json_option
-def command(*, as_json: bool) -> None:
-    """List the runs of the workspace, newest first."""
+def command(sweep: str | None, *, as_json: bool) -> None:
+    """List the runs of the workspace, newest first; or those of a sweep, with the values that are their own."""
     terminal, workspace = Terminal(), current_workspace()
-    rows = _read(workspace, terminal)
+    if sweep:
+        show_sweep(sweep, terminal, as_json=as_json)
+        return
+    rows = _rows([read_entry(folder) for folder in list_runs(workspace)], terminal)
     if as_json:
         terminal.json([_as_json(row) for row in rows])
     elif rows:
@@ -71,9 +77,32 @@ def command(*, as_json: bool) -> None:
         terminal.say(f"no runs yet in {short_path(workspace.root)}: start one with 'ftkit run demo'")
 
 
-def _read(workspace: Workspace, terminal: Terminal) -> list[_Row]:
-    """Read all runs, with one query per scheduler; warn about damaged ones."""
-    entries = [read_entry(folder) for folder in list_runs(workspace)]
+def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
+    """List the runs of a sweep in their order.
+
+    Raises:
+        NotFoundError: there is no such sweep.
+    """
+    entries = find_sweep(reference, current_workspace())
+    if not entries:
+        raise NotFoundError(
+            f"there is no sweep '{reference}'",
+            meaning="a sweep is what 'ftkit run' makes of several values: training.learning_rate=1e-5,3e-5",
+            fix="list all runs with 'ftkit runs'",
+        )
+    rows = _rows(entries, terminal)
+    if as_json:
+        terminal.json([_as_json(row) for row in rows])
+        return
+    keys = list(dict.fromkeys(key for row in rows for key in row.values))
+    own = [Column(key.rpartition(".")[2].upper(), can_shrink=True) for key in keys]
+    cells = [[*row_cells[:2], *(row.values.get(key, "-") for key in keys), *row_cells[2:]]
+             for row in rows for row_cells in [_cells(row, is_roomy=False)]]  # fmt: skip
+    terminal.table((*_COLUMNS[:2], *own, *_COLUMNS[2:]), cells)
+
+
+def _rows(entries: list[RunEntry], terminal: Terminal) -> list[_Row]:
+    """Look at runs, with one query per scheduler; warn about damaged ones."""
     overview = observe_all([entry.run for entry in entries if entry.run])
     damaged = [f"{entry.folder.id} is damaged: {entry.damage}" for entry in entries if entry.damage]
     for warning in (*overview.warnings, *damaged):
@@ -109,6 +138,8 @@ def _as_json(row: _Row) -> dict[str, Any]:
         "cluster": plan.cluster.name if plan else None,
         "scheduler": plan.cluster.scheduler if plan else None,
         "job_id": row.job_id,
+        "sweep": plan.sweep.id if plan and plan.sweep else None,
+        "values": row.values,
         "created": folder.created.isoformat(),
         "age_seconds": round(time.time() - folder.created.timestamp()),
         "folder": str(folder.layout.root),

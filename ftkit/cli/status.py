@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, get_run, get_submitted_run, json_option, run_argument
+from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, get_submitted_run, json_option, run_argument
 from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.runs import show_sweep
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, duration, finite, plural, short_path
 from ftkit.cli.terminal.report import (
@@ -21,8 +22,8 @@ from ftkit.cli.terminal.report import (
     show_samples,
     state_cell,
 )
-from ftkit.errors import EXIT_CODES, RunFailedError
-from ftkit.runs.entry import read_entry
+from ftkit.errors import EXIT_CODES, NotFoundError, RunFailedError
+from ftkit.runs.entry import find_sweep, read_entry
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder
 from ftkit.runs.progress import Restart, Silence, list_anomalies, list_restarts, measure_silence, seconds_left
@@ -63,7 +64,7 @@ class _Status:
     examples=("ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json"),
     help=f"""Show a run: its state, progress, results, the error that ended it, and what to do next.
 
-    {RUN_HELP}
+    {RUN_HELP} The id or the name of a sweep lists its runs.
     """,
 )
 @run_argument
@@ -77,7 +78,14 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
     if follow:
         follow_run(get_submitted_run(reference), terminal)
         return
-    status = _read(get_run(reference))
+    try:
+        folder = get_run(reference)
+    except NotFoundError:
+        if not find_sweep(reference, current_workspace()):
+            raise
+        show_sweep(reference, terminal, as_json=as_json)
+        return
+    status = _read(folder)
     if as_json:
         terminal.json(_as_json(status))
     else:

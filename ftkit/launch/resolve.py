@@ -160,6 +160,14 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
 
 
+def recipe_name(words: RunArgs, ctx: Context) -> str | None:
+    """Return the recipe that the arguments select, by name or by the image's default; None if nothing does."""
+    if words.recipe:
+        return words.recipe
+    image = _load_defined(_image_of(read_settings(words, ctx)), ctx)
+    return image.default_recipe if image else None
+
+
 def resolve_image_link(plan: RunPlan) -> RunPlan:
     """Resolve a link to an image file now: it may point to another file when the job starts."""
     file = plan.image_file

@@ -77,6 +77,21 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
+class SweepPlan:
+    """The sweep that a run belongs to, and the values that are this run's own.
+
+    Args:
+        id: of the sweep, the same for all of its runs.
+        name: of the sweep; the runs' names are it and a number.
+        values: by key, as they were typed.
+    """
+
+    id: str
+    name: str
+    values: dict[str, str]
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """Everything that a run is. Frozen, and written to plan.json as it stands."""
 
@@ -103,6 +118,8 @@ class RunPlan:
     notes: tuple[str, ...]
     execution: ExecutionPlan = field(default_factory=ExecutionPlan)
     """Plans of earlier versions have none: their recipes set both."""
+    sweep: SweepPlan | None = None
+    """None for a run of its own."""
 
     @property
     def training_seconds(self) -> float | None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from ftkit.config.image_reference import image_file
 from ftkit.config.strict import Name
 from ftkit.files import DamagedFileError, read_json
-from ftkit.runs.find import RunFolder
+from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.records import Count
 from ftkit.runs.submission import SchedulerName, SubmittedRun
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ftkit.planning.layout import Workspace
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,22 @@ class ClusterEntry:
 
 
 @dataclass(frozen=True)
+class SweepEntry:
+    """The sweep that a run belongs to, and the values that are its own."""
+
+    id: str
+    name: str
+    values: dict[str, str]
+
+
+@dataclass(frozen=True)
 class PlanEntry:
     """The values of a plan that a listing shows."""
 
     cluster: ClusterEntry
     num_steps: Count | None
     container_image: str | None
+    sweep: SweepEntry | None = None
 
     @property
     def image_file(self) -> Path | None:
@@ -61,3 +73,18 @@ def read_entry(folder: RunFolder) -> RunEntry:
     except DamagedFileError as error:
         damages.append(error.what)
     return RunEntry(folder, plan, run, "; ".join(damages))
+
+
+def find_sweep(reference: str, workspace: Workspace) -> list[RunEntry]:
+    """Return the runs of the sweep that `reference` means, in their order: its id, or its name for the newest one.
+
+    Empty if there is no such sweep.
+    """
+    entries = [read_entry(folder) for folder in list_runs(workspace)]  # the newest first
+    ids = [
+        entry.plan.sweep.id
+        for entry in entries
+        if entry.plan and entry.plan.sweep and reference in (entry.plan.sweep.id, entry.plan.sweep.name)
+    ]
+    found = [each for each in entries if ids and each.plan and each.plan.sweep and each.plan.sweep.id == ids[0]]
+    return sorted(found, key=lambda entry: (len(entry.folder.name), entry.folder.name))

@@ -82,11 +82,12 @@ class Terminal:
         """Write JSON to stdout."""
         self.data(json.dumps(values, indent=2) + "\n")
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
-        """Write a table to stdout."""
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, is_data: bool = True) -> None:
+        """Write a table: to stdout if it is the command's data, else to stderr."""
         from rich.segment import Segments
 
-        _print(self._out, Segments(_table_segments(columns, rows, self._out.width)))
+        console = self._out if is_data else self.talk
+        _print(console, Segments(_table_segments(columns, rows, console.width)))
 
     def facts(self, rows: Sequence[tuple[str, Cell]], *, is_data: bool) -> None:
         """Write names with their values: to stdout if they are the command's data, else to stderr."""

@@ -1,0 +1,106 @@
+"""Plan, submit and list the runs of a sweep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.format import count, duration, gib, plural
+from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ftkit.cli.run import ReadyRun
+    from ftkit.planning.plan import RunPlan
+    from ftkit.runs.submission import SubmittedRun
+
+
+def show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -> None:
+    """Write a line for each run of a sweep, with what is its own; notes of all below."""
+    keys = list(dict.fromkeys(key for plan in plans if plan.sweep for key in plan.sweep.values))
+    columns = (
+        Column("RUN"),
+        *(Column(key.rpartition(".")[2].upper(), can_shrink=True) for key in keys),
+        Column("STEPS", is_number=True),
+        Column("PROCESSES", is_number=True),
+        Column("MEMORY", is_number=True),
+        Column("SPEED", is_number=True),
+        Column("TIME", is_number=True),
+        Column("COST", is_number=True),
+    )
+    rows: list[list[Cell]] = [
+        [
+            plan.name,
+            *((plan.sweep.values if plan.sweep else {}).get(key, "-") for key in keys),
+            "?" if plan.num_steps is None else str(plan.num_steps),
+            str(plan.placement.world_size),
+            gib(plan.memory.total) if plan.placement.device == "cuda" else "-",
+            f"{count(plan.speed.tokens_per_second)} tok/s" if plan.speed else "-",
+            "-" if plan.training_seconds is None else duration(plan.training_seconds),
+            _cost(plan),
+        ]
+        for plan in plans
+    ]
+    used = [index for index in range(len(columns)) if index <= len(keys) or any(row[index] != "-" for row in rows)]
+    shown = [[row[index] for index in used] for row in rows]
+    terminal.table([columns[index] for index in used], shown, is_data=is_data)
+    for plan in plans:
+        for note in plan.notes:
+            terminal.say(Styled(f"{plan.name}: {note}", "yellow"))
+
+
+def _cost(plan: RunPlan) -> str:
+    cost = None if plan.training_seconds is None else plan.cost_of(plan.training_seconds)
+    return "-" if cost is None else f"{cost:,.2f}"
+
+
+def check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
+    """Refuse to start several runs on this machine at once.
+
+    Raises:
+        ConfigError: they are to be trained here, and nobody would wait for one before the next.
+    """
+    if not follow and any(plan.cluster.scheduler == "local" for plan in plans):
+        raise ConfigError(
+            [Problem("", "--no-follow", "leaves nobody who starts the next run when one ends.",
+                     "A sweep on this machine trains one run after another: leave --no-follow out.")]
+        )  # fmt: skip
+
+
+def submit_sweep(ready: Sequence[ReadyRun], submit: Callable[[ReadyRun], SubmittedRun], terminal: Terminal) -> None:
+    """Submit the runs of a sweep, and follow those on this machine, one after another.
+
+    Raises:
+        SubmitError: the scheduler refused one; those before it are submitted.
+        RunFailedError: one on this machine failed; later ones were not started.
+    """
+    from ftkit.cli.follow import follow
+
+    submitted: list[SubmittedRun] = []
+    for each in ready:
+        try:
+            run = submit(each)
+        except FtkitError as error:
+            raise _refused(each, submitted, error) from error
+        submitted.append(run)
+        terminal.say(Styled(f"submitted {run.id} as {run.submission.job_id}", "bold"))
+        if run.submission.scheduler == "local":
+            follow(run, terminal)
+    sweep = ready[0].plan.sweep
+    name = sweep.id if sweep else ""
+    terminal.say(
+        f"\n{plural(len(ready), 'run')}. To see and compare them:\n  ftkit runs {name}\n  ftkit compare {name}"
+    )
+    terminal.data("".join(f"{run.id}\n" for run in submitted))
+
+
+def _refused(ready: ReadyRun, submitted: Sequence[SubmittedRun], error: FtkitError) -> FtkitError:
+    if not submitted:
+        return error
+    commands = "; ".join(f"ftkit cancel {run.id}" for run in submitted)
+    return SubmitError(
+        f"{ready.plan.name}: {error.what}",
+        meaning=f"{error.meaning}; {plural(len(submitted), 'run')} of the sweep were submitted before it".lstrip("; "),
+        fix=f"{error.fix}; to take them back: {commands}".lstrip("; "),
+    )

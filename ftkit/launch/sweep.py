@@ -1,0 +1,145 @@
+"""Sweeps: one command line that stands for several runs, one for each combination of values and clusters.
+
+`training.learning_rate=1e-5,3e-5` is two values, as a learning rate is no text with a comma. A value that is legal as
+it stands is one value: commas in lists, mappings, quotes and texts divide nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from ftkit.config.load import read_recipe
+from ftkit.errors import ConfigError, Problem
+from ftkit.launch.resolve import RunArgs, recipe_name, resolve
+from ftkit.planning.plan import SweepPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.config.context import Context
+    from ftkit.planning.plan import RunPlan
+
+MAX_RUNS = 200
+"""Of one sweep: more are most likely a mistake."""
+_BEFORE_QUOTE = ("", "[", "{", ",", ":")
+"""Elsewhere a quotation mark is a character like others."""
+_PAIRS = {"[": "]", "{": "}"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The arguments of one run of a sweep, and the values that are its own, by key."""
+
+    args: RunArgs
+    values: dict[str, str]
+
+
+def expand(args: RunArgs, ctx: Context) -> list[Trial]:
+    """Return the runs that a command line stands for, in the order of its values: the last one changes fastest.
+
+    Raises:
+        ConfigError: they are too many, or one that differs is there twice.
+        NotFoundError: the recipe, or the image that brings it, does not exist.
+    """
+    axes = [(override, _alternatives(override, args, ctx)) for override in args.overrides]
+    clusters = (args.cluster or "").split(",")
+    if len(clusters) == 1 and all(len(found) == 1 for _, found in axes):
+        return [Trial(args, {})]
+    trials = []
+    for cluster, *overrides in product(clusters, *(found for _, found in axes)):
+        values = {"cluster": cluster} if len(clusters) > 1 else {}
+        for (_, found), override in zip(axes, overrides, strict=True):
+            if len(found) > 1:
+                key, _, value = override.partition("=")
+                values[key] = value
+        trials.append(Trial(replace(args, overrides=tuple(overrides), cluster=cluster or None), values))
+    _check(trials)
+    return trials
+
+
+def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
+    """Plan all runs of a sweep.
+
+    Raises:
+        ConfigError: with the problems of all that are impossible; then none is submitted.
+        NotFoundError: something named does not exist.
+    """
+    plans: list[RunPlan] = []
+    problems: list[Problem] = []
+    for number, trial in enumerate(trials, start=1):
+        try:
+            plan = resolve(trial.args, ctx)
+        except ConfigError as error:
+            shown = ", ".join(f"{key}={value}" for key, value in trial.values.items())
+            problems += [replace(each, where=f"{shown}: {each.where}" if each.where else shown)
+                         for each in error.problems]  # fmt: skip
+            continue
+        base, _, stamp = plan.id.rpartition("-")[0].rpartition("-")
+        sweep = plans[0].sweep if plans and plans[0].sweep else SweepPlan(f"{base}-{stamp}", plan.name, {})
+        name = f"{plan.name}-{number}"
+        plan_id = f"{name}{plan.id.removeprefix(plan.name)}"
+        plans.append(replace(plan, id=plan_id, name=name, sweep=replace(sweep, values=trial.values)))
+    if problems:
+        raise ConfigError(problems)
+    return plans
+
+
+def _alternatives(override: str, args: RunArgs, ctx: Context) -> list[str]:
+    """Return the overrides that one override stands for: itself, unless only its parts are legal values."""
+    key, equals, value = override.partition("=")
+    parts = [part.strip() for part in split(value)]
+    if len(parts) == 1 or not equals or not all(parts):
+        return [override]
+    name = recipe_name(args, ctx)
+    if name is None or _is_legal(name, override, ctx) or not _is_legal(name, f"{key}={parts[0]}", ctx):
+        return [override]
+    return [f"{key}={part}" for part in parts]
+
+
+def _is_legal(recipe: str, override: str, ctx: Context) -> bool:
+    """Whether a recipe takes a value; what is wrong with other values does not matter."""
+    key = override.partition("=")[0]
+    try:
+        read_recipe(recipe, ctx, (override,))
+    except ConfigError as error:
+        return not any(each.key == key or each.key.startswith(f"{key}.") or key in each.where
+                       for each in error.problems)  # fmt: skip
+    return True
+
+
+def split(text: str) -> list[str]:
+    """Divide a text at commas that are in no brackets, braces or quotes."""
+    parts, closing, quote = [""], [], ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"" and parts[-1].rstrip()[-1:] in _BEFORE_QUOTE:
+            quote = char
+        elif char in _PAIRS:
+            closing.append(_PAIRS[char])
+        elif closing and char == closing[-1]:
+            closing.pop()
+        elif char == "," and not closing:
+            parts.append("")
+            continue
+        parts[-1] += char
+    return parts
+
+
+def _check(trials: Sequence[Trial]) -> None:
+    problems = []
+    if len(trials) > MAX_RUNS:
+        problems.append(
+            Problem("", "", f"the values stand for {len(trials)} runs, more than {MAX_RUNS}.", "Take fewer.")
+        )
+    seen: list[dict[str, str]] = []
+    for trial in trials:
+        if trial.values in seen:
+            shown = ", ".join(f"{key}={value}" for key, value in trial.values.items())
+            problems.append(Problem("", shown, "is there twice.", "Name each value once."))
+            break
+        seen.append(trial.values)
+    if problems:
+        raise ConfigError(problems)
