@@ -191,6 +191,34 @@ def run_with_input(
         return ProgramOutput(started.returncode, "", output.read().decode(errors="replace"))
 
 
+def run_lines(args: Sequence[str], on_line: Callable[[str], None], *, cwd: Path) -> int:
+    """Run a program to its end and pass on each line that it prints; return its exit status.
+
+    Ctrl-C reaches the program too; this waits until it has cleaned up.
+
+    Raises:
+        PrerequisiteError: the program is not on PATH.
+    """
+    try:
+        started = subprocess.Popen(
+            list(args), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", cwd=cwd,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise _not_found(args[0]) from error
+    with started:
+        lines = started.stdout or ()
+        try:
+            for line in lines:
+                on_line(line.rstrip("\n"))
+        except KeyboardInterrupt:
+            for line in lines:
+                on_line(line.rstrip("\n"))
+            started.wait()
+            raise
+    return started.returncode
+
+
 def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]) -> int:
     """Start a program that outlives this one and its terminal; return its process id.
 

@@ -67,6 +67,7 @@ _SECTIONS = {
     "Set up": (
         LazyCommand("init", "ftkit.cli.init", "Set up a project on this cluster or machine."),
         LazyCommand("doctor", "ftkit.cli.doctor", "Check the login node, and GPUs and networks of nodes."),
+        LazyCommand("cluster", "ftkit.cli.cluster", "Create a cluster or a GPU VM, and remove it."),
         LazyCommand("config", "ftkit.cli.config", "Show settings and where each one is set."),
         LazyCommand("schema", "ftkit.cli.schema", "Print a JSON schema, for editors."),
         LazyCommand("completion", "ftkit.cli.completion", "Print the shell completion script."),

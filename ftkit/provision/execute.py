@@ -1,0 +1,127 @@
+"""Create and destroy a cluster, step by step: what is interrupted continues when the same command is typed again."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ftkit import process
+from ftkit.errors import one_line, redact
+from ftkit.files import write_file
+from ftkit.provision.state import read_state, write_state
+from ftkit.provision.steps import ProvisionError, placed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ftkit.provision.state import ProvisionState
+    from ftkit.provision.steps import Command, Provision, Step
+
+    Say = Callable[[str], None]
+
+_LOG = "commands.log"
+_SHOWN_LINES = 12
+"""Last lines of a failed command's output that its error repeats."""
+
+
+def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) -> None:
+    """Make what is not there yet.
+
+    Raises:
+        ProvisionError: a check or a command failed; what was made is recorded.
+        PrerequisiteError: a program is missing.
+    """
+    for check in provision.checks:
+        say(f"check: {check.title}")
+        output = process.run(placed(check.command, folder), timeout_seconds=120)
+        problem = check.problem(output.stdout) if output.returncode == 0 else one_line(output.stderr or output.stdout)
+        if problem is not None:
+            raise ProvisionError(f"{check.title}: {problem}", fix=check.advice)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in provision.files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        write_file(folder / path, text.encode())
+    write_state(folder, state)
+    for step in provision.steps:
+        if step.id in (*state.made, *state.found):
+            continue
+        there = is_there(step, folder)
+        if there and state.begun != step.id:
+            say(f"found: {step.title}")
+            state = replace(state, found=(*state.found, step.id))
+            write_state(folder, state)
+            continue
+        if not there:
+            say(f"create: {step.title}" + (f" (about {step.minutes} min)" if step.minutes else ""))
+            write_state(folder, replace(state, begun=step.id))
+            run_command(step.command, provision, folder, say)
+        state = replace(state, made=(*state.made, step.id), begun=None)
+        write_state(folder, state)
+
+
+def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -> None:
+    """Remove what was made, in reverse order; then the cluster's folder.
+
+    Raises:
+        ProvisionError: a command failed; what is left is recorded.
+    """
+    state = read_state(folder)
+    for step in reversed(provision.steps):
+        if step.id not in state.made and step.id != state.begun:
+            continue
+        if keep_image and step.is_image:
+            say(f"kept: {step.title}")
+            return
+        if not step.existing or is_there(step, folder):
+            for command in step.undo:
+                say(f"remove: {step.title}")
+                run_command(command, provision, folder, say)
+        made = tuple(other for other in state.made if other != step.id)
+        state = replace(state, made=made, begun=None if state.begun == step.id else state.begun)
+        write_state(folder, state)
+    shutil.rmtree(folder)
+
+
+def is_there(step: Step, folder: Path) -> bool:
+    """Tell whether what a step makes is there."""
+    if not step.existing:
+        return False
+    output = process.run(placed(step.existing, folder), timeout_seconds=120)
+    return output.returncode == 0 and bool(output.stdout.strip())
+
+
+def run_command(command: Command, provision: Provision, folder: Path, say: Say) -> None:
+    """Run a command, show what it prints, and keep it in a log.
+
+    Raises:
+        ProvisionError: it failed.
+    """
+    words = placed(command, folder)
+    lines: list[str] = []
+    with (folder / _LOG).open("a", encoding="utf-8") as log:
+        log.write(f"$ {shlex.join(words)}\n")
+
+        def take(line: str) -> None:
+            shown = redact(line, os.environ)
+            log.write(shown + "\n")
+            log.flush()
+            lines.append(shown)
+            say("  " + shown)
+
+        code = process.run_lines(words, take, cwd=folder)
+    if code == 0:
+        return
+    text = "\n".join(lines)
+    advice = next((text_of for pattern, text_of in provision.advice.items() if re.search(pattern, text)), None)
+    raise ProvisionError(
+        f"'{words[0]}' failed with exit status {code}: " + "\n".join(lines[-_SHOWN_LINES:]),
+        meaning=f"the whole output is in {folder / _LOG}; what was made so far is recorded",
+        fix=advice
+        or "correct it and type the same command again: it continues here; or remove what there is: "
+        f"ftkit cluster destroy {provision.name}",
+    )

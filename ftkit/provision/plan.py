@@ -1,0 +1,40 @@
+"""From what a user says of a cluster to the steps that make it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ftkit.config.layers import COMMAND_LINE
+from ftkit.errors import ConfigError, Problem
+from ftkit.provision.gcp_slurm import plan_gcp_slurm
+from ftkit.provision.gcp_vm import plan_gcp_vm
+from ftkit.provision.soperator import plan_soperator
+from ftkit.provision.spec import GcpSlurmSpec, GcpVmSpec, SoperatorSpec
+
+if TYPE_CHECKING:
+    from ftkit.provision.spec import AnySpec, GcpSlurmKind, Kind
+    from ftkit.provision.steps import Provision
+
+_NAME = re.compile(r"[a-z][a-z0-9]{1,19}")
+
+
+def plan_provision(name: str, kind: Kind, spec: AnySpec) -> Provision:
+    """Return how a cluster is made.
+
+    Raises:
+        ConfigError: the name is none that all providers take.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            [Problem(COMMAND_LINE, "NAME", f"'{name}' can't name a cluster.",
+                     "Take 2 to 20 lower-case letters and digits, a letter first.")]
+        )  # fmt: skip
+    match spec:
+        case GcpVmSpec():
+            return plan_gcp_vm(name, spec)
+        case SoperatorSpec():
+            return plan_soperator(name, spec)
+        case GcpSlurmSpec():
+            slurm_kind: GcpSlurmKind = kind  # type: ignore[assignment] # its spec says that it is one
+            return plan_gcp_slurm(name, slurm_kind, spec)

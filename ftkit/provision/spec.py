@@ -1,0 +1,188 @@
+"""What a user says of a cluster that is to be made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from ftkit.config.layers import COMMAND_LINE, Layers
+from ftkit.config.problems import validate
+from ftkit.config.strict import OneLine, PositiveFloat, PositiveInt, Spec
+from ftkit.config.yaml_files import parse_override, read_yaml
+from ftkit.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+GcpSlurmKind = Literal["a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g"]
+Kind = Literal["a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-vm-l4"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+GcpProject = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
+GcpZone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z]$")]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")]
+"""A value that stands in a command as it is: no option, no space."""
+AbsoluteFolder = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")]
+
+
+class GcpSlurmSpec(Spec):
+    """A Slurm cluster by Google's Cluster Toolkit."""
+
+    project: GcpProject
+    """The Google Cloud project's id."""
+    zone: GcpZone
+    """Zone with the GPUs, as `us-central1-a`."""
+    bucket: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]$")]
+    """Bucket for Terraform's state; it is created if it does not exist."""
+    service_account: Annotated[str, Field(pattern=r"^[a-z0-9-]+@[a-z0-9.-]+$")]
+    """Service account of the nodes, as `NUMBER-compute@developer.gserviceaccount.com`."""
+    num_nodes: PositiveInt = 2
+    """GPU nodes."""
+    reservation: Word | None = None
+    """Name of a reservation. Give this, `flex_start` or `spot`."""
+    flex_start: bool = False
+    """Take nodes by the Dynamic Workload Scheduler's Flex Start."""
+    spot: bool = False
+    """Take spot VMs, which can be pre-empted."""
+    filestore_tier: Literal["HIGH_SCALE_SSD", "BASIC_SSD"] | None = None
+    """Tier of the Filestore of /home in place of the blueprint's file system."""
+    filestore_gib: Annotated[int, Field(ge=2560, le=102400)] = 10240
+    """Size of that Filestore, in GiB."""
+    toolkit_version: Word = "v1.95.0"
+    """Release of the Cluster Toolkit."""
+
+    @property
+    def region(self) -> str:
+        """The zone's region."""
+        return self.zone.rpartition("-")[0]
+
+    @model_validator(mode="after")
+    def _one_way_to_get_nodes(self) -> Self:
+        if (self.reservation is not None) + self.flex_start + self.spot != 1:
+            raise ValueError("give exactly one of reservation, flex_start and spot: it is how the GPUs are had")
+        return self
+
+
+class WorkersSpec(Spec):
+    """Nodes of a Soperator cluster that are alike."""
+
+    num_nodes: PositiveInt
+    """How many."""
+    gpu: Literal["h100", "h200", "b200"] = "h200"
+    """The GPU."""
+    gpus_per_node: Literal[1, 8] = 8
+    """GPUs a node."""
+    fabric: Word | None = None
+    """InfiniBand fabric, which nodes of 8 GPUs need."""
+
+    @model_validator(mode="after")
+    def _is_offered(self) -> Self:
+        if self.gpus_per_node == 8 and self.fabric is None:  # noqa: PLR2004
+            raise ValueError("nodes of 8 GPUs need the InfiniBand fabric's name: set 'fabric'")
+        if self.gpu == "b200" and self.gpus_per_node == 1:
+            raise ValueError("b200 nodes have 8 GPUs")
+        return self
+
+
+class SubmountSpec(Spec):
+    """A shared file system of its own within the one that all nodes share."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+    """Name of the file system."""
+    mount_path: AbsoluteFolder
+    """Where it is mounted."""
+    size_gib: PositiveInt
+    """Its size."""
+
+
+class SoperatorSpec(Spec):
+    """Slurm on Kubernetes by Nebius' Terraform."""
+
+    tenant_id: Annotated[str, Field(pattern=r"^tenant-[a-z0-9]+$")]
+    """Nebius tenant."""
+    project_id: Annotated[str, Field(pattern=r"^project-[a-z0-9]+$")]
+    """Nebius project."""
+    region: Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+$")]
+    """Region, as `eu-north1`."""
+    ssh_public_keys: tuple[OneLine, ...] = Field(min_length=1)
+    """Keys that may log in as root: the text of each `.pub` file."""
+    workers: tuple[WorkersSpec, ...] = Field(min_length=1)
+    """Sets of nodes that are alike."""
+    jail_gib: PositiveInt = 2048
+    """Size of the shared root file system."""
+    submounts: tuple[SubmountSpec, ...] = ()
+    """Further shared file systems, as `/mnt/checkpoints`."""
+    backups: bool = False
+    """Back up the shared root; set the environment variable `TF_VAR_backups_password`."""
+    release: Word = "soperator-v1.20.1-2"
+    """Release of Nebius' solutions library."""
+
+    @model_validator(mode="after")
+    def _sets_of_workers_are_known(self) -> Self:
+        if self.release.startswith("soperator-v1.") and len(self.workers) > 1:
+            raise ValueError(f"release {self.release} has one set of workers: give one, or a newer release")
+        return self
+
+
+class GcpVmSpec(Spec):
+    """One VM with a GPU on Google Cloud."""
+
+    project: GcpProject
+    """The Google Cloud project's id."""
+    zone: GcpZone
+    """Zone with the GPU, as `us-central1-a`."""
+    machine_type: Word = "g2-standard-4"
+    """Machine type; its GPUs come with it."""
+    disk_gib: Annotated[int, Field(ge=50, le=65536)] = 200
+    """Size of the boot disk."""
+    image_family: Word = "common-cu128-ubuntu-2204-nvidia-570"
+    """Family of Google's deep learning images."""
+    spot: bool = False
+    """Take a spot VM, which can be pre-empted."""
+    price_per_hour: PositiveFloat = 0.7
+    """What it costs in US dollars an hour, also when it is idle; shown, not checked."""
+
+    @property
+    def region(self) -> str:
+        """The zone's region."""
+        return self.zone.rpartition("-")[0]
+
+
+AnySpec = GcpSlurmSpec | SoperatorSpec | GcpVmSpec
+
+
+def spec_class(kind: Kind) -> type[AnySpec]:
+    """Return what is said of a kind of cluster."""
+    if kind == "soperator":
+        return SoperatorSpec
+    return GcpVmSpec if kind == "gcp-vm-l4" else GcpSlurmSpec
+
+
+def read_spec(kind: Kind, file: Path | None, overrides: Iterable[str]) -> AnySpec:
+    """Read a file with settings, lay `key=value` words over it, and check the whole.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    layers = Layers() if file is None else read_yaml(file)
+    for override in overrides:
+        layers = parse_override(override).over(layers)
+    kind_of_spec = spec_class(kind)
+    missing = [
+        name for name, field in kind_of_spec.model_fields.items() if field.is_required() and name not in layers.values
+    ]
+    if missing:
+        raise ConfigError(
+            [
+                Problem(COMMAND_LINE, name, f"is needed for a cluster of kind '{kind}'.", f"Add {name}=…")
+                for name in missing
+            ]
+        )
+    return validate(kind_of_spec, layers)
+
+
+def restore_spec(kind: Kind, settings: Mapping[str, object]) -> AnySpec:
+    """Return what was said of a cluster when it was created."""
+    return spec_class(kind).model_validate(settings)

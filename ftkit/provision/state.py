@@ -1,0 +1,85 @@
+"""What was made of a cluster, in a file that survives this process: written before and after each step."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftkit.config.layers import COMMAND_LINE
+from ftkit.errors import ConfigError, NotFoundError, Problem
+from ftkit.files import read_json, write_json
+from ftkit.provision.spec import Kind
+
+_FILE = "state.json"
+
+
+@dataclass(frozen=True)
+class ProvisionState:
+    """What of a cluster is there.
+
+    Attributes:
+        kind: of the cluster.
+        settings: what the user said, as it was resolved.
+        made: ids of the steps that were carried out.
+        found: ids of those whose result was there before; it stays.
+        begun: id of the one that was begun and not finished: a part of it may be there.
+    """
+
+    kind: Kind
+    settings: dict[str, object]
+    made: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
+    begun: str | None = None
+
+
+def clusters_folder() -> Path:
+    """Return the folder of all clusters that were made from this account."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "ftkit" / "clusters"
+
+
+def read_state(folder: Path) -> ProvisionState:
+    """Read what was made.
+
+    Raises:
+        NotFoundError: nothing was made under this name.
+    """
+    state = read_json(folder / _FILE, ProvisionState)
+    if state is None:
+        names = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{_FILE}")))
+        raise NotFoundError(
+            f"no cluster '{folder.name}' was created from this account",
+            meaning=f"these were: {names}" if names else f"none is recorded in {folder.parent}",
+            fix="create it with: ftkit cluster create NAME --kind KIND",
+        )
+    return state
+
+
+def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
+    """Return what was made by an earlier start of the same creation, or the new state.
+
+    Raises:
+        ConfigError: the cluster was created with other settings.
+    """
+    before = read_json(folder / _FILE, ProvisionState)
+    if before is None:
+        return new
+    changed = [key for key, value in new.settings.items() if before.settings.get(key) != value]
+    if before.kind != new.kind:
+        changed = ["kind"]
+    if changed:
+        raise ConfigError(
+            [
+                Problem(
+                    COMMAND_LINE, ", ".join(changed), f"is another one than '{folder.name}' was created with.",
+                    f"Take another name, or first: ftkit cluster destroy {folder.name}",
+                )
+            ]
+        )  # fmt: skip
+    return before
+
+
+def write_state(folder: Path, state: ProvisionState) -> None:
+    """Write what was made."""
+    write_json(folder / _FILE, state)

@@ -1,0 +1,142 @@
+# train1: a3-megagpu-8g; GPU nodes, login node, controller and /home are paid for until 'ftkit cluster destroy', also when idle
+
+# file STATE/ftkit/clusters/train1/deployment.yaml
+#   {
+#     "terraform_backend_defaults": {
+#       "type": "gcs",
+#       "configuration": {
+#         "bucket": "my-state"
+#       }
+#     },
+#     "vars": {
+#       "enable_slurm_auth": true,
+#       "deployment_name": "train1",
+#       "project_id": "my-project",
+#       "region": "us-central1",
+#       "zone": "us-central1-a",
+#       "a3mega_cluster_size": 2,
+#       "a3mega_reservation_name": "",
+#       "a3mega_dws_flex_enabled": true,
+#       "a3mega_enable_spot_vm": false,
+#       "slurm_cluster_name": "train1",
+#       "network_name_system": "train1-sysnet",
+#       "subnetwork_name_system": "train1-sysnet-sub",
+#       "final_image_family": "train1-slurm",
+#       "enable_ops_agent": true,
+#       "enable_nvidia_dcgm": true,
+#       "enable_nvidia_persistenced": true,
+#       "disk_size_gb": 200
+#     }
+#   }
+
+# file STATE/ftkit/clusters/train1/changes.json
+#   {
+#     "a3mega_nodeset": {
+#       "settings": {
+#         "enable_placement": false
+#       }
+#     },
+#     "homefs": {
+#       "source": "modules/file-system/filestore",
+#       "use": [
+#         "sysnet"
+#       ],
+#       "settings": {
+#         "filestore_tier": "BASIC_SSD",
+#         "size_gb": 2560,
+#         "local_mount": "/home",
+#         "deletion_protection": {
+#           "enabled": true,
+#           "reason": "ftkit cluster destroy switches it off"
+#         }
+#       }
+#     }
+#   }
+
+# check: an account of Google Cloud is active
+gcloud auth list --filter=status:ACTIVE '--format=value(account)'
+
+# check: project my-project can be seen
+gcloud projects describe my-project '--format=value(projectId)'
+
+# check: Terraform is installed
+terraform version
+
+# check: Packer is installed
+packer version
+
+# check: Go is installed, which builds gcluster
+go version
+
+# the project's APIs, switched on
+gcloud services enable --project=my-project cloudresourcemanager.googleapis.com compute.googleapis.com file.googleapis.com iam.googleapis.com iap.googleapis.com logging.googleapis.com lustre.googleapis.com monitoring.googleapis.com secretmanager.googleapis.com servicenetworking.googleapis.com storage.googleapis.com
+
+# role compute.instanceAdmin.v1 of the nodes' service account
+# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/compute.instanceAdmin.v1 AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.instanceAdmin.v1 --condition=None --format=none
+
+# role compute.networkAdmin of the nodes' service account
+# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/compute.networkAdmin AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.networkAdmin --condition=None --format=none
+
+# role compute.securityAdmin of the nodes' service account
+# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/compute.securityAdmin AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.securityAdmin --condition=None --format=none
+
+# role file.editor of the nodes' service account
+# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/file.editor AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/file.editor --condition=None --format=none
+
+# role iam.serviceAccountUser of the nodes' service account
+# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/iam.serviceAccountUser AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/iam.serviceAccountUser --condition=None --format=none
+
+# role iap.tunnelResourceAccessor of the nodes' service account
+# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/iap.tunnelResourceAccessor AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/iap.tunnelResourceAccessor --condition=None --format=none
+
+# role logging.logWriter of the nodes' service account
+# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/logging.logWriter AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/logging.logWriter --condition=None --format=none
+
+# role monitoring.metricWriter of the nodes' service account
+# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/monitoring.metricWriter AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/monitoring.metricWriter --condition=None --format=none
+
+# role storage.objectAdmin of the nodes' service account
+# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/storage.objectAdmin AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/storage.objectAdmin --condition=None --format=none
+
+# bucket gs://my-state for Terraform's state
+# unless this prints something: gcloud storage buckets list --project=my-project --filter=name=my-state '--format=value(name)'
+gcloud storage buckets create gs://my-state --project=my-project --location=us-central1 --uniform-bucket-level-access
+
+# Cluster Toolkit v1.95.0
+git clone --quiet --depth=1 --branch=v1.95.0 https://github.com/GoogleCloudPlatform/cluster-toolkit toolkit
+
+# the toolkit's program gcluster
+make -C toolkit gcluster
+
+# the blueprint, with the changes of {folder}/changes.json
+python3 -m ftkit.provision.blueprint toolkit/examples/machine-learning/a3-megagpu-8g/a3mega-slurm-blueprint.yaml changes.json blueprint.yaml
+
+# the nodes' operating system as an image
+STATE/ftkit/clusters/train1/toolkit/gcluster deploy --deployment-file deployment.yaml --auto-approve --overwrite-deployment blueprint.yaml --only primary,build_script,slurm-build
+
+# networks, /home, controller, login node and 2 GPU nodes
+STATE/ftkit/clusters/train1/toolkit/gcluster deploy --deployment-file deployment.yaml --auto-approve --overwrite-deployment blueprint.yaml --skip slurm-build
+
+# removed by 'ftkit cluster destroy', in this order:
+# python3 -m ftkit.provision.unprotect my-project us-central1-a train1
+# STATE/ftkit/clusters/train1/toolkit/gcluster destroy STATE/ftkit/clusters/train1/train1 --auto-approve --skip slurm-build
+# STATE/ftkit/clusters/train1/toolkit/gcluster destroy STATE/ftkit/clusters/train1/train1 --auto-approve
+# gcloud storage rm --recursive gs://my-state
+# gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/storage.objectAdmin --condition=None --format=none
+# gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/monitoring.metricWriter --condition=None --format=none
+# gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/logging.logWriter --condition=None --format=none
+# gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/iap.tunnelResourceAccessor --condition=None --format=none
+# gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/iam.serviceAccountUser --condition=None --format=none
+# gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/file.editor --condition=None --format=none
+# gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.securityAdmin --condition=None --format=none
+# gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.networkAdmin --condition=None --format=none
+# gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.instanceAdmin.v1 --condition=None --format=none

@@ -1,0 +1,110 @@
+"""Clusters as they are created and destroyed, by programs that only seem to be the provider's."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+
+from ftkit.cli.cluster import command as cluster
+from ftkit.errors import ConfigError, NotFoundError
+from ftkit.provision.steps import ProvisionError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from click.testing import Result
+
+WORDS = ("project=my-project", "zone=us-central1-a")
+GCLOUD = r"""#!/bin/bash
+# Keeps what it made as files of $MADE, and fails where $MADE/fail holds a pattern of its words.
+echo "$*" >>"$MADE/calls"
+if [[ -f $MADE/fail ]] && grep -qf "$MADE/fail" <<<"$*"; then echo "ERROR: ZONE_RESOURCE_POOL_EXHAUSTED" >&2; exit 1; fi
+case "$*" in
+  auth*) echo me@example.com ;;
+  *machine-types*) echo g2-standard-4 ;;
+  *list*) name=$(grep -o 'filter=name=[^ ]*' <<<"$*"); cat "$MADE/has-${name##*=}" 2>/dev/null || true ;;
+  *delete*) rm "$MADE/has-$(grep -oE '(small[^ ]*)' <<<"$*" | head -1)" ;;
+  *create*) name=$(grep -oE 'create [^ ]*' <<<"$*"); echo "${name#create }" >"$MADE/has-${name#create }" ;;
+esac
+"""
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    programs, made = tmp_path / "bin", tmp_path / "made"
+    for folder in (programs, made):
+        folder.mkdir()
+    program = programs / "gcloud"
+    program.write_text(GCLOUD, encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("MADE", str(made))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return made
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(cluster, [*words], catch_exceptions=True)
+
+
+def calls(made: Path, verb: str) -> list[str]:
+    lines = (made / "calls").read_text(encoding="utf-8").splitlines()
+    return [
+        next(word for word in shlex.split(line) if word.startswith("small")) for line in lines if f" {verb} " in line
+    ]
+
+
+def things(made: Path) -> set[str]:
+    return {path.name.removeprefix("has-") for path in made.glob("has-*")}
+
+
+def test_what_is_created_is_recorded_and_removed_in_reverse_order_but_what_was_there_stays(made: Path) -> None:
+    (made / "has-small-net").write_text("small-net\n", encoding="utf-8")
+    done = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
+    assert done.exit_code == 0, done.output
+    assert calls(made, "create") == ["small-iap", "small-router", "small-nat", "small"]
+    shown = run("status", "small").stdout
+    assert "was there before" in shown
+    assert things(made) == {"small-net", "small-iap", "small-router", "small-nat", "small"}
+    done = run("destroy", "small", "--yes")
+    assert done.exit_code == 0, done.output
+    assert calls(made, "delete") == ["small", "small-nat", "small-router", "small-iap"]
+    assert things(made) == {"small-net"}
+    assert isinstance(run("status", "small").exception, NotFoundError)
+
+
+def test_a_zone_that_is_out_of_stock_is_said_and_the_same_command_continues(made: Path) -> None:
+    (made / "fail").write_text("instances create", encoding="utf-8")
+    failed = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
+    assert isinstance(failed.exception, ProvisionError)
+    assert "out of stock" in (failed.exception.fix or "")
+    assert "begun, not finished" in run("status", "small").stdout
+    (made / "fail").unlink()
+    assert run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes").exit_code == 0
+    assert calls(made, "create").count("small-net") == 1
+    other = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "disk_gib=500", "--yes")
+    assert isinstance(other.exception, ConfigError)
+
+
+def test_what_was_begun_and_is_not_there_needs_no_removal(made: Path) -> None:
+    (made / "fail").write_text("instances create", encoding="utf-8")
+    run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
+    assert run("destroy", "small", "--yes").exit_code == 0
+    assert "small" not in calls(made, "delete")
+    assert things(made) == set()
+
+
+def test_a_check_that_fails_ends_before_anything_is_made(made: Path, tmp_path: Path) -> None:
+    (made / "fail").write_text("auth list", encoding="utf-8")
+    failed = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
+    assert isinstance(failed.exception, ProvisionError)
+    assert not (tmp_path / "state").exists()
+
+
+def test_nothing_is_created_without_a_yes(made: Path) -> None:
+    done = CliRunner().invoke(cluster, ["create", "small", "--kind", "gcp-vm-l4", *WORDS], input="n\n")
+    assert "created nothing" in done.output
+    assert not (made / "calls").exists()
