@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import json_option
+from ftkit.cli.arguments import get_run, json_option
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.model_arguments import MODEL_HELP, find_model, load_model, model_argument
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.format import short_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.evaluate.measure import Example, Measured, Result
+    from ftkit.evaluate.measure import Example, Measurements, Result
+    from ftkit.evaluate.source import Target
 
 _LONGEST = 300
 
@@ -62,38 +66,68 @@ _LONGEST = 300
 )
 @click.option("--batch-size", metavar="N", type=click.IntRange(min=1), default=16, help="Answers at a time.")
 @click.option("--seed", metavar="N", type=int, default=0, help="Seed of the bootstrap (default 0).")
+@click.option(
+    "--as-job", is_flag=True,
+    help="Evaluate the run's checkpoints in a Slurm job of its own, while training continues, until the run ends.",
+)  # fmt: skip
+@click.option(
+    "--gpus", metavar="N", type=click.IntRange(min=1), default=1,
+    help="GPUs of one node that share the rows; each has the whole model. Without GPUs, processes (default 1).",
+)  # fmt: skip
+@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit of --as-job; default: the profile's.")
+@click.option("--dry-run", is_flag=True, help="Show the script of --as-job, and submit nothing.")
 @json_option
 def command(  # noqa: PLR0913 - one for each option
     reference: str, *, file: Path | None, metrics: str, limit: int, with_before: bool, num_examples: int,
-    max_new_tokens: int, batch_size: int, seed: int, as_json: bool,
+    max_new_tokens: int, batch_size: int, seed: int, as_job: bool, gpus: int, time_limit: str | None, dry_run: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Measure a model."""
+    names = tuple(name for name in metrics.split(",") if name)
+    settings = (names, limit, max_new_tokens, batch_size, str(file.resolve()) if file else None)
+    if as_job:
+        _submit(reference, settings, gpus, time_limit, dry_run=dry_run)
+        return
+    if dry_run or time_limit:
+        raise click.UsageError("--time and --dry-run are for --as-job", click.get_current_context())
     terminal, target = Terminal(), find_model(reference)
-    from ftkit.data.cases import make_evaluation_set, read_evaluation_rows
-    from ftkit.data.store import PreparedData
     from ftkit.data.tasks.metrics import choose_metrics
-    from ftkit.evaluate.measure import changed_examples, compare, measure
+    from ftkit.evaluate.measure import MeasureSettings, measure_target
+    from ftkit.evaluate.ranks import is_a_rank, joined_ranks, run_ranks
 
-    prepared = PreparedData(target.plan.data_directory) if target.plan else None
-    rows = read_evaluation_rows(prepared, file, limit)
-    model = load_model(target.source, terminal)
-    data = make_evaluation_set(model.input, rows, target.data, terminal.say)
-    chosen = choose_metrics([name for name in metrics.split(",") if name], data.cases)
-    terminal.say(f"measuring {len(data.rows):,} rows" + (f", {len(data.cases):,} answers" if chosen else ""))
-    after = measure(model, data, chosen, max_new_tokens, batch_size)
-    before: Measured | None = None
-    if with_before and target.before and target.before != target.source:
-        before = measure(load_model(target.before, terminal), data, chosen, max_new_tokens, batch_size)
-    results = compare(data, chosen, after, before, seed)
-    examples = changed_examples(model, data, chosen[0], after, before) if chosen and before else []
+    if names:
+        choose_metrics(names, [])  # an error before a model is loaded
+    if gpus > 1 and not is_a_rank():
+        click.get_current_context().exit(run_ranks(gpus, click.get_current_context().obj))
+    with joined_ranks() as ranks:
+        found = measure_target(
+            target if with_before else replace(target, before=None),
+            MeasureSettings(*settings),
+            lambda source: load_model(source, terminal),
+            terminal.say,
+            ranks,
+        )
+    if ranks.is_first:
+        _report(found, target, seed, num_examples, terminal, as_json=as_json)
+
+
+def _report(
+    found: Measurements, target: Target, seed: int, num_examples: int, terminal: Terminal, *, as_json: bool
+) -> None:
+    from ftkit.evaluate.measure import changed_examples, compare
+
+    results = compare(found.data, found.metrics, found.after, found.before, seed)
+    examples = []
+    if found.metrics and found.before:
+        examples = changed_examples(found.model, found.data, found.metrics[0], found.after, found.before)
     best = [example for example in examples if example.change > 0][:num_examples]
     worst = [example for example in reversed(examples) if example.change < 0][:num_examples]
     if as_json:
         terminal.json(
             {
                 "model": target.source.label,
-                "before": target.before.label if before and target.before else None,
-                "num_rows": len(data.rows),
+                "before": target.before.label if found.before and target.before else None,
+                "num_rows": len(found.data.rows),
                 "seed": seed,
                 "metrics": [asdict(result) for result in results],
                 "examples": {"best": list(map(asdict, best)), "worst": list(map(asdict, worst))},
@@ -103,6 +137,30 @@ def command(  # noqa: PLR0913 - one for each option
     _show(results, terminal)
     _show_examples("got better", best, terminal)
     _show_examples("got worse", worst, terminal)
+
+
+def _submit(reference: str, settings: tuple[Any, ...], num_gpus: int, time_limit: str | None, *, dry_run: bool) -> None:
+    from ftkit.launch.evaluation import plan_evaluation, submit_evaluation
+    from ftkit.planning.plan import read_plan
+
+    terminal, folder = Terminal(), get_run(reference)
+    plan = read_plan(folder.layout)
+    names = ("metrics", "limit", "max_new_tokens", "batch_size", "file")
+    file = Path(settings[-1]) if settings[-1] else None
+    job = plan_evaluation(plan, json.dumps(dict(zip(names, settings, strict=True))), num_gpus, time_limit, file)
+    if dry_run:
+        terminal.data(job.script)
+        return
+    job_id = submit_evaluation(plan, job, os.environ)
+    until = f"until job {job.training_job} ends" if job.training_job else "that there are"
+    terminal.say(f"job {job_id} evaluates the checkpoints of {folder.id} {until}")
+    facts: list[tuple[str, Cell]] = [
+        ("results", short_path(folder.layout.evaluations)),
+        ("log", short_path(job.log)),
+        ("end it", f"scancel {job_id}"),
+    ]
+    terminal.facts(facts, is_data=False)
+    terminal.data(f"{job_id}\n")
 
 
 def _show(results: Sequence[Result], terminal: Terminal) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -78,8 +79,9 @@ class LoadedModel:
 
 
 def default_device() -> torch.device:
-    """Return the first GPU, or the CPU where there is none."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """Return the first GPU, the one of this rank if there are several processes, or the CPU where there is none."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_model(source: ModelSource, device: torch.device) -> LoadedModel:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ftkit.data.cases import EvaluationSet, make_evaluation_set, read_evaluation_rows
 from ftkit.data.encoding import IGNORED
-from ftkit.data.tasks.metrics import Answer, Metric
+from ftkit.data.store import PreparedData
+from ftkit.data.tasks.metrics import Answer, Metric, choose_metrics
 from ftkit.evaluate.bootstrap import Interval, Ratio, paired_interval
+from ftkit.evaluate.load import LoadedModel
+from ftkit.evaluate.ranks import Ranks
+from ftkit.runs.records import EvaluationRecord, SourceLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from ftkit.data.cases import EvaluationSet
     from ftkit.data.encoding import Document
-    from ftkit.evaluate.load import LoadedModel
+    from ftkit.evaluate.source import ModelSource, Target
+    from ftkit.planning.plan import RunPlan
 
+ALONE = Ranks()
 _TOKENS_AT_ONCE = 8192
 """In one forward pass: their logits are in memory at a time."""
 
@@ -37,6 +46,36 @@ class Measured:
     loss: NDArray[np.float64]
     answers: list[Answer]
     scores: dict[str, list[float | None]]
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """What is measured, and how.
+
+    Attributes:
+        metrics: of answers; those of the data if empty.
+        limit: rows at most.
+        max_new_tokens: of an answer.
+        batch_size: answers at a time.
+        file: rows to measure on; None: the validation split.
+    """
+
+    metrics: tuple[str, ...] = ()
+    limit: int = 200
+    max_new_tokens: int = 128
+    batch_size: int = 16
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """A model, what it was measured on, and the measurements: `before` are those of the model before training."""
+
+    model: LoadedModel
+    data: EvaluationSet
+    metrics: list[Metric]
+    after: Measured
+    before: Measured | None
 
 
 @dataclass(frozen=True)
@@ -73,19 +112,70 @@ class Example:
     change: float
 
 
+def evaluation_set(
+    model: LoadedModel, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
+) -> tuple[EvaluationSet, list[Metric]]:
+    """Read and encode what a model is measured on, and choose the metrics of its answers.
+
+    Args:
+        model: it, or one with the same tokenizer.
+        plan: of the run that it is from.
+        settings: which rows and metrics.
+        report: told of rows that are left out.
+
+    Raises:
+        DataError: there are no rows that can be used.
+        NotFoundError: there is no such metric.
+    """
+    prepared = PreparedData(plan.data_directory) if plan else None
+    rows = read_evaluation_rows(prepared, Path(settings.file) if settings.file else None, settings.limit)
+    data = make_evaluation_set(model.input, rows, plan.recipe.data if plan else None, report)
+    return data, choose_metrics(settings.metrics, data.cases)
+
+
+def measure_target(
+    target: Target,
+    settings: MeasureSettings,
+    load: Callable[[ModelSource], LoadedModel],
+    report: Callable[[str], None],
+    ranks: Ranks = ALONE,
+) -> Measurements:
+    """Measure a model, and the one before training on the same rows if there is one. Collective.
+
+    Raises:
+        DataError: no rows can be used, or a metric failed.
+        NotFoundError: there is no such metric.
+    """
+    model = load(target.source)
+    data, metrics = evaluation_set(model, target.plan, settings, report)
+    report(f"measuring {len(data.rows):,} rows" + (f", {len(data.cases):,} answers" if metrics else ""))
+    after, before = measure(model, data, metrics, settings, ranks), None
+    if target.before and target.before != target.source:
+        before = measure(load(target.before), data, metrics, settings, ranks)
+    return Measurements(model, data, metrics, after, before)
+
+
 def measure(
-    model: LoadedModel, data: EvaluationSet, metrics: Sequence[Metric], max_new_tokens: int, batch_size: int
+    model: LoadedModel,
+    data: EvaluationSet,
+    metrics: Sequence[Metric],
+    settings: MeasureSettings,
+    ranks: Ranks = ALONE,
 ) -> Measured:
-    """Compute losses, and answer and score all cases if there are metrics for answers.
+    """Compute losses, and answer and score all cases if there are metrics for answers. Collective.
+
+    Batches are the same for any number of ranks, and so are the results.
 
     Raises:
         DataError: a metric failed.
     """
     loss = np.zeros((len(data.rows), 3))
-    for batch in _batches(data.documents):
-        for (number, _), sums in zip(batch, _losses(model, [document for _, document in batch]), strict=True):
-            loss[number] += sums
-    answers = _answer(model, data, max_new_tokens, batch_size) if metrics else []
+    batches = list(_batches(data.documents))
+    own = [_losses(model, [document for _, document in batch]) for batch in ranks.share(batches)]
+    for batch, sums in zip(batches, ranks.merge(own), strict=True):
+        for (number, _), of_document in zip(batch, sums, strict=True):
+            loss[number] += of_document
+    answers = _answer(model, data, settings, ranks) if metrics else []
     scores = {
         metric.name: [metric.score(case, answer) for case, answer in zip(data.cases, answers, strict=True)]
         for metric in metrics
@@ -127,16 +217,20 @@ def _losses(model: LoadedModel, documents: Sequence[Document]) -> list[list[floa
     return sums
 
 
-def _answer(model: LoadedModel, data: EvaluationSet, max_new_tokens: int, batch_size: int) -> list[Answer]:
-    config = model.generation.greedy(model.tokenizer, max_new_tokens)
+def _answer(model: LoadedModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Answer]:
+    config, batch_size = model.generation.greedy(model.tokenizer, settings.max_new_tokens), settings.batch_size
     order = sorted(range(len(data.cases)), key=lambda number: len(data.cases[number].prompt))
-    answers: dict[int, Answer] = {}
-    for first in range(0, len(order), batch_size):
-        numbers = order[first : first + batch_size]
-        completions = model.complete([data.cases[number].prompt for number in numbers], config)
-        for number, completion in zip(numbers, completions, strict=True):
-            answers[number] = model.generation.answer(model.tokenizer, completion, data.cases[number].reference)
-    return [answers[number] for number in range(len(data.cases))]
+    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    own = [model.complete([data.cases[number].prompt for number in batch], config) for batch in ranks.share(batches)]
+    completions = {
+        number: completion
+        for batch, completed in zip(batches, ranks.merge(own), strict=True)
+        for number, completion in zip(batch, completed, strict=True)
+    }
+    return [
+        model.generation.answer(model.tokenizer, completions[number], case.reference)
+        for number, case in enumerate(data.cases)
+    ]
 
 
 # --- Comparison ----------------------------------------------------------------------------------
@@ -230,3 +324,21 @@ def changed_examples(
         where = data.rows[case.number].where
         found.append(Example(metric.name, where, prompt, answer.reference, earlier, later, sign * (new - old)))
     return sorted(found, key=lambda example: -example.change)
+
+
+# --- One model -----------------------------------------------------------------------------------
+
+
+def to_record(step: int, data: EvaluationSet, metrics: Sequence[Metric], measured: Measured) -> EvaluationRecord:
+    """Return a checkpoint's measurements as a record of its run."""
+    values = {(column.name, column.source): column.after.value for column in _columns(data, metrics, measured, None)}
+    loss = values.get(("loss", ""), math.nan)
+    targets = {source: 0 for _, source in values if source}
+    for source, (_, num_targets, _) in zip(data.sources, measured.loss.tolist(), strict=True):
+        if source in targets:
+            targets[source] += int(num_targets)
+    sources = {source: SourceLoss(values["loss", source], count) for source, count in targets.items()}
+    scores = {metric.name: values[metric.name, ""] for metric in metrics if (metric.name, "") in values}
+    return EvaluationRecord(
+        time.time(), step, "job", loss, math.exp(min(loss, 700.0)), scores.get("sql"), (), sources, scores
+    )

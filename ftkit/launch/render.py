@@ -7,9 +7,9 @@ passing through one of the filters below: Jinja refuses any other.
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -20,9 +20,31 @@ from ftkit.errors import ConfigError, Problem
 from ftkit.planning.layout import DataLayout
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ftkit.planning.plan import RunPlan
 
 _TEMPLATES = {"local": "local.sh.j2", "slurm": "slurm.sbatch.j2"}
+
+
+@dataclass(frozen=True)
+class SideJob:
+    """What is asked of Slurm for a job beside a run.
+
+    Attributes:
+        name: follows the run's in the name of the job.
+        num_gpus: of one node; on CPUs, processes.
+        log: where its output goes.
+        time_limit: the profile's if null.
+        mounts: folders that it needs besides those of the run.
+    """
+
+    name: str
+    num_gpus: int
+    log: Path
+    time_limit: str | None = None
+    mounts: tuple[str, ...] = ()
+
 
 _FROM_THE_JOB = (
     "OMP_NUM_THREADS",
@@ -50,21 +72,20 @@ def render_job(plan: RunPlan, *, prepares: bool = True) -> str:
     return _render(_TEMPLATES[plan.cluster.scheduler], plan, prepares=prepares)
 
 
-def _render(template: str, plan: RunPlan, *, prepares: bool = True) -> str:
+def _render(template: str, plan: RunPlan, mounted: Sequence[str] = (), **values: object) -> str:
     return _environment().get_template(template).render(
         plan=plan,
         profile=plan.cluster,
         placement=plan.placement,
         layout=plan.layout,
-        time_limit=plan.cluster.limit_time(plan.recipe.resources.time_limit),
         runtime=plan.cluster.runtime,
         in_container=_Safe('"${container_start[@]}" ' if plan.cluster.runtime in ("docker", "apptainer") else ""),
         nccl=nccl_for(plan.cluster, plan.placement.num_nodes),
-        mounts=_mounts(plan) if plan.cluster.runtime != "none" else (),
+        mounts=_mounts(plan, mounted) if plan.cluster.runtime != "none" else (),
         container_environment=_container_environment(plan),
         data_manifest=DataLayout(plan.data_directory).manifest,
-        prepares=prepares,
         image_is_file=plan.image_file is not None,
+        **{"time_limit": plan.cluster.limit_time(plan.recipe.resources.time_limit)} | values,
     )  # fmt: skip
 
 
@@ -73,6 +94,32 @@ def render_preparation(plan: RunPlan) -> str:
     cpus = plan.cluster.preparation.cpus
     placement = replace(plan.placement, num_nodes=1, processes_per_node=1, device="cpu", threads_per_process=cpus)
     return _render("prepare.sbatch.j2", replace(plan, placement=placement))
+
+
+def render_side_job(template: str, plan: RunPlan, job: SideJob, **values: object) -> str:
+    """Render the script of a job beside a run, on some GPUs of one node. Raises as `render_job` does.
+
+    Args:
+        template: its name.
+        plan: of the run.
+        job: what is asked of Slurm for it.
+        values: what the template has besides.
+    """
+    cluster, num_gpus = plan.cluster, job.num_gpus
+    cpus = cluster.cpus_per_node
+    threads = max(1, cpus // cluster.gpus_per_node) if cpus else plan.placement.threads_per_process
+    placement = replace(plan.placement, num_nodes=1, processes_per_node=num_gpus, threads_per_process=threads)
+    return _render(
+        template,
+        replace(plan, placement=placement),
+        job.mounts,
+        job_name=f"{plan.name}-{job.name}",
+        job_log=job.log,
+        num_cpus=cpus and max(1, cpus * num_gpus // cluster.gpus_per_node),
+        takes_node=cluster.exclusive and num_gpus == cluster.gpus_per_node,
+        time_limit=cluster.limit_time(job.time_limit),
+        **values,
+    )
 
 
 def _container_environment(plan: RunPlan) -> list[str]:
@@ -84,12 +131,12 @@ def _container_environment(plan: RunPlan) -> list[str]:
 # --- Mounts --------------------------------------------------------------------------------------
 
 
-def _mounts(plan: RunPlan) -> list[str]:
+def _mounts(plan: RunPlan, more: Sequence[str]) -> list[str]:
     """Return the mounts as FROM:TO, without what lies in a folder that is mounted as it stands anyway."""
     mounts: list[str] = []
     mounted: list[PurePosixPath] = []
     named = mounted_folders(plan.recipe, plan.cluster, plan.workspace, plan.placement.num_nodes)
-    for wanted in (*plan.cluster.mounts, *(folder for _, folder in named)):
+    for wanted in (*plan.cluster.mounts, *(folder for _, folder in named), *more):
         source, *rest = wanted.split(":")
         inside = PurePosixPath(source)
         if any(inside.is_relative_to(folder) for folder in mounted) and rest in ([], [source]):

@@ -78,6 +78,15 @@ class SlurmScheduler:
             )
 
 
+def submit_script(layout: RunLayout, name: str, environment: Mapping[str, str]) -> str:
+    """Submit another script of a run's folder; return the job's id.
+
+    Raises:
+        SubmitError: Slurm refused it, or gave no clear answer.
+    """
+    return _sbatch([name], layout, environment)[0]
+
+
 def _sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the job id, and what else sbatch printed."""
     answer = _ask(["sbatch", "--parsable", *args], environment, cwd=layout.root)

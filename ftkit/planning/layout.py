@@ -141,6 +141,21 @@ class RunLayout:
         return self.root / "report.html"
 
     @property
+    def evaluations(self) -> Path:
+        """The records of jobs that evaluate checkpoints: they alone write it, and the trainer takes them over."""
+        return self.root / "evaluations.jsonl"
+
+    @property
+    def evaluation_script(self) -> Path:
+        """The script of the job that evaluates checkpoints beside training, where one was asked for."""
+        return self.root / "evaluate.sbatch"
+
+    @property
+    def serving_script(self) -> Path:
+        """The script of the job that serves the trained model, where one was asked for."""
+        return self.root / "serve.sbatch"
+
+    @property
     def tensorboard(self) -> Path:
         """Event files, if the recipe asks for TensorBoard."""
         return self.root / "tensorboard"

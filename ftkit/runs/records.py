@@ -268,6 +268,15 @@ def read_records(path: Path) -> Iterator[Record]:
     return (record for line in _lines(path) if (record := from_line(line)) is not None)
 
 
+def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRecord]:
+    """Return what jobs of their own measured and the trainer has not yet taken over into metrics.jsonl."""
+    records = [record for record in read_records(evaluations) if isinstance(record, EvaluationRecord)]
+    if not records:
+        return []
+    known = {(each.step, each.time) for each in read_outline(metrics) if isinstance(each, EvaluationRecord)}
+    return [record for record in records if (record.step, record.time) not in known]
+
+
 def read_outline(path: Path) -> Iterator[Record]:
     """Read the records of a run that are not steps, and its first step.
 

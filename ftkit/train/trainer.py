@@ -313,7 +313,7 @@ def run_training(plan: RunPlan, world: World) -> None:
     data.read_manifest()
     tokenizer = load_saved_tokenizer(data.tokenizer)
     with open_trackers(plan, world) as pass_on:
-        recorder = Recorder(plan.layout.metrics, world, pass_on)
+        recorder = Recorder(plan.layout, world, pass_on)
         Trainer(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder.write)).run()
 
 

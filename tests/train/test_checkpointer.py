@@ -81,7 +81,7 @@ def engine(world: World) -> Any:
 
 @pytest.fixture
 def saver(plan: RunPlan, world: World) -> Checkpointer:
-    return Checkpointer(plan, world, Recorder(plan.layout.metrics, world, lambda _: None))
+    return Checkpointer(plan, world, Recorder(plan.layout, world, lambda _: None))
 
 
 def steps_on_disk(plan: RunPlan) -> list[str]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.planning.plan import RunPlan
+    from ftkit.planning.layout import RunLayout
+from ftkit.planning.plan import RunPlan
     from ftkit.train.world import World
 
 EXHAUSTED = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -98,7 +99,7 @@ def test_each_stage_has_a_peak_of_its_own_and_the_run_keeps_the_highest(
     counters: Counters, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_trace, "GIB", 1)
-    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world, lambda _: None).write)
+    trace = MemoryTrace(world, Recorder(RunLayout(tmp_path), world, lambda _: None).write)
     counters.use(peak=9, then=1)  # before the first stage
     trace.begin("one")
     counters.use(peak=7, then=2)
@@ -116,7 +117,7 @@ def test_each_stage_has_a_peak_of_its_own_and_the_run_keeps_the_highest(
 
 
 def test_stages_of_the_first_step_are_recorded_once(world: World, tmp_path: Path) -> None:
-    trace = MemoryTrace(world, Recorder(tmp_path / "metrics.jsonl", world, lambda _: None).write)
+    trace = MemoryTrace(world, Recorder(RunLayout(tmp_path), world, lambda _: None).write)
     for stage in 2 * ("first forward", "first backward", "training"):
         trace.begin_once(stage)
     stages = [record.stage for record in read_records(tmp_path / "metrics.jsonl")]

@@ -69,7 +69,7 @@ def plan_with(make_run: Callable[..., Any], tmp_path: Path) -> Callable[..., Run
 
 def send(plan: RunPlan, world: World, records: list[Record]) -> None:
     with open_trackers(plan, world) as pass_on:
-        recorder = Recorder(plan.layout.metrics, world, pass_on)
+        recorder = Recorder(plan.layout, world, pass_on)
         for record in records:
             recorder.write(record)
 

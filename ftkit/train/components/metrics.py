@@ -13,14 +13,23 @@ import torch
 import torch.distributed as dist
 
 from ftkit.errors import one_line
-from ftkit.runs.records import EndRecord, Record, SourceLoss, StepRecord, append_record
+from ftkit.runs.records import (
+    EndRecord,
+    Record,
+    RecordTail,
+    SourceLoss,
+    StartRecord,
+    StepRecord,
+    append_record,
+    read_job_evaluations,
+)
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.memory.host_staging import empty_pinned_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
+    from ftkit.planning.layout import RunLayout
     from ftkit.train.components.mfu import MfuMeter
     from ftkit.train.memory.trace import MemoryTrace
     from ftkit.train.world import World
@@ -49,13 +58,18 @@ class Recorder:
     """Append records to metrics.jsonl on rank 0, and send them to the trackers; other ranks write nothing.
 
     While the file can't be written (no room, file system out of reach), records wait for the next one.
+
+    Jobs that evaluate checkpoints write a file of their own (`RunLayout.evaluations`). Its records are taken over here,
+    so that metrics.jsonl and the trackers have one writer.
     """
 
-    def __init__(self, path: Path, world: World, send: Callable[[Record], None]) -> None:
-        self._path = path if world.is_first else None
+    def __init__(self, layout: RunLayout, world: World, send: Callable[[Record], None]) -> None:
+        self._path = layout.metrics if world.is_first else None
         self._send = send
         self._waiting: deque[Record] = deque()
         self._has_failed = False
+        self._evaluations = RecordTail(layout.evaluations, skips_old=True)
+        self._left = read_job_evaluations(layout.metrics, layout.evaluations) if world.is_first else []
 
     def write(self, record: Record) -> None:
         """Append a record, and send it.
@@ -65,17 +79,30 @@ class Recorder:
         """
         if self._path is None:
             return
+        if isinstance(record, EndRecord):  # nothing follows it
+            self._take_over(self._path)
+        self._append(record, self._path)
+        if isinstance(record, StartRecord | StepRecord):  # trackers are open
+            self._take_over(self._path)
+
+    def _take_over(self, path: Path) -> None:
+        """Write what other jobs have measured meanwhile."""
+        for evaluation in (*self._left, *self._evaluations.read_new()):
+            self._append(evaluation, path)
+        self._left = []
+
+    def _append(self, record: Record, path: Path) -> None:
         self._waiting.append(record)
         try:
             while self._waiting:
-                append_record(self._path, self._waiting[0], begins_line=self._has_failed)
+                append_record(path, self._waiting[0], begins_line=self._has_failed)
                 self._has_failed = False
                 self._waiting.popleft()
         except OSError as error:
             if isinstance(record, EndRecord):
                 raise
             if not self._has_failed:
-                log.error("%s can't be written: %s; records wait", self._path, one_line(error))  # noqa: TRY400
+                log.error("%s can't be written: %s; records wait", path, one_line(error))  # noqa: TRY400
             self._has_failed = True
         self._send(record)
 

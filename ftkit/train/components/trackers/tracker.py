@@ -59,8 +59,10 @@ def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     """Return the numbers of a record by their names in trackers: train/loss, train/loss/SOURCE and so on."""
     prefix, scores = "train", {}
     if not isinstance(record, StepRecord):
+        # What a job measures comes late, on other rows.
+        prefix = "job_eval" if record.when == "job" else "eval"
         # SQL's score has a name of its own.
-        prefix, scores = "eval", {f"eval/{name}": score for name, score in record.scores.items() if name != "sql"}
+        scores = {f"{prefix}/{name}": score for name, score in record.scores.items() if name != "sql"}
     by_source = {
         f"{prefix}/loss/{_REJECTED.sub('_', source)}": measured.loss for source, measured in record.sources.items()
     }

@@ -28,9 +28,12 @@ class WandbTracker:
             config=run.config(),
             settings=wandb.Settings(console="off"),  # the job's log is ftkit's, and stays in the run's folder
         )
+        self._run.define_metric("job_eval/*", step_metric="job_eval/step")
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        """Send the scalars of a step to W&B's own process."""
+        """Send the scalars of a step to W&B's own process, which drops those of a step before the newest one."""
+        if any(name.startswith("job_eval/") for name in scalars):
+            scalars, step = scalars | {"job_eval/step": step}, max(step, self._run.step)
         self._run.log(scalars, step=step)
 
     def close(self, outcome: Outcome) -> None:

@@ -19,7 +19,7 @@ from ftkit.train.components.trackers.tracker import TrackerRun, scalars_of
 from ftkit.train.components.trackers.wandb import WandbTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ftkit.config.recipe import SinkName, TrackingSpec
     from ftkit.planning.plan import RunPlan
@@ -49,7 +49,24 @@ def open_trackers(plan: RunPlan, world: World) -> Iterator[Callable[[Record], No
         PrerequisiteError: a tracker's package, key or address is missing.
     """
     check_trackers(plan.recipe.tracking)
-    names = plan.recipe.tracking.sinks if world.is_first else ()
+    with _open_workers(plan, plan.recipe.tracking.sinks if world.is_first else ()) as send:
+        yield send
+
+
+def send_late(plan: RunPlan, records: Iterable[Record]) -> None:
+    """Send records of a run whose trainer has ended: the record of a start, what is late, and that of the end.
+
+    Raises:
+        PrerequisiteError: a tracker's package, key or address is missing.
+    """
+    check_trackers(plan.recipe.tracking)
+    with _open_workers(plan, plan.recipe.tracking.sinks) as send:
+        for record in records:
+            send(record)
+
+
+@contextmanager
+def _open_workers(plan: RunPlan, names: Iterable[SinkName]) -> Iterator[Callable[[Record], None]]:
     workers = [TrackerWorker(name, plan, TRACKERS[name]) for name in names]
 
     def send(record: Record) -> None:
