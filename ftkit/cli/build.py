@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.command(
     "build",
     cls=ExamplesCommand,
-    short_help="Build a training image.",
+    short_help="Build an image.",
     examples=(
         "ftkit build olmo3:25.02",
         "ftkit build olmo3:25.02 --push --registry registry.example.com/team",

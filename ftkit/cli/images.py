@@ -27,7 +27,7 @@ _NO: Cell = "-"
 @click.command(
     "images",
     cls=ExamplesCommand,
-    short_help="List training images and where each one is.",
+    short_help="List images and where each one is.",
     examples=("ftkit images", "ftkit images --json"),
 )
 @json_option

@@ -52,12 +52,13 @@ _SECTIONS = {
     "Hand over": (
         LazyCommand("export", "ftkit.cli.export", "Export a checkpoint for transformers, peft or vLLM."),
         LazyCommand("bundle", "ftkit.cli.bundle", "Put a run's manifest, metrics, and report into one file."),
+        LazyCommand("serve", "ftkit.cli.serve", "Serve a trained model with vLLM, as a Slurm job."),
         LazyCommand("verify-export", "ftkit.cli.verify_export", "Verify that an export is what was trained."),
     ),
     "Images": (
-        LazyCommand("images", "ftkit.cli.images", "List training images and where each one is."),
+        LazyCommand("images", "ftkit.cli.images", "List images and where each one is."),
         LazyCommand("lock", "ftkit.cli.lock", "Pin an image's packages, with hashes."),
-        LazyCommand("build", "ftkit.cli.build", "Build a training image."),
+        LazyCommand("build", "ftkit.cli.build", "Build an image."),
         LazyCommand("push", "ftkit.cli.push", "Push an image to a registry."),
         LazyCommand("import", "ftkit.cli.import_", "Import an image as one file for a cluster."),
         LazyCommand("verify", "ftkit.cli.verify", "Verify an imported image against its manifest."),

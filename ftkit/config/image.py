@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.config.model import ModelType
@@ -27,7 +27,7 @@ class BaseImageSpec(Spec):
 
 
 class ImageSpec(Spec):
-    """A training image."""
+    """An image to train in, or to serve trained models with."""
 
     name: Name
     """First half of `NAME:TAG`."""
@@ -35,6 +35,8 @@ class ImageSpec(Spec):
     """Second half of `NAME:TAG`."""
     description: str
     """One line for `ftkit images`."""
+    purpose: Literal["training", "serving"] = "training"
+    """Which command runs it: `ftkit run`, or `ftkit serve`."""
     base: BaseImageSpec
     """The image that it is built on."""
     python: str = Field(default="3.12", pattern=r"^3\.\d+$")
@@ -45,13 +47,21 @@ class ImageSpec(Spec):
     """Packages to add, as pip writes requirements; `ftkit lock NAME:TAG` fixes them and what they need."""
     imports: tuple[str, ...] = ()
     """Modules that the self-check after a build imports."""
-    families: tuple[ModelType, ...]
-    """Model families that it serves. One of the four that are planned exactly is refused when it is not listed; any
-    other gets a note."""
-    default_recipe: Name
-    """Recipe that `ftkit run --image NAME:TAG` runs when none is named."""
+    families: tuple[ModelType, ...] = ()
+    """Model families that a training image is made for. One of the four that are planned exactly is refused when it is
+    not listed; any other gets a note."""
+    default_recipe: Name | None = None
+    """Recipe that `ftkit run --image NAME:TAG` runs when none is named; a training image has one."""
     environment: dict[VariableName, OneLine] = Field(default_factory=dict)
     """Variables set in the image."""
+
+    @model_validator(mode="after")
+    def _recipes_belong_to_training(self) -> Self:
+        if self.purpose == "training" and not (self.families and self.default_recipe):
+            raise ValueError("a training image needs families and a default_recipe; else set purpose to 'serving'")
+        if self.purpose == "serving" and (self.families or self.default_recipe):
+            raise ValueError("a serving image has no families and no default_recipe: it serves what vLLM can")
+        return self
 
     @property
     def reference(self) -> str:

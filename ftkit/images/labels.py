@@ -76,7 +76,7 @@ def make_labels(
         "ftkit.base-id": base.id,
         LOCK: lock_sha256,
         "ftkit.families": ",".join(spec.families),
-        "ftkit.default-recipe": spec.default_recipe,
+        "ftkit.default-recipe": spec.default_recipe or "",
         "ftkit.source-date-epoch": str(epoch),
     }
     if base.digest:

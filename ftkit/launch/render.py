@@ -37,6 +37,7 @@ class SideJob:
         log: where its output goes.
         time_limit: the profile's if null.
         mounts: folders that it needs besides those of the run.
+        environment: variables of the submitting shell that its container needs, if they are set.
     """
 
     name: str
@@ -44,6 +45,7 @@ class SideJob:
     log: Path
     time_limit: str | None = None
     mounts: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
 
 
 _FROM_THE_JOB = (
@@ -82,10 +84,13 @@ def _render(template: str, plan: RunPlan, mounted: Sequence[str] = (), **values:
         in_container=_Safe('"${container_start[@]}" ' if plan.cluster.runtime in ("docker", "apptainer") else ""),
         nccl=nccl_for(plan.cluster, plan.placement.num_nodes),
         mounts=_mounts(plan, mounted) if plan.cluster.runtime != "none" else (),
-        container_environment=_container_environment(plan),
         data_manifest=DataLayout(plan.data_directory).manifest,
         image_is_file=plan.image_file is not None,
-        **{"time_limit": plan.cluster.limit_time(plan.recipe.resources.time_limit)} | values,
+        **{
+            "time_limit": plan.cluster.limit_time(plan.recipe.resources.time_limit),
+            "container_environment": _container_environment(plan),
+        }
+        | values,
     )  # fmt: skip
 
 
@@ -113,6 +118,7 @@ def render_side_job(template: str, plan: RunPlan, job: SideJob, **values: object
         template,
         replace(plan, placement=placement),
         job.mounts,
+        container_environment=sorted({*_container_environment(plan), *job.environment}),
         job_name=f"{plan.name}-{job.name}",
         job_log=job.log,
         num_cpus=cpus and max(1, cpus * num_gpus // cluster.gpus_per_node),

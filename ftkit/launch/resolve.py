@@ -211,7 +211,15 @@ def _image_of(loaded: LoadedSettings) -> AnyImage | None:
 
 def _load_defined(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
     """Read the definition of a `NAME:TAG`. A file or an address has none."""
-    return load_image(image.reference, ctx) if isinstance(image, NamedImage) else None
+    if not isinstance(image, NamedImage):
+        return None
+    spec = load_image(image.reference, ctx)
+    if spec.purpose == "serving":
+        raise ConfigError(
+            [Problem("", "image", f"{spec.reference} serves models, and can't train them.",
+                     f"Take a training image ('ftkit images'); serve with: ftkit serve RUN --image {spec.reference}.")]
+        )  # fmt: skip
+    return spec
 
 
 def build_request(

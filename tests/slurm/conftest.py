@@ -40,10 +40,15 @@ class Cluster:
     def ftkit(
         self, *arguments: str, expect: int = 0, timeout: int = PATIENCE_SECONDS
     ) -> subprocess.CompletedProcess[str]:
-        done = self.execute(str(CHECKOUT / ".venv" / "bin" / "ftkit"), *arguments, timeout=timeout)
+        done = self.execute(str(self.ftkit_program), *arguments, timeout=timeout)
         assert done.returncode == expect, done.stdout + done.stderr
         assert "Traceback (most recent call last)" not in done.stdout or arguments[0] in {"run", "status", "logs"}
         return done
+
+    @property
+    def ftkit_program(self) -> Path:
+        """The program as the login node sees it."""
+        return CHECKOUT / ".venv" / "bin" / "ftkit"
 
     def execute(self, *command: str, timeout: int = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
         full = [str(DEV_CLUSTER), "exec", "--", *command]

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ftkit.errors import MemoryExhaustedError, TrainingError
+from ftkit.planning.layout import RunLayout
 from ftkit.runs.records import EndRecord, MemoryRecord, read_records
 from ftkit.train import trainer as session
 from ftkit.train.components.metrics import Recorder
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.planning.layout import RunLayout
-from ftkit.planning.plan import RunPlan
+    from ftkit.planning.plan import RunPlan
     from ftkit.train.world import World
 
 EXHAUSTED = "CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -139,6 +139,14 @@ def test_eval_finds_the_losses_that_the_run_recorded_and_shows_the_change(
     assert metrics["sql"]["num_cases"] == found["num_rows"] == 12
 
 
+def test_two_processes_find_what_one_finds(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    words = ("tried", "--no-before", "--batch-size", "5")
+    assert evaluated(capfd, *words, "--gpus", "2") == evaluated(capfd, *words)
+
+
 def test_a_file_of_prompts_gives_perplexity_and_repetition(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.launch.render import render_job, render_preparation
+from ftkit.launch.render import SideJob, render_job, render_preparation, render_side_job
+from ftkit.launch.serving import serve_words
 
 if TYPE_CHECKING:
     from conftest import PlanMaker
@@ -36,10 +37,12 @@ CASES = [
     ("apptainer", 2),
 ]
 
+SIDE_JOBS = ["a4-highgpu-8g", "dev", "apptainer"]
 PREPARATIONS = ["slurm", "a4-highgpu-8g", "dev", "apptainer"]
 NAMES = [
     *(f"{cluster}-{num_nodes}.sbatch" for cluster, num_nodes in CASES),
     *(f"prepare-{name}.sbatch" for name in PREPARATIONS),
+    *(f"{kind}-{name}.sbatch" for kind in ("evaluate", "serve") for name in SIDE_JOBS),
 ]
 
 
@@ -56,6 +59,31 @@ def test_the_script_that_prepares_is_the_golden_one_and_asks_for_no_gpu(cluster:
     script = render_preparation(replace(make_plan(cluster, 2), fingerprint="0123456789abcdef"))
     compare(script, f"prepare-{cluster}.sbatch")
     assert not re.search(r"#SBATCH.*(gpu|gres|exclusive)", script)
+
+
+@pytest.mark.parametrize("cluster", SIDE_JOBS)
+def test_the_script_that_evaluates_beside_training_is_the_golden_one(cluster: str, make_plan: PlanMaker) -> None:
+    plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
+    job = SideJob("evaluate", 2, plan.layout.logs / "evaluation.log", "2:00:00", ("/data of mine",))
+    settings = '{"metrics": ["calls"], "file": "/data of mine/rows.jsonl"}'
+    training_job = None if cluster == "apptainer" else "4711"
+    script = render_side_job("evaluate.sbatch.j2", plan, job, training_job=training_job, settings=settings)
+    compare(script, f"evaluate-{cluster}.sbatch")
+    assert ("--exclusive" in script) == (plan.cluster.gpus_per_node == 2)  # GPUs of the node are left to others
+
+
+@pytest.mark.parametrize("cluster", SIDE_JOBS)
+def test_the_script_that_serves_is_the_golden_one(cluster: str, make_plan: PlanMaker) -> None:
+    plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
+    if plan.container_image:
+        plan = replace(plan, container_image="/shared/ftkit/images/vllm-0.33.sqsh")
+    job = SideJob("serve", 2, plan.layout.logs / "serving.log", environment=("VLLM_API_KEY",))
+    words = serve_words(plan.layout.export, plan, 2)
+    port = 8000 if cluster == "dev" else None
+    address_file = plan.layout.root / "serving"
+    script = render_side_job("serve.sbatch.j2", plan, job, words=words, port=port, address_file=address_file)
+    compare(script, f"serve-{cluster}.sbatch")
+    assert ("VLLM_API_KEY" in script) == (plan.cluster.runtime != "none")
 
 
 def compare(script: str, name: str) -> None:

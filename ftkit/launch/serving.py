@@ -1,0 +1,205 @@
+"""Serve a trained model with vLLM, as a Slurm job in the serving image."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ftkit.config.image_reference import ImageFile, NamedImage
+from ftkit.config.load import load_image
+from ftkit.errors import ConfigError, NotFoundError, Problem, RunFailedError
+from ftkit.files import read_json_if_valid, read_small
+from ftkit.launch.evaluation import check_on_slurm, write_and_submit
+from ftkit.launch.render import SideJob, render_side_job
+from ftkit.launch.resolve import resolve_image_link
+from ftkit.launch.slurm import SlurmScheduler
+from ftkit.model_folder import ADAPTER_CONFIG
+from ftkit.planning.layout import Workspace
+from ftkit.planning.plan import RunPlan
+from ftkit.planning.setup import GPUS
+from ftkit.runs.submission import Submission, SubmittedRun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.context import Context
+    from ftkit.config.image_reference import AnyImage
+
+SERVING_IMAGE: Final = "vllm:0.33"
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's --max-lora-rank can be: it makes room for adapters of that rank."""
+_WEIGHTS_PART = 0.5
+"""Of a GPU's memory at most; the rest is for the keys and values of requests."""
+_POLL_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class ServingJob:
+    """The script of a serving job.
+
+    Attributes:
+        address_file: where the job writes its address once it answers, with `-JOB_ID` behind it.
+    """
+
+    plan: RunPlan
+    script: str
+    log: Path
+    address_file: Path
+
+
+@dataclass(frozen=True)
+class ServeArgs:
+    """What was typed after `ftkit serve RUN`; null: chosen here. `words` go to vLLM as they stand."""
+
+    num_gpus: int | None = None
+    port: int | None = None
+    time_limit: str | None = None
+    words: tuple[str, ...] = ()
+
+
+def plan_serving(
+    plan: RunPlan, cluster: ClusterProfile, image: AnyImage | None, folder: Path, args: ServeArgs, ctx: Context
+) -> ServingJob:
+    """Render the script of the job that serves an export of a run.
+
+    Args:
+        plan: of the run.
+        cluster: where it is served: one that sees the run's workspace.
+        image: to serve with; the shipped one if null. Unused where the cluster has no containers.
+        folder: the export, weights or adapters.
+        args: what was typed.
+        ctx: where images are defined.
+
+    Raises:
+        PrerequisiteError: the cluster has no Slurm.
+        ConfigError: the model can't be served so, or the image is not for serving.
+        NotFoundError: the image is not defined, or not imported.
+    """
+    plan = replace(plan, cluster=cluster)
+    check_on_slurm(plan, "ftkit serve", "choose a Slurm cluster with --cluster; here: vllm serve FOLDER")
+    if cluster.runtime != "none":
+        plan = replace(plan, **_image(plan, image or NamedImage(SERVING_IMAGE), ctx))
+    num_gpus = args.num_gpus or _choose_gpus(plan, cluster)
+    if num_gpus > cluster.gpus_per_node:
+        what = f"{num_gpus} GPUs asked for, a node of '{cluster.name}' has {cluster.gpus_per_node}."
+        raise ConfigError([Problem("command line", "--gpus", what, "A model is served on one node.")])
+    heads = plan.recipe.model.architecture.num_attention_heads
+    if heads % num_gpus:
+        what = f"the model's {heads} attention heads can't be divided among {num_gpus} GPUs."
+        raise ConfigError([Problem("command line", "--gpus", what, "Take a divisor.")])
+    words = [*serve_words(folder, plan, num_gpus), *args.words]
+    log, address_file = plan.layout.logs / "serving.log", plan.layout.root / "serving"
+    job = SideJob("serve", num_gpus, log, args.time_limit, (str(folder),), ("VLLM_API_KEY",))
+    script = render_side_job("serve.sbatch.j2", plan, job, words=words, port=args.port, address_file=address_file)
+    return ServingJob(plan, script, log, address_file)
+
+
+def _image(plan: RunPlan, image: AnyImage, ctx: Context) -> dict[str, Any]:
+    """Return what a plan says of its image, for the serving image."""
+    if isinstance(image, NamedImage):
+        spec = load_image(image.reference, ctx)
+        if spec.purpose != "serving":
+            fix = f"Take {SERVING_IMAGE}, or another with purpose 'serving'."
+            raise ConfigError([Problem("command line", "--image", f"{spec.reference} is a training image.", fix)])
+        link = Workspace(plan.workspace).image_file(image, plan.cluster.image_format)
+        if not link.exists():
+            raise NotFoundError(
+                f"the image {spec.reference} is not imported: there is no {link}",
+                fix=f"ftkit build {spec.reference}; ftkit push; ftkit import {spec.reference}",
+            )
+        found = resolve_image_link(replace(plan, image=image.reference, container_image=str(link)))
+        return {"image": image.reference, "container_image": found.container_image}
+    return {"image": str(image), "container_image": str(image.path if isinstance(image, ImageFile) else image)}
+
+
+def _choose_gpus(plan: RunPlan, cluster: ClusterProfile) -> int:
+    """Return the smallest power of two of GPUs that hold the weights in bf16, with room for requests."""
+    gpu = GPUS[cluster.gpu] if cluster.gpu else None
+    num_gpus = 1
+    weights_gib = 2 * plan.num_parameters / 2**30
+    while gpu and weights_gib / num_gpus > _WEIGHTS_PART * gpu.memory_gib and 2 * num_gpus <= cluster.gpus_per_node:
+        num_gpus *= 2
+    return num_gpus
+
+
+def serve_words(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
+    """Return the command line of vLLM's server for an export, without the port.
+
+    Adapters are served by their run's name, on their base model. Tokenizer, chat template and end tokens are those of
+    the export: vLLM would take them from the base.
+
+    Raises:
+        ConfigError: vLLM can't serve adapters of this kind.
+    """
+    adapter = read_json_if_valid(folder / ADAPTER_CONFIG, dict[str, Any])
+    shared = ["--host", "0.0.0.0", "--tensor-parallel-size", str(num_gpus)]  # noqa: S104 - other nodes are to reach it
+    if adapter is None:
+        return ["vllm", "serve", str(folder), "--served-model-name", plan.name, *shared]
+    model, rank = plan.recipe.model, adapter.get("r")
+    fits = [each for each in _LORA_RANKS if isinstance(rank, int) and each >= rank]
+    if adapter.get("use_dora") or not fits or model.weights == "random":
+        raise ConfigError(
+            [Problem("", f"{folder / ADAPTER_CONFIG}", "vLLM does not serve these adapters: it takes LoRA without "
+                     f"DoRA, of rank up to {_LORA_RANKS[-1]}, on a base model in files.",
+                     f"Merge them: ftkit export {plan.id} --merge, then serve that run again.")]
+        )  # fmt: skip
+    revision = ["--revision", model.revision] if model.revision else []
+    return [
+        "vllm", "serve", model.weights, *revision, "--served-model-name", f"{plan.name}-base", *shared,
+        "--tokenizer", str(folder), "--generation-config", str(folder),
+        "--enable-lora", "--max-lora-rank", str(fits[0]),
+        "--lora-modules", json.dumps({"name": plan.name, "path": str(folder)}),
+    ]  # fmt: skip
+
+
+def submit_serving(job: ServingJob, environment: Mapping[str, str]) -> str:
+    """Submit the job; return its id. Raises as `submit_evaluation`."""
+    return write_and_submit(job.plan, job.plan.layout.serving_script, job.script, environment)
+
+
+def wait_for_server(job: ServingJob, job_id: str, report: Callable[[str], None]) -> str:
+    """Wait until the server answers; return its address.
+
+    Raises:
+        RunFailedError: the job ended before.
+        SubmitError: Slurm can't be asked.
+    """
+    file = job.address_file.with_name(f"{job.address_file.name}-{job_id}")
+    submission = Submission(scheduler="slurm", job_id=job_id, submitted=time.time(), host=socket.gethostname())
+    run = SubmittedRun(job.plan.layout, submission)
+    said = ""
+    while True:
+        try:
+            return read_small(file).decode().strip()
+        except OSError:
+            pass
+        seen = SlurmScheduler().observe([run]).get(run.id)
+        if seen is not None and seen.is_final:
+            raise RunFailedError(
+                f"job {job_id} ended before the server answered: {seen}",
+                meaning=f"the end of its log: {_last_line(job.log)}",
+                fix=f"see {job.log}",
+            )
+        if seen is not None and str(seen) != said:
+            said = str(seen)
+            report(f"job {job_id}: {said}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "(there is none)"
+    return next((line for line in reversed(lines) if line.strip()), "(it is empty)")
+
+
+def tunnel(address: str, login: str, user: str) -> str:
+    """Return the command that makes a server of a cluster's node reachable at the same port of a laptop."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    return f"ssh -L {port}:{host}:{port} {user}@{login}"

@@ -1,0 +1,95 @@
+"""What `ftkit serve` asks of vLLM and of a cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit.config.context import Context
+from ftkit.config.image_reference import NamedImage
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
+from ftkit.launch.resolve import RunArgs, resolve
+from ftkit.launch.serving import ServeArgs, plan_serving, serve_words, tunnel
+
+if TYPE_CHECKING:
+    from ftkit.planning.plan import RunPlan
+
+
+@pytest.fixture
+def slurm_plan(plan: RunPlan, tmp_path: Path) -> RunPlan:
+    changes = {"scheduler": "slurm", "runtime": "pyxis", "device": "cuda", "gpu": "h100-80gb", "gpus_per_node": 8}
+    return replace(plan, cluster=plan.cluster.model_copy(update=changes), workspace=tmp_path)
+
+
+def adapters(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 24, "use_dora": False} | config))
+    return folder
+
+
+def with_base(plan: RunPlan, weights: str) -> RunPlan:
+    model = plan.recipe.model.model_copy(update={"weights": weights, "revision": "abc"})
+    return replace(plan, recipe=plan.recipe.model_copy(update={"model": model}))
+
+
+def test_adapters_are_served_on_their_base_with_the_tokenizer_and_end_tokens_of_the_export(
+    slurm_plan: RunPlan, tmp_path: Path
+) -> None:
+    folder = adapters(tmp_path / "a,b=c")
+    words = serve_words(folder, with_base(slurm_plan, "org/base"), 4)
+    assert words[:3] == ["vllm", "serve", "org/base"]
+    given = dict(pairwise(words))
+    assert given["--tokenizer"] == given["--generation-config"] == str(folder)
+    assert given["--max-lora-rank"] == "32"
+    assert json.loads(given["--lora-modules"]) == {"name": slurm_plan.name, "path": str(folder)}
+    assert (given["--revision"], given["--tensor-parallel-size"]) == ("abc", "4")
+
+
+@pytest.mark.parametrize(("weights", "config"), [("random", {}), ("org/base", {"use_dora": True}), ("o/b", {"r": 513})])
+def test_adapters_that_vllm_can_not_serve_are_refused_before_submission(
+    weights: str, config: dict[str, Any], slurm_plan: RunPlan, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"ftkit export .* --merge"):
+        serve_words(adapters(tmp_path / "export", **config), with_base(slurm_plan, weights), 1)
+
+
+def served(plan: RunPlan, image: str | None = None, **args: Any) -> str:
+    chosen = NamedImage(image) if image else None
+    return plan_serving(plan, plan.cluster, chosen, Path("/m"), ServeArgs(**args), Context.here()).script
+
+
+def test_as_many_gpus_are_taken_as_the_weights_need(slurm_plan: RunPlan) -> None:
+    with pytest.raises(NotFoundError, match=r"vllm:0\.33 is not imported"):
+        served(slurm_plan)
+    images = slurm_plan.workspace / "images"
+    images.mkdir()
+    link = images / NamedImage("vllm:0.33").file_name("sqsh")
+    link.touch()
+    assert "--tensor-parallel-size 1 " in served(slurm_plan)
+    large = replace(slurm_plan, num_parameters=70 * 10**9)
+    with pytest.raises(ConfigError, match="attention heads"):
+        served(large)  # 6 heads on 4 GPUs
+    assert "--tensor-parallel-size 2 " in served(large, num_gpus=2, words=("--max-model-len", "8 k"))
+    assert "'8 k'" in served(large, num_gpus=2, words=("--max-model-len", "8 k"))
+    assert str(link) in served(slurm_plan)
+    with pytest.raises(ConfigError, match="9 GPUs asked for"):
+        served(slurm_plan, num_gpus=9)
+
+
+def test_only_serving_images_serve_and_only_training_images_train(slurm_plan: RunPlan) -> None:
+    with pytest.raises(ConfigError, match="is a training image"):
+        served(slurm_plan, "olmo3:25.02")
+    with pytest.raises(ConfigError, match="can't train them"):
+        resolve(RunArgs(recipe="demo", image="vllm:0.33", cluster="slurm"), Context.here())
+    local = replace(slurm_plan, cluster=slurm_plan.cluster.model_copy(update={"scheduler": "local"}))
+    with pytest.raises(PrerequisiteError, match="cluster 'local'"):
+        served(local)
+
+
+def test_the_tunnel_ends_at_the_server() -> None:
+    assert tunnel("http://n17:20004", "login.site", "me") == "ssh -L 20004:n17:20004 me@login.site"
