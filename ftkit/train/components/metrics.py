@@ -28,6 +28,7 @@ from ftkit.train.memory.host_staging import empty_pinned_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
     from ftkit.train.components.mfu import MfuMeter
