@@ -139,6 +139,7 @@ def test_eval_finds_the_losses_that_the_run_recorded_and_shows_the_change(
     assert metrics["sql"]["num_cases"] == found["num_rows"] == 12
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torchrun leaves /dev/null open
 def test_two_processes_find_what_one_finds(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
