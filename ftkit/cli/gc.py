@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import current_workspace
+from ftkit.cli.arguments import current_workspace, json_option
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_store
 from ftkit.cli.terminal.console import Column, Terminal
@@ -28,24 +28,28 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
-def command(*, dry_run: bool, yes: bool) -> None:
+@json_option
+def command(*, dry_run: bool, yes: bool, as_json: bool) -> None:
     """List images that nothing uses anymore, and remove them after asking.
 
     These are imported files that no name and no unfinished run refers to, leftovers of killed imports, and older
-    builds in the docker engine.
+    builds in the docker engine. With --json, nothing is removed without --yes.
     """
     from ftkit.images.gc import find_removable, remove_all
 
     terminal, workspace = Terminal(), current_workspace()
     removables = find_removable(image_store(workspace), _in_use(workspace))
+    if as_json:
+        terminal.json([{"name": item.name, "bytes": item.size, "reason": item.reason} for item in removables])
+    elif removables:
+        terminal.table(
+            (Column("IMAGE"), Column("SIZE", is_number=True), Column("WHY", can_shrink=True)),
+            [(item.name, gib(item.size / 2**30), item.reason) for item in removables],
+        )
     if not removables:
         terminal.say("nothing to remove")
         return
-    terminal.table(
-        (Column("IMAGE"), Column("SIZE", is_number=True), Column("WHY", can_shrink=True)),
-        [(item.name, gib(item.size / 2**30), item.reason) for item in removables],
-    )
-    if dry_run:
+    if dry_run or (as_json and not yes):
         return
     if not yes and not click.confirm("Remove all of them?", err=True):
         terminal.say("removed nothing")

@@ -32,6 +32,7 @@ _SECTIONS = {
         LazyCommand("rerun", "ftkit.cli.rerun", "Repeat a run, and say whether it came out the same."),
         LazyCommand("cancel", "ftkit.cli.cancel", "Cancel a run."),
         LazyCommand("rm", "ftkit.cli.rm", "Remove a run's folder."),
+        LazyCommand("prune", "ftkit.cli.prune", "Remove failed runs, and prepared data that no run uses."),
     ),
     "Try": (
         LazyCommand("chat", "ftkit.cli.chat", "Talk to a trained model."),

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run, run_argument
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Terminal
 from ftkit.cli.terminal.format import gib, short_path
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @click.command(
@@ -31,13 +26,14 @@ if TYPE_CHECKING:
 def command(reference: str, *, yes: bool) -> None:
     """Remove a run."""
     from ftkit.launch.jobs import check_removable, remove_run
+    from ftkit.launch.prune import folder_bytes
 
     terminal, folder = Terminal(), get_run(reference)
     check_removable(folder)
     layout = folder.layout
     facts: list[tuple[str, Cell]] = [
         ("run", folder.id),
-        ("run folder", f"{short_path(layout.root)}, {gib(_size(layout.root) / 2**30)}"),
+        ("run folder", f"{short_path(layout.root)}, {gib(folder_bytes(layout.root) / 2**30)}"),
     ]
     if layout.export.is_dir():
         facts.append(("export", f"{short_path(layout.export)} is removed too"))
@@ -47,14 +43,3 @@ def command(reference: str, *, yes: bool) -> None:
         return
     remove_run(folder)
     terminal.say(f"removed {folder.id}")
-
-
-def _size(folder: Path) -> int:
-    """Return the bytes of all files of a folder, as far as they can be read."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.lstat().st_size
-        except OSError:
-            continue
-    return total

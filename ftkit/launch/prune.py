@@ -1,0 +1,152 @@
+"""Find what a workspace no longer needs: runs that failed with nothing to continue from, and data that no run uses."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ftkit.errors import FtkitError, PrerequisiteError, one_line
+from ftkit.files import read_json_if_valid
+from ftkit.launch.jobs import check_removable, remove_run
+from ftkit.launch.observe import observe_all
+from ftkit.runs.entry import read_entry
+from ftkit.runs.find import RunFolder, list_runs
+from ftkit.runs.lease import current_holder
+from ftkit.runs.states import FAILURES, RunState
+from ftkit.runs.summary import list_checkpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ftkit.planning.layout import Workspace
+    from ftkit.runs.entry import RunEntry
+
+_YOUNG_SECONDS = 24 * 3600
+"""Data that was prepared since then may be waiting for its run."""
+
+
+@dataclass(frozen=True)
+class Prunable:
+    """A folder that is not needed any more.
+
+    Attributes:
+        folder: of a run; None for prepared data.
+        reason: why it can go.
+    """
+
+    kind: Literal["run", "data"]
+    path: Path
+    size_bytes: int
+    reason: str
+    folder: RunFolder | None = None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What can go, and why some things were not looked at."""
+
+    items: list[Prunable]
+    warnings: list[str]
+
+
+def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: float | None = None) -> Findings:
+    """Look through a workspace. Nothing is changed.
+
+    Args:
+        workspace: where.
+        with_checkpoints: also failed runs that could be resumed.
+        now: seconds since the epoch; the present if null.
+
+    Raises:
+        PrerequisiteError: the workspace can't be used.
+    """
+    entries = [read_entry(folder) for folder in list_runs(workspace)]
+    overview = observe_all([entry.run for entry in entries if entry.run])
+    items, warnings = [], list(overview.warnings)
+    for entry in entries:
+        seen = overview.state_of(entry)
+        checkpoints = list_checkpoints(entry.folder.layout)
+        has_ended_badly = seen.is_final and (seen.state in FAILURES or seen.state is RunState.CANCELLED)
+        if has_ended_badly and (with_checkpoints or not checkpoints) and not current_holder(entry.folder.layout):
+            root = entry.folder.layout.root
+            left = f", with {len(checkpoints)} checkpoints" if checkpoints else ", without a checkpoint"
+            items.append(Prunable("run", root, folder_bytes(root), f"{seen.state}{left}", entry.folder))
+    going = {item.path.name for item in items}
+    kept = [entry for entry in entries if entry.folder.id not in going]
+    unreadable = [entry.folder.id for entry in kept if _fingerprint(entry) is None]
+    if unreadable:
+        warnings.append(f"prepared data is left alone: nobody can tell what {', '.join(unreadable)} uses")
+    else:
+        used = {_fingerprint(entry) for entry in kept}
+        items += _unused_data(workspace, used, time.time() if now is None else now)
+    return Findings(items, warnings)
+
+
+def _fingerprint(entry: RunEntry) -> str | None:
+    plan = read_json_if_valid(entry.folder.layout.plan, dict[str, Any]) or {}
+    value = plan.get("fingerprint")
+    return value if isinstance(value, str) else None
+
+
+def _unused_data(workspace: Workspace, used: set[str | None], now: float) -> Iterator[Prunable]:
+    try:
+        folders = sorted(path for path in workspace.data.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return
+    for folder in folders:
+        try:
+            age = now - folder.stat().st_mtime
+        except OSError:
+            continue
+        if folder.name not in used and age > _YOUNG_SECONDS and not folder.name.startswith("."):
+            yield Prunable("data", folder, folder_bytes(folder), "no run uses it")
+
+
+def prune(items: Sequence[Prunable]) -> int:
+    """Remove what was found, and return the bytes that were freed. A run that was resumed meanwhile stays.
+
+    Raises:
+        ExceptionGroup: of errors: some could not be removed.
+    """
+    freed, errors = 0, []
+    for item in items:
+        try:
+            if item.folder:
+                check_removable(item.folder)
+                remove_run(item.folder)
+            else:
+                _remove_data(item.path)
+            freed += item.size_bytes
+        except FtkitError as error:
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup("not all could be removed", errors)
+    return freed
+
+
+def _remove_data(path: Path) -> None:
+    """Remove prepared data: at once for everyone who looks for it, then file by file."""
+    doomed = path.with_name(f".{path.name}.deleted")
+    try:
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise PrerequisiteError(
+            f"can't remove the whole of {path}: {one_line(error)}",
+            meaning="the folder, or a file in it, belongs to somebody else",
+            fix=f"see what is left: ls -la {doomed if doomed.exists() else path}",
+        ) from error
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files of a folder, as far as they can be read."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.lstat().st_size
+        except OSError:
+            continue
+    return total

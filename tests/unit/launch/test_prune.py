@@ -1,0 +1,97 @@
+"""What can go from a workspace: never what a run could still need."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.launch.prune import find_prunable, prune
+from ftkit.process import start_time
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import FakePrograms, RunMaker
+
+    from ftkit.planning.layout import Workspace
+    from ftkit.runs.submission import SubmittedRun
+
+DAY = 24 * 3600.0
+
+
+def use(run: SubmittedRun, fingerprint: str, *, exit_code: int | None, has_checkpoint: bool = False) -> None:
+    plan = json.loads(run.layout.plan.read_text())
+    plan["fingerprint"] = fingerprint
+    run.layout.plan.write_text(json.dumps(plan))
+    if exit_code is not None:
+        run.layout.job_exit_code(run.submission.job_id).write_text(f"{exit_code}\n")
+    if has_checkpoint:
+        run.layout.checkpoint(10).mkdir(parents=True)
+
+
+def prepare(workspace: Workspace, name: str, age: float = 2 * DAY) -> Path:
+    folder = workspace.data / name
+    folder.mkdir(parents=True)
+    (folder / "packs").write_bytes(b"1234")
+    os.utime(folder, (1e9 - age, 1e9 - age))
+    return folder
+
+
+@pytest.fixture
+def runs(make_run: RunMaker, programs: FakePrograms) -> dict[str, SubmittedRun]:
+    programs.answer("squeue", "")
+    programs.answer("sacct", "")
+    found = {name: make_run(name, scheduler="local") for name in ("completed", "failed", "resumable")}
+    use(found["completed"], "used", exit_code=0)
+    found["completed"].layout.metrics.write_text("")
+    use(found["failed"], "of-failed", exit_code=1)
+    use(found["resumable"], "of-resumable", exit_code=1, has_checkpoint=True)
+    return found
+
+
+def test_failed_runs_without_a_checkpoint_and_data_that_nobody_uses_go(
+    runs: dict[str, SubmittedRun], workspace: Workspace
+) -> None:
+    for name in ("used", "of-failed", "of-resumable", "forgotten"):
+        prepare(workspace, name)
+    young = prepare(workspace, "young", age=DAY / 2)
+    found = find_prunable(workspace, now=1e9)
+    assert found.warnings == []
+    assert [(item.kind, item.path.name) for item in found.items] == [
+        ("run", runs["failed"].id),
+        ("data", "forgotten"),
+        ("data", "of-failed"),
+    ]
+    assert prune(found.items) == sum(item.size_bytes for item in found.items)
+    assert sorted(path.name for path in workspace.data.iterdir()) == ["of-resumable", "used", young.name]
+    assert sorted(path.name for path in workspace.runs.iterdir()) == sorted(
+        [runs["completed"].id, runs["resumable"].id]
+    )
+    with_checkpoints = find_prunable(workspace, with_checkpoints=True, now=1e9)
+    assert [item.path.name for item in with_checkpoints.items] == [runs["resumable"].id, "of-resumable"]
+
+
+def test_with_a_run_whose_plan_cannot_be_read_all_data_stays(
+    runs: dict[str, SubmittedRun], workspace: Workspace
+) -> None:
+    prepare(workspace, "forgotten")
+    runs["completed"].layout.plan.write_text("{")
+    found = find_prunable(workspace, now=1e9)
+    assert [item.kind for item in found.items] == ["run"]
+    assert "prepared data is left alone" in found.warnings[-1]
+
+
+def test_a_run_that_was_resumed_meanwhile_stays(runs: dict[str, SubmittedRun], workspace: Workspace) -> None:
+    found = find_prunable(workspace, now=1e9)
+    failed = runs["failed"]
+    failed.layout.job_exit_code(failed.submission.job_id).unlink()
+    failed.layout.state.unlink(missing_ok=True)
+    submission = json.loads(failed.layout.submission.read_text())
+    alive = {"job_id": str(os.getpid()), "process_start": start_time(os.getpid())}
+    failed.layout.submission.write_text(json.dumps(submission | alive))
+    with pytest.raises(ExceptionGroup, match="not all"):
+        prune(found.items)
+    assert failed.layout.root.is_dir()
