@@ -56,7 +56,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
 
 
 def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
-    """Log and leave what ended this rank; return its exit code. In another job's run it is only logged."""
+    """Log and record the error that ended this rank; return its exit code. In another job's run it is only logged."""
     reason = as_disk_full(error)
     if isinstance(reason, FtkitError):
         log.error("%s", reason)
@@ -69,7 +69,7 @@ def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
 
 
 def _forbid_restart() -> None:
-    """Tell the job script that this failure would only come again."""
+    """Tell the job script that this failure would recur."""
     if path := os.environ.get("FTKIT_NO_RESTART_FILE"):
         with suppress(OSError):
             Path(path).touch()
@@ -88,14 +88,14 @@ def check() -> int:
 
 
 class _WithoutSecrets(logging.Formatter):
-    """Keeps tokens that an address or a traceback brings along out of the logs."""
+    """Keeps tokens in addresses and tracebacks out of the logs."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record), os.environ)
 
 
 def _start_logs(layout: RunLayout, rank: int) -> None:
-    """Send what this rank prints to its own log; rank 0 also speaks in the job's log."""
+    """Send this rank's output to its own log; rank 0 also logs to the job's log."""
     layout.logs.mkdir(parents=True, exist_ok=True)
     path = layout.rank_log(rank)
     handlers: list[logging.Handler] = [logging.FileHandler(path)]

@@ -1,4 +1,4 @@
-"""What torch calls a recipe's precisions."""
+"""A recipe's precisions as torch dtypes."""
 
 from __future__ import annotations
 

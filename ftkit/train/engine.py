@@ -1,4 +1,4 @@
-"""What the loop needs of an engine. Engines differ behind this protocol and nowhere else."""
+"""The interface between the loop and an engine. Engines differ only behind this protocol."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class Engine(Protocol):
         """
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return what this rank holds from step to step: its shards of parameters, gradients, optimizer states."""
+        """Return what this rank keeps between steps: shards of parameters, gradients, and optimizer states."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: trained weights and optimizer states, as shards, not copied."""
+        """Return the state for a checkpoint: trained weights and optimizer states, as shards, not copied."""
 
     def load(self, folder: Path) -> None:
         """Load a state from a checkpoint's folder, written at any world size."""

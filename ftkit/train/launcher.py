@@ -43,13 +43,13 @@ TERMINATED = 128 + signal.SIGTERM
 _REPORT_SECONDS = 120
 _HEED_SIGNALS = "--heed-signals"
 _ENDED_BY = {
-    "SIGBUS": "a file that it had mapped went away: the file system was full or out of reach",
+    "SIGBUS": "a file that it had mapped is gone: the file system was full or unreachable",
     "SIGKILL": "most often the kernel does this when the node has no memory left",
 }
 
 
 def main(arguments: list[str]) -> int:
-    """Run torchrun, deaf to requests to stop unless the first argument is --heed-signals; what it starts inherits that.
+    """Run torchrun; it ignores stop requests unless the first argument is --heed-signals; what it starts inherits that.
 
     Returns:
         The exit code: 1 if a rank failed.

@@ -58,7 +58,7 @@ class TrainingLoop:
     state: TrainState
     anomalies: AnomalyWatch
     sources: tuple[str, ...] = ()
-    """The names of several sources, whose losses are told apart."""
+    """The names of several sources, whose losses are reported separately."""
 
     def train(self) -> Outcome:
         """Train to the last step, early stopping, or a stop request; in any case, end with a checkpoint."""
@@ -102,7 +102,7 @@ class TrainingLoop:
 
     @property
     def is_stopped_early(self) -> bool:
-        """Whether as many evaluations in a row as the recipe allows brought no improvement."""
+        """Whether the recipe's patience is exhausted: so many evaluations in a row without improvement."""
         patience = self.plan.recipe.evaluation.early_stopping_patience
         return patience is not None and self.state.evaluations_without_improvement >= patience
 
@@ -120,7 +120,7 @@ class TrainingLoop:
                 self._report(reporter, reducer.pop())
 
     def _waits_for_step(self) -> bool:
-        """Tell whether the host waits for this step anyway, so that it can be reported before what follows."""
+        """Return whether the host waits for this step anyway, so that it can be reported first."""
         return (
             self.world.device.type == "cpu"
             or self.state.step == self.num_steps

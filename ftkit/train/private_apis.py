@@ -139,7 +139,7 @@ def dump_collectives() -> bytes | None:
 
 
 def checkpoint_index_names() -> tuple[Any, ...]:
-    """Return what a checkpoint's index refers to that has no public name: the unpickler lets nothing else through.
+    """Return the private classes that a checkpoint's index refers to: the unpickler admits no others.
 
     torch 2.6 to 2.15. If one moves: checkpoints written before still name its old place, so keep both.
     """
@@ -337,7 +337,7 @@ class Zero3Optimizer:
         return None if self._optimizer.overflow else self._optimizer._global_grad_norm  # noqa: SLF001
 
     def set_step(self, learning_rate: float, max_norm: float) -> None:
-        """Set what the next step takes."""
+        """Set learning rate and gradient clipping of the next step."""
         self._optimizer.clip_grad = max_norm
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate

@@ -162,7 +162,7 @@ class Trainer:
         return outcome, loop.state.step
 
     def _load_best(self, engine: Engine, state: TrainState) -> int:
-        """Load the checkpoint of the best evaluation if a later one is loaded; return the step of what is loaded."""
+        """Load the checkpoint of the best evaluation if a later one is loaded; return the step of the loaded state."""
         best = state.best
         if best is None or best.step == state.step:
             return state.step
@@ -191,7 +191,7 @@ class Trainer:
         )
 
     def _build_engine(self) -> tuple[Engine, BuiltModel]:
-        """Return the engine with its weights in place, and what there is to know of its model."""
+        """Return the engine with its weights loaded, and the facts of its model."""
         recipe = self.plan.recipe
         folder = None
         if has_random_weights(recipe.model):
@@ -247,7 +247,7 @@ class Trainer:
         return made, built
 
     def _verify(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> bool:
-        """Verify what must be true before step 1; return whether documents are trained in packs."""
+        """Run the checks before step 1; return whether documents are trained in packs."""
         self._stage("verifying sharding and document isolation")
         recipe = self.plan.recipe
         checks = verify_sharding(engine.sharding_stats(), recipe.training, expected)

@@ -84,7 +84,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone writes what exists once."""
+        """Whether this is rank 0, the only rank that writes files of the whole run."""
         return self.rank == 0
 
     def barrier(self) -> None:

@@ -60,8 +60,9 @@ class _Layout:
 class AdamW8bit(torch.optim.Optimizer):
     """Updates each rank's shards in place; one kernel per parameter reads, updates and quantizes its states.
 
-    Its `state_dict` holds the bytes and scales themselves: on as many ranks they go on bit for bit. On another number
-    of ranks blocks begin elsewhere, and states in a block of several scales are rounded to the largest of them.
+    Its `state_dict` holds the bytes and scales themselves: on the same number of ranks, training continues bit for bit.
+    On another number of ranks blocks begin elsewhere, and states in a block of several scales are rounded to the
+    largest of them.
 
     Args:
         params: parameters or groups, as in torch.

@@ -84,7 +84,7 @@ def delete_oldest(
 
 
 def remove_leftovers(layout: RunLayout) -> None:
-    """Remove what a killed job left of checkpoints that it was writing or deleting."""
+    """Remove partial checkpoints of a job that was killed while it wrote or deleted them."""
     for folder in layout.checkpoints.glob(".step-*"):
         remove(folder)
 
@@ -107,7 +107,7 @@ def check_index(folder: Path, marker: Marker) -> None:
 
 
 def describe_damage(folder: Path, step: int) -> str:
-    """Compare a whole checkpoint with its marker and check its index; return what is wrong, or an empty text."""
+    """Compare a whole checkpoint with its marker and check its index; return the damage, or an empty text."""
     try:
         marker = read_marker(folder, step)
         damage = ", ".join(find_damage(folder, marker, sorted(marker.files)))
@@ -138,7 +138,7 @@ def _read(state: dict[str, Any], reader: _Reader) -> None:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return what a checkpoint says of its tensors: shapes, types and places.
+    """Return a checkpoint's index: shapes, types and places of its tensors.
 
     Raises:
         DamagedCheckpointError: it is no such index, or holds anything else.

@@ -158,7 +158,7 @@ class Checkpointer:
             self._num_failed += 1
             failure = TrainingError(
                 f"the checkpoint of step {save.step} can't be written: {error}",
-                meaning="the file system is full, over quota or out of reach; older checkpoints are unchanged",
+                meaning="the file system is full, over quota or unreachable; older checkpoints are unchanged",
                 fix=f"make room in {folder.parent}, then: ftkit resume {self._plan.id}",
             )
             if not save.may_fail or self._num_failed > self._plan.recipe.training.max_failed_checkpoints:
@@ -173,7 +173,7 @@ class Checkpointer:
                  save.step, ended - save.began, stalled)  # fmt: skip
 
     def _room_for(self, state: dict[str, Any]) -> bool:
-        """Tell whether main memory has room for the copies of all processes of this node; measured once."""
+        """Return whether main memory has room for the copies of all processes of this node; measured once."""
         if self._has_room is None:
             needed = state_bytes(state) * self._plan.placement.processes_per_node
             available = available_bytes()
@@ -338,7 +338,7 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> T
         if marker.progress.fingerprint != data:
             raise TrainingError(
                 f"{folder} was trained on data {marker.progress.fingerprint}, but the prepared data is {data}",
-                meaning="the data was deleted and prepared anew by another version of ftkit, which makes other packs",
+                meaning="the data was deleted and prepared again by another version of ftkit, which makes other packs",
                 fix="resume with the version of ftkit that the run began with, or start a new run",
             )
         _load(engine, folder)

@@ -199,7 +199,7 @@ class StepReducer:
     """
 
     def __init__(self, sources: tuple[str, ...]) -> None:
-        """Take the names of the sources that are mixed."""
+        """Take the names of the sources of a mixture."""
         self._sources = sources
         self._pending: _Pending | None = None
         self._buffer: torch.Tensor | None = None

@@ -75,7 +75,7 @@ def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: Para
     if wrong:
         raise TrainingError(
             "the model is not sharded as planned: " + "; ".join(wrong),
-            meaning="training would run out of memory, or train something else than the recipe says",
+            meaning="training would run out of memory, or would not train what the recipe sets",
             fix="this is a bug of the model's class or of ftkit, not of the data: please report it with this message",
         )
     found = {name: f"{found:,}" for name, (found, _, _) in comparisons.items()}
