@@ -10,6 +10,7 @@ from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
+    FailedCheckpointRecord,
     MemoryRecord,
     StageRecord,
     StartRecord,
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ftkit.runs.records import Record
 
 
-def record_line(record: Record) -> str:
+def record_line(record: Record) -> str:  # noqa: C901 - one case for each kind of record
     """Return a record as one line of text."""
     match record:
         case StageRecord():
@@ -45,6 +46,11 @@ def record_line(record: Record) -> str:
             line = (
                 f"checkpoint of step {record.step} written in {record.seconds:.1f} s, "
                 f"training waited {record.stalled_seconds:.1f} s"
+            )
+        case FailedCheckpointRecord():
+            line = (
+                f"checkpoint of step {record.step} could not be written: {record.reason} "
+                f"({plural(record.num_failed, 'failure')} in a row)"
             )
         case EndRecord():
             line = (
