@@ -93,7 +93,7 @@ class RunLayout:
     @property
     def code_changes(self) -> Path:
         """How the code of ftkit differed from its commit, as `git apply` takes it; not there if it did not."""
-        return self.root / "ftkit.diff"
+        return self.root / "code.diff"
 
     @property
     def original(self) -> Path:

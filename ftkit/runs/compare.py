@@ -110,7 +110,7 @@ def read_run(layout: RunLayout) -> ComparedRun:
     plan = read_json_if_valid(layout.plan, dict[str, Any]) or _plan_of(manifest)
     history = read_history(layout)
     last = history.last_step
-    after = history.evaluations[-1] if history.evaluations else None
+    after = history.last_evaluation
     results = RunResults(
         step=last.step if last else None,
         tokens=last.tokens if last else None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.files import read_json_if_valid
 from ftkit.runs.records import (
+    AnomalyRecord,
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
@@ -69,6 +70,7 @@ class History:
     memory: tuple[MemoryRecord, ...] = ()
     checks: VerificationRecord | None = None
     evaluations: tuple[EvaluationRecord, ...] = ()
+    anomalies: tuple[AnomalyRecord, ...] = ()
     end: EndRecord | None = None
     spans: tuple[Span, ...] = ()
     training_seconds: float | None = None
@@ -78,6 +80,11 @@ class History:
     def last_step(self) -> StepRecord | None:
         """The newest step that counts."""
         return next(reversed(self.steps.values()), None)
+
+    @property
+    def last_evaluation(self) -> EvaluationRecord | None:
+        """The evaluation after training, or of the highest step so far."""
+        return max(self.evaluations, key=lambda each: (each.when == "after", each.step), default=None)
 
     @property
     def speed(self) -> float | None:
@@ -130,6 +137,8 @@ def read_history(layout: RunLayout) -> History:
     memory: dict[str, MemoryRecord] = {}
     is_first = True
     for record in records:
+        if isinstance(record, EvaluationRecord) and record.when == "job":
+            continue  # another job's time
         timeline.add(record)
         if isinstance(record, StartRecord):
             starts.append(record)
@@ -147,7 +156,8 @@ def read_history(layout: RunLayout) -> History:
         if trained and isinstance(record, StepRecord | EvaluationRecord | EndRecord):
             trained[-1] = (trained[-1][0], max(trained[-1][1], record.time))
     verifications = [each for each in records if isinstance(each, VerificationRecord)]
-    last = records[-1] if records else None
+    ends = [each for each in records if isinstance(each, EndRecord | StartRecord)]
+    last = ends[-1] if ends else None
     return History(
         starts=tuple(starts),
         steps=dict(sorted(steps.items())),
@@ -156,6 +166,7 @@ def read_history(layout: RunLayout) -> History:
         memory=tuple(memory.values()),
         checks=verifications[-1] if verifications else None,
         evaluations=tuple(each for each in records if isinstance(each, EvaluationRecord)),
+        anomalies=tuple(each for each in records if isinstance(each, AnomalyRecord)),
         end=last if isinstance(last, EndRecord) else None,
         spans=tuple(timeline.spans),
         training_seconds=sum(end - begin for begin, end in trained) if trained else None,

@@ -14,7 +14,7 @@ from ftkit.planning.setup import GPUS
 from ftkit.runs.history import History, merge_spans, read_history
 from ftkit.runs.manifest import explain_missing_digests
 from ftkit.runs.progress import Restart, list_restarts
-from ftkit.runs.records import EvaluationRecord, Sample
+from ftkit.runs.records import AnomalyRecord, EvaluationRecord, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ftkit.runs.records import StepRecord
 
 _NUM_EXAMPLES = 6
+_NUM_ANOMALIES = 12
 _NARROWEST = 1 / 600
 """Part of a run's time that is seen on the time line."""
 _TIME_USE = {
@@ -85,6 +86,7 @@ class RunReport:
     time_use: list[tuple[str, str, str, float]]
     evaluations: list[EvaluationRecord]
     examples: list[Example]
+    anomalies: list[AnomalyRecord]
     restarts: list[Restart]
     checks: dict[str, str]
     facts: dict[str, list[tuple[str, str]]]
@@ -92,6 +94,11 @@ class RunReport:
     command: str
     verdict: str = ""
     samples: list[Any] = field(default_factory=list)
+
+    @property
+    def score_names(self) -> list[str]:
+        """The scores of completions that any evaluation has, beside the accuracy of SQL, which is one of its own."""
+        return sorted({name for each in self.evaluations for name in each.scores} - {"sql"})
 
 
 def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), verdict: str = "") -> RunReport:
@@ -121,7 +128,8 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
         comparisons=_comparisons(plan, history) if plan else [],
         time_use=_time_use(history),
         evaluations=validation,
-        examples=_examples(validation),
+        examples=_examples(history),
+        anomalies=list(history.anomalies[-_NUM_ANOMALIES:]),
         restarts=list_restarts(layout),
         checks=history.checks.checks if history.checks else {},
         facts=_facts(plan, manifest, history) if plan else {},
@@ -150,9 +158,9 @@ def _tiles(plan: RunPlan | None, history: History) -> list[Tile]:
     if last:
         first = next(iter(history.steps.values()))
         tiles.append(Tile("Training loss", f"{last.loss:.4g}", f"from {first.loss:.4g}"))
-    if validation:
-        after, before = validation[-1], validation[0]
-        has_before = len(validation) > 1
+    if after := history.last_evaluation:
+        before = validation[0]
+        has_before = before is not after
         detail = f"from {before.loss:.4g}" if has_before else f"{after.when} training"
         tiles.append(Tile("Validation loss", f"{after.loss:.4g}", detail))
         if after.execution_accuracy is not None:
@@ -274,12 +282,12 @@ def _time_use(history: History) -> list[tuple[str, str, str, float]]:
     ]
 
 
-def _examples(evaluations: Sequence[EvaluationRecord]) -> list[Example]:
+def _examples(history: History) -> list[Example]:
     """Pair the completions after training with those before, what changed first."""
-    if not evaluations or evaluations[-1].when == "before":
+    after = history.last_evaluation
+    if after is None or after.when == "before":
         return []
-    after = evaluations[-1]
-    before = evaluations[0] if len(evaluations) > 1 else None
+    before = history.evaluations[0] if history.evaluations[0].when == "before" else None
     earlier = {each.question: each for each in before.samples} if before else {}
     pairs = [Example(earlier.get(each.question), each) for each in after.samples]
     learned = [pair for pair in pairs if pair.before and pair.after.correct and not pair.before.correct]
