@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,8 +19,21 @@ if TYPE_CHECKING:
 
     from ftkit.health.findings import Finding, Status
     from ftkit.health.site import Site
+    from ftkit.launch.doctor import NodeResult
+    from ftkit.launch.resolve import Place
 
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "cyan"}
+
+
+class _NumNodes(click.ParamType[int | str]):
+    """A number of nodes, or `all`."""
+
+    name = "nodes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value != "all" and not (str(value).isdigit() and int(value) > 0):
+            self.fail("give a number of nodes, or 'all'", param, ctx)
+        return "all" if value == "all" else int(value)
 
 
 @click.command(
@@ -29,41 +43,47 @@ _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "red
     examples=("ftkit doctor", "ftkit doctor --cluster mycluster --json"),
 )
 @click.option("--cluster", metavar="NAME", shell_complete=complete_cluster, help="A profile of 'ftkit clusters'.")
-@click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help="Image to look for.")
+@click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help="Image to check nodes in.")
+@click.option("--nodes", metavar="N|all", type=_NumNodes(), help="Check N nodes too, or all that are idle, in a job.")
 @json_option
-def command(*, cluster: str | None, image: str | None, as_json: bool) -> None:
+def command(*, cluster: str | None, image: str | None, nodes: int | str | None, as_json: bool) -> None:
     """Check this machine: programs, rights, disk space, credentials, registry, hub, image, clocks.
 
-    Exits with 12 if a check failed.
+    With --nodes, a job then checks nodes inside the image: the container starts, GPUs, driver, memory errors,
+    clocks, disks, the matrix products and collectives that they reach, and pairs of nodes. Exits with 12 if a check
+    failed.
     """
     from ftkit.errors import UnfitMachineError
     from ftkit.health.findings import failures
+    from ftkit.launch.resolve import RunArgs, load_place
 
     terminal, ctx = Terminal(), Context.here()
-    findings = check_here(ctx, terminal, cluster=cluster, image=image, shows=not as_json)
-    failed = failures(findings)
+    place = load_place(RunArgs(cluster=cluster, image=image), ctx)
+    findings = check_here(ctx, place, terminal, shows=not as_json)
+    results = _check_nodes(nodes, place, ctx, terminal) if nodes else []
+    failed = [each.check for each in failures(findings)]
+    bad = [each.host for each in results if each.problem]
     if as_json:
-        terminal.json({"login_node": [asdict(each) for each in findings], "is_healthy": not failed})
-    if failed:
-        raise UnfitMachineError(f"failed: {', '.join(each.check for each in failed)}")
+        reports = [asdict(each) for each in results]
+        is_healthy = not failed and not bad
+        here = [asdict(each) for each in findings]
+        terminal.json({"login_node": here, "nodes": reports, "exclude": bad, "is_healthy": is_healthy})
+    elif results:
+        terminal.text(is_data=True)
+        _show_nodes(results, terminal)
+    if failed or bad:
+        nodes_failed = [f"nodes {', '.join(bad)} (leave them out: sbatch --exclude={','.join(bad)})"] if bad else []
+        raise UnfitMachineError(f"failed: {', '.join([*failed, *nodes_failed])}")
 
 
 def check_here(
-    ctx: Context,
-    terminal: Terminal,
-    *,
-    cluster: str | None = None,
-    image: str | None = None,
-    site: Site | None = None,
-    shows: bool = True,
+    ctx: Context, place: Place, terminal: Terminal, *, site: Site | None = None, shows: bool = True
 ) -> list[Finding]:
     """Run the checks of the login node and print them."""
     from ftkit.health.login import LoginNode, check_login_node
     from ftkit.health.site import detect_site
-    from ftkit.launch.resolve import RunArgs, load_place
     from ftkit.planning.layout import Workspace
 
-    place = load_place(RunArgs(cluster=cluster, image=image), ctx)
     node = LoginNode(
         site or detect_site(ctx.environment),
         place.cluster,
@@ -85,3 +105,80 @@ def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
     for each in findings:
         if each.fix and each.status != "ok":
             terminal.say(f"{each.check}: {each.fix}", indent=2)
+
+
+def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Terminal) -> list[NodeResult]:
+    """Run the checks on nodes of Slurm.
+
+    Raises:
+        ConfigError: the cluster has no Slurm, or needs an image.
+    """
+    import sys
+
+    from ftkit.errors import ConfigError, PrerequisiteError, Problem
+    from ftkit.launch.doctor import check_nodes, checks_folder, idle_nodes
+    from ftkit.launch.render import NodeChecks
+    from ftkit.planning.plan import PlacementPlan, container_image
+
+    cluster = place.cluster
+    if cluster.scheduler != "slurm" or cluster.device == "auto":
+        fix = "On this machine, in the Python or the image that trains: python -m ftkit.health"
+        raise ConfigError([Problem("", "--nodes", f"cluster '{cluster.name}' has no Slurm.", fix)])
+    if cluster.runtime != "none" and place.image is None:
+        raise ConfigError([Problem("", "--image", "nodes are checked inside an image.", "Give --image NAME:TAG.")])
+    hosts: list[str] = []
+    if nodes == "all":
+        hosts, num_busy = idle_nodes(cluster)
+        if num_busy:
+            terminal.warn(f"{num_busy} nodes are not idle and are not checked")
+        if not hosts:
+            raise PrerequisiteError("no node is idle", fix="wait until jobs end, or take a number: --nodes 1")
+    num_nodes = len(hosts) or int(nodes)
+    terminal.say(f"checking {num_nodes} nodes: a job of about a minute, once Slurm has started it")
+    threads = max(1, (cluster.cpus_per_node or cluster.gpus_per_node) // cluster.gpus_per_node)
+    workspace = place.settings.workspace_folder(ctx)
+    with checks_folder(workspace) as folder:
+        checks = NodeChecks(
+            cluster,
+            PlacementPlan(num_nodes, cluster.gpus_per_node, cluster.device, threads),
+            workspace,
+            sys.executable if cluster.runtime == "none" else "python3",
+            container_image(cluster, place.image, workspace),
+            folder,
+        )
+        return check_nodes(checks, hosts, os.environ)
+
+
+def _show_nodes(results: Sequence[NodeResult], terminal: Terminal) -> None:
+    """Print a line for each node, then everything that is not in order."""
+    columns = (
+        Column("NODE"),
+        Column("STATUS"),
+        Column("TFLOP/S", is_number=True),
+        Column("WITHIN GB/S", is_number=True),
+        Column("BETWEEN GB/S", is_number=True),
+        Column("BEST PAIR GB/S", is_number=True),
+    )
+    rows: list[list[Cell]] = []
+    for each in results:
+        report = each.report or {}
+        rates = [device["matmul"] for device in report.get("devices") or ()]
+        status = Styled("failed", "red") if each.problem else Styled("ok", "green")
+        groups = [report.get(name) or {} for name in ("within", "between")]
+        numbers = [
+            min(rates, default=None),
+            *(group.get("all_reduce") for group in groups),
+            max((report.get("pairs") or {}).values(), default=None),
+        ]
+        rows.append([each.host, status, *("-" if number is None else f"{number:,.3g}" for number in numbers)])
+    terminal.table(columns, rows)
+    for each in results:
+        findings = (each.report or {}).get("findings", [])
+        for found in findings:
+            if found["status"] in ("failed", "warning"):
+                gpu = "" if found["gpu"] is None else f" GPU {found['gpu']}"
+                fix = f" ({found['fix']})" if found["fix"] else ""
+                style = _STYLES[found["status"]]
+                terminal.text(Styled(f"{each.host}{gpu} {found['check']}: {found['value']}{fix}", style), is_data=True)
+        if not findings:
+            terminal.text(Styled(f"{each.host}: {each.problem}", "red"), is_data=True)

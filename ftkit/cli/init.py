@@ -41,6 +41,7 @@ def command(*, yes: bool, force: bool) -> None:
     from ftkit.config.load import load_cluster
     from ftkit.health.site import detect_site
     from ftkit.health.site_profile import propose_cluster
+    from ftkit.launch.resolve import RunArgs, load_place
 
     terminal, here = Terminal(), Context.here()
     folder = Path.cwd()
@@ -63,7 +64,8 @@ def command(*, yes: bool, force: bool) -> None:
     for each in (*site.unknown, *proposed.unknown):
         terminal.warn(f"not found out: {each}")
     terminal.say()
-    check_here(Context.here(), terminal, site=site)
+    written = Context.here()
+    check_here(written, load_place(RunArgs(), written), terminal, site=site)
     terminal.say(Styled(f"\nTry: {_next_command(proposed)}", "bold"))
 
 

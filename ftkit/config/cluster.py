@@ -160,15 +160,20 @@ def nccl_for(cluster: ClusterProfile, num_nodes: int) -> NcclSpec | None:
     return None if is_empty or (nccl.multi_node_only and num_nodes == 1) else nccl
 
 
-def mounted_folders(
-    recipe: RecipeSpec, cluster: ClusterProfile, workspace: Path, num_nodes: int
-) -> Iterator[tuple[str, str]]:
-    """Yield each folder that a job reads or writes, after the key that names it; a folder can be named twice."""
+def site_folders(cluster: ClusterProfile, workspace: Path, num_nodes: int) -> Iterator[tuple[str, str]]:
+    """Yield each folder that any job on the cluster needs, after the key that names it."""
     yield "workspace", str(workspace)
     yield "node_local_dir", cluster.node_local_dir
     nccl = nccl_for(cluster, num_nodes)
     if nccl and nccl.library_dir:
         yield "nccl.library_dir", nccl.library_dir
+
+
+def mounted_folders(
+    recipe: RecipeSpec, cluster: ClusterProfile, workspace: Path, num_nodes: int
+) -> Iterator[tuple[str, str]]:
+    """Yield each folder that a job reads or writes, after the key that names it; a folder can be named twice."""
+    yield from site_folders(cluster, workspace, num_nodes)
     model = recipe.model
     for key, path in (("model.weights", model.weights), ("model.tokenizer.source", model.tokenizer.source)):
         if is_path(path):

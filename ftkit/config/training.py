@@ -300,5 +300,8 @@ class ResourcesSpec(Spec):
     hang_timeout_seconds: PositiveInt = 600
     """A step that takes longer than this, and than ten times the median of the last ones, is taken for a hang: all
     ranks leave their Python stacks and their last collectives in `logs/`, and training starts again."""
+    preflight: bool | None = None
+    """Check all nodes before training, on Slurm, and leave out those that are out of order. With GPUs on two nodes and
+    more if null."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
     """Slurm's words: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`. The profile's if null."""

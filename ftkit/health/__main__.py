@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 REPORT_PREFIX = "ftkit-report "
 VERDICT_PREFIX = "ftkit-node "
+WARNING_PREFIX = "ftkit-warning "
 
 
 def main(words: list[str]) -> int:
@@ -40,11 +41,14 @@ def main(words: list[str]) -> int:
         shared_file=Path(options.shared_file) if options.shared_file else None,
         is_short=options.short,
         wait_seconds=options.wait_seconds,
+        absent_dir=Path(options.absent_dir) if options.absent_dir else None,
     )
     report = check_node(job, os.environ)
     failed = "; ".join(f"{each} ({each.fix})" if each.fix else str(each) for each in report.failed)
     if options.in_job:  # many nodes write to one stream: whole lines, each with its node's name
         sys.stdout.write(f"{REPORT_PREFIX}{json.dumps(as_json(report))}\n")
+        warnings = [each for each in report.findings if each.status == "warning"]
+        sys.stdout.write("".join(f"{WARNING_PREFIX}{host}: {one_line(str(each))}\n" for each in warnings))
         sys.stdout.write(f"{VERDICT_PREFIX}{host} {f'bad {one_line(failed)}' if failed else 'ok'}\n")
         return 0
     if options.json:
@@ -68,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", default="", help="all nodes of the job, with commas between them")
     parser.add_argument("--port", type=int, default=29400, help="first of some ports on the nodes")
     parser.add_argument("--wait-seconds", type=float, default=60, help="how long to wait for nodes that start late")
+    parser.add_argument("--absent-dir", help="folder in which HOST.absent says that a node's checks did not run")
     parser.add_argument("--in-job", action="store_true", help="print one line each of report and verdict; exit with 0")
     return parser
 

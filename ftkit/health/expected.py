@@ -23,7 +23,7 @@ _MATMUL_SHARES: Final[dict[str, float]] = {"l4": 0.3}
 _MEMORY_SHARE: Final = 0.7
 _LINK_SHARE: Final = 0.5
 _NETWORK_SHARE: Final = 0.5
-OUTLIER: Final = {"cuda": 0.85, "cpu": 0.25}
+OUTLIER: Final = {"cuda": 0.85, "cpu": 0.1}
 """Share of the median of all devices below which one is an outlier. CPUs have other work to do as well."""
 
 

@@ -55,9 +55,7 @@ def check_machine(expected: Expectation, nvml: Nvml | str, environment: Mapping[
             findings.append(Finding("driver", "unknown", nvml))
         return findings
     findings += _check_driver(nvml, environment)
-    if expected.num_gpus:
-        findings += _check_gpus(nvml.health(), expected)
-    return findings
+    return findings + _check_gpus(nvml.health(), expected)
 
 
 # --- Disks ---------------------------------------------------------------------------------------

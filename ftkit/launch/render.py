@@ -10,18 +10,21 @@ import shlex
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ftkit import assets
-from ftkit.config.cluster import mounted_folders, nccl_for
+from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
+from ftkit.config.image_reference import image_file
 from ftkit.errors import ConfigError, Problem
 from ftkit.planning.layout import DataLayout
+from ftkit.planning.plan import PlacementPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from ftkit.config.cluster import NcclSpec
     from ftkit.planning.plan import RunPlan
 
 _TEMPLATES = {"local": "local.sh.j2", "slurm": "slurm.sbatch.j2"}
@@ -61,6 +64,11 @@ _TAKEN_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
 """Variables that the script looks for when it runs, because a site's script or the user may have set them."""
 
 
+_PREFLIGHT_SECONDS: Final = 600
+"""Starting a container of a large image takes minutes on a slow disk."""
+_CHECK_SECONDS: Final = 300
+
+
 def render_job(plan: RunPlan, *, prepares: bool = True) -> str:
     """Render the script of a run.
 
@@ -71,26 +79,69 @@ def render_job(plan: RunPlan, *, prepares: bool = True) -> str:
     Raises:
         ConfigError: a value can't be expressed for Slurm, pyxis or bash.
     """
-    return _render(_TEMPLATES[plan.cluster.scheduler], plan, prepares=prepares)
+    checks = {"preflight": plan.has_preflight, "check_seconds": _PREFLIGHT_SECONDS}
+    return _render(_TEMPLATES[plan.cluster.scheduler], plan, prepares=prepares, **checks)
 
 
 def _render(template: str, plan: RunPlan, mounted: Sequence[str] = (), **values: object) -> str:
+    nccl = nccl_for(plan.cluster, plan.placement.num_nodes)
+    named = mounted_folders(plan.recipe, plan.cluster, plan.workspace, plan.placement.num_nodes)
     return _environment().get_template(template).render(
         plan=plan,
         profile=plan.cluster,
         placement=plan.placement,
         layout=plan.layout,
         runtime=plan.cluster.runtime,
-        in_container=_Safe('"${container_start[@]}" ' if plan.cluster.runtime in ("docker", "apptainer") else ""),
-        nccl=nccl_for(plan.cluster, plan.placement.num_nodes),
-        mounts=_mounts(plan, mounted) if plan.cluster.runtime != "none" else (),
+        in_container=_in_container(plan.cluster),
+        nccl=nccl,
+        mounts=_mounts(plan.cluster, (*(folder for _, folder in named), *mounted)),
         data_manifest=DataLayout(plan.data_directory).manifest,
         image_is_file=plan.image_file is not None,
         **{
             "time_limit": plan.cluster.limit_time(plan.recipe.resources.time_limit),
-            "container_environment": _container_environment(plan),
+            "container_environment": _container_environment(plan.cluster, nccl),
+            "preflight": False,
         }
         | values,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NodeChecks:
+    """The checks of `ftkit doctor` on some nodes of a Slurm cluster.
+
+    Attributes:
+        cluster: its profile.
+        placement: nodes, and the processes on each.
+        workspace: the shared folder.
+        python: Python of a cluster without containers, else that of the image.
+        container_image: in the runtime's words; None without containers.
+        folder: where the script leaves what it finds.
+    """
+
+    cluster: ClusterProfile
+    placement: PlacementPlan
+    workspace: Path
+    python: str
+    container_image: str | None
+    folder: Path
+
+
+def render_checks(checks: NodeChecks) -> str:
+    """Render the script that salloc runs on the machine that `ftkit doctor` was typed on. Raises as `render_job`."""
+    cluster, num_nodes = checks.cluster, checks.placement.num_nodes
+    nccl = nccl_for(cluster, num_nodes)
+    return _environment().get_template("doctor.sh.j2").render(
+        plan=checks,
+        profile=cluster,
+        placement=checks.placement,
+        runtime=cluster.runtime,
+        in_container=_in_container(cluster),
+        nccl=nccl,
+        mounts=_mounts(cluster, (folder for _, folder in site_folders(cluster, checks.workspace, num_nodes))),
+        container_environment=_container_environment(cluster, nccl),
+        image_is_file=image_file(checks.container_image) is not None,
+        check_seconds=_CHECK_SECONDS,
     )  # fmt: skip
 
 
@@ -118,7 +169,7 @@ def render_side_job(template: str, plan: RunPlan, job: SideJob, **values: object
         template,
         replace(plan, placement=placement),
         job.mounts,
-        container_environment=sorted({*_container_environment(plan), *job.environment}),
+        container_environment=sorted({*_container_environment(cluster, nccl_for(cluster, 1)), *job.environment}),
         job_name=f"{plan.name}-{job.name}",
         job_log=job.log,
         num_cpus=cpus and max(1, cpus * num_gpus // cluster.gpus_per_node),
@@ -128,21 +179,23 @@ def render_side_job(template: str, plan: RunPlan, job: SideJob, **values: object
     )
 
 
-def _container_environment(plan: RunPlan) -> list[str]:
-    nccl = nccl_for(plan.cluster, plan.placement.num_nodes)
-    names = {*_FROM_THE_JOB, *plan.cluster.environment, *(nccl.environment if nccl else ())}
+def _in_container(cluster: ClusterProfile) -> str:
+    return _Safe('"${container_start[@]}" ' if cluster.runtime in ("docker", "apptainer") else "")
+
+
+def _container_environment(cluster: ClusterProfile, nccl: NcclSpec | None) -> list[str]:
+    names = {*_FROM_THE_JOB, *cluster.environment, *(nccl.environment if nccl else ())}
     return sorted(name for name in names if not name.startswith(_TAKEN_BY_PREFIX))
 
 
 # --- Mounts --------------------------------------------------------------------------------------
 
 
-def _mounts(plan: RunPlan, more: Sequence[str]) -> list[str]:
+def _mounts(cluster: ClusterProfile, folders: Iterable[str]) -> list[str]:
     """Return the mounts as FROM:TO, without what lies in a folder that is mounted as it stands anyway."""
     mounts: list[str] = []
     mounted: list[PurePosixPath] = []
-    named = mounted_folders(plan.recipe, plan.cluster, plan.workspace, plan.placement.num_nodes)
-    for wanted in (*plan.cluster.mounts, *(folder for _, folder in named), *more):
+    for wanted in (*cluster.mounts, *folders) if cluster.runtime != "none" else ():
         source, *rest = wanted.split(":")
         inside = PurePosixPath(source)
         if any(inside.is_relative_to(folder) for folder in mounted) and rest in ([], [source]):

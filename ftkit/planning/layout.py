@@ -156,6 +156,16 @@ class RunLayout:
         return self.root / "serve.sbatch"
 
     @property
+    def preflight(self) -> Path:
+        """What the checks before training found: a folder for each start of a job, in it files of each node."""
+        return self.root / "preflight"
+
+    @property
+    def excluded_nodes(self) -> Path:
+        """The nodes that did not pass, a line each: time, job, node and why, with tabs between them."""
+        return self.root / "excluded-nodes.tsv"
+
+    @property
     def tensorboard(self) -> Path:
         """Event files, if the recipe asks for TensorBoard."""
         return self.root / "tensorboard"

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ftkit.config.image import ImageSpec
+    from ftkit.config.image_reference import AnyImage
     from ftkit.config.model import ArchitectureSpec, ModelCounts, ModelSpec
     from ftkit.config.recipe import RecipeSpec
     from ftkit.config.request import RunRequest
@@ -132,6 +133,12 @@ class RunPlan:
         return None if price is None else price * self.placement.world_size * seconds / 3600
 
     @property
+    def has_preflight(self) -> bool:
+        """Whether the nodes are checked before training."""
+        asked, place = self.recipe.resources.preflight, self.placement
+        return place.num_nodes > 1 and place.device == "cuda" if asked is None else asked
+
+    @property
     def setup(self) -> Setup:
         """What memory and step time are predicted from."""
         recipe, engine = self.recipe, self.engine
@@ -209,7 +216,7 @@ def plan_run(
         num_trained=method_counts(shape, training).trained,
         num_steps=count_steps(training, request.num_packs),
         image=str(request.image) if request.image and cluster.runtime != "none" else None,
-        container_image=_container_image(cluster, request),
+        container_image=container_image(cluster, request.image, request.workspace),
         python=request.python if cluster.runtime == "none" else "python3",
         notes=(
             *_notes(setup, cluster, memory),
@@ -312,11 +319,11 @@ def _setup(
     )  # fmt: skip
 
 
-def _container_image(cluster: ClusterProfile, request: RunRequest) -> str | None:
+def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: Path) -> str | None:
     """Return what the runtime is given: a path, the engine's name, or an address in the runtime's words."""
-    if cluster.runtime == "none" or request.image is None:
+    if cluster.runtime == "none" or image is None:
         return None
-    match request.image:
+    match image:
         case RegistryImage() as remote:
             uris = {"docker": remote.pinned, "apptainer": remote.docker_uri}
             return uris.get(cluster.runtime, remote.enroot_uri)
@@ -325,7 +332,7 @@ def _container_image(cluster: ClusterProfile, request: RunRequest) -> str | None
         case NamedImage() as named if cluster.runtime == "docker":
             return named.docker_name
         case NamedImage() as named:
-            return str(Workspace(request.workspace).image_file(named, cluster.image_format))
+            return str(Workspace(workspace).image_file(named, cluster.image_format))
 
 
 def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:

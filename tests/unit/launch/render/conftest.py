@@ -58,7 +58,7 @@ class PlanMaker:
 
     workspace: Path | str = "/shared/ftkit"
     python = "/opt/ftkit/bin/python3"
-    recipe = load_recipe("olmo3-7b-full", SHIPPED_ONLY)
+    recipe = load_recipe("olmo3-7b-full", SHIPPED_ONLY, ("resources.preflight=false",))
     image = load_image("olmo3:25.02", SHIPPED_ONLY)
 
     def __call__(self, cluster: str, num_nodes: int = 2, **changes: object) -> RunPlan:

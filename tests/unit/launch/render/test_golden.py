@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
 from ftkit.launch.render import SideJob, render_job, render_preparation, render_side_job
 from ftkit.launch.serving import serve_words
 
 if TYPE_CHECKING:
     from conftest import PlanMaker
 
+SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
 GOLDEN = Path(__file__).parents[3] / "golden"
 CASES = [
     ("slurm", 1),
@@ -48,6 +51,7 @@ NAMES = [
 
 @pytest.mark.parametrize(("cluster", "num_nodes"), CASES)
 def test_the_script_is_the_golden_one(cluster: str, num_nodes: int, make_plan: PlanMaker) -> None:
+    make_plan.recipe = load_recipe("olmo3-7b-full", SHIPPED_ONLY)
     plan = replace(
         make_plan(cluster, num_nodes), fingerprint="0123456789abcdef"
     )  # that of the data has tests of its own

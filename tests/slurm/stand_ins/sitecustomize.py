@@ -1,0 +1,21 @@
+"""Makes a node's matrix products as slow as a GPU without power, where its faults say so."""
+
+import json
+from pathlib import Path
+
+try:
+    IS_SLOW = json.loads(Path("/mnt/localssd/faults.json").read_text()).get("slow")
+except (OSError, ValueError):
+    IS_SLOW = False
+if IS_SLOW:
+    import time
+
+    import torch
+
+    multiply = torch.mm
+
+    def multiply_slowly(*arguments: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return multiply(*arguments, out=out)
+
+    torch.mm = multiply_slowly
