@@ -1,0 +1,97 @@
+"""Nodes with faults: `ftkit doctor` names each, and a run leaves them out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import CHECKOUT, DEV_CLUSTER, STATE, TINY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from conftest import Cluster
+
+STAND_INS = CHECKOUT / "tests" / "slurm" / "stand_ins"
+PROFILE = """
+name: boxes
+extends: dev
+description: the dev cluster, in containers by a stand-in for Apptainer
+runtime: apptainer
+node_local_dir: /mnt/localssd/scratch
+"""
+
+
+def on_node(node: str, script: str) -> None:
+    subprocess.run([str(DEV_CLUSTER), "node", node, "--", "sh", "-c", script], check=True, capture_output=True)
+
+
+@contextmanager
+def faults(**nodes: dict[str, Any]) -> Iterator[None]:
+    """Give nodes faults that the stand-ins read."""
+    paths = {node: STATE / "machines" / node / "localssd" / "faults.json" for node in nodes}
+    for node, path in paths.items():
+        path.write_text(json.dumps(nodes[node]))
+    try:
+        yield
+    finally:
+        for path in paths.values():
+            path.unlink()
+
+
+@pytest.fixture
+def image(cluster: Cluster, shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    cluster.execute("sh", "-c", f"printf '%s' '{PROFILE}' >~/.config/ftkit/clusters/boxes.yaml")
+    (shared_folder / "image.sif").write_text("stands for an image")
+    monkeypatch.setenv("FTKIT_TEST_PATH", str(STAND_INS))  # dev-cluster passes on what begins with FTKIT_
+    assert os.environ["FTKIT_TEST_PATH"]
+    return str(shared_folder / "image.sif")
+
+
+def ftkit(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run ftkit with the stand-ins before other programs."""
+    script = 'export PATH="$FTKIT_TEST_PATH:$PATH"; exec ftkit "$@"'
+    return cluster.execute("bash", "-c", script, "ftkit", *words)
+
+
+def test_doctor_names_the_fault_of_each_node(cluster: Cluster, image: str) -> None:
+    on_node("n2", "mkdir /mnt/localssd/scratch && mount -t tmpfs -o size=1m,mode=1777 full /mnt/localssd/scratch")
+    try:
+        on_node("n2", "head -c 1m /dev/zero >/mnt/localssd/scratch/fill")
+        with faults(n1={"slow": True}, n3={"driver": True}, n4={"no_containers": True}):
+            done = ftkit(cluster, "doctor", "--cluster", "boxes", "--nodes", "all", "--image", image, "--json")
+    finally:
+        on_node("n2", "umount /mnt/localssd/scratch")
+    assert done.returncode == 12, done.stderr
+    found = json.loads(done.stdout)
+    assert found["exclude"] == ["n1", "n2", "n3", "n4"]
+    problems = {each["host"]: each["problem"] for each in found["nodes"]}
+    assert "hardware slowdown" in problems["n1"]
+    assert "TFLOP/s, others" in problems["n1"]
+    assert "No space left on device" in problems["n2"]
+    assert "CUDA 11.4; the image has CUDA 12.8" in problems["n3"]
+    assert "no loop device available" in problems["n4"]
+
+
+def test_a_run_goes_on_without_nodes_that_fail_the_preflight(cluster: Cluster, image: str) -> None:
+    short = ("training.global_batch_size=16", "training.max_steps=2", "evaluation.sql_execution=null")
+    on_node("n3", f"mount -t tmpfs -o mode=755 none {STATE}/shared")  # the next job's first node
+    try:
+        with faults(n2={"no_containers": True}):
+            done = ftkit(
+                cluster, "run", TINY, "--cluster", "boxes", "--nodes", "2", "--image", image, "--name", "picky",
+                "resources.preflight=true", *short,
+            )  # fmt: skip
+    finally:
+        on_node("n3", f"umount {STATE}/shared")
+    assert done.returncode == 0, done.stderr
+    run = cluster.status("picky")["id"]
+    excluded = json.loads((cluster.folder(run) / "manifest.json").read_text())["starts"][-1]["excluded_nodes"]
+    assert "no loop device available" in excluded["n2"]
+    assert "does not see" in excluded.get("n3", "does not see")
+    assert not set(excluded) & set(cluster.nodes(cluster.status("picky")["job_id"]))
