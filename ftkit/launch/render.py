@@ -79,8 +79,8 @@ def render_job(plan: RunPlan, *, prepares: bool = True) -> str:
     Raises:
         ConfigError: a value can't be expressed for Slurm, pyxis or bash.
     """
-    checks = {"preflight": plan.has_preflight, "check_seconds": _PREFLIGHT_SECONDS}
-    return _render(_TEMPLATES[plan.cluster.scheduler], plan, prepares=prepares, **checks)
+    template, checks = _TEMPLATES[plan.cluster.scheduler], plan.has_preflight
+    return _render(template, plan, prepares=prepares, preflight=checks, check_seconds=_PREFLIGHT_SECONDS)
 
 
 def _render(template: str, plan: RunPlan, mounted: Sequence[str] = (), **values: object) -> str:

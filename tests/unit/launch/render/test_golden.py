@@ -17,7 +17,7 @@ import pytest
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
-from ftkit.launch.render import SideJob, render_job, render_preparation, render_side_job
+from ftkit.launch.render import NodeChecks, SideJob, render_checks, render_job, render_preparation, render_side_job
 from ftkit.launch.serving import serve_words
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ CASES = [
 
 SIDE_JOBS = ["a4-highgpu-8g", "dev", "apptainer"]
 PREPARATIONS = ["slurm", "a4-highgpu-8g", "dev", "apptainer"]
+CHECKS = ["a3-megagpu-8g", "apptainer"]
 NAMES = [
+    *(f"doctor-{name}.sh" for name in CHECKS),
     *(f"{cluster}-{num_nodes}.sbatch" for cluster, num_nodes in CASES),
     *(f"prepare-{name}.sbatch" for name in PREPARATIONS),
     *(f"{kind}-{name}.sbatch" for kind in ("evaluate", "serve") for name in SIDE_JOBS),
@@ -88,6 +90,15 @@ def test_the_script_that_serves_is_the_golden_one(cluster: str, make_plan: PlanM
     script = render_side_job("serve.sbatch.j2", plan, job, words=words, port=port, address_file=address_file)
     compare(script, f"serve-{cluster}.sbatch")
     assert ("VLLM_API_KEY" in script) == (plan.cluster.runtime != "none")
+
+
+@pytest.mark.parametrize("cluster", CHECKS)
+def test_the_script_that_checks_nodes_is_the_golden_one(cluster: str, make_plan: PlanMaker) -> None:
+    plan = make_plan(cluster, 2)
+    folder = plan.workspace / "checks"
+    image = plan.container_image
+    script = render_checks(NodeChecks(plan.cluster, plan.placement, plan.workspace, plan.python, image, folder))
+    compare(script, f"doctor-{cluster}.sh")
 
 
 def compare(script: str, name: str) -> None:

@@ -472,3 +472,67 @@ def test_caches_are_private_to_the_user(plan: RunPlan, machine: Machine) -> None
     folder = machine.root / "local-disk" / f"ftkit-{os.getuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert machine.calls("python3")[1].environment["TRITON_CACHE_DIR"] == f"{folder}/triton"
+
+
+@pytest.fixture
+def checked_plan(make_plan: PlanMaker, machine: Machine) -> RunPlan:
+    """A plan for Slurm whose nodes are checked first; srun's stand-in runs what the two nodes would run."""
+    make_plan.recipe = make_plan.recipe.model_copy(
+        update={"resources": make_plan.recipe.resources.model_copy(update={"preflight": True})}
+    )
+    plan = make_plan("dev", 2, node_local_dir=machine.local_disk)
+    plan.layout.plan.parent.mkdir(parents=True)
+    plan.layout.plan.touch()
+    return plan
+
+
+def _check(verdicts: dict[str, str]) -> str:
+    """Return what Python's stand-in does: a node says this, or, with nothing to say, can't start a container."""
+    cases = "".join(
+        f"*--host={host}*) echo 'ftkit-node {host} {said}' ;; "
+        if said
+        else f"*--host={host}*) echo 'FATAL: no loop device' >&2; echo 'srun: error: task 0' >&2; exit 255 ;; "
+        for host, said in verdicts.items()
+    )
+    return f'case "$*" in *ftkit.health*) case "$*" in {cases} esac; exit ;; esac; '
+
+
+def test_a_node_that_fails_its_check_is_left_out_with_the_reason(checked_plan: RunPlan, machine: Machine) -> None:
+    machine.environment["FAKE_PREPARE"] = _check({"n1": "ok", "n2": ""})
+    machine.environment["FAKE_JOB"] = "ExcNodeList=n9"
+    code, _ = machine.run(checked_plan)
+    assert code == 0
+    log = checked_plan.layout.job_log.read_text()
+    assert "preflight: n2: the checks did not run: FATAL: no loop device" in log
+    asked = [call.words for call in machine.calls("scontrol")]
+    assert ["requeue", "12345"] in asked
+    assert ["update", "jobid=12345", "ExcNodeList=n9,n2"] in asked
+    assert checked_plan.layout.excluded_nodes.read_text().split("\t")[1:3] == ["12345", "n2"]
+    assert machine.exit_code(checked_plan) is None
+    assert not any("ftkit.train.launcher" in call.words for call in machine.calls("python3"))
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"), [({"n1": "ok", "n2": "ok"}, 0), ({"n1": "bad driver", "n2": "bad driver"}, 12)]
+)
+def test_training_starts_unless_no_node_passes(
+    checked_plan: RunPlan, machine: Machine, verdicts: dict[str, str], expected: int
+) -> None:
+    machine.environment["FAKE_PREPARE"] = _check(verdicts)
+    code, _ = machine.run(checked_plan)
+    assert (code, machine.exit_code(checked_plan)) == (expected, expected)
+    has_trained = any("ftkit.train.launcher" in call.words for call in machine.calls("python3"))
+    assert has_trained == (expected == 0)
+
+
+def test_a_node_that_does_not_see_the_run_leaves_itself_out(checked_plan: RunPlan, machine: Machine) -> None:
+    checked_plan.layout.plan.unlink()
+    code, _ = machine.run(checked_plan)
+    assert code == 12
+    expected = ["update", "jobid=12345", "ExcNodeList=n1", "Comment=ftkit-excluded n1"]
+    assert expected in [call.words for call in machine.calls("scontrol")]
+    checked_plan.layout.plan.touch()
+    machine.environment["FAKE_JOB"] = "   Comment=ftkit-excluded n1"
+    machine.environment["FAKE_PREPARE"] = _check({"n1": "ok", "n2": "ok"})
+    machine.run(checked_plan)
+    assert "does not see" in checked_plan.layout.excluded_nodes.read_text()

@@ -1,0 +1,159 @@
+#!/usr/bin/env bash
+# Checks of nodes, written by 'ftkit doctor'. salloc runs it on the machine that it was typed on.
+set -euo pipefail
+
+readonly RUN_DIR=/shared/ftkit/checks
+readonly RUN_PYTHON=python3
+readonly WORKSPACE=/shared/ftkit
+
+say() {
+    printf 'ftkit: %s\n' "$*" >&2
+}
+
+# --- Environment ---------------------------------------------------------------------------------
+# apptainer passes the whole environment of the submitting shell into the container, where these would
+# mix the host's programs and libraries with the image's.
+unset BASH_ENV LD_LIBRARY_PATH LD_PRELOAD PYTHONHOME PYTHONPATH PYTHONSTARTUP PYTHONUSERBASE TMPDIR
+unset VIRTUAL_ENV "${!CONDA_@}"
+
+export PYTHONUNBUFFERED=1
+export OMP_NUM_THREADS=1
+
+# Caches of compiled kernels: on each node's own disk, kept between jobs.
+export FTKIT_CACHE_DIR=/tmp/ftkit-"$UID"
+export TRITON_CACHE_DIR="$FTKIT_CACHE_DIR/triton"
+export TORCHINDUCTOR_CACHE_DIR="$FTKIT_CACHE_DIR/inductor"
+export XDG_CACHE_HOME="$FTKIT_CACHE_DIR/cache"
+
+# Weights and data of the hub: on the shared file system, for all nodes and runs. The token of
+# `hf auth login` is in the former HF_HOME.
+hub_token=${HF_TOKEN_PATH:-${HF_HOME:-${HOME:-}/.cache/huggingface}/token}
+if [[ -z ${HF_TOKEN:-} ]]; then
+    HF_TOKEN=${HUGGING_FACE_HUB_TOKEN:-}
+    if [[ -z $HF_TOKEN && -r $hub_token ]]; then
+        HF_TOKEN=$(<"$hub_token")
+    fi
+    if [[ -n $HF_TOKEN ]]; then
+        export HF_TOKEN
+    fi
+fi
+export HF_HOME="${HF_HOME:-$WORKSPACE/huggingface}"
+
+# --- Rendezvous ----------------------------------------------------------------------------------
+# Resolved outside the container, which has no scontrol.
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+readonly MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # below Linux' ephemeral ports
+
+# --- Tasks ---------------------------------------------------------------------------------------
+readonly CONTAINER_IMAGE=/shared/ftkit/images/olmo3+25.02.sif
+export FTKIT_CONTAINER_IMAGE=$CONTAINER_IMAGE # for the trainer to write down
+if [[ ! -f $CONTAINER_IMAGE ]]; then
+    say "error: the container image $CONTAINER_IMAGE is not there, seen from $HOSTNAME"
+    say "import it first, to a file system that all nodes share; or name another with --image"
+    exit 4
+fi
+
+container_mounts=(
+    /shared/ftkit:/shared/ftkit
+    /tmp:/tmp
+)
+if [[ $HF_HOME/ != "$WORKSPACE"/* ]]; then
+    container_mounts+=("$HF_HOME:$HF_HOME")
+fi
+mkdir -p -- "$HF_HOME"
+
+# In a container, variables of the image override those of the job unless they are listed here.
+container_env=(
+    OMP_NUM_THREADS
+    PYTHONUNBUFFERED
+    TORCHINDUCTOR_CACHE_DIR
+    TRITON_CACHE_DIR
+    XDG_CACHE_HOME
+    "${!FTKIT_@}"
+    "${!GLOO_@}"
+    "${!HF_@}"
+    "${!MLFLOW_@}"
+    "${!NCCL_@}"
+    "${!WANDB_@}"
+)
+
+container_program=$(command -v apptainer || command -v singularity || true)
+if [[ -z $container_program ]]; then
+    say "error: neither apptainer nor singularity is on PATH on $HOSTNAME"
+    exit 5
+fi
+# By these names, because variables of the image would override others.
+for name in "${container_env[@]}"; do
+    if [[ -v $name ]]; then
+        export "APPTAINERENV_$name=${!name}" "SINGULARITYENV_$name=${!name}"
+    fi
+done
+
+container_start=(
+    "$container_program" exec --no-home --writable-tmpfs
+    --pwd "$RUN_DIR"
+    --nv
+)
+for mount in "${container_mounts[@]}"; do
+    container_start+=(--bind "$mount")
+done
+container_start+=("$CONTAINER_IMAGE")
+
+srun_options=(
+    --ntasks-per-node=1
+    --export=ALL
+    --kill-on-bad-exit=1
+    --wait=60
+)
+
+# What runs on a node ends with 0 whatever it finds. If it does not run at all, the other nodes need not wait for it.
+check_node() { # HOST FOLDER OPTION...
+    # shellcheck disable=SC2016
+    timeout --kill-after=10 300 srun --nodes=1 --ntasks=1 --nodelist="$1" "${srun_options[@]}" \
+        bash -c "$IN_CHECK"'exec "${container_start[@]}" "$0" -m ftkit.health --in-job "$@"' "$RUN_PYTHON" \
+        --host="$1" \
+        --absent-dir="$2" \
+        --port="$((MASTER_PORT + 1))" \
+        --device=cuda \
+        --num-devices=8 \
+        --local-dir="$FTKIT_CACHE_DIR" \
+        "${@:3}" || : >"$2/$1.absent"
+}
+
+# Each node is checked by a step of its own: one whose container does not start must not end the others'. They meet by
+# themselves. What a node prints is left in FOLDER/HOST.out, and what went wrong with its step in FOLDER/HOST.err.
+check_nodes() { # FOLDER OPTION...
+    local folder=$1 host hosts=${nodes//$'\n'/,} pids=()
+    shift
+    mkdir -p -- "$folder"
+    for host in $nodes; do
+        check_node "$host" "$folder" --hosts="$hosts" "$@" >"$folder/$host.out" 2>"$folder/$host.err" &
+        pids+=("$!")
+    done
+    wait "${pids[@]}" || true
+}
+
+# Prints a line for each node that is out of order: its name, a tab, and why.
+list_bad_nodes() { # FOLDER
+    local host verdict
+    for host in $nodes; do
+        verdict=$(sed -n "s/^ftkit-node $host //p" "$1/$host.out")
+        if [[ -z $verdict ]]; then
+            verdict=$( (grep -Ev '^ *$|^(srun|slurmstepd): ' "$1/$host.err" || cat -- "$1/$host.err") | tail -n 1)
+            verdict="bad the checks did not run: ${verdict:0:200}"
+        fi
+        if [[ $verdict != ok ]]; then
+            printf '%s\t%s\n' "$host" "${verdict#bad }"
+        fi
+    done
+}
+
+# How a check begins on its node. The node's own disk may be full, so that nothing is made there.
+# shellcheck disable=SC2016
+IN_CHECK=$(declare -p container_start)'
+set -eu
+'
+readonly IN_CHECK
+
+check_nodes "$RUN_DIR" --shared-file="$RUN_DIR/marker"
+list_bad_nodes "$RUN_DIR" >"$RUN_DIR/bad-nodes"
