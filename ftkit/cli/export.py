@@ -13,12 +13,14 @@ from ftkit import process
 from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, run_argument
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
+from ftkit.config.paths import is_path
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
 from ftkit.train.quiet import silence_torchao
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_HUB = "hf://"
 _VERIFICATION_SECONDS = 24 * 3600.0
 
 
@@ -30,6 +32,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
         "ftkit export last",
         "ftkit export demo --step best --dtype fp32",
         "ftkit export demo --step 10 --to ./my-model",
+        "ftkit export demo --push /backup/models/demo",
     ),
     help=f"""Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
 
@@ -55,14 +58,21 @@ _VERIFICATION_SECONDS = 24 * 3600.0
     help="Folder to write; default: one in the run's folder.",
 )  # fmt: skip
 @click.option(
+    "--push", "destination", metavar="hf://ORG/NAME|s3://…|gs://…|FOLDER",
+    help="Copy the export there too. A hub repository that is made for it is private.",
+)  # fmt: skip
+@click.option(
     "--verify/--no-verify", "verifies", default=True,
     help="Verify the export (default). It needs 4 bytes of memory per parameter.",
 )  # fmt: skip
-def command(
-    reference: str, *, step: str, merges: bool, precision: str | None, folder: Path | None, verifies: bool
-) -> None:
+def command(  # noqa: PLR0913 - one for each option
+    reference: str, *, step: str, merges: bool, precision: str | None, folder: Path | None, verifies: bool,
+    destination: str | None,
+) -> None:  # fmt: skip
     """Export a checkpoint."""
     terminal, layout = Terminal(), get_run(reference).layout
+    if destination is not None:
+        _check_destination(destination)
     _use_hub_cache()
     silence_torchao()
     from ftkit.evaluate.export import ExportRequest, export_run
@@ -70,6 +80,43 @@ def command(
     request = ExportRequest(step, merges, cast("Any", precision), folder)
     exported = export_run(layout, request, _verifier(terminal) if verifies else None, terminal.say)
     terminal.data(f"{exported}\n")
+    if destination is not None:
+        terminal.data(f"{_push(exported, destination, terminal)}\n")
+
+
+def _check_destination(destination: str) -> None:
+    """Refuse an address that can't be written to before anything is computed."""
+    from ftkit.runs.storage.hub import check_hub_access
+    from ftkit.runs.storage.store import Store
+
+    if destination.startswith(_HUB):
+        check_hub_access(destination)
+    elif destination.partition("://")[0] in ("s3", "gs") or is_path(destination):
+        Store(destination).check_writable()
+    else:
+        raise click.UsageError(
+            f"--push: expected hf://ORG/NAME, s3://…, gs://… or a folder (./copy), got '{destination}'",
+            click.get_current_context(),
+        )
+
+
+def _push(exported: Path, destination: str, terminal: Terminal) -> str:
+    """Copy an export; return where it is."""
+    from ftkit.model_folder import EXPORT_RECORD
+    from ftkit.runs.storage.hub import push_to_hub
+    from ftkit.runs.storage.upload import push
+
+    try:
+        if destination.startswith(_HUB):
+            return push_to_hub(exported, destination, terminal.say)
+        push(exported, destination, EXPORT_RECORD, terminal.say)
+    except FtkitError as error:
+        raise type(error)(
+            f"the export is in {exported}, but not in {destination}: {error.what}",
+            meaning=error.meaning,
+            fix=error.fix or "repeat the command: what is there already is not copied again",
+        ) from error
+    return destination
 
 
 def _use_hub_cache() -> None:

@@ -55,6 +55,7 @@ _SECTIONS = {
         LazyCommand("bundle", "ftkit.cli.bundle", "Put a run's manifest, metrics, and report into one file."),
         LazyCommand("serve", "ftkit.cli.serve", "Serve a trained model with vLLM, as a Slurm job."),
         LazyCommand("verify-export", "ftkit.cli.verify_export", "Verify that an export is what was trained."),
+        LazyCommand("sync", "ftkit.cli.sync", "Copy a run to an object store or a folder."),
     ),
     "Images": (
         LazyCommand("images", "ftkit.cli.images", "List images and where each one is."),

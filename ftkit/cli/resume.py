@@ -9,6 +9,7 @@ import click
 from ftkit.cli.arguments import (
     RUN_HELP,
     current_settings,
+    current_workspace,
     follow_option,
     get_run,
     hf_token_option,
@@ -18,6 +19,7 @@ from ftkit.cli.arguments import (
 )
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
+from ftkit.config.paths import is_address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,10 +36,11 @@ if TYPE_CHECKING:
         "ftkit resume last",
         "ftkit resume demo --no-follow",
         "ftkit resume demo --gpus-per-node 1 training.log_every_steps=5",
+        "ftkit resume s3://bucket/runs/RUN --cluster mycluster",
     ),
     help=f"""Submit a run again; it continues from its newest checkpoint.
 
-    {RUN_HELP}
+    {RUN_HELP} The address of a run's copy (s3://bucket/runs/RUN, made by 'ftkit sync') brings the run here first.
 
     With options, the run is planned anew: on other nodes, or on another cluster that sees the same workspace. Model,
     data, global batch and seed stay, so it consumes the packs that it would have consumed. KEY.PATH=VALUE changes a
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 @click.argument("overrides", metavar="[KEY.PATH=VALUE]...", nargs=-1)
 @placement_options
 @click.option("--time", "time_limit", metavar="LIMIT", help="Time limit, in Slurm's words: 2-00:00:00.")
+@click.option("--from", "copies", metavar="DEST", help="Where copies of runs are, RUN's id among them.")
 @click.option("--allow", "allowed", metavar="KEY", multiple=True, help="A key that may change the result.")
 @hf_token_option
 @follow_option
@@ -63,6 +67,7 @@ def command(  # noqa: PLR0913 - one for each option
     gpus_per_node: int | None,
     cluster: str | None,
     time_limit: str | None,
+    copies: str | None,
     allowed: tuple[str, ...],
     hf_token_file: Path | None,
     follow: bool,
@@ -73,7 +78,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.cli.terminal.plan_view import show_findings
     from ftkit.launch.jobs import read_resumable_plan, resume
     from ftkit.launch.preflight import check_trackers, run_checks
-    from ftkit.launch.resume import ResumeArgs
+    from ftkit.launch.resume import ResumeArgs, ResumedPlan
     from ftkit.runs.records import RecordTail
 
     terminal, environment = Terminal(), job_environment(hf_token_file)
@@ -82,11 +87,19 @@ def command(  # noqa: PLR0913 - one for each option
     if time_limit:
         overrides = (*overrides, f"resources.time_limit='{time_limit}'")
     args = ResumeArgs(num_nodes, gpus_per_node, cluster, overrides, allowed)
+    if copies is not None:
+        reference = f"{copies.rstrip('/')}/{reference}"
+    if copies is not None or is_address(reference):
+        _fetch(reference, terminal)
+        reference = reference.rstrip("/").rpartition("/")[2]
     layout = get_run(reference).layout
     tail = RecordTail(layout.metrics, skips_old=True)  # follow shows only what this job writes
     plan, changed = read_resumable_plan(layout), None
     if args.asks_for_changes:
         changed = _replan(plan, args, terminal)
+    elif not layout.script.is_file():  # it was brought here from another machine, whose script it had
+        changed = ResumedPlan(plan)
+    if changed:
         show_findings(run_checks(changed.plan, environment), terminal)
     else:
         for warning in check_trackers(plan, environment):
@@ -94,6 +107,14 @@ def command(  # noqa: PLR0913 - one for each option
     image_facts = require_same_image(changed.plan if changed else plan, terminal)
     run = resume(plan, environment, ["ftkit", *typed], changed, image_facts)
     report_submission(run, terminal, does_follow=follow, tail=tail)
+
+
+def _fetch(address: str, terminal: Terminal) -> None:
+    """Bring the copy of a run into this workspace."""
+    from ftkit.runs.storage.fetch import fetch_run
+
+    plan = fetch_run(address, current_workspace(), terminal.say)
+    terminal.say(f"{plan.id} is in {plan.layout.root}")
 
 
 def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan:

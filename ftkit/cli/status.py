@@ -21,6 +21,7 @@ from ftkit.cli.terminal.report import (
     show_failure,
     show_samples,
     state_cell,
+    sync_facts,
 )
 from ftkit.errors import EXIT_CODES, NotFoundError, RunFailedError
 from ftkit.runs.entry import find_sweep, read_entry
@@ -29,6 +30,7 @@ from ftkit.runs.find import RunFolder
 from ftkit.runs.progress import Restart, Silence, list_anomalies, list_restarts, measure_silence, seconds_left
 from ftkit.runs.records import AnomalyRecord
 from ftkit.runs.states import Observation, RunState
+from ftkit.runs.storage.sync import read_status
 from ftkit.runs.submission import SubmittedRun
 from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarize
 
@@ -214,13 +216,13 @@ def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
     checkpoints = [path.name for _, path in list_checkpoints(layout)][-_NUM_CHECKPOINTS_SHOWN:]
     if checkpoints:
         facts.append(("checkpoints", f"{', '.join(checkpoints)} in {short_path(layout.checkpoints)}"))
-    facts += file_facts(layout)
+    facts += [*file_facts(layout), *sync_facts(layout)]
     return [*facts, ("run folder", short_path(layout.root)), ("log", short_path(layout.job_log))]
 
 
 def _as_json(status: _Status) -> dict[str, Any]:
     summary, plan, layout = status.summary, status.plan, status.folder.layout
-    submission = status.run.submission if status.run else None
+    submission, sync = status.run.submission if status.run else None, read_status(layout)
     values: dict[str, Any] = finite(
         {
             "id": status.folder.id,
@@ -245,6 +247,7 @@ def _as_json(status: _Status) -> dict[str, Any]:
             "restarts": [asdict(restart) for restart in status.restarts],
             "anomalies": [asdict(each) for each in status.anomalies],
             "not_repeatable": status.doubts,
+            "sync": sync and asdict(sync),
             "checkpoints": [{"step": step, "path": str(path)} for step, path in list_checkpoints(layout)],
             "exit_code": _exit_code(status),
             "error": asdict(status.failure.error) if status.failure and status.failure.error else None,

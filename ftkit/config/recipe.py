@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ftkit.config.data import DataSpec
 from ftkit.config.evaluation import EvaluationSpec
@@ -142,6 +142,14 @@ def _with_weights(value: object) -> object:
     return {"weights": value} if isinstance(value, str) else value
 
 
+def _as_destination(value: str) -> str:
+    """Take an address that runs are copied to."""
+    scheme, _, rest = value.partition("://")
+    if value.startswith("/") or (scheme in ("s3", "gs") and rest.strip("/")):
+        return value.rstrip("/")
+    raise ValueError("expected s3://bucket/prefix, gs://bucket/prefix or an absolute folder")
+
+
 class RecipeSpec(Spec):
     """A recipe: everything that a training run is, apart from where it runs."""
 
@@ -165,6 +173,10 @@ class RecipeSpec(Spec):
     """The profiler."""
     resources: ResourcesSpec = ResourcesSpec.model_construct()
     """What the recipe asks of a cluster."""
+    sync: Annotated[str, AfterValidator(_as_destination)] | None = None
+    """Where complete checkpoints and exports are copied while the run trains: `s3://bucket/prefix`,
+    `gs://bucket/prefix` or a folder (`/backup/runs`). Each run has its id below it, and
+    `ftkit resume s3://bucket/prefix/RUN` continues it on another machine."""
 
 
 class RecipePlan(RecipeSpec):

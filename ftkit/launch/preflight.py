@@ -76,11 +76,20 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[
     yield partial(check_trackers, plan, environment)
     yield from source_checks(plan, environment)
     yield partial(_check_packages, plan)
+    if plan.recipe.sync is not None:
+        yield partial(_check_sync, plan.recipe.sync)
     yield partial(check_memory, plan, host_memory_gib())
     if plan.cluster.scheduler == "slurm":
         from ftkit.launch.slurm import sbatch_variables  # noqa: PLC0415 - a dry run needs no scheduler
 
         yield lambda: [f"{one} in your environment overrides the job script" for one in sbatch_variables(environment)]
+
+
+def _check_sync(destination: str) -> list[str]:
+    from ftkit.runs.storage.sync import check_destination  # noqa: PLC0415 - fsspec is heavy, and few runs are copied
+
+    check_destination(destination)
+    return []
 
 
 def check_trackers(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:

@@ -253,6 +253,16 @@ class RunLayout:
         return self.root / "disk-full"
 
     @property
+    def sync(self) -> Path:
+        """How far the copy of the run elsewhere is: `ftkit.runs.storage.sync`."""
+        return self.root / "sync.json"
+
+    @property
+    def sync_log(self) -> Path:
+        """What the process prints that copies the run while it trains."""
+        return self.logs / "sync.log"
+
+    @property
     def state(self) -> Path:
         """How the run ended, written by the first command that observed it."""
         return self.root / "state.json"

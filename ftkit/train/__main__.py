@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 from ftkit.errors import FtkitError, as_disk_full, redact
@@ -18,6 +18,7 @@ from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
 from ftkit.runs.manifest import record_start
 from ftkit.runs.records import record_rank_error
+from ftkit.runs.storage.beside import copied_beside
 from ftkit.train.launcher import follow_launcher
 from ftkit.train.quiet import silence_torchao
 
@@ -49,7 +50,8 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
                 plan.placement, context_parallel
             ) as world:  # which rank 0 joins with the lease in its hands
                 layout.rank_error(rank).unlink(missing_ok=True)  # of an earlier start
-                run_training(plan, world)
+                with copied_beside(plan) if rank == 0 else nullcontext():
+                    run_training(plan, world)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is left for `ftkit status`
         return _fail(layout, rank, error)
     return 0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
-from ftkit.cli.terminal.format import count, duration, plural, short_path
+from ftkit.cli.terminal.format import age, count, duration, plural, short_path
 from ftkit.cli.terminal.record_lines import early_stopping, measured
 from ftkit.errors import EXIT_CODES, RunFailedError, redact
 from ftkit.runs.failure import explain_failure, original_command
 from ftkit.runs.states import FAILURES, Observation, RunState
+from ftkit.runs.storage.sync import read_status
 from ftkit.runs.summary import TrainingSummary, log_tail, summarize
 
 if TYPE_CHECKING:
@@ -113,6 +115,18 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
     if summary.end and summary.end.export:
         facts.append(("export", short_path(Path(summary.end.export))))
     return facts
+
+
+def sync_facts(layout: RunLayout) -> list[tuple[str, Cell]]:
+    """Return how far the run's copy elsewhere is, if it is copied."""
+    status = read_status(layout)
+    if status is None:
+        return []
+    done, total = len(status.done), len(status.done) + len(status.waiting)
+    text = f"{done} of {total} in {status.destination}, {age(time.time() - status.time)} ago"
+    if status.error:
+        return [("copy", Styled(f"{text}; it failed: {status.error}", "red"))]
+    return [("copy", Styled(f"{text}; behind: {', '.join(status.waiting)}", "yellow") if status.waiting else text)]
 
 
 def file_facts(layout: RunLayout) -> list[tuple[str, Cell]]:

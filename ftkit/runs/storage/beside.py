@@ -1,0 +1,62 @@
+"""Copy a run elsewhere in a process of its own, beside the one that trains it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ftkit.runs.records import EndRecord, read_last_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.planning.layout import RunLayout
+    from ftkit.planning.plan import RunPlan
+
+log = logging.getLogger(__name__)
+_LONGEST_WAIT_SECONDS = 3600.0
+
+
+@contextmanager
+def copied_beside(plan: RunPlan) -> Iterator[None]:
+    """Copy a run to its recipe's `sync` while the block trains it.
+
+    After a completed run this waits for what is not there yet. After one that was asked to stop it does not: the job's
+    time is up, and the next job copies the rest. The process ends by itself if this one is killed.
+    """
+    layout, destination = plan.layout, plan.recipe.sync
+    if destination is None:
+        yield
+        return
+    copying = _start(layout, destination)
+    try:
+        yield
+    finally:
+        copying.send_signal(signal.SIGTERM)
+        if _is_completed(layout):
+            log.info("waiting for the copy of the run in %s", destination)
+            try:
+                copying.wait(_LONGEST_WAIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.warning("the copy is not complete: continue it with 'ftkit sync %s'", plan.id)
+
+
+def _start(layout: RunLayout, destination: str) -> subprocess.Popen[bytes]:
+    layout.logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "ftkit.runs.storage", str(layout.root), destination]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "FTKIT_COPIED_PROCESS": str(os.getpid())}
+    with layout.sync_log.open("ab") as output:
+        # In a session of its own: what ends the trainer must not end it in the middle of a file.
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+
+
+def _is_completed(layout: RunLayout) -> bool:
+    last = read_last_record(layout.metrics)
+    return isinstance(last, EndRecord) and last.outcome == "completed"

@@ -1,0 +1,95 @@
+"""Upload an export to the Hugging Face hub, and compare what the hub has with it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ftkit.errors import PrerequisiteError, one_line
+from ftkit.hub.client import read_token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_PATHS_ASKED = 100
+
+
+def check_hub_access(address: str) -> str:
+    """Check that there is a token that may write; return the repository's name.
+
+    Raises:
+        PrerequisiteError: there is none, or the hub can't be reached.
+    """
+    from huggingface_hub import HfApi  # noqa: PLC0415
+
+    repository, token = address.partition("://")[2].strip("/"), read_token(os.environ)
+    if repository.count("/") != 1:
+        raise PrerequisiteError(f"{address}: a model of the hub is hf://ORGANIZATION/NAME", fix="correct the address")
+    if token is None:
+        raise PrerequisiteError(
+            f"{address}: there is no token for the Hugging Face hub", fix="set HF_TOKEN, or run 'hf auth login'"
+        )
+    with _errors(address):
+        HfApi(token=token).whoami()
+    return repository
+
+
+def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> str:
+    """Upload an export as one commit, and compare each file's digest; return the commit's address.
+
+    A repository that is made for it is private. Content that is on the hub already is not uploaded again, and former
+    files stay in the repository's history.
+
+    Raises:
+        PrerequisiteError: there is no right to it, the hub can't be reached, or has other content than was uploaded.
+    """
+    from huggingface_hub import HfApi  # noqa: PLC0415
+
+    repository = check_hub_access(address)
+    api = HfApi(token=read_token(os.environ))
+    with _errors(address):
+        api.create_repo(repository, private=True, exist_ok=True)
+        report(f"uploading to {repository}")
+        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Export {folder.name}")
+        names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+        there: dict[str, Any] = {}
+        for first in range(0, len(names), _PATHS_ASKED):
+            asked = api.get_paths_info(repository, names[first : first + _PATHS_ASKED], revision=commit.oid)
+            there |= {info.path: info for info in asked}
+    wrong = [name for name in names if not _is_same(folder / name, there.get(name))]
+    if wrong:
+        raise PrerequisiteError(
+            f"{address} has other content than was uploaded: {', '.join(wrong[:3])}",
+            meaning="the upload was damaged on its way",
+            fix="repeat the command",
+        )
+    return str(commit.commit_url)
+
+
+def _is_same(path: Path, info: Any) -> bool:
+    """Compare a file with the digest that the hub has: SHA-256 of large files, git's SHA-1 of others."""
+    if info is None or info.size != path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        if info.lfs is not None:
+            return bool(info.lfs.sha256 == hashlib.file_digest(file, "sha256").hexdigest())
+        content = file.read()
+    header = f"blob {len(content)}\0".encode()
+    return bool(info.blob_id == hashlib.sha1(header + content, usedforsecurity=False).hexdigest())
+
+
+@contextmanager
+def _errors(address: str) -> Iterator[None]:
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+
+    try:
+        yield
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise PrerequisiteError(
+            f"can't write to {address}: {one_line(error)}",
+            meaning="the token may not write there, the name is wrong, or the hub is out of reach",
+            fix="see 'hf auth whoami'; give HF_TOKEN the right to write",
+        ) from error

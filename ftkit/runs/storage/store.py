@@ -1,0 +1,156 @@
+"""Files under an address: a folder, or a prefix in an object store that fsspec has a driver for."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftkit.config.paths import is_address
+from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_PART_BYTES = 64 * 2**20
+"""Of an upload in parts. S3's ETag of a file is a digest of its parts, so their size must be known."""
+_READ_BYTES = 2**24
+_PROBE = ".ftkit-write-test"
+_ADVICE = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run 'aws configure'",
+    "gs": "run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS",
+}
+
+
+class Store:
+    """A place for files.
+
+    Errors of its methods: PrerequisiteError, if it can't be reached, or there is no right to it.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Open a folder, `s3://bucket/prefix` or `gs://bucket/prefix`; nothing is read or written yet.
+
+        Raises:
+            PrerequisiteError: the package that reaches it is missing.
+        """
+        self.address = address.rstrip("/")
+        self._scheme = address.partition("://")[0] if is_address(address) else "file"
+        try:
+            import fsspec  # noqa: PLC0415 - heavy, and only copies elsewhere need it
+
+            options = {"use_listings_cache": False} if self._scheme != "file" else {}
+            self._system: Any = fsspec.filesystem(self._scheme, **options)
+        except (ImportError, ValueError) as error:
+            raise PrerequisiteError(
+                f"{self._scheme}:// needs a package that is missing here: {one_line(error)}",
+                fix="pip install 'ftkit[storage]'",
+            ) from error
+        self._root = (
+            str(Path(address).absolute()) if self._scheme == "file" else address.partition("://")[2].rstrip("/")
+        )
+
+    def check_writable(self) -> None:
+        """Write a small file, and remove it again."""
+        with self._errors("write to"):
+            if self._scheme == "file":
+                self._system.makedirs(self._root, exist_ok=True)
+            self._system.pipe_file(self._place(_PROBE), b"ftkit")
+            with suppress(Exception):  # some may write, and not remove
+                self._system.rm_file(self._place(_PROBE))
+
+    def sizes(self) -> dict[str, int]:
+        """Return the files that are there by their names below the address, with their bytes."""
+        with self._errors("list"):
+            try:
+                found: Mapping[str, Any] = self._system.find(self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+        start = len(self._root) + 1
+        return {str(path)[start:]: int(info["size"]) for path, info in found.items() if len(str(path)) > start}
+
+    def put(self, path: Path, name: str) -> None:
+        """Copy a file there; it appears under its name once it is whole."""
+        place = self._place(name)
+        with self._errors("write to"):
+            if self._scheme != "file":
+                self._system.put_file(str(path), place, chunksize=_PART_BYTES)
+                return
+            partial = Path(place).with_name(f".{Path(place).name}.partial")
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            self._system.put_file(str(path), str(partial))
+            partial.replace(place)
+
+    def get(self, name: str, path: Path) -> None:
+        """Copy a file from there.
+
+        Raises:
+            NotFoundError: it is not there.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._errors("read"):
+            self._system.get_file(self._place(name), str(path))
+
+    def holds(self, name: str, path: Path) -> bool:
+        """Tell whether the file there has the content of a file here.
+
+        Asked of the store's own digest where it has one that can be computed here; otherwise it is read back.
+        """
+        with self._errors("read"):
+            try:
+                info = self._system.info(self._place(name))
+            except FileNotFoundError:
+                return False
+            if int(info["size"]) != path.stat().st_size:
+                return False
+            if told := info.get("md5Hash"):
+                return str(told) == base64.b64encode(_digest_of_file(path, hashlib.md5)).decode()
+            if str(info.get("ETag", "")).strip('"') == _etag(path):
+                return True  # another one may be that of encrypted content
+            with self._system.open(self._place(name), "rb", block_size=_READ_BYTES) as file:
+                there = hashlib.sha256()
+                while chunk := file.read(_READ_BYTES):
+                    there.update(chunk)
+            return there.digest() == _digest_of_file(path, hashlib.sha256)
+
+    def _place(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextmanager
+    def _errors(self, verb: str) -> Iterator[None]:
+        """Say what an error of a driver means; which classes it raises is its own affair."""
+        try:
+            yield
+        except FtkitError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFoundError(
+                f"there is nothing at {self.address}: {one_line(error)}", fix="check the address"
+            ) from error
+        except Exception as error:
+            raise PrerequisiteError(
+                f"can't {verb} {self.address}: {one_line(error) or type(error).__name__}",
+                meaning="there are no credentials, they don't reach this address, or there is no network"
+                if self._scheme in _ADVICE
+                else "the disk is full, not mounted, or not writable",
+                fix=_ADVICE.get(self._scheme, "check the folder"),
+            ) from error
+
+
+def _digest_of_file(path: Path, algorithm: Callable[..., Any]) -> bytes:
+    with path.open("rb") as file:
+        digest: bytes = hashlib.file_digest(file, lambda: algorithm(usedforsecurity=False)).digest()
+    return digest
+
+
+def _etag(path: Path) -> str:
+    """Return S3's ETag: the MD5 of a file, or of the MD5s of its parts with their number."""
+    if path.stat().st_size < 2 * _PART_BYTES:  # s3fs uploads these in one part
+        return _digest_of_file(path, hashlib.md5).hex()
+    parts = []
+    with path.open("rb") as file:
+        while part := file.read(_PART_BYTES):
+            parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+    return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"

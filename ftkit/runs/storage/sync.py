@@ -1,0 +1,159 @@
+"""Copy a run elsewhere while it trains: its own process, so that training waits for no store.
+
+What is copied: complete checkpoints, exports, and the small files that say what the run is. Of a checkpoint, the marker
+is copied last, so one that is there with its marker is whole. Nothing is deleted there, whatever is deleted here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftkit.errors import FtkitError, PrerequisiteError, one_line, redact
+from ftkit.files import read_json_if_valid, write_json
+from ftkit.model_folder import EXPORT_RECORD
+from ftkit.runs.checkpoints import MARKER
+from ftkit.runs.storage.store import Store
+from ftkit.runs.storage.upload import upload
+from ftkit.runs.summary import list_checkpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ftkit.planning.layout import RunLayout
+
+POLL_SECONDS = 10.0
+_LONGEST_PAUSE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class SyncStatus:
+    """How far the copy of a run is: sync.json.
+
+    Attributes:
+        destination: the address of the run's copy.
+        time: when this was written, in seconds since the epoch.
+        host: the machine of the process that copies.
+        done: checkpoints and exports that are there, whole.
+        waiting: those that are not there yet.
+        error: why the last attempt failed; it is repeated.
+    """
+
+    destination: str
+    time: float
+    host: str
+    done: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    error: str | None = None
+
+
+def read_status(layout: RunLayout) -> SyncStatus | None:
+    """Return how far the copy of a run is; None if it is not copied."""
+    return read_json_if_valid(layout.sync, SyncStatus)
+
+
+class RunCopy:
+    """The copy of a run."""
+
+    def __init__(self, layout: RunLayout, destination: str, report: Callable[[str], None]) -> None:
+        """Prepare to copy; nothing is copied yet.
+
+        Args:
+            layout: the run's folder.
+            destination: the folder or prefix under which copies of runs are, each by its run's id.
+            report: called with one line for each file that is copied.
+        """
+        self._layout = layout
+        self._address = f"{destination.rstrip('/')}/{layout.root.name}"
+        self._report = report
+        self._done: set[str] = set()
+        self._versions: dict[str, tuple[int, float]] = {}
+
+    def update(self) -> SyncStatus:
+        """Copy what is new; record how far it came, an error too."""
+        error = None
+        try:
+            self._copy(Store(self._address))
+        except (FtkitError, OSError) as problem:
+            error = redact(problem.what if isinstance(problem, FtkitError) else one_line(problem), os.environ)
+        waiting = [name for name in self._folders() if name not in self._done]
+        done = tuple(sorted(self._done))
+        status = SyncStatus(self._address, time.time(), socket.gethostname(), done, tuple(waiting), error)
+        write_json(self._layout.sync, status)
+        return status
+
+    def follow(self, is_over: Callable[[], bool], wait: Callable[[float], object]) -> SyncStatus:
+        """Update the copy until the run is over and all of it is there.
+
+        After an error it waits longer each time; once the run is over, an error ends it.
+
+        Args:
+            is_over: whether the run's files are what they will be.
+            wait: waits for so many seconds, or until the run is over.
+        """
+        pause = POLL_SECONDS
+        while True:
+            was_over = is_over()  # before the update: what was written until then is copied
+            status = self.update()
+            if was_over:
+                return status
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS) if status.error else POLL_SECONDS
+            wait(pause)
+
+    def _folders(self) -> dict[str, Path]:
+        """Return checkpoints, the newest first, and exports, by their names there."""
+        layout = self._layout
+        found = {f"checkpoints/{folder.name}": folder for _, folder in reversed(list_checkpoints(layout))}
+        exports = [layout.export, *sorted(layout.exports.glob("[!.]*"))]
+        return found | {
+            folder.relative_to(layout.root).as_posix(): folder
+            for folder in exports
+            if (folder / EXPORT_RECORD).is_file()
+        }
+
+    def _copy(self, store: Store) -> None:
+        layout = self._layout
+        small = [layout.plan, layout.manifest, layout.script, layout.preparation_script, layout.metrics]
+        for path in small:
+            self._copy_if_changed(path, store)
+        for name, folder in self._folders().items():
+            if name in self._done:
+                continue
+            try:
+                self._copy_folder(name, folder, store)
+            except FileNotFoundError:  # the trainer keeps the newest only
+                continue
+            self._done.add(name)
+
+    def _copy_if_changed(self, path: Path, store: Store) -> None:
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            return
+        if self._versions.get(path.name) != (stat.st_size, stat.st_mtime):
+            store.put(path, path.name)
+            self._versions[path.name] = stat.st_size, stat.st_mtime
+
+    def _copy_folder(self, name: str, folder: Path, store: Store) -> None:
+        last = MARKER if (folder / MARKER).is_file() else EXPORT_RECORD
+        inside = Store(f"{store.address}/{name}")
+        if inside.holds(last, folder / last):
+            return
+        files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == last)
+        upload({path.relative_to(folder).as_posix(): path for path in files}, inside, self._report)
+
+
+def check_destination(destination: str) -> None:
+    """Check that runs can be copied to a destination.
+
+    Raises:
+        PrerequisiteError: a package or credentials are missing, or it can't be written to.
+    """
+    try:
+        Store(destination).check_writable()
+    except FtkitError as error:
+        raise PrerequisiteError(f"sync: {error.what}", meaning=error.meaning, fix=error.fix) from error

@@ -1,0 +1,63 @@
+"""Copy files elsewhere: resumable, compared with the originals by digest, and nothing is deleted anywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.errors import PrerequisiteError
+from ftkit.runs.storage.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+
+def upload(files: Mapping[str, Path], store: Store, report: Callable[[str], None]) -> int:
+    """Copy files that are not there yet, in their order; return how many were copied.
+
+    Args:
+        files: by their names there. The last one says that all are there.
+        store: where to.
+        report: called with one line for each file that is copied.
+
+    Raises:
+        PrerequisiteError: the store can't be written to, or has another content than was written.
+        FileNotFoundError: a file is not here any more.
+    """
+    there, num_copied = store.sizes(), 0
+    for name, path in files.items():
+        if there.get(name) == path.stat().st_size and store.holds(name, path):
+            continue
+        report(f"copying {name}")
+        store.put(path, name)
+        if not store.holds(name, path):
+            raise PrerequisiteError(
+                f"{store.address}/{name} is not what was written there",
+                meaning="the copy was damaged on its way, somebody else writes there, or the file here was changed",
+                fix="repeat the command: what is there already is not copied again",
+            )
+        num_copied += 1
+    return num_copied
+
+
+def push(folder: Path, address: str, last: str, report: Callable[[str], None]) -> None:
+    """Copy an export to a folder or an object store.
+
+    Args:
+        folder: the export.
+        address: where to.
+        last: name of the file that makes it an export; it is copied last.
+        report: called with one line for each file that is copied.
+
+    Raises:
+        PrerequisiteError: there is another export, or as `upload`.
+    """
+    store = Store(address)
+    if last in store.sizes() and not store.holds(last, folder / last):
+        raise PrerequisiteError(
+            f"{address} holds another export",
+            meaning="ftkit replaces and deletes nothing there",
+            fix="give another address, for example with the step in its name",
+        )
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    upload({name: folder / name for name in sorted(names, key=lambda name: name == last)}, store, report)
