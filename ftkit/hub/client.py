@@ -48,7 +48,7 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
     """Ask for files, not about the repository: of a gated one, everybody may know that it is there."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
 
-    token, endpoint = read_token(environment), _endpoint(environment)
+    token, endpoint = read_token(environment), endpoint_of(environment)
     kind = "model" if wanted.kind == "model" else "dataset"
     missing: list[str] = []
     commit = None
@@ -73,7 +73,7 @@ def download_file(model: ModelSpec, name: str, environment: Mapping[str, str], d
     from huggingface_hub import hf_hub_download  # noqa: PLC0415
 
     file = hf_hub_download(
-        model.weights, name, revision=model.revision, endpoint=_endpoint(environment),
+        model.weights, name, revision=model.revision, endpoint=endpoint_of(environment),
         cache_dir=cache_folder(environment, default_home, *MODEL_CACHE), token=read_token(environment) or False,
         etag_timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
@@ -107,7 +107,8 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _endpoint(environment: Mapping[str, str]) -> str:
+def endpoint_of(environment: Mapping[str, str]) -> str:
+    """Return the address of the hub."""
     return (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import os
 from contextlib import closing
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from object_storage import KEYS, found_by_programs, s3_server
 
 from ftkit.config.data import DataSpec
 from ftkit.data.files import count_rows, find_files, read_file, stamp
@@ -23,46 +23,25 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.train
 pytest.importorskip("moto", reason="needs the extra dev-storage")
 
-KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 ROWS = [{"prompt": f"{number} + 1", "completion": str(number + 1)} for number in range(600)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Give the address of an S3 server with the bucket `team`."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    client = boto3.client(
-        "s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1",
-        **{name.lower(): value for name, value in KEYS.items()},
-    )  # fmt: skip
-    client.create_bucket(Bucket="team")
-    files = {"a.jsonl": LINES, "b.jsonl.gz": gzip.compress(LINES), ".hidden.jsonl": b"no row", "README.md": b"#"}
-    for name, content in files.items():
-        client.put_object(Bucket="team", Key=f"chats/{name}", Body=content)
-    client.put_object(Bucket="team", Key="cut/a.jsonl.gz", Body=gzip.compress(LINES)[:-20])
-    client.close()
-    yield f"http://{host}:{port}"
-    server.stop()
+    """Give the address of an S3 server with files in the bucket `team`."""
+    with s3_server() as (server, client):
+        files = {"a.jsonl": LINES, "b.jsonl.gz": gzip.compress(LINES), ".hidden.jsonl": b"no row", "README.md": b"#"}
+        for name, content in files.items():
+            client.put_object(Bucket="team", Key=f"chats/{name}", Body=content)
+        client.put_object(Bucket="team", Key="cut/a.jsonl.gz", Body=gzip.compress(LINES)[:-20])
+        yield server
 
 
 @pytest.fixture(autouse=True)
 def _bucket(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have programs find the server and its keys where they look for them."""
-    import s3fs
-
-    variables = {**KEYS, "AWS_ENDPOINT_URL": address, "AWS_DEFAULT_REGION": "us-east-1"}
-    for name, value in {**variables, "AWS_EC2_METADATA_DISABLED": "true", "HOME": "/nonexistent"}.items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    yield
-    s3fs.S3FileSystem.clear_instance_cache()
+    with found_by_programs(address, monkeypatch):
+        yield
 
 
 def rows_of(place: str) -> list[dict[str, Any]]:

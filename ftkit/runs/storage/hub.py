@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import PrerequisiteError, one_line
-from ftkit.hub.client import read_token
+from ftkit.hub.client import endpoint_of, read_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,8 +23,6 @@ def check_hub_access(address: str) -> str:
     Raises:
         PrerequisiteError: there is none, or the hub can't be reached.
     """
-    from huggingface_hub import HfApi  # noqa: PLC0415
-
     repository, token = address.partition("://")[2].strip("/"), read_token(os.environ)
     if repository.count("/") != 1:
         raise PrerequisiteError(f"{address}: a model of the hub is hf://ORGANIZATION/NAME", fix="correct the address")
@@ -33,7 +31,7 @@ def check_hub_access(address: str) -> str:
             f"{address}: there is no token for the Hugging Face hub", fix="set HF_TOKEN, or run 'hf auth login'"
         )
     with _errors(address):
-        HfApi(token=token).whoami()
+        _hub().whoami()
     return repository
 
 
@@ -46,10 +44,8 @@ def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> st
     Raises:
         PrerequisiteError: there is no right to it, the hub can't be reached, or has other content than was uploaded.
     """
-    from huggingface_hub import HfApi  # noqa: PLC0415
-
     repository = check_hub_access(address)
-    api = HfApi(token=read_token(os.environ))
+    api = _hub()
     with _errors(address):
         api.create_repo(repository, private=True, exist_ok=True)
         report(f"uploading to {repository}")
@@ -67,6 +63,12 @@ def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> st
             fix="repeat the command",
         )
     return str(commit.commit_url)
+
+
+def _hub() -> Any:
+    from huggingface_hub import HfApi  # noqa: PLC0415 - heavy, and only copies to the hub need it
+
+    return HfApi(endpoint=endpoint_of(os.environ), token=read_token(os.environ))
 
 
 def _is_same(path: Path, info: Any) -> bool:
@@ -87,7 +89,7 @@ def _errors(address: str) -> Iterator[None]:
 
     try:
         yield
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         raise PrerequisiteError(
             f"can't write to {address}: {one_line(error)}",
             meaning="the token may not write there, the name is wrong, or the hub is out of reach",

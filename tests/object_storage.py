@@ -1,0 +1,48 @@
+"""A server that speaks S3, on this machine."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
+
+BUCKET = "team"
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+
+
+@contextmanager
+def s3_server() -> Iterator[tuple[str, Any]]:
+    """Give a server's address, and a client of it, with the bucket `team`."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    client = boto3.client(
+        "s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1",
+        **{name.lower(): value for name, value in KEYS.items()},
+    )  # fmt: skip
+    client.create_bucket(Bucket=BUCKET)
+    yield f"http://{host}:{port}", client
+    client.close()
+    server.stop()
+
+
+@contextmanager
+def found_by_programs(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have programs find the server and its keys where they look for them."""
+    import s3fs
+
+    variables = {**KEYS, "AWS_ENDPOINT_URL": address, "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**variables, "AWS_EC2_METADATA_DISABLED": "true", "HOME": "/nonexistent"}.items():
+        patch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -1,0 +1,174 @@
+"""Copies of runs and exports: in S3, spoken by a server here, and in folders."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+from object_storage import BUCKET, KEYS, found_by_programs, s3_server
+
+from ftkit.cli.main import cli
+from ftkit.data.prepare import prepare
+from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.model_folder import EXPORT_RECORD
+from ftkit.planning.layout import RunLayout, Workspace
+from ftkit.planning.plan import read_plan
+from ftkit.runs.checkpoints import find_damage, read_marker
+from ftkit.runs.storage import store as store_module
+from ftkit.runs.storage.fetch import fetch_run
+from ftkit.runs.storage.store import Store
+from ftkit.runs.storage.sync import RunCopy, check_destination, read_status
+from ftkit.runs.storage.upload import push
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from conftest import Run
+
+pytest.importorskip("moto", reason="needs the extra dev-storage")
+PART = 5 * 2**20
+"""The smallest part that S3 takes."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, Any]]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    address, client = server
+    with found_by_programs(address, monkeypatch):
+        yield client
+
+
+def quiet(_: object) -> None:
+    pass
+
+
+def make_export(folder: Path, content: bytes = b"weights") -> Path:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(content * (2 * PART // 7 + 1000))  # three parts
+    (folder / "chat").mkdir()
+    (folder / "chat" / "template.jinja").write_text("{{ messages }}")
+    (folder / EXPORT_RECORD).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("where", ["s3", "folder"])
+def test_a_push_is_resumed_compared_by_digest_and_replaces_no_other_export(
+    where: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_PART_BYTES", PART)
+    export = make_export(tmp_path / "export")
+    address = f"s3://{BUCKET}/models/demo" if where == "s3" else str(tmp_path / "copies" / "demo")
+    copied: list[str] = []
+    push(export, address, EXPORT_RECORD, copied.append)
+    names = ["chat/template.jinja", "model.safetensors", EXPORT_RECORD]
+    assert copied == [f"copying {name}" for name in names]
+    assert Store(address).sizes() == {name: (export / name).stat().st_size for name in names}
+    if where == "s3":
+        tag = client.head_object(Bucket=BUCKET, Key="models/demo/model.safetensors")["ETag"]
+        assert tag.strip('"') == store_module._etag(export / "model.safetensors")
+        assert tag.endswith('-3"')
+    damaged = tmp_path / "damaged"
+    content = bytearray((export / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    Store(address).put(damaged, "model.safetensors")  # of the same size
+    copied.clear()
+    push(export, address, EXPORT_RECORD, copied.append)
+    assert copied == ["copying model.safetensors"]
+    with pytest.raises(PrerequisiteError, match="holds another export"):
+        push(make_export(tmp_path / "other", b"waights"), address, EXPORT_RECORD, quiet)
+    assert Store(address).holds("model.safetensors", export / "model.safetensors")
+
+
+@pytest.mark.usefixtures("client")
+def test_a_run_continues_on_another_machine_from_its_copy_and_ends_as_it_would_have(
+    finished_run: Run, tmp_path: Path
+) -> None:
+    stopped = finished_run.copy_to("copied-20260102T030405Z-ab12")
+    stopped.forget_after(10)
+    layout = stopped._write_plan().parent
+    status = RunCopy(RunLayout(layout), f"s3://{BUCKET}/runs", quiet).update()
+    assert (status.error, status.done, status.waiting) == (None, ("checkpoints/step-000010",), ())
+    again = RunCopy(RunLayout(layout), f"s3://{BUCKET}/runs", pytest.fail).update()  # nothing is copied twice
+    assert again.done == status.done
+
+    elsewhere = Workspace(tmp_path / "elsewhere")
+    plan = fetch_run(status.destination, elsewhere, quiet)
+    assert plan.layout.root == elsewhere.runs / "copied-20260102T030405Z-ab12"
+    assert read_plan(plan.layout) == plan
+    marker = read_marker(plan.layout.checkpoint(10), 10)
+    assert find_damage(plan.layout.checkpoint(10), marker, marker.files) == []
+    fetch_run(status.destination, elsewhere, pytest.fail)  # the checkpoint is not copied again
+    recipe = plan.recipe.model_copy(update={"sync": str(tmp_path / "backup")})
+    continued = replace(stopped, plan=replace(plan, recipe=recipe))
+    prepare(continued.plan, quiet)
+    continued.train()
+    model = "model.safetensors"
+    assert (plan.layout.export / model).read_bytes() == (finished_run.layout.export / model).read_bytes()
+
+    beside = read_status(plan.layout)
+    assert beside is not None
+    assert (beside.error, beside.waiting) == (None, ())
+    assert beside.done == ("checkpoints/step-000010", "checkpoints/step-000020", "export")
+    copy = tmp_path / "backup" / plan.id
+    assert (copy / "export" / model).read_bytes() == (plan.layout.export / model).read_bytes()
+    assert (copy / "metrics.jsonl").read_bytes() == plan.layout.metrics.read_bytes()
+
+
+def test_a_damaged_copy_is_not_continued(finished_run: Run, client: Any, tmp_path: Path) -> None:
+    status = RunCopy(finished_run.layout, f"s3://{BUCKET}/damaged", quiet).update()
+    prefix = status.destination.removeprefix(f"s3://{BUCKET}/")
+    client.put_object(Bucket=BUCKET, Key=f"{prefix}/checkpoints/step-000020/__0_0.distcp", Body=b"no")
+    workspace = Workspace(tmp_path)
+    with pytest.raises(PrerequisiteError, match=r"step 20 at .* is damaged: __0_0\.distcp"):
+        fetch_run(status.destination, workspace, quiet)
+    assert RunLayout(workspace.runs / finished_run.layout.root.name).list_checkpoints() == []
+    with pytest.raises(NotFoundError, match="no copy of a run"):
+        fetch_run(f"s3://{BUCKET}/nothing", workspace, quiet)
+
+
+def test_a_store_that_fails_is_told_and_tried_again(finished_run: Run, tmp_path: Path) -> None:
+    run = finished_run.copy_to("failing-20260102T030405Z-ab12")
+    in_the_way = tmp_path / "backup"
+    in_the_way.write_text("a file")
+    copy, pauses = RunCopy(run.layout, str(in_the_way), quiet), []
+    asked = iter([False, False, True])
+
+    def wait(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            in_the_way.unlink()
+
+    copy_of = f"{in_the_way}/{run.layout.root.name}"
+    status = copy.follow(lambda: next(asked), wait)
+    assert pauses == [20, 40]
+    assert status.error is None
+    assert status.done == ("checkpoints/step-000010", "checkpoints/step-000020", "export")
+    assert status.destination == copy_of
+
+
+@pytest.mark.usefixtures("client")
+def test_without_credentials_a_run_is_refused_before_it_is_submitted(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import s3fs
+
+    check_destination(f"s3://{BUCKET}/runs")
+    s3fs.S3FileSystem.clear_instance_cache()
+    for name in KEYS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(workspace))
+    typed = ["run", "demo", f"sync=s3://{BUCKET}/runs", "--no-follow"]
+    done = CliRunner().invoke(cli, typed, env=dict(os.environ))
+    assert isinstance(done.exception, PrerequisiteError | ExceptionGroup), done.output
+    assert "AWS_PROFILE" in str(done.exception) + done.output
+    assert not list(workspace.glob("runs/demo-*"))
