@@ -54,6 +54,10 @@ _VERIFICATION_SECONDS = 24 * 3600.0
     "--dtype", "precision", type=click.Choice(["bf16", "fp32"]), help="Precision of the weights; default: training's."
 )
 @click.option(
+    "--format", "form", type=click.Choice(["hf", "gguf", "vllm-lora"]), default="hf", show_default=True,
+    help="gguf: also a file for llama.cpp, by its own converter. vllm-lora: adapters, refused if vLLM leaves any out.",
+)  # fmt: skip
+@click.option(
     "--to", "folder", metavar="DIR", type=click.Path(file_okay=False, resolve_path=True, path_type=Path),
     help="Folder to write; default: one in the run's folder.",
 )  # fmt: skip
@@ -67,7 +71,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 )  # fmt: skip
 def command(  # noqa: PLR0913 - one for each option
     reference: str, *, step: str, merges: bool, precision: str | None, folder: Path | None, verifies: bool,
-    destination: str | None,
+    destination: str | None, form: Any,
 ) -> None:  # fmt: skip
     """Export a checkpoint."""
     terminal, layout = Terminal(), get_run(reference).layout
@@ -76,9 +80,19 @@ def command(  # noqa: PLR0913 - one for each option
     _use_hub_cache()
     silence_torchao()
     from ftkit.evaluate.export import ExportRequest, export_run
+    from ftkit.evaluate.formats import check_format, verify_vllm_lora, write_gguf
+    from ftkit.planning.plan import read_plan
 
+    plan = read_plan(layout)
+    check_format(form, plan, merges=merges)
     request = ExportRequest(step, merges, cast("Any", precision), folder)
     exported = export_run(layout, request, _verifier(terminal) if verifies else None, terminal.say)
+    if form == "vllm-lora":
+        rank = verify_vllm_lora(exported)
+        terminal.say(f"vLLM takes all of it: vllm serve … --enable-lora --max-lora-rank {rank}")
+    if form == "gguf":
+        written = precision or plan.recipe.training.compute_precision
+        write_gguf(exported, exported / f"{plan.name}-{written}.gguf", written, terminal.say)
     terminal.data(f"{exported}\n")
     if destination is not None:
         terminal.data(f"{_push(exported, destination, terminal)}\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,12 +61,9 @@ def export_run(
         TrainingError: a checkpoint is damaged, or belongs to another model.
     """
     plan = read_plan(layout)
-    lora = plan.recipe.training.adapters
-    if request.merges and lora is None:
-        raise TrainingError(
-            "--merge: this run trained all weights, so there are no adapters to merge",
-            fix="leave --merge out: the export is a whole model",
-        )
+    if request.merges and plan.recipe.training.adapters is None:
+        report("this run trained all weights: there is nothing to merge")
+        request = replace(request, merges=False)
     step, checkpoint = choose_checkpoint(layout, request.step)
     folder = request.folder or _default_folder(layout, step, request)
     _check_replaceable(folder)

@@ -21,6 +21,7 @@ def main(folder: str, destination: str, trainer: int) -> int:
     os.nice(_LOWEST_PRIORITY)
     is_asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: is_asked.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a rank waits for it, and has it blocked
 
     def is_over() -> bool:
         return is_asked.is_set() or os.getppid() != trainer

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 log = logging.getLogger(__name__)
-_LONGEST_WAIT_SECONDS = 3600.0
+_LONGEST_WAIT_SECONDS = 900.0
+"""GPUs wait meanwhile."""
 
 
 @contextmanager

@@ -1,0 +1,167 @@
+"""Other formats of an export: GGUF through llama.cpp's own converter, and adapters as vLLM's LoRA loader takes them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from safetensors import safe_open
+
+from ftkit import process
+from ftkit.errors import PrerequisiteError, TrainingError, one_line
+from ftkit.files import atomic_file, read_json_if_valid
+from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD
+from ftkit.train.model.lora import ADAPTER_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.planning.plan import RunPlan
+
+Format = Literal["hf", "gguf", "vllm-lora"]
+
+CONVERTER = "FTKIT_GGUF_CONVERTER"
+_SCRIPT = "convert_hf_to_gguf.py"
+_CONVERSION_SECONDS = 24 * 3600.0
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`, which is the least of these that is not below an adapter's rank."""
+_VLLM_MODULE = re.compile(r"base_model\.model\.(?:.+\.)?(?P<module>[a-z_]+)\.lora_[AB]\.weight")
+
+
+def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
+    """Refuse a format that this run can't be exported in, before anything is read.
+
+    Raises:
+        PrerequisiteError: llama.cpp's converter is missing here.
+        TrainingError: the format is for another kind of export.
+    """
+    lora = plan.recipe.training.adapters
+    if form == "gguf":
+        find_converter()
+        if lora is not None and not merges:
+            raise TrainingError(
+                "--format gguf: this run trained adapters, and a GGUF file holds a whole model", fix="add --merge"
+            )
+    if form != "vllm-lora":
+        return
+    if lora is None or merges:
+        raise TrainingError(
+            "--format vllm-lora: there are no adapters to export",
+            meaning="the run trained all weights, or --merge makes a whole model of them, which vLLM loads as it is",
+            fix="leave --format out",
+        )
+    wrong = [
+        text
+        for is_wrong, text in (
+            (lora.use_dora, "training.lora.use_dora: vLLM has no DoRA"),
+            (lora.rank > _VLLM_RANKS[-1], f"training.lora.rank: {lora.rank}, and vLLM takes at most {_VLLM_RANKS[-1]}"),
+        )
+        if is_wrong
+    ]
+    if wrong:
+        raise TrainingError(
+            f"--format vllm-lora: vLLM does not load these adapters: {'; '.join(wrong)}",
+            fix="export a whole model for it: --merge, without --format",
+        )
+
+
+def verify_vllm_lora(folder: Path) -> int:
+    """Check that vLLM's loader finds every tensor of an adapter folder; return the `--max-lora-rank` that it needs.
+
+    vLLM drops what it does not know, and serves the base model.
+
+    Raises:
+        TrainingError: with the names that it would not find.
+    """
+    config = read_json_if_valid(folder / ADAPTER_CONFIG, dict[str, Any]) or {}
+    targets = set(config.get("target_modules") or ())
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+        names = list(file.keys())
+    modules = {name: match["module"] if (match := _VLLM_MODULE.fullmatch(name)) else None for name in names}
+    wrong = [name for name, module in modules.items() if module is None or module not in targets]
+    if config.get("modules_to_save"):
+        wrong.append("modules_to_save")
+    if config.get("bias", "none") != "none":
+        wrong.append(f"bias {config['bias']}")
+    if wrong or not names or not isinstance(rank := config.get("r"), int):
+        raise TrainingError(
+            f"vLLM would leave out parts of {folder}: {', '.join(wrong[:3]) or 'it has no adapters'}",
+            meaning="its LoRA loader takes lora_A and lora_B of the target modules alone",
+            fix="export a whole model for it: --merge, without --format",
+        )
+    return next(each for each in _VLLM_RANKS if each >= rank)
+
+
+def find_converter() -> Path:
+    """Return llama.cpp's converter: of the variable FTKIT_GGUF_CONVERTER, or on the PATH.
+
+    Raises:
+        PrerequisiteError: it is not there, or the package that it imports is missing.
+    """
+    named = os.environ.get(CONVERTER)
+    found = named or shutil.which(_SCRIPT)
+    if found is None or not Path(found).is_file():
+        where = f"there is no {named}" if named else f"no {_SCRIPT} on PATH"
+        raise PrerequisiteError(
+            f"--format gguf needs llama.cpp's converter: {where}",
+            meaning="ftkit does not bring it: it belongs to the llama.cpp that will run the model",
+            fix=f"git clone https://github.com/ggml-org/llama.cpp, and set {CONVERTER}=…/llama.cpp/{_SCRIPT}",
+        )
+    if find_spec("gguf") is None:
+        raise PrerequisiteError("--format gguf: llama.cpp's converter needs the package gguf", fix="pip install gguf")
+    return Path(found)
+
+
+def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str], None]) -> None:
+    """Convert a whole model, and check that its chat template and its end token came along.
+
+    Raises:
+        TrainingError: the converter failed, or left something out.
+    """
+    converter = find_converter()
+    report(f"converting to GGUF by {converter}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file) as temporary:
+        words = [sys.executable, str(converter), str(export), "--outfile", str(temporary)]
+        done = process.run_stoppable(
+            [*words, "--outtype", {"fp32": "f32"}.get(precision, precision)], timeout_seconds=_CONVERSION_SECONDS
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            raise TrainingError(
+                f"llama.cpp's converter failed: {one_line(lines[-1] if lines else f'exit code {done.returncode}')}",
+                meaning="it does not know this model or this tokenizer, or it is of another version",
+                fix=f"see all it says: {' '.join([*words[:3], '--outfile', 'model.gguf'])}",
+            )
+        _check_gguf(temporary, export)
+
+
+def _check_gguf(file: Path, export: Path) -> None:
+    from gguf import GGUFReader  # noqa: PLC0415 - the converter needs it, nothing else does
+    from transformers import AutoTokenizer  # noqa: PLC0415 - heavy
+
+    fields = GGUFReader(file).fields
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    record = read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}
+    ends = record.get("end_tokens") or []
+    missing = []
+    if tokenizer.chat_template and _field(fields, "tokenizer.chat_template") != tokenizer.chat_template:
+        missing.append("the chat template")
+    kept = {_field(fields, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    if ends and ends[0] not in kept:
+        missing.append(f"the end token {ends[0]}")
+    if missing:
+        raise TrainingError(
+            f"the GGUF file lacks {' and '.join(missing)} of the export",
+            meaning="llama.cpp's converter dropped it; the model would not be asked as in training, or never stop",
+            fix="take a newer llama.cpp",
+        )
+
+
+def _field(fields: Any, name: str) -> Any:
+    return fields[name].contents() if name in fields else None
