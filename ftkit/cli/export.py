@@ -20,6 +20,8 @@ from ftkit.train.quiet import silence_torchao
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ftkit.planning.layout import RunLayout
+
 _HUB = "hf://"
 _VERIFICATION_SECONDS = 24 * 3600.0
 
@@ -32,7 +34,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
         "ftkit export last",
         "ftkit export demo --step best --dtype fp32",
         "ftkit export demo --step 10 --to ./my-model",
-        "ftkit export demo --push /backup/models/demo",
+        "ftkit export demo --push ./copies/demo",
     ),
     help=f"""Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
 
@@ -80,22 +82,35 @@ def command(  # noqa: PLR0913 - one for each option
     _use_hub_cache()
     silence_torchao()
     from ftkit.evaluate.export import ExportRequest, export_run
-    from ftkit.evaluate.formats import check_format, verify_vllm_lora, write_gguf
-    from ftkit.planning.plan import read_plan
 
-    plan = read_plan(layout)
-    check_format(form, plan, merges=merges)
+    if form != "hf":
+        _check_format(form, layout, merges=merges)
     request = ExportRequest(step, merges, cast("Any", precision), folder)
     exported = export_run(layout, request, _verifier(terminal) if verifies else None, terminal.say)
-    if form == "vllm-lora":
-        rank = verify_vllm_lora(exported)
-        terminal.say(f"vLLM takes all of it: vllm serve … --enable-lora --max-lora-rank {rank}")
-    if form == "gguf":
-        written = precision or plan.recipe.training.compute_precision
-        write_gguf(exported, exported / f"{plan.name}-{written}.gguf", written, terminal.say)
+    if form != "hf":
+        _finish_format(form, exported, layout, terminal)
     terminal.data(f"{exported}\n")
     if destination is not None:
         terminal.data(f"{_push(exported, destination, terminal)}\n")
+
+
+def _check_format(form: Any, layout: RunLayout, *, merges: bool) -> None:
+    from ftkit.evaluate.formats import check_format
+    from ftkit.planning.plan import read_plan
+
+    check_format(form, read_plan(layout), merges=merges)
+
+
+def _finish_format(form: str, exported: Path, layout: RunLayout, terminal: Terminal) -> None:
+    """Convert an export, or check that others load it."""
+    from ftkit.evaluate.formats import read_precision, verify_vllm_lora, write_gguf
+
+    if form == "vllm-lora":
+        rank = verify_vllm_lora(exported)
+        terminal.say(f"vLLM takes all of it: vllm serve BASE --enable-lora --max-lora-rank {rank}")
+        return
+    precision = read_precision(exported)
+    write_gguf(exported, exported / f"{layout.root.name}-{precision}.gguf", precision, terminal.say)
 
 
 def _check_destination(destination: str) -> None:

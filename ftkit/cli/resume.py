@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         "ftkit resume last",
         "ftkit resume demo --no-follow",
         "ftkit resume demo --gpus-per-node 1 training.log_every_steps=5",
-        "ftkit resume s3://bucket/runs/RUN --cluster mycluster",
     ),
     help=f"""Submit a run again; it continues from its newest checkpoint.
 

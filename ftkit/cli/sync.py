@@ -16,7 +16,7 @@ from ftkit.errors import PrerequisiteError
     "sync",
     cls=ExamplesCommand,
     short_help="Copy a run to an object store or a folder.",
-    examples=("ftkit sync last s3://bucket/runs", "ftkit sync demo /backup/runs --watch"),
+    examples=("ftkit sync last ./copies", "ftkit sync demo ./copies --watch"),
     help=f"""Copy a run's complete checkpoints and exports to DEST/RUN, with what 'ftkit resume DEST/RUN' needs.
 
     DEST is s3://bucket/prefix, gs://bucket/prefix or a folder; default: the recipe's 'sync'. What is there already is

@@ -141,6 +141,12 @@ def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str],
         _check_gguf(temporary, export)
 
 
+def read_precision(export: Path) -> str:
+    """Return the dtype of an export's weights."""
+    record = read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}
+    return str(record.get("precision", "bf16"))
+
+
 def _check_gguf(file: Path, export: Path) -> None:
     from gguf import GGUFReader  # noqa: PLC0415 - the converter needs it, nothing else does
     from transformers import AutoTokenizer  # noqa: PLC0415 - heavy

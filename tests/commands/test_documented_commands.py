@@ -116,6 +116,7 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "rm": (DEMO,),
     "logs": (DEMO,),
     "export": (DEMO,),
+    "sync": (DEMO,),
     "verify-export": ("mkdir my-model",),
     "push": IMPORTED[:1],
     "import": IMPORTED[:1],
