@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from http.server import BaseHTTPRequestHandler
 
+    from ftkit.data.inspection import Sample
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.find import RunFolder
 
 _REFRESH_SECONDS = 15
+_NUM_SAMPLES = 3
+_SAMPLE_CHARACTERS = 3000
 
 
 @click.command(
@@ -101,8 +106,43 @@ def _run_page(layout: RunLayout, state: str, refresh_seconds: int | None = None)
     from ftkit.runs.repeat import judge
 
     verdict = judge(layout)
-    report = read_report(layout, state, verdict="" if verdict is None else str(verdict))
+    report = read_report(layout, state, samples=_samples(layout), verdict="" if verdict is None else str(verdict))
     return run_page(report, refresh_seconds=refresh_seconds)
+
+
+@cache
+def _samples(layout: RunLayout) -> tuple[Sample, ...]:
+    """Return documents of a run's first pack, as they are trained; none where its data or a tokenizer is not here."""
+    from importlib.util import find_spec
+
+    from ftkit.errors import FtkitError
+    from ftkit.planning.plan import read_plan
+
+    if any(find_spec(name) is None for name in ("numpy", "tokenizers", "transformers")):
+        return ()
+    from ftkit.data.inspection import samples_of_packs
+    from ftkit.data.store import PreparedData
+
+    try:
+        plan = read_plan(layout)
+        if not plan.is_data_prepared:
+            return ()
+        found = list(islice(samples_of_packs(PreparedData(plan.data_directory), [0]), _NUM_SAMPLES))
+    except (FtkitError, OSError, ValueError):  # a page without samples is better than none
+        return ()
+    return tuple(_shortened(each) for each in found)
+
+
+def _shortened(sample: Sample) -> Sample:
+    """Cut a document's text after some screens; sequences can be books."""
+    segments, left = [], _SAMPLE_CHARACTERS
+    for segment in sample.segments:
+        if left <= 0:
+            break
+        cut = segment.text if len(segment.text) <= left else f"{segment.text[:left]} …"
+        segments.append(replace(segment, text=cut))
+        left -= len(segment.text)
+    return replace(sample, segments=tuple(segments))
 
 
 def _state(folder: RunFolder) -> str:

@@ -143,7 +143,9 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
         origins=Origins(recipe=loaded.layers, cluster=origins),
     )
     new = plan_run(recipe, cluster, image_definition(image, ctx), request, ftkit_version=__version__)
-    new = replace(new, id=plan.id, fingerprint=plan.fingerprint)  # prepared data is not prepared again
+    new = replace(
+        new, id=plan.id, fingerprint=plan.fingerprint, sweep=plan.sweep
+    )  # prepared data is not prepared again
     is_same_file = (cluster.runtime, cluster.image_format) == (plan.cluster.runtime, plan.cluster.image_format)
     if is_same_file and new.image == plan.image:
         new = replace(new, container_image=plan.container_image)

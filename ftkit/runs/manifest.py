@@ -306,7 +306,7 @@ def explain_missing_digests(layout: RunLayout) -> list[str]:
     last = starts[-1] if isinstance(starts, list) and starts and isinstance(starts[-1], dict) else None
     return [
         *_doubts_about_model(values.get("model")),
-        *_doubts_about_code(values),
+        *_doubts_about_code(values, has_changes=layout.code_changes.is_file()),
         *(_doubts_about_data(last.get("data")) if last else []),
     ]
 
@@ -321,7 +321,7 @@ def _doubts_about_model(model: Any) -> list[str]:
     return [f"no digest of the weights in {weights}" if is_path(weights) else "the model's commit is not known"]
 
 
-def _doubts_about_code(values: Mapping[str, Any]) -> list[str]:
+def _doubts_about_code(values: Mapping[str, Any], *, has_changes: bool) -> list[str]:
     image = values.get("container_image")
     if image:
         has_digest = "sha256" in str(image) or values.get("image_sha256") or values.get("image_id")
@@ -329,7 +329,7 @@ def _doubts_about_code(values: Mapping[str, Any]) -> list[str]:
     doubts = ["no image: packages are those of the machine"]
     ftkit_code = values.get("ftkit")
     git = ftkit_code.get("git") if isinstance(ftkit_code, dict) else None
-    if isinstance(git, dict) and git.get("has_uncommitted_changes"):
+    if isinstance(git, dict) and git.get("has_uncommitted_changes") and not has_changes:
         doubts.append("ftkit had uncommitted changes")
     return doubts
 

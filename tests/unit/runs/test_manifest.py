@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 import time
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import pytest
 
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.manifest import record_start
+from ftkit.runs.manifest import record_start, uncommitted_changes
 from ftkit.runs.records import RankError, write_rank_error
 from ftkit.runs.summary import first_error
 
@@ -102,3 +103,22 @@ def test_a_manifest_that_is_not_there_or_damaged_is_left_alone(text: str | None,
         path.write_text(text)
     record_start(path)
     assert (path.read_text() if path.exists() else None) == text
+
+
+def test_uncommitted_changes_make_the_code_of_its_commit(tmp_path: Path) -> None:
+    checkout, copy = tmp_path / "checkout", tmp_path / "copy"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(checkout)]
+    subprocess.run(["git", "init", "-q", checkout], check=True)
+    (checkout / "kept.py").write_text("one\n")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    assert uncommitted_changes(checkout) == ""
+    (checkout / "kept.py").write_text("two\n")
+    (checkout / "new.py").write_text("new\n")
+    index = (checkout / ".git" / "index").read_bytes()
+    changes = uncommitted_changes(checkout)
+    assert (checkout / ".git" / "index").read_bytes() == index
+    subprocess.run(["git", "clone", "-q", checkout, copy], check=True)
+    subprocess.run(["git", "-C", copy, "apply"], input=changes, text=True, check=True)
+    assert {path.name: path.read_text() for path in copy.glob("*.py")} == {"kept.py": "two\n", "new.py": "new\n"}
+    assert uncommitted_changes(tmp_path) == ""
