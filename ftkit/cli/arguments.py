@@ -35,7 +35,7 @@ _PLACEMENT_OPTIONS = (
         "--cluster",
         metavar="NAME",
         shell_complete=complete_cluster,
-        help="A profile of 'ftkit clusters'.",
+        help="Cluster profile ('ftkit clusters' lists them).",
     ),
 )
 _RUN_OPTIONS = (
@@ -112,7 +112,7 @@ def job_environment(hf_token_file: Path | None) -> dict[str, str]:
 
 
 def current_settings() -> Settings:
-    """Return the settings, without what the command line adds."""
+    """Return the settings, without those of the command line."""
     from ftkit.config.request import load_settings
 
     return load_settings(Context.here()).settings
@@ -135,9 +135,9 @@ def get_run(reference: str) -> RunFolder:
 
 
 def get_runs(references: Sequence[str]) -> list[RunFolder]:
-    """Return the runs that references select, each once; those of a sweep where no run is meant.
+    """Return the selected runs without duplicates; the name of a sweep selects all of its runs.
 
-    A single reference is a sweep if there is one of that name: one run alone is nothing to compare.
+    A single reference is read as the name of a sweep if one has that name, since one run alone can't be compared.
 
     Raises:
         NotFoundError: there is no such run or sweep.

@@ -76,12 +76,12 @@ def _say(built: BuildResult, reference: str, seconds: float, terminal: Terminal)
     if built.is_new:
         terminal.say(Styled(f"built {built.name} ({size}) in {duration(seconds)}", "bold"))
     else:
-        terminal.say(f"{built.name} ({size}) is up to date: nothing changed since the last build")
+        terminal.say(f"{built.name} ({size}) is up to date: inputs are unchanged since the last build")
     if built.recorded:
-        terminal.say(f"base {built.base}: recorded in {short_path(built.recorded)}, later builds use it")
+        terminal.say(f"base {built.base}: recorded in {short_path(built.recorded)} for later builds")
     elif built.base.digest is None:
         terminal.warn(
-            f"the base {built.base} is not pinned: the docker engine has it, but no digest for it; push it to a "
+            f"the base {built.base} is not pinned: the docker engine has no digest for it; push it to a "
             "registry, and set that as the base"
         )
     if built.moved_to:

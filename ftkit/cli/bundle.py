@@ -1,4 +1,4 @@
-"""`ftkit bundle`: put what a run was, and what came of it, into one file."""
+"""`ftkit bundle`: put a run's inputs and results into one file."""
 
 from __future__ import annotations
 
@@ -26,24 +26,29 @@ if TYPE_CHECKING:
         "ftkit bundle demo -o demo.tar --sign --key ~/.ssh/id_ed25519",
         "ftkit rerun demo.tar --cluster a4-highgpu-8g",
     ),
-    help=f"""Write one file from which a run can be repeated and compared, on another cluster too: manifest, resolved
-    recipe, plan, job script, metrics, report, the image's lock, the data's manifest, and changes of ftkit's code.
-    Image, weights and data are not in it. The same run gives the same bytes. The file's path goes to stdout.
+    help=f"""Write one file that repeats and compares a run, also on another cluster: manifest, resolved
+    recipe, plan, job script, metrics, report, the image's lock, the data's manifest, and local changes to ftkit.
+    Image, weights and data are not included. The same run gives the same bytes. Prints the file's path.
 
     {RUN_HELP}
     """,
 )
 @run_argument
-@click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Where to write.")
-@click.option("--sign", "signs", is_flag=True, help="Write a signature beside it, by minisign, ssh-keygen or cosign.")
+@click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
+@click.option(
+    "--sign",
+    "signs",
+    is_flag=True,
+    help="Sign the file with minisign, ssh-keygen or cosign; the signature is a file beside it.",
+)
 @click.option(
     "--key",
     metavar="FILE",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Private key of --sign; for ssh-keygen, a public key of the agent will do.",
+    help="Private key for --sign; for ssh-keygen, also a public key whose private key the agent holds.",
 )
 @click.option(
-    "--signer", type=click.Choice(["minisign", "ssh-keygen", "cosign"]), help="Default: the first that is here."
+    "--signer", type=click.Choice(["minisign", "ssh-keygen", "cosign"]), help="Default: the first one installed."
 )
 def command(reference: str, *, output: Path | None, signs: bool, key: Path | None, signer: Signer | None) -> None:
     """Bundle a run."""
@@ -59,14 +64,14 @@ def command(reference: str, *, output: Path | None, signs: bool, key: Path | Non
     members = write_bundle(layout, path, _find_lock(layout))
     terminal.say(f"{', '.join(members)}")
     if layout.report.name not in members:
-        terminal.warn(f"without a report; to have it in the bundle: ftkit report {layout.root.name}")
+        terminal.warn(f"the bundle has no report; to write one first: ftkit report {layout.root.name}")
     terminal.data(f"{short_path(path.absolute())}\n")
     if program and key:
         terminal.say(f"signed by {program}: {short_path(sign(path, key, program).absolute())}")
 
 
 def _find_lock(layout: RunLayout) -> Path | None:
-    """Return the lock of a run's image if its definition is here, and is the one of that image."""
+    """Return the lock of a run's image if its definition is on this machine and matches that image."""
     import hashlib
 
     from ftkit.config.context import Context

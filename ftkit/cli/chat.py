@@ -30,23 +30,23 @@ if TYPE_CHECKING:
         "ftkit chat last --before",
         "echo 'CREATE TABLE pets (name TEXT) How many pets?' | ftkit chat last",
     ),
-    help=f"""Talk to a model, turn by turn. A line is a turn; a line that ends with \\ continues on the next one.
+    help=f"""Chat with a model. Each line is a turn; a line that ends with \\ continues on the next line.
 
-    /reset forgets the conversation; /exit or Ctrl-D ends it. Into a pipe, only the answers are written.
+    /reset clears the conversation; /exit or Ctrl-D ends it. In a pipe, only completions go to stdout.
 
     {MODEL_HELP}
     """,
 )
 @model_argument
-@click.option("--system", metavar="TEXT", help="A system turn before all others.")
+@click.option("--system", metavar="TEXT", help="System prompt.")
 @click.option(
     "--tools",
     "tools_file",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON file with schemas of tools. Calls are shown as the model writes them; nothing is executed.",
+    help="JSON file with tool schemas. Tool calls are printed as the model writes them and never executed.",
 )
-@click.option("--before", "with_before", is_flag=True, help="Answer with the model before training too.")
+@click.option("--before", "with_before", is_flag=True, help="Also show the completion of the model before training.")
 @decoding_options
 def command(reference: str, *, system: str | None, tools_file: Path | None, with_before: bool, **decoding: Any) -> None:
     """Talk to a model."""
@@ -58,9 +58,9 @@ def command(reference: str, *, system: str | None, tools_file: Path | None, with
     if with_before:
         if target.before is None:
             raise NotFoundError(
-                f"the model before training is unknown for {reference}",
+                f"ftkit does not know the model before training for {reference}",
                 meaning="it is a model, not a run",
-                fix="give the run, or leave --before out",
+                fix="give the run, or omit --before",
             )
         sources = {"before": target.before, "after": target.source}
     options = target.data.template_options if target.data else {}
@@ -101,7 +101,7 @@ def _turns(terminal: Terminal) -> Iterator[str]:
     if is_interactive:
         import readline  # noqa: F401 - gives input() its history and keys
 
-        terminal.say("Write a message; /reset forgets the conversation, /exit ends it.")
+        terminal.say("Write a message; /reset clears the conversation, /exit ends it.")
     lines: list[str] = []
     while True:
         try:

@@ -35,9 +35,9 @@ class _Listed:
     world_size: int | None
     written: float
     damage: list[str] | None
-    """None: its files were not read."""
+    """None if its files were not read."""
     best: str | None
-    """What it is the best checkpoint by, with the value: `RUN@best`."""
+    """Metric and value by which it is `RUN@best`; empty for other checkpoints."""
 
 
 @click.command(
@@ -46,8 +46,8 @@ class _Listed:
     short_help="List the checkpoints of a run, and verify them.",
     examples=("ftkit checkpoints last", "ftkit checkpoints last --verify", "ftkit checkpoints last --json"),
     help=f"""List the complete checkpoints of a run, oldest first. --verify reads all files and compares their digests,
-    and fails with exit code 9 if one is damaged. A run continues from its newest undamaged checkpoint. The best one, by
-    the recipe's evaluation.best or else by validation loss, is RUN@best for other commands.
+    and exits with code 9 if one is damaged. A run continues from its newest undamaged checkpoint. The best one (by
+    evaluation.best of the recipe, or else by validation loss) is RUN@best in other commands.
 
     {RUN_HELP}
     """,
@@ -83,7 +83,7 @@ def command(reference: str, *, does_verify: bool, as_json: bool) -> None:
             f"{plural(len(damaged), 'checkpoint')} of {len(listed)} damaged: "
             + ", ".join(f"step {each.step}" for each in damaged),
             meaning="the file system lost data, or files were changed or removed",
-            fix=f"nothing, if an undamaged one is left: 'ftkit resume {layout.root.name}' takes the newest of those",
+            fix=f"if an undamaged one is left, do nothing: 'ftkit resume {layout.root.name}' uses the newest undamaged checkpoint",
         )
 
 

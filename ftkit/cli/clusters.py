@@ -13,7 +13,7 @@ from ftkit.config.context import Context, list_names
 @click.command(
     "clusters",
     cls=ExamplesCommand,
-    short_help="List cluster profiles: where to train.",
+    short_help="List cluster profiles.",
     examples=("ftkit clusters", "ftkit clusters --json"),
 )
 @json_option

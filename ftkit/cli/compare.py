@@ -27,28 +27,30 @@ if TYPE_CHECKING:
 @click.command(
     "compare",
     cls=ExamplesCommand,
-    short_help="Show how runs differ and what came of them.",
+    short_help="Compare the settings and results of runs.",
     examples=(
         "ftkit compare demo other",
         "ftkit compare demo other --json | jq .results",
         "ftkit compare demo-20260102T030405Z",
         "ftkit compare demo other --html comparison.html",
     ),
-    help=f"""Show runs side by side: what differs in recipe, data, image, versions and cluster; what came of them; and
+    help=f"""Show runs side by side: differences in recipe, data, image, versions and cluster; their results; and
     their losses after the same numbers of tokens. The last line says whether the losses are equal, bit for bit.
 
     {RUN_HELP} The id or the name of a sweep stands for all of its runs.
     """,
 )
 @click.argument("references", metavar="RUN RUN...", nargs=-1, required=True, shell_complete=complete_run)
-@click.option("--html", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write a page instead.")
+@click.option(
+    "--html", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page instead."
+)
 @json_option
 def command(references: tuple[str, ...], *, html: Path | None, as_json: bool) -> None:
     """Compare runs."""
     terminal = Terminal()
     layouts = [folder.layout for folder in get_runs(references)]
     if len(layouts) < 2:  # noqa: PLR2004 - what comparing takes
-        raise click.UsageError("compare needs two runs or more, and each once", click.get_current_context())
+        raise click.UsageError("compare needs at least two different runs", click.get_current_context())
     if html:
         from ftkit.cli.page.charts import require_matplotlib
         from ftkit.cli.page.write import comparison_page, save_page
@@ -65,7 +67,7 @@ def command(references: tuple[str, ...], *, html: Path | None, as_json: bool) ->
 
 
 def comparison_report(layouts: Sequence[RunLayout]) -> ComparisonReport:
-    """Return what the page of several runs shows."""
+    """Collect the content of the comparison page."""
     from ftkit.cli.page.comparison import ComparisonReport, draw_comparison
 
     runs = [read_run(layout) for layout in layouts]
@@ -89,7 +91,7 @@ def _show(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
         columns = (Column("WHAT DIFFERS", can_shrink=True), *(Column(name, can_shrink=True) for name in names))
         terminal.table(columns, [(_title(each), *map(_short, each.values)) for each in differences])
     else:
-        terminal.text("nothing differs in recipe, data, image, versions, and cluster", is_data=True)
+        terminal.text("no differences in recipe, data, image, versions, or cluster", is_data=True)
     terminal.text(is_data=True)
     columns = (Column("RESULT"), *(Column(name, is_number=True) for name in names))
     results = _results(runs)
@@ -105,7 +107,7 @@ def _show(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
 
 
 def _names(number: int) -> list[str]:
-    """Return short names for so many runs: letters, then numbers."""
+    """Return short names for `number` runs: letters, then numbers."""
     return [chr(ord("A") + index) if index < 26 else str(index) for index in range(number)]  # noqa: PLR2004
 
 
@@ -122,10 +124,10 @@ def _verdicts(runs: Sequence[ComparedRun]) -> list[str]:
 def _verdict(first: ComparedRun, other: ComparedRun) -> str:
     found = compare_curves(first, other)
     if found.num_common == 0:
-        return "no records after the same number of tokens"
-    common = f"{plural(found.num_common, 'record')} after as many tokens"
+        return "no records at the same number of tokens"
+    common = f"{plural(found.num_common, 'record')} at the same number of tokens"
     if found.first_difference is None:
-        return f"equal losses, bit for bit ({common})"
+        return f"losses are equal, bit for bit ({common})"
     at_most = "" if found.largest_difference is None else f", by {found.largest_difference:.2g} at most"
     return f"losses differ from {count(found.first_difference)} tokens on{at_most} ({common})"
 
@@ -137,7 +139,7 @@ def _short(value: Any) -> str:
 
 
 def _results(runs: Sequence[ComparedRun]) -> list[dict[str, str]]:
-    """Return the lines of the table of results, for each run; those that no run knows are left out."""
+    """Return the rows of the result table, one value per run; a row without any value is left out."""
     rows = [_result(run) for run in runs]
     known = [title for title in rows[0] if any(row[title] != "-" for row in rows)]
     return [{title: row[title] for title in known} for row in rows]

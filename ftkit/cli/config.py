@@ -33,7 +33,7 @@ _DEFAULT = "default"
 def command(*, as_json: bool) -> None:
     """Show the settings, where each one is set, and which files were read.
 
-    Later ones win: your config.yaml, the project's ftkit.yaml, FTKIT_* variables, options.
+    Later sources override earlier ones: your config.yaml, the project's ftkit.yaml, FTKIT_* variables, options.
     """
     from ftkit.config.request import load_settings
 

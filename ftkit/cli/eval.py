@@ -1,4 +1,4 @@
-"""`ftkit eval`: measure a model, beside the one before training."""
+"""`ftkit eval`: evaluate a model and compare it with the model before training."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ _LONGEST = 300
 @click.command(
     "eval",
     cls=ExamplesCommand,
-    short_help="Measure a trained model, before and after training.",
+    short_help="Evaluate a model before and after training.",
     examples=(
         "ftkit eval last --limit 3 --max-new-tokens 8",
         "ftkit eval last --data prompts.jsonl --metrics loss,repetition --json",
         "ftkit eval last@0 --no-before --limit 3 --max-new-tokens 8",
     ),
-    help=f"""Measure a model on rows that it was not trained on, and the model before training on the same rows.
+    help=f"""Evaluate a model on rows it was not trained on, and the model before training on the same rows.
 
-    Loss, perplexity and token accuracy count the assistant turns; of rows that are prompts alone, the prompts. Answers
-    are scored by --metrics, by default by what the data is: sql (execution accuracy), calls (tool calls by name and
-    arguments, also in parallel and where none is right), verdict, exact_match; and repetition. A function of your own
-    is module:function; it gets a row and an answer, and returns a number. --metrics loss generates nothing.
+    Loss, perplexity and token accuracy cover the assistant turns; for rows without completions, the prompts.
+    Completions are scored by --metrics; the default depends on the data: sql (execution accuracy), calls (tool calls by
+    name and
+    arguments, parallel calls, and no call where none is expected), verdict, exact_match; and repetition. Your own
+    metric
+    is module:function; it receives a row and a completion, and returns a number. --metrics loss generates nothing.
 
-    The interval holds 95 % of the changes that a paired bootstrap over the rows finds.
+    Intervals are 95 % intervals of the change, by a paired bootstrap over the rows.
 
     {MODEL_HELP}
     """,
@@ -52,37 +54,45 @@ _LONGEST = 300
     "file",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A JSON Lines file in any format that can be trained on, or of prompts; default: the validation split.",
+    help="JSON Lines file in any training format, or with prompts only; default: the validation split.",
 )
-@click.option("--metrics", metavar="NAME,...", default="", help="Metrics of answers; default: by the data.")
-@click.option("--limit", metavar="N", type=click.IntRange(min=1), default=200, help="Rows at most (default 200).")
+@click.option(
+    "--metrics", metavar="NAME,...", default="", help="Metrics of the completions; the default depends on the data."
+)
+@click.option(
+    "--limit", metavar="N", type=click.IntRange(min=1), default=200, help="Maximum number of rows (default 200)."
+)
 @click.option("--before/--no-before", "with_before", default=True, help="Compare with the model before training.")
 @click.option(
     "--examples", "num_examples", metavar="N", type=click.IntRange(min=0), default=2,
     help="Best and worst examples to show (default 2 of each).",
 )  # fmt: skip
 @click.option(
-    "--max-new-tokens", metavar="N", type=click.IntRange(min=1), default=128, help="Of an answer (default 128)."
+    "--max-new-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=128,
+    help="Maximum tokens per completion (default 128).",
 )
-@click.option("--batch-size", metavar="N", type=click.IntRange(min=1), default=16, help="Answers at a time.")
+@click.option("--batch-size", metavar="N", type=click.IntRange(min=1), default=16, help="Completions per batch.")
 @click.option("--seed", metavar="N", type=int, default=0, help="Seed of the bootstrap (default 0).")
 @click.option(
     "--as-job", is_flag=True,
-    help="Evaluate the run's checkpoints in a Slurm job of its own, while training continues, until the run ends.",
+    help="Evaluate the run's checkpoints in a separate Slurm job while training continues, until the run ends.",
 )  # fmt: skip
 @click.option(
     "--gpus", metavar="N", type=click.IntRange(min=1), default=1,
-    help="GPUs of one node that share the rows; each has the whole model. Without GPUs, processes (default 1).",
+    help="GPUs of one node that share the rows; each loads the whole model. Without GPUs, processes (default 1).",
 )  # fmt: skip
-@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit of --as-job; default: the profile's.")
-@click.option("--dry-run", is_flag=True, help="Show the script of --as-job, and submit nothing.")
+@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit for --as-job; default: the profile's.")
+@click.option("--dry-run", is_flag=True, help="Print the script of --as-job and submit nothing.")
 @json_option
 def command(  # noqa: PLR0913 - one for each option
     reference: str, *, file: Path | None, metrics: str, limit: int, with_before: bool, num_examples: int,
     max_new_tokens: int, batch_size: int, seed: int, as_job: bool, gpus: int, time_limit: str | None, dry_run: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure a model."""
+    """Evaluate a model."""
     names = tuple(name for name in metrics.split(",") if name)
     settings = (names, limit, max_new_tokens, batch_size, str(file.resolve()) if file else None)
     if as_job:
@@ -201,7 +211,7 @@ def _show_examples(title: str, examples: Sequence[Example], terminal: Terminal) 
 
 
 def _short(text: str, *, keeps_end: bool = False) -> str:
-    """Cut a long text; of a prompt, the end is the question."""
+    """Truncate a long text; for a prompt keep the end, which has the question."""
     if len(text) <= _LONGEST:
         return text
     return f"…{text[-_LONGEST:]}" if keeps_end else f"{text[:_LONGEST]}…"

@@ -1,4 +1,4 @@
-"""`ftkit export`: write the weights of a checkpoint for others to load, and verify them."""
+"""`ftkit export`: write a checkpoint's weights in Hugging Face's layout, and verify them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _VERIFICATION_SECONDS = 24 * 3600.0
     ),
     help=f"""Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
 
-    The folder has all that transformers or peft loads: weights, configuration, tokenizer, chat template, generation
-    settings and a model card. It gets its name only after another process has loaded it, and computes what the trained
-    model does. Prints the folder.
+    The folder has everything transformers or peft loads: weights, configuration, tokenizer, chat template, generation
+    settings and a model card. It is renamed into place only after another process has loaded it and computed the same
+    logits as the trained model. Prints the folder.
 
     {RUN_HELP}
     """,
@@ -48,12 +48,12 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 @run_argument
 @click.option(
     "--step", metavar="N|best|last", default="",
-    help="Checkpoint: a step, the best (evaluation.best, or validation loss), or the newest; default: the best by "
+    help="Checkpoint: a step, 'best' (by evaluation.best, or validation loss), or 'last'; default: the best by "
     "evaluation.best if the recipe sets it, else the newest.",
 )  # fmt: skip
 @click.option("--merge", "merges", is_flag=True, help="Merge adapters into the unquantized base model.")
 @click.option(
-    "--dtype", "precision", type=click.Choice(["bf16", "fp32"]), help="Precision of the weights; default: training's."
+    "--dtype", "precision", type=click.Choice(["bf16", "fp32"]), help="Dtype of the weights; default: that of training."
 )
 @click.option(
     "--format", "form", type=click.Choice(["hf", "gguf", "vllm-lora"]), default="hf", show_default=True,
@@ -61,7 +61,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 )  # fmt: skip
 @click.option(
     "--to", "folder", metavar="DIR", type=click.Path(file_okay=False, resolve_path=True, path_type=Path),
-    help="Folder to write; default: one in the run's folder.",
+    help="Folder to write; default: in the run's folder.",
 )  # fmt: skip
 @click.option(
     "--push", "destination", metavar="hf://ORG/NAME|s3://…|gs://…|FOLDER",
@@ -69,7 +69,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 )  # fmt: skip
 @click.option(
     "--verify/--no-verify", "verifies", default=True,
-    help="Verify the export (default). It needs 4 bytes of memory per parameter.",
+    help="Verify the export (default). Needs 4 bytes of memory per parameter.",
 )  # fmt: skip
 def command(  # noqa: PLR0913 - one for each option
     reference: str, *, step: str, merges: bool, precision: str | None, folder: Path | None, verifies: bool,
@@ -168,6 +168,6 @@ def _verifier(terminal: Terminal) -> Callable[[Path], None]:
 
 def _failed(what: str) -> FtkitError:
     return TrainingError(
-        f"the export was written, but is not what was trained; it was removed\n{what}",
-        fix="if the difference is that of rounding: --dtype fp32",
+        f"the export did not match the trained model and was removed\n{what}",
+        fix="if rounding causes the difference: --dtype fp32",
     )

@@ -1,4 +1,4 @@
-"""Follow a run until it ends: read its records often, poll its scheduler as often as that bears."""
+"""Follow a run until it ends: read its records often, poll its scheduler less often."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
         raise
     finally:
         view.close()
-    with suppress(FtkitError):  # without a report, the run is none the worse
+    with suppress(FtkitError):  # a missing report does not fail the run
         write_report_at_end(run.layout, seen.state)
     show_end(run, seen, terminal)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.command(
     "gc",
     cls=ExamplesCommand,
-    short_help="Remove images that nothing uses anymore.",
+    short_help="Remove unused images.",
     examples=("ftkit gc", "ftkit gc --dry-run", "ftkit gc --yes"),
 )
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")

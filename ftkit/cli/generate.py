@@ -24,8 +24,8 @@ from ftkit.cli.terminal.console import Terminal
     ),
     help=f"""Generate a completion for each prompt, and write them as JSON Lines.
 
-    A line of the input has the columns that the run was trained on, or turns ("messages"), or a "prompt". The output
-    has its columns, and "completion", "finish_reason" (stop or length) and "model". An output that is there already is
+    Each input line has the columns that the run was trained on, or turns ("messages"), or a "prompt". The output
+    adds "completion", "finish_reason" (stop or length) and "model" to the columns. An existing output file is
     continued.
 
     {MODEL_HELP}
@@ -34,9 +34,9 @@ from ftkit.cli.terminal.console import Terminal
 @model_argument
 @click.option("--input", "given", metavar="FILE|TEXT", required=True, help="A JSON Lines file, or one prompt.")
 @click.option(
-    "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Where to write; default: stdout."
+    "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Output file; default: stdout."
 )
-@click.option("--batch-size", metavar="N", type=click.IntRange(min=1), default=8, help="Prompts at a time (default 8).")
+@click.option("--batch-size", metavar="N", type=click.IntRange(min=1), default=8, help="Prompts per batch (default 8).")
 @decoding_options
 def command(reference: str, *, given: str, output: Path | None, batch_size: int, **decoding: Any) -> None:
     """Generate completions."""
@@ -46,7 +46,7 @@ def command(reference: str, *, given: str, output: Path | None, batch_size: int,
     rows = read_inputs(given)
     num_done = count_done(output, rows, target.source.label) if output else 0
     if num_done:
-        terminal.say(f"{num_done:,} of {len(rows):,} prompts were answered before")
+        terminal.say(f"{num_done:,} of {len(rows):,} prompts already have completions")
     left = rows[num_done:]
     if not left:
         return

@@ -32,7 +32,7 @@ def missing_image(plan: RunPlan) -> NotFoundError | None:
         return None
     if plan.image == str(file):
         return NotFoundError(
-            f"there is no image file {file}",
+            f"image file {file} not found",
             meaning="the path is wrong, or its file system is not mounted here",
             fix="give the path of a .sqsh or .sif file; a relative path is relative to the file that sets it",
         )
@@ -139,7 +139,7 @@ def _require_sinks(plan: RunPlan, final: Path) -> None:
         names = ", ".join(SINK_PACKAGES[sink][0] for sink in missing)
         raise ConfigError(
             [Problem(f"recipe {plan.recipe.name}", "tracking.sinks", f"the image file lacks package {names}.",
-                     f"If the image's definition lists it by now, build and import {plan.image} again; or leave out "
+                     f"If the image's definition lists it now, build and import {plan.image} again; or remove "
                      f"{', '.join(missing)}.")]
         )  # fmt: skip
 

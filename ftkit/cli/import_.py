@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 )
 @click.option("--on-node", is_flag=True, help="Run enroot on a compute node, on its local disk.")
 @click.option("--with", "method", type=click.Choice(["auto", "enroot", "ftkit"]), default="auto",
-              help="What makes the squashfs file; auto: ftkit, or enroot where ftkit can't.")  # fmt: skip
-@click.option("--force", is_flag=True, help="Import again even if the image is imported.")
+              help="Program that writes the squashfs file; auto: ftkit, or enroot where ftkit can't.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Import again even if the image is already imported.")
 @registry_option
 def command(  # noqa: PLR0913 - its options
     wanted: str,

@@ -1,4 +1,4 @@
-"""`ftkit init`: find out what cluster this is, and write the project's settings."""
+"""`ftkit init`: detect the cluster, and write the project's settings."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _HEAD = f"{_MARK} 'ftkit config' shows all settings; keys of a profile: docs/ref
     examples=("ftkit init", "ftkit init --yes", "ftkit init --yes --force"),
 )
 @click.option("--yes", is_flag=True, help="Ask nothing.")
-@click.option("--force", is_flag=True, help="Change files that are there already. Other keys of ftkit.yaml stay.")
+@click.option("--force", is_flag=True, help="Change existing files. Other keys of ftkit.yaml stay.")
 def command(*, yes: bool, force: bool) -> None:
-    """Look at this machine and its Slurm, and write ftkit.yaml into the current folder.
+    """Inspect this machine and its Slurm, and write ftkit.yaml into the current folder.
 
-    It chooses the shipped profile that fits. If none fits as it is, it writes one into clusters/ that extends one.
-    Then the checks of 'ftkit doctor' run.
+    It chooses a matching shipped profile, or writes a profile into clusters/ that extends one.
+    Then it runs the checks of 'ftkit doctor'.
     """
     from ftkit.cli.doctor import check_here
     from ftkit.config.load import load_cluster
@@ -62,7 +62,7 @@ def command(*, yes: bool, force: bool) -> None:
         path.write_text(text, encoding="utf-8")
         terminal.say(f"wrote {short_path(path)}")
     for each in (*site.unknown, *proposed.unknown):
-        terminal.warn(f"not found out: {each}")
+        terminal.warn(f"not detected: {each}")
     terminal.say()
     written = Context.here()
     check_here(written, load_place(RunArgs(), written), terminal, site=site)
@@ -70,12 +70,12 @@ def command(*, yes: bool, force: bool) -> None:
 
 
 def _is_our_own(path: Path) -> bool:
-    """Whether an earlier `ftkit init` wrote a profile, which is made anew."""
+    """Whether an earlier `ftkit init` wrote a profile, which may then be overwritten."""
     return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(f"# {_MARK}")
 
 
 def _confirm_or_refuse(existing: list[Path], *, yes: bool) -> None:
-    """Ask whether files may be changed; without somebody to ask, refuse.
+    """Ask whether files may be changed; refuse if input is not a terminal.
 
     Raises:
         ConfigError: nobody can be asked.
@@ -84,10 +84,10 @@ def _confirm_or_refuse(existing: list[Path], *, yes: bool) -> None:
 
     if not yes and sys.stdin.isatty():
         names = ", ".join(short_path(path) for path in existing)
-        click.confirm(f"{names}: already there. Change it?", default=False, abort=True, err=True)
+        click.confirm(f"{names}already exists. Change it?", default=False, abort=True, err=True)
         return
     raise ConfigError(
-        [Problem(short_path(path), "", "is there already and was left as it is.", "Change it with --force.")
+        [Problem(short_path(path), "", "already exists and was not changed.", "Change it with --force.")
          for path in existing]
     )  # fmt: skip
 

@@ -51,7 +51,7 @@ def command(reference: str, *, follow: bool, rank: int | None) -> None:
     except FileNotFoundError as error:
         there = ", ".join(sorted(file.name for file in layout.logs.glob("*.log")))
         raise NotFoundError(
-            f"there is no log {short_path(path)}",
+            f"log {short_path(path)} not found",
             meaning=f"logs of this run: {there}" if there else "the run has not started yet",
             fix=f"see its state: ftkit status {layout.root.name}",
         ) from error

@@ -21,29 +21,33 @@ if TYPE_CHECKING:
     from ftkit.evaluate.source import ModelSource, Target
 
 MODEL_HELP = (
-    "RUN is a run as other commands take it: its best step if the recipe sets evaluation.best, else the newest that it "
-    "has an export or a checkpoint of. RUN@STEP is the model after a step, RUN@best the best one (else by validation "
+    "RUN selects a run as in other commands: its best step if the recipe sets evaluation.best, else the newest step "
+    "with an export or a checkpoint. RUN@STEP is the model after a step, RUN@best the best one (else by validation "
     "loss), RUN@0 the one before training. MODEL is a folder (./model) or a hub id (org/model)."
 )
 
 model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run)
 _DECODING_OPTIONS = (
     click.option(
-        "--max-new-tokens", metavar="N", type=click.IntRange(min=1), default=256, help="Tokens at most (default 256)."
+        "--max-new-tokens",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=256,
+        help="Maximum number of new tokens (default 256).",
     ),
     click.option(
         "--temperature",
         metavar="T",
         type=click.FloatRange(min=0),
         default=0.0,
-        help="Draw tokens at this temperature; 0, the default, takes the most probable one.",
+        help="Sampling temperature; 0, the default, decodes greedily.",
     ),
-    click.option("--seed", metavar="N", type=int, default=0, help="Seed of what is drawn (default 0)."),
+    click.option("--seed", metavar="N", type=int, default=0, help="Sampling seed (default 0)."),
 )
 
 
 def decoding_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how tokens are chosen."""
+    """Add the decoding options."""
     for decorate in reversed(_DECODING_OPTIONS):
         function = decorate(function)
     return function
@@ -59,7 +63,7 @@ def find_model(reference: str) -> Target:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise PrerequisiteError(
-            f"this command runs a model, and needs packages that are missing here: {', '.join(missing)}",
+            f"this command runs a model and needs packages that are not installed: {', '.join(missing)}",
             meaning="ftkit was installed without the packages for training",
             fix="pip install 'ftkit[train]'; or type the same command in a job, in the training image of the run: "
             "it has all packages",

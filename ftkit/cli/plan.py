@@ -28,7 +28,7 @@ from ftkit.config.context import Context
 def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     """Preview a run and check that it fits. Nothing is written or submitted.
 
-    Takes the arguments of 'ftkit run', and fails like it if files, weights, data, packages or memory are
+    Takes the arguments of 'ftkit run', and fails as it does if files, weights, data, packages or memory are
     missing. An image that is not imported yet is only a warning.
     """
     from ftkit.cli.image_check import missing_image

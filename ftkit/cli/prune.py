@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 @click.command(
     "prune",
     cls=ExamplesCommand,
-    short_help="Remove failed runs, and prepared data that no run uses.",
+    short_help="Remove failed runs and unused prepared data.",
     examples=("ftkit prune", "ftkit prune --dry-run", "ftkit prune --with-checkpoints --yes"),
 )
-@click.option("--with-checkpoints", is_flag=True, help="Also failed runs that could be resumed.")
+@click.option("--with-checkpoints", is_flag=True, help="Also remove failed runs that could be resumed.")
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @json_option
 def command(*, with_checkpoints: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """List what a workspace no longer needs, and remove it after asking.
+    """List what the workspace no longer needs, and remove it after asking.
 
-    This is runs that failed or were cancelled before their first checkpoint, and prepared data that no run uses. Data
-    that was prepared within a day stays. With --json, nothing is removed without --yes.
+    These are runs that failed or were cancelled before their first checkpoint, and unused prepared data. Data
+    prepared in the last 24 hours is kept. With --json, nothing is removed without --yes.
     """
     from ftkit.launch.prune import find_prunable, prune
 

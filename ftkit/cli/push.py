@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 )
 @image_argument
 @registry_option
-@click.option("--username", metavar="NAME", help="User at the registry; '$oauthtoken' for NGC.")
+@click.option("--username", metavar="NAME", help="Registry user; '$oauthtoken' for NGC.")
 @click.option("--password-stdin", is_flag=True, help="Read the password or token from standard input.")
 def command(reference: str, *, registry: str | None, username: str | None, password_stdin: bool) -> None:
     """Push NAME:TAG, which 'ftkit build' made, to HOST/PATH/NAME:TAG.

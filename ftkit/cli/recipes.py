@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command(
     "recipes",
     cls=ExamplesCommand,
-    short_help="List recipes: what to train, and how.",
+    short_help="List recipes (model, data, training).",
     examples=("ftkit recipes", "ftkit recipes --json"),
 )
 @json_option

@@ -1,4 +1,4 @@
-"""`ftkit report`: a page about a run, or about several, for a browser."""
+"""`ftkit report`: write an HTML page about one or several runs."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ _SAMPLE_CHARACTERS = 3000
 @click.command(
     "report",
     cls=ExamplesCommand,
-    short_help="Write a run's report.html, or compare runs in one.",
+    short_help="Write report.html for a run, or a comparison of several.",
     examples=(
         "ftkit report last",
         "ftkit report demo --output demo.html",
         "ftkit report demo other",
         "ftkit report demo --live",
     ),
-    help=f"""Write one page about a run: the plan beside what was measured, curves, memory, what the time went into,
-    evaluation, and how to repeat it. The page is one file that needs no network. It goes to report.html in the run's
-    folder; of several runs, to comparison.html in the current folder. Its path goes to stdout.
+    help=f"""Write an HTML page about a run: the plan beside the measurements, curves, memory, time by activity,
+    evaluation, and how to repeat it. The page is one file that needs no network: report.html in the run's
+    folder or, for several runs, comparison.html in the current folder. Prints its path.
 
     {RUN_HELP} The id or the name of a sweep stands for all of its runs.
     """,
 )
 @click.argument("references", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run)
-@click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Where to write.")
-@click.option("--live", is_flag=True, help="Serve the page on this machine, always as the run stands, until Ctrl-C.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of --live; a free one by default.")
+@click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
+@click.option("--live", is_flag=True, help="Serve an up-to-date page on this machine until Ctrl-C.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --live; default: a free port.")
 def command(references: tuple[str, ...], *, output: Path | None, live: bool, port: int) -> None:
     """Write a page about runs."""
     from ftkit.cli.page.charts import require_matplotlib
@@ -70,7 +70,7 @@ def command(references: tuple[str, ...], *, output: Path | None, live: bool, por
 
 
 def write_report_at_end(layout: RunLayout, state: str) -> None:
-    """Write the page about a run that has ended, where its job could not: it failed, or its image lacks matplotlib.
+    """Write the page of an ended run if its job did not: the run failed, or its image lacks matplotlib.
 
     Args:
         layout: the run's folder.
@@ -160,7 +160,7 @@ def _state(folder: RunFolder) -> str:
 
 
 def _serve(render: Callable[[], str], port: int) -> None:
-    """Serve a page on this machine alone, at an address that others who are logged in can't guess."""
+    """Serve a page on localhost, at an address that other users of the machine can't guess."""
     from http.server import ThreadingHTTPServer
 
     terminal, path = Terminal(), f"/{secrets.token_urlsafe(16)}"
@@ -168,7 +168,7 @@ def _serve(render: Callable[[], str], port: int) -> None:
         server = ThreadingHTTPServer(("127.0.0.1", port), page_handler(render, path))
     except OSError as error:
         raise PrerequisiteError(
-            f"can't serve on port {port}: {one_line(error)}", fix="leave --port out, which takes a free one"
+            f"can't serve on port {port}: {one_line(error)}", fix="omit --port to use a free port"
         ) from error
     terminal.data(f"http://127.0.0.1:{server.server_port}{path}\n")
     terminal.say(
@@ -179,7 +179,7 @@ def _serve(render: Callable[[], str], port: int) -> None:
 
 
 def page_handler(render: Callable[[], str], path: str) -> type[BaseHTTPRequestHandler]:
-    """Return a handler that answers `path`, and nothing else, with the page as it is now."""
+    """Return a handler that serves the current page at `path`, and nothing else."""
     from http import HTTPStatus
     from http.server import BaseHTTPRequestHandler
 
@@ -197,6 +197,6 @@ def page_handler(render: Callable[[], str], path: str) -> type[BaseHTTPRequestHa
             self.wfile.write(content)
 
         def log_message(self, *args: object) -> None:
-            """Write no line for each request."""
+            """Log no requests."""
 
     return PageHandler

@@ -29,34 +29,35 @@ if TYPE_CHECKING:
 @click.command(
     "rerun",
     cls=ExamplesCommand,
-    short_help="Repeat a run, and say whether it came out the same.",
+    short_help="Repeat a run, and compare its losses with the original's.",
     examples=(
         "ftkit rerun demo",
         "ftkit rerun demo --cluster a4-highgpu-8g",
         "ftkit rerun demo-20260102T030405Z-ab12.tar",
         "ftkit rerun ../theirs/manifest.json --dry-run",
     ),
-    help="""Repeat a run: the same recipe, data, image and global batch. In the place of the original all losses should
-    be equal, bit for bit; on other devices they count as repeated within 1 %. Each difference is named, and other data
-    or another image are refused. At the end, the losses are compared with the original's.
+    help="""Repeat a run with the same recipe, data, image and global batch. On the same cluster and GPUs all losses
+    should
+    be equal, bit for bit; on other devices a difference of up to 1 % passes. Each difference is listed; different data
+    or a different image is refused. At the end, the losses are compared with the original's.
 
-    RUN is a run as for other commands, the path of a manifest.json, or a bundle that 'ftkit bundle' wrote. From a
-    file, only the cluster's name is taken, not its profile.
+    RUN selects a run as in other commands, or is the path of a manifest.json or of a bundle from 'ftkit bundle'. From a
+    file, only the cluster's name is used, not its profile.
     """,
 )
 @click.argument("reference", metavar="RUN", shell_complete=complete_run)
 @placement_options
-@click.option("--name", metavar="NAME", help="Name of the new run; default: the recipe's, with -rerun.")
-@click.option("--allow", "allowed", metavar="PART", multiple=True, help="What may differ: data, or image.")
+@click.option("--name", metavar="NAME", help="Name of the new run; default: the recipe's name with -rerun.")
+@click.option("--allow", "allowed", metavar="PART", multiple=True, help="Accept different data, or a different image.")
 @click.option(
     "--require-signature",
     "public_key",
     metavar="KEY",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Refuse a bundle that is not signed by this public key (of ssh-keygen: a file of allowed signers).",
+    help="Refuse a bundle that is not signed by this public key (for ssh-keygen: an allowed-signers file).",
 )
 @click.option("--import", "does_import", is_flag=True, help="Import the image first if it is missing.")
-@click.option("--dry-run", is_flag=True, help="Only say what would differ, and print the job script.")
+@click.option("--dry-run", is_flag=True, help="List the differences and print the job script; submit nothing.")
 @hf_token_option
 @follow_option
 @click.pass_obj
@@ -119,7 +120,7 @@ def command(  # noqa: PLR0913 - one for each option
 
 
 def report_verdict(layout: RunLayout, terminal: Terminal) -> None:
-    """Say whether a run came out as the one that it repeats.
+    """Report whether a run reproduced the original.
 
     Raises:
         RunFailedError: it did not.
@@ -132,6 +133,6 @@ def report_verdict(layout: RunLayout, terminal: Terminal) -> None:
     terminal.text(Styled(str(verdict), "green" if verdict.is_repeated else "yellow"), is_data=True)
     if verdict.beyond_step is not None:
         raise RunFailedError(
-            f"{layout.root.name} did not come out as {verdict.original}",
-            fix=f"put them side by side: ftkit compare {verdict.original} {layout.root.name}",
+            f"{layout.root.name} did not reproduce {verdict.original}",
+            fix=f"compare them: ftkit compare {verdict.original} {layout.root.name}",
         )

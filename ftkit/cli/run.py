@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     type=click.Choice(["job", "here", "with-training"]),
     default="job",
     show_default=True,
-    help="Where data and weights are prepared on Slurm: in a job of its own without GPUs, on this machine before the "
+    help="Where to prepare data and weights on Slurm: in a separate job without GPUs, on this machine before the "
     "run is submitted, or by the training job.",
 )
 @hf_token_option
@@ -66,8 +66,8 @@ def command(  # noqa: PLR0913 - one for each option
     RECIPE is a name that 'ftkit recipes' lists, or the path of a file; without it, the image's default
     recipe. KEY.PATH=VALUE changes a value of the recipe. The run continues if you stop following it.
 
-    KEY.PATH=VALUE,VALUE and --cluster NAME,NAME stand for a run with each combination: a sweep. If one of them is
-    refused, none is submitted. On this machine they train one after another.
+    KEY.PATH=VALUE,VALUE and --cluster NAME,NAME make a sweep: one run per combination. If one of them is
+    refused, none is submitted. On a single machine the runs train one after another.
     """
     from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
@@ -103,13 +103,13 @@ def command(  # noqa: PLR0913 - one for each option
 
 @dataclass(frozen=True)
 class ReadyRun:
-    """A run that was checked, and can be submitted.
+    """A checked run, ready to be submitted.
 
     Attributes:
-        script: of the job that trains.
-        environment: variables of its jobs.
-        preparation: script of a job that prepares it; None without one.
-        files: more files of its folder, by name.
+        script: script of the training job.
+        environment: environment variables of its jobs.
+        preparation: script of the preparation job; None without one.
+        files: additional files of the run's folder, by name.
     """
 
     plan: RunPlan
@@ -129,15 +129,15 @@ def make_ready(
     does_import: bool,
     where: str,
 ) -> ReadyRun:
-    """Check a plan where it will run: recipe, model, image; and prepare the data, if that is to be done here.
+    """Check recipe, model and image of a plan; prepare the data if that happens on this machine.
 
     Args:
-        plan: of the run.
-        words: the command line.
-        environment: of its jobs.
-        terminal: where warnings go.
+        plan: plan of the run.
+        words: command line.
+        environment: environment variables of its jobs.
+        terminal: destination of warnings.
         does_import: import a missing image.
-        where: data is prepared: job, here, or with-training.
+        where: place of the preparation: job, here, or with-training.
 
     Raises:
         FtkitError: the run would fail.

@@ -63,7 +63,7 @@ class _Row:
 @click.argument("sweep", required=False, metavar="[SWEEP]")
 @json_option
 def command(sweep: str | None, *, as_json: bool) -> None:
-    """List the runs of the workspace, newest first; or those of a sweep, with the values that are their own."""
+    """List the runs of the workspace, newest first; or those of a sweep, with their values."""
     terminal, workspace = Terminal(), current_workspace()
     if sweep:
         show_sweep(sweep, terminal, as_json=as_json)
@@ -86,8 +86,8 @@ def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
     entries = find_sweep(reference, current_workspace())
     if not entries:
         raise NotFoundError(
-            f"there is no sweep '{reference}'",
-            meaning="a sweep is what 'ftkit run' makes of several values: training.learning_rate=1e-5,3e-5",
+            f"sweep '{reference}' not found",
+            meaning="'ftkit run' makes a sweep if a key has several values: training.learning_rate=1e-5,3e-5",
             fix="list all runs with 'ftkit runs'",
         )
     rows = _rows(entries, terminal)
@@ -102,7 +102,7 @@ def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
 
 
 def _rows(entries: list[RunEntry], terminal: Terminal) -> list[_Row]:
-    """Look at runs, with one query per scheduler; warn about damaged ones."""
+    """Read the states of runs, with one query per scheduler; warn about damaged runs."""
     overview = observe_all([entry.run for entry in entries if entry.run])
     damaged = [f"{entry.folder.id} is damaged: {entry.damage}" for entry in entries if entry.damage]
     for warning in (*overview.warnings, *damaged):

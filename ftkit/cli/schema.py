@@ -22,7 +22,7 @@ _SPECS: dict[str, type[BaseModel]] = {"recipe": RecipeSpec, "cluster": ClusterPr
 @click.command(
     "schema",
     cls=ExamplesCommand,
-    short_help="Print a JSON schema, for editors.",
+    short_help="Print a JSON schema for editors.",
     examples=(
         "ftkit schema recipe > recipe.schema.json",
         "# and at the top of a recipe, for editors that know the YAML language server:",

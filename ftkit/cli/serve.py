@@ -1,4 +1,4 @@
-"""`ftkit serve`: a trained model behind vLLM's server, as a Slurm job."""
+"""`ftkit serve`: serve a trained model with vLLM, as a Slurm job."""
 
 from __future__ import annotations
 
@@ -39,19 +39,21 @@ _EXPORT_SECONDS = 6 * 3600
     ),
     help="""Start vLLM's OpenAI-compatible server on the export of a run, in the serving image, and print its address.
 
-    RUN, RUN@STEP and RUN@best are as for 'ftkit chat'; a checkpoint without an export is exported first. Adapters are
-    served on their base model. What follows -- goes to 'vllm serve'. Export VLLM_API_KEY to ask clients for a key:
-    without one, everybody on the cluster's network can use the server.
+    RUN, RUN@STEP and RUN@best work as in 'ftkit chat'; a checkpoint without an export is exported first. Adapters are
+    served on their base model. Arguments after -- are passed to 'vllm serve'. Export VLLM_API_KEY to require a key:
+    without it, everyone on the cluster's network can use the server.
     """,
 )
 @click.argument("reference", metavar="RUN", shell_complete=complete_run)
 @click.argument("words", metavar="[-- VLLM-OPTION]...", nargs=-1)
-@click.option("--cluster", metavar="NAME", shell_complete=complete_cluster, help="Default: that of the run.")
+@click.option("--cluster", metavar="NAME", shell_complete=complete_cluster, help="Default: the run's cluster.")
 @click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help="Serving image; default: vllm:0.33.")
-@click.option("--gpus", "num_gpus", metavar="N", type=click.IntRange(min=1), help="Default: what the weights need.")
+@click.option(
+    "--gpus", "num_gpus", metavar="N", type=click.IntRange(min=1), help="Default: as many as the weights need."
+)
 @click.option("--port", metavar="N", type=click.IntRange(1024, 65535), help="Default: 20000 + job id modulo 10000.")
 @click.option("--time", "time_limit", metavar="LIMIT", help="Time limit; default: the profile's.")
-@click.option("--dry-run", is_flag=True, help="Show the job's script, and submit nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the job script and submit nothing.")
 @click.option("--follow/--no-follow", default=True, help="Wait until the server answers (default).")
 def command(  # noqa: PLR0913 - one for each option
     reference: str, words: tuple[str, ...], *, cluster: str | None, image: str | None, num_gpus: int | None,

@@ -47,7 +47,7 @@ class _Status:
     folder: RunFolder
     plan: RunPlan | None
     plan_problem: str
-    """Why the plan can't be read although it is not damaged: another version of ftkit wrote it."""
+    """Reason why an undamaged plan can't be read: another version of ftkit wrote it."""
     run: SubmittedRun | None
     seen: Observation
     summary: TrainingSummary
@@ -56,7 +56,7 @@ class _Status:
     restarts: list[Restart]
     anomalies: list[AnomalyRecord]
     doubts: list[str]
-    """What keeps the run from being repeated exactly."""
+    """Reasons why the run can't be repeated exactly."""
 
 
 @click.command(
@@ -164,14 +164,14 @@ def _job_facts(status: _Status) -> list[tuple[str, Cell]]:
 
 
 def _progress_facts(status: _Status) -> list[tuple[str, Cell]]:
-    """Return what is left to do, whether the run stalls, and why it was started again."""
+    """Return the time left, whether the run has stalled, and the reason of each restart."""
     facts: list[tuple[str, Cell]] = []
     left = seconds_left(status.summary)
     if left is not None and status.seen.state is RunState.RUNNING:
         facts.append(("left", f"about {duration(left)} at this rate"))
     silence = status.silence
     if silence and silence.is_stalled:
-        alive = "its trainer is alive" if silence.is_alive else "its trainer shows no sign of life"
+        alive = "its trainer is alive" if silence.is_alive else "its trainer does not respond"
         facts.append(("stalled", Styled(f"no record for {duration(silence.seconds)}, and {alive}", "red")))
     shown = status.restarts[-_NUM_RESTARTS_SHOWN:]
     lines = [

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -> None:
-    """Write a line for each run of a sweep, with what is its own; notes of all below."""
+    """Print one row per run of a sweep with its values; notes of all runs below."""
     keys = list(dict.fromkeys(key for plan in plans if plan.sweep for key in plan.sweep.values))
     columns = (
         Column("RUN"),
@@ -63,8 +63,8 @@ def check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
     """
     if not follow and any(plan.cluster.scheduler == "local" for plan in plans):
         raise ConfigError(
-            [Problem("", "--no-follow", "leaves nobody who starts the next run when one ends.",
-                     "A sweep on this machine trains one run after another: leave --no-follow out.")]
+            [Problem("", "--no-follow", "would leave no process to start the next run.",
+                     "A sweep on one machine trains one run after another: omit --no-follow.")]
         )  # fmt: skip
 
 
@@ -102,5 +102,5 @@ def _refused(ready: ReadyRun, submitted: Sequence[SubmittedRun], error: FtkitErr
     return SubmitError(
         f"{ready.plan.name}: {error.what}",
         meaning=f"{error.meaning}; {plural(len(submitted), 'run')} of the sweep were submitted before it".lstrip("; "),
-        fix=f"{error.fix}; to take them back: {commands}".lstrip("; "),
+        fix=f"{error.fix}; to cancel them: {commands}".lstrip("; "),
     )

@@ -17,7 +17,7 @@ from ftkit.train.quiet import silence_torchao
 @click.command(
     "verify-export",
     cls=ExamplesCommand,
-    short_help="Verify that an export is what was trained.",
+    short_help="Verify an export against the trained model.",
     examples=("ftkit verify-export ./my-model",),
 )
 @click.argument(
@@ -25,7 +25,7 @@ from ftkit.train.quiet import silence_torchao
 )
 @json_option
 def command(folder: Path, *, as_json: bool) -> None:
-    """Load an export by transformers (and peft), and compare it with what was recorded as it was made.
+    """Load an export with transformers (and peft), and compare it with the record that 'ftkit export' made.
 
     Its logits equal the trained model's and differ from the base model's, generation stops at each end token, and the
     chat template renders as in training. Exit code 9 if anything differs.

@@ -1,4 +1,4 @@
-"""`ftkit cluster`: make a cluster by its provider's own tools, and remove it."""
+"""`ftkit cluster`: create a cluster with its provider's own tools, and remove it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SECTIONS = {
     examples=("ftkit cluster create --help", "ftkit cluster destroy --help"),
 )
 def command() -> None:
-    """Create a cluster by its provider's own tools, and remove it.
+    """Create a cluster with its provider's own tools, and remove it.
 
-    Every file and command can be seen before (--dry-run). What was created is recorded, so that an interrupted command
-    continues, and 'destroy' removes exactly that.
+    --dry-run shows every file and command. Created resources are recorded, so an interrupted command
+    continues, and 'destroy' removes exactly those.
     """

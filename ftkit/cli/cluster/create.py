@@ -34,15 +34,15 @@ _KINDS = ("a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-
     "--settings",
     "file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="A YAML file with the keys.",
+    help="YAML file with settings.",
 )
 @click.option("--dry-run", is_flag=True, help="Print every file and command, and run nothing.")
 @click.option("--yes", is_flag=True, help="Create without asking.")
 def command(name: str, overrides: tuple[str, ...], kind: str, file: Path | None, *, dry_run: bool, yes: bool) -> None:
-    """Create a cluster of a kind, with settings from a file and KEY=VALUE words.
+    """Create a cluster of a kind, with settings from a file and KEY=VALUE arguments.
 
-    The provider's own programs do it: gcloud, Google's Cluster Toolkit, Terraform. Type the same command again after an
-    interruption: it continues.
+    The provider's own tools create it: gcloud, Google's Cluster Toolkit, Terraform. Repeat the command after an
+    interruption to continue.
     """
     from ftkit.provision.execute import create
     from ftkit.provision.plan import plan_provision

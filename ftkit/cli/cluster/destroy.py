@@ -16,12 +16,14 @@ from ftkit.cli.terminal.format import short_path
     examples=("ftkit cluster destroy train1", "ftkit cluster destroy train1 --keep-image --yes"),
 )
 @click.argument("name")
-@click.option("--keep-image", is_flag=True, help="Keep the nodes' operating system image, which takes longest to make.")
+@click.option(
+    "--keep-image", is_flag=True, help="Keep the nodes' operating system image, which takes longest to build."
+)
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 def command(name: str, *, keep_image: bool, yes: bool) -> None:
-    """Remove what 'ftkit cluster create' made, in reverse order. What was there before stays.
+    """Remove what 'ftkit cluster create' created, in reverse order. Resources that existed before stay.
 
-    Everything on the cluster's disks is lost: copy runs and exports away first.
+    Everything on the cluster's disks is lost: copy runs and exports elsewhere first.
     """
     from ftkit.provision.execute import destroy
     from ftkit.provision.plan import plan_provision
@@ -37,7 +39,7 @@ def command(name: str, *, keep_image: bool, yes: bool) -> None:
          ("folder", short_path(folder))],
         is_data=False,
     )  # fmt: skip
-    if not yes and not click.confirm("Remove it, with all that is on its disks?", err=True):
+    if not yes and not click.confirm("Remove it and everything on its disks?", err=True):
         terminal.say("removed nothing")
         return
     destroy(provision, folder, terminal.say, keep_image=keep_image)

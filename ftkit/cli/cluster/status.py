@@ -19,7 +19,7 @@ from ftkit.cli.terminal.format import short_path
 @click.argument("name")
 @json_option
 def command(name: str, *, as_json: bool) -> None:
-    """Show which steps of a cluster were carried out, and what its provider says of it now."""
+    """Show the completed steps of a cluster, and its current state at the provider."""
     from ftkit import process
     from ftkit.provision.plan import plan_provision
     from ftkit.provision.spec import restore_spec
@@ -29,9 +29,9 @@ def command(name: str, *, as_json: bool) -> None:
     terminal, folder = Terminal(), clusters_folder() / name
     state = read_state(folder)
     provision = plan_provision(name, state.kind, restore_spec(state.kind, state.settings))
-    outcomes = dict.fromkeys(state.found, "was there before") | dict.fromkeys(state.made, "created")
+    outcomes = dict.fromkeys(state.found, "existed before") | dict.fromkeys(state.made, "created")
     if state.begun is not None:
-        outcomes[state.begun] = "begun, not finished"
+        outcomes[state.begun] = "started, not finished"
     if as_json:
         terminal.json(
             {

@@ -11,7 +11,7 @@ _SECTIONS = {
         LazyCommand("show", "ftkit.cli.data.show", "Print samples as they will be trained."),
         LazyCommand("stats", "ftkit.cli.data.stats", "Count tokens, lengths, duplicates and packs."),
         LazyCommand("check", "ftkit.cli.data.check", "Check every row."),
-        LazyCommand("prepare", "ftkit.cli.data.prepare", "Tokenize and pack data, fetch weights."),
+        LazyCommand("prepare", "ftkit.cli.data.prepare", "Tokenize and pack data, and download weights."),
     ),
 }
 
@@ -20,11 +20,11 @@ _SECTIONS = {
     "data",
     cls=LazyGroup,
     sections=_SECTIONS,
-    short_help="See and check data before it is trained on.",
+    short_help="Inspect and check training data.",
     examples=("ftkit data show demo", "ftkit data stats demo", "ftkit data check demo --json"),
 )
 def command() -> None:
-    """See and check data before it is trained on. No GPU is needed.
+    """Inspect and check training data. Needs no GPU.
 
     Each command takes the arguments of 'ftkit run': a recipe, and overrides of its keys.
     """

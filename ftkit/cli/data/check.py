@@ -1,4 +1,4 @@
-"""`ftkit data check`: whether every row can be trained on."""
+"""`ftkit data check`: check that every row can be trained on."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from ftkit.cli.terminal.format import plural
     examples=("ftkit data check demo", "ftkit data check demo --skip-bad 10", "ftkit data check demo --json"),
 )
 @run_options
-@click.option("--skip-bad", metavar="N", type=click.IntRange(min=0), help="Bad rows that are no error (data.skip_bad).")
+@click.option(
+    "--skip-bad", metavar="N", type=click.IntRange(min=0), help="Number of bad rows to tolerate (data.skip_bad)."
+)
 @json_option
 def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **options: Any) -> None:
-    """Check every training row: that it is read, understood, rendered and tokenized as the recipe says.
+    """Read, render and tokenize every training row with the recipe's settings.
 
     Prints each bad row with its file, line and reason. Fails with exit code 8 if there are more than data.skip_bad.
     """

@@ -28,7 +28,7 @@ def open_data(terminal: Terminal, words: Sequence[str], **options: Any) -> tuple
     missing = [name for name in ("transformers", "tokenizers", "numpy") if find_spec(name) is None]
     if missing:
         raise PrerequisiteError(
-            f"'ftkit data' needs packages that are missing here: {', '.join(missing)}",
+            f"'ftkit data' needs packages that are not installed: {', '.join(missing)}",
             meaning="ftkit was installed without the packages for training",
             fix="pip install 'ftkit[train]'",
         )

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 @click.command(
     "prepare",
     cls=ExamplesCommand,
-    short_help="Tokenize and pack data, fetch weights.",
+    short_help="Tokenize and pack data, and download weights.",
     examples=("ftkit data prepare demo", "ftkit data prepare mine.yaml --workers 8"),
 )
 @run_options
-@click.option("--workers", metavar="N", type=click.IntRange(min=1), help="Processes that tokenize; one for each CPU.")
+@click.option(
+    "--workers", metavar="N", type=click.IntRange(min=1), help="Number of tokenizing processes; default: one per CPU."
+)
 @hf_token_option
 def command(words: tuple[str, ...], *, workers: int | None, hf_token_file: Path | None, **options: Any) -> None:
-    """Tokenize and pack the data of a run, and fetch its weights, so that 'ftkit run' finds both.
+    """Tokenize and pack the data of a run, and download its weights, before 'ftkit run'.
 
-    Prints the folder of the prepared data. No GPU is needed. Data that is prepared already is left as it is.
+    Prints the folder of the prepared data. Needs no GPU. Does nothing if the data is already prepared.
     """
     from ftkit.launch.preparation import prepare_here
     from ftkit.launch.resolve import resolve

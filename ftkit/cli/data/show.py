@@ -1,4 +1,4 @@
-"""`ftkit data show`: samples as they will be trained."""
+"""`ftkit data show`: print samples as they will be trained."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     ),
 )
 @run_options
-@click.option("-n", "--rows", "num_rows", metavar="N", type=click.IntRange(min=1), default=3, help="Rows (default 3).")
-@click.option("--packs", metavar="IDS", help="Print these packs of a run, given in place of a recipe: 3,17.")
+@click.option(
+    "-n", "--rows", "num_rows", metavar="N", type=click.IntRange(min=1), default=3, help="Number of rows (default 3)."
+)
+@click.option("--packs", metavar="IDS", help="Print these packs (3,17) of a run; give RUN instead of RECIPE.")
 @json_option
 def command(words: tuple[str, ...], *, num_rows: int, packs: str | None, as_json: bool, **options: Any) -> None:
-    """Print samples as they will be trained: the text that the chat template makes, turn by turn.
+    """Print samples as they will be trained: the text rendered by the chat template, turn by turn.
 
-    What counts in the loss is green, and between ⟦ and ⟧. Special tokens are shown as they are; ↵ is a line break.
+    Tokens in the loss are green, between ⟦ and ⟧. Special tokens are printed as they are; ↵ is a line break.
     """
     from ftkit.cli.data.open import open_data
 
@@ -66,7 +68,7 @@ def _show_packs(words: tuple[str, ...], packs: str, terminal: Terminal, *, as_js
 
     ids = [word.strip() for word in packs.split(",")]
     if len(words) != 1 or not all(word.isdigit() for word in ids):
-        raise click.UsageError("with --packs give numbers and one run: ftkit data show --packs 3,17 RUN")
+        raise click.UsageError("--packs takes numbers and one run: ftkit data show --packs 3,17 RUN")
     data = PreparedData(read_plan(get_run(words[0]).layout).data_directory)
     samples = samples_of_packs(data, [int(word) for word in ids])
     if as_json:

@@ -1,4 +1,4 @@
-"""`ftkit data stats`: how many tokens there are, and what an epoch takes."""
+"""`ftkit data stats`: count tokens, and predict the duration of an epoch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BAR = 30
 @run_options
 @json_option
 def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
-    """Count tokens, lengths, duplicates and packs of the training rows, and what an epoch takes on the cluster."""
+    """Count tokens, lengths, duplicates and packs of the training rows, and predict an epoch on the cluster."""
     from ftkit.cli.data.open import open_data
 
     terminal = Terminal()
@@ -77,7 +77,7 @@ def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
 
 
 def _epoch(stats: DataStats, plan: RunPlan) -> dict[str, Any]:
-    """Return the steps of an epoch, and what they take and cost where the plan predicts a step."""
+    """Return the steps of an epoch, with duration and cost if the plan predicts a step."""
     steps = -(-stats.num_packs // plan.batch.global_batch_size)
     seconds = steps * plan.speed.step_seconds if plan.speed else None
     gpu_hours = None if seconds is None else seconds * plan.placement.world_size / 3600

@@ -1,1 +1,1 @@
-"""report.html: what a browser shows of a run."""
+"""HTML pages about runs: report.html and comparison.html."""

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, drawn by matplotlib in the colors and fonts of the page that they are put into.
+"""Charts as inline SVG, drawn by matplotlib in the colors and fonts of their page.
 
 matplotlib draws with placeholder colors, which become CSS variables: one SVG is right in light, dark and print. Texts
 stay texts, so they can be read aloud, searched and copied.
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from ftkit.runs.history import Span
 
 MAX_POINTS = 600
-"""Of a line: more can't be told apart, and make the page slow."""
+"""Maximum points of a line: more can't be told apart, and make the page slow."""
 _SMOOTH_OVER = 0.02
-"""Part of a curve that its mean is taken over."""
+"""Window of a moving mean, as a fraction of the curve."""
 _SMOOTH_FROM = 60
-"""Points; fewer are shown as they are."""
+"""Number of points from which a curve is smoothed."""
 _WIDE, _NARROW, _HEIGHT = 1040, 460, 250
 _DOTS = 72
 _MAX_TICKS = 6
@@ -85,17 +85,17 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over the tokens of a run.
+    """Line chart over the tokens of a run.
 
     Attributes:
-        name: tells the chart's ids from those of others on the page.
-        description: for who can't see it.
+        name: prefix of the chart's ids on the page.
+        description: alternative text.
         y: title of the vertical axis, written above it.
-        lines: of any number; colors repeat after eight.
-        expected: a value that was predicted: a dashed line.
-        form: writes a value of the vertical axis.
-        from_zero: let the vertical axis begin at 0.
-        height: of a chart that is drawn once, in pixels; at least the usual one.
+        lines: any number of lines; colors repeat after eight.
+        expected: predicted value, drawn as a dashed line.
+        form: formats a value of the vertical axis.
+        from_zero: start the vertical axis at 0.
+        height: height in pixels of a chart that is drawn once; at least the default.
     """
 
     name: str
@@ -174,7 +174,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Keep the lowest and the highest value of each part, in their order: peaks stay."""
+    """Downsample to the lowest and highest value of each part, in order, so that peaks stay."""
     if len(x) <= MAX_POINTS:
         return list(x), list(y)
     size = math.ceil(len(x) / (MAX_POINTS // 2))
@@ -215,7 +215,7 @@ def bar_chart(
 
 
 def time_line(name: str, description: str, spans: Sequence[Span]) -> str:
-    """Draw what a run's time went into, from its first record to its last."""
+    """Draw a run's time by activity, from its first record to its last."""
     if not spans:
         return ""
     from matplotlib.ticker import MultipleLocator
@@ -236,7 +236,7 @@ def time_line(name: str, description: str, spans: Sequence[Span]) -> str:
 
 
 def _tick_seconds(total: float) -> float:
-    """Return a round time of which a few fit into `total` seconds."""
+    """Return a round tick interval for an axis of `total` seconds."""
     round_times = sorted(factor * unit for unit in (1, 60, 3600, 86400) for factor in (1, 2, 5, 10, 15, 30))
     return next((each for each in round_times if total / each <= _MAX_TICKS), total / _MAX_TICKS)
 
@@ -255,7 +255,7 @@ def _format(axis: Any, form: Callable[[float], str]) -> None:
 
 
 def _svg(name: str, description: str, draw: Callable[[Axes], None], width: int, height: int) -> str:
-    """Draw a figure of so many pixels and return it for the page."""
+    """Draw a figure of the given size in pixels and return it as SVG."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

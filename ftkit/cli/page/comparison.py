@@ -1,4 +1,4 @@
-"""What the page of several runs shows: what differs, what came of them, and their curves over the same tokens."""
+"""Content of the comparison page: differences and results of runs, and their curves by tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """All that the page of several runs shows.
+    """Content of the comparison page.
 
     Attributes:
-        names: of the runs in tables: A, B, and so on.
-        ids: of the runs.
-        results: of each run, a line of the table by its title.
+        names: names of the runs in tables: A, B, and so on.
+        ids: ids of the runs.
+        results: values of each run, by row title.
         differences: title and a value for each run.
-        verdicts: what the curves say of each run against the first.
+        verdicts: comparison of each run's losses with the first run's.
     """
 
     names: list[str]
@@ -68,7 +68,7 @@ def draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list[
 
 
 def _validation_tokens(history: History) -> list[float]:
-    """Return the tokens that were trained on before each evaluation."""
+    """Return the number of trained tokens at each evaluation."""
     last = history.last_step
     per_step = last.tokens / last.step if last and last.step else 0.0
     return [each.step * per_step for each in history.evaluations]

@@ -1,4 +1,4 @@
-"""Put pages together: template, style and charts in one file that needs no network."""
+"""Render pages: template, style and charts in one file that needs no network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FOLDER = Path(__file__).parent
 
 
 def run_page(report: RunReport, *, refresh_seconds: int | None = None) -> str:
-    """Return the page of one run; with `refresh_seconds`, browsers load it anew so often."""
+    """Return the page of one run; browsers reload it every `refresh_seconds`, if set."""
     return _render("report.html.j2", run=report, refresh_seconds=refresh_seconds)
 
 
@@ -31,7 +31,7 @@ def comparison_page(report: ComparisonReport, *, refresh_seconds: int | None = N
 
 
 def save_page(page: str, path: Path) -> None:
-    """Write a page, all of it or nothing.
+    """Write a page atomically.
 
     Raises:
         PrerequisiteError: it can't be written there.
@@ -41,8 +41,8 @@ def save_page(page: str, path: Path) -> None:
     except OSError as error:
         raise PrerequisiteError(
             f"can't write {path}: {one_line(error)}",
-            meaning="the folder does not exist, is full, or belongs to somebody else",
-            fix="write the page somewhere else: ftkit report RUN --output FILE",
+            meaning="the folder does not exist, its disk is full, or you lack write permission",
+            fix="write it to another file: ftkit report RUN --output FILE",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A plan as a table of facts."""
+"""The plan as a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
-    """Return the facts of a plan, in the order of the table."""
+    """Return the rows of the plan's table."""
     facts: list[tuple[str, Cell]] = [
         ("run", Styled(plan.id, "bold")),
         ("model", _model(plan)),
@@ -57,7 +57,7 @@ def _model(plan: RunPlan) -> str:
     shape = model.architecture
     counts = count_model(shape)
     about = "" if counts.is_exact else "about "
-    experts = f", {about}{count(counts.active + counts.around)} of them for a token" if counts.experts_per_token else ""
+    experts = f", {about}{count(counts.active + counts.around)} active per token" if counts.experts_per_token else ""
     scaling = shape.rope_scaling
     positions = f", {shape.max_position_embeddings:,} positions by {scaling.rope_type}" if scaling else ""
     return (
@@ -67,7 +67,7 @@ def _model(plan: RunPlan) -> str:
 
 
 def _weights(model: ModelPlan) -> str:
-    """Say where a model comes from, and which of it: the commit, the step, the tokens that are added."""
+    """Describe a model's source: commit or step, and added tokens."""
     if model.weights == "random":
         text = "untrained"
     elif model.trained is not None:
@@ -148,7 +148,11 @@ _MOMENTS: dict[Moment, str] = {
 def _speed(plan: RunPlan) -> str:
     speed = plan.speed
     if speed is None:
-        return "not predicted: the profile names no GPU" if plan.placement.device == "cuda" else "not predicted on CPUs"
+        return (
+            "not predicted: the profile sets no GPU model"
+            if plan.placement.device == "cuda"
+            else "not predicted on CPUs"
+        )
     each = speed.tokens_per_second / plan.placement.world_size
     text = f"about {duration(speed.step_seconds)} a step, {count(each)} tokens/s a GPU ({speed.mfu:.0%} MFU)"
     if speed.bound != "gpu":
@@ -172,7 +176,7 @@ def _data(plan: RunPlan) -> str:
 
 
 def _shares(plan: RunPlan) -> str:
-    """Return what each source gives: its part of the tokens once they are counted, else what the recipe says."""
+    """Describe each source: its share of the tokens once counted, else the recipe's setting."""
     sources = plan.recipe.data.sources
     if plan.is_data_prepared:
         from ftkit.data.store import PreparedData

@@ -54,7 +54,7 @@ def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
 
 
 def end_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
-    """Return what came of a completed run in four lines: how far, how long, how good, and where the model is."""
+    """Summarize a completed run in four rows: steps, time, results, and the model's folder."""
     facts = dict(result_facts(summary))
     if "time" in facts and "progress" in facts:
         facts["progress"] = f"{facts['progress']}, {facts.pop('time')}"
@@ -164,7 +164,7 @@ def advice(layout: RunLayout, seen: Observation, failure: Failure | None) -> str
     commands = "; ".join(next_commands(layout, seen, failure))
     if failure is None or failure.exit_code == RunFailedError.exit_code:
         return commands
-    return f"{'mend that, then' if failure.can_resume else 'correct that, then run again'}: {commands}"
+    return f"{'fix that, then' if failure.can_resume else 'fix that, then run again'}: {commands}"
 
 
 def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None) -> list[str]:

@@ -40,8 +40,8 @@ def test_equal_runs_differ_in_nothing_and_say_so(
         records.write(make_run(name), records.step(1, 2.0), records.step(2, 1.0))
     result = ftkit("compare", "one", "two")
     assert result.code == 0
-    assert "nothing differs" in result.out
-    assert "A and B: equal losses, bit for bit (2 records" in result.out
+    assert "no differences in" in result.out
+    assert "A and B: losses are equal, bit for bit (2 records" in result.out
     assert max(map(len, result.out.splitlines())) <= 80
 
 
@@ -133,4 +133,4 @@ def test_the_runs_of_a_sweep_are_found_by_its_name_in_their_order(
     assert [run.rpartition("-2")[0] for run in compared["runs"]] == ["try-1", "try-2", "try-10"]
     assert ftkit("compare", "try-new", "alone", "--json").code == 0
     missing = ftkit("runs", "nothing")
-    assert (missing.code, "there is no sweep 'nothing'" in missing.err) == (4, True)
+    assert (missing.code, "sweep 'nothing' not found" in missing.err) == (4, True)

@@ -130,7 +130,7 @@ def test_the_reason_of_a_failure_is_the_exit_code_and_the_advice_everywhere(
     for told in (status.out, followed.err):
         assert "rank 3 on n2 failed first: OddError\nthe message\n" in told
         assert "Traceback" not in told
-        assert "correct that, then run again: ftkit run 'my recipe.yaml'" in told
+        assert "fix that, then run again: ftkit run 'my recipe.yaml'" in told
         assert "ftkit resume" not in told
     assert f"exit code {code}: {EXIT_CODES[code]}" in " ".join(status.out.split())
     told = json.loads(ftkit("status", "last", "--json").out)
@@ -147,7 +147,7 @@ def test_a_failure_outside_of_the_recipe_is_resumed_once_it_is_mended(
     fail_with(run, 5, can_resume=True)
     result = ftkit("status", "last", "--follow")
     assert result.code == 5
-    assert f"mend that, then: ftkit resume {run.id}" in result.err
+    assert f"fix that, then: ftkit resume {run.id}" in result.err
 
 
 @pytest.mark.usefixtures("quick")

@@ -67,7 +67,7 @@ def test_what_is_created_is_recorded_and_removed_in_reverse_order_but_what_was_t
     assert done.exit_code == 0, done.output
     assert calls(made, "create") == ["small-iap", "small-router", "small-nat", "small"]
     shown = run("status", "small").stdout
-    assert "was there before" in shown
+    assert "existed before" in shown
     assert things(made) == {"small-net", "small-iap", "small-router", "small-nat", "small"}
     done = run("destroy", "small", "--yes")
     assert done.exit_code == 0, done.output
@@ -81,7 +81,7 @@ def test_a_zone_that_is_out_of_stock_is_said_and_the_same_command_continues(made
     failed = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
     assert isinstance(failed.exception, ProvisionError)
     assert "out of stock" in (failed.exception.fix or "")
-    assert "begun, not finished" in run("status", "small").stdout
+    assert "started, not finished" in run("status", "small").stdout
     (made / "fail").unlink()
     assert run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes").exit_code == 0
     assert calls(made, "create").count("small-net") == 1
