@@ -83,7 +83,7 @@ def command(reference: str, *, does_verify: bool, as_json: bool) -> None:
             f"{plural(len(damaged), 'checkpoint')} of {len(listed)} damaged: "
             + ", ".join(f"step {each.step}" for each in damaged),
             meaning="the file system lost data, or files were changed or removed",
-            fix=f"if an undamaged one is left, do nothing: 'ftkit resume {layout.root.name}' uses the newest undamaged checkpoint",
+            fix=f"do nothing if an undamaged one is left: 'ftkit resume {layout.root.name}' uses the newest of them",
         )
 
 

@@ -99,7 +99,7 @@ def check_here(
 
 
 def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
-    """Print a table of findings, then what to do about those that are not in order."""
+    """Print a table of findings, then a remedy for each failure and warning."""
     rows: list[list[Cell]] = [[each.check, Styled(each.status, _STYLES[each.status]), each.value] for each in findings]
     terminal.table((Column("CHECK"), Column("STATUS"), Column("FOUND", can_shrink=True)), rows)
     for each in findings:

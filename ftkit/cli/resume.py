@@ -1,4 +1,4 @@
-"""`ftkit resume`: continue a run, as it was planned or in another place."""
+"""`ftkit resume`: continue a run, as planned or on another cluster."""
 
 from __future__ import annotations
 
@@ -41,18 +41,20 @@ if TYPE_CHECKING:
 
     {RUN_HELP} The address of a run's copy (s3://bucket/runs/RUN, made by 'ftkit sync') brings the run here first.
 
-    With options, the run is planned anew: on other nodes, or on another cluster that sees the same workspace. Model,
-    data, global batch and seed stay, so it consumes the packs that it would have consumed. KEY.PATH=VALUE changes a
-    value of the recipe: more steps, logging, checkpoints and evaluation pass; a change that changes the result needs
+    With options, the run is planned again: on other nodes, or on another cluster that shares the workspace. Model,
+    data, global batch and seed stay, so the order of the data does not change. KEY.PATH=VALUE changes a value of the
+    recipe: more steps, logging, checkpoints and evaluation are allowed; a change that affects the result needs
     '--allow KEY'.
     """,
 )
 @run_argument
 @click.argument("overrides", metavar="[KEY.PATH=VALUE]...", nargs=-1)
 @placement_options
-@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit, in Slurm's words: 2-00:00:00.")
+@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit in Slurm's format: 2-00:00:00.")
 @click.option("--from", "copies", metavar="DEST", help="Where copies of runs are, RUN's id among them.")
-@click.option("--allow", "allowed", metavar="KEY", multiple=True, help="A key that may change the result.")
+@click.option(
+    "--allow", "allowed", metavar="KEY", multiple=True, help="Allow this key to change, although it affects the result."
+)
 @hf_token_option
 @follow_option
 @click.pass_obj
@@ -117,7 +119,7 @@ def _fetch(address: str, terminal: Terminal) -> None:
 
 
 def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan:
-    """Plan the run anew, and say what differs."""
+    """Plan the run again, and list the differences."""
     from ftkit.config.context import Context
     from ftkit.config.image_reference import parse_image
     from ftkit.launch.resume import replan

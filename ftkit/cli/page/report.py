@@ -1,4 +1,4 @@
-"""What report.html says of one run, read from its folder alone."""
+"""Content of report.html, read from the run's folder alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _NUM_EXAMPLES = 6
 _NUM_ANOMALIES = 12
 _NARROWEST = 1 / 600
-"""Part of a run's time that is seen on the time line."""
+"""Smallest visible fraction of a run's time on the timeline."""
 _TIME_USE = {
     "training": "forward, backward, optimizer", "data wait": "waiting for data", "other": "other",
     "checkpoint": "waiting for checkpoints", "evaluation": "evaluation", "start-up": "start-up",
@@ -37,7 +37,7 @@ _TIME_USE = {
 
 @dataclass(frozen=True)
 class Tile:
-    """A figure that is seen first, and what stands below it."""
+    """A headline number with its caption."""
 
     title: str
     value: str
@@ -46,7 +46,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A number of the plan beside the one that was measured; `ratio` is measured by planned."""
+    """A planned and a measured number; `ratio` is measured / planned."""
 
     title: str
     planned: str
@@ -73,7 +73,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class RunReport:
-    """All that the page of a run shows."""
+    """Content of a run's page."""
 
     id: str
     name: str
@@ -102,13 +102,13 @@ class RunReport:
 
 
 def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), verdict: str = "") -> RunReport:
-    """Read what the page of a run shows.
+    """Collect the content of a run's page.
 
     Args:
         layout: the run's folder.
-        state: of the run, in a word.
-        samples: documents as they were trained (`ftkit.data.inspection.Sample`), where they could be read.
-        verdict: whether a run that repeats another came out as that one.
+        state: state of the run, in a word.
+        samples: trained documents (`ftkit.data.inspection.Sample`), if they can be read.
+        verdict: for a rerun, whether it reproduced the original.
     """
     history = read_history(layout)
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
@@ -194,7 +194,7 @@ def _charts(plan: RunPlan | None, history: History) -> list[Chart]:
         if history.steps.get(each.step) is each
     ]
     speed = LineChart(
-        "speed", f"Tokens a second of a {device}", f"tokens/s per {device}",
+        "speed", f"Tokens per second of a {device}", f"tokens/s per {device}",
         [Line("measured", [x for x, _ in kept], [y for _, y in kept], is_raw=True, color=4)],
         expected=plan.speed.tokens_per_second / plan.placement.world_size if plan and plan.speed else None,
         form=count, from_zero=True, height=bars_height(len(history.memory)),
@@ -211,7 +211,7 @@ def _charts(plan: RunPlan | None, history: History) -> list[Chart]:
         Chart("Gradient norm", _over_tokens("gradient norm", history, lambda each: each.grad_norm, 3, is_raw=True)),
         Chart("Throughput", draw_lines(speed)),
         Chart("Memory by stage", memory),
-        Chart("Time line", time_line("time", f"What the time went into: {kinds}", _visible(history)), is_wide=True),
+        Chart("Time line", time_line("time", f"Time by activity: {kinds}", _visible(history)), is_wide=True),
     ]
     return [chart for chart in charts if chart.svg]
 
@@ -240,7 +240,7 @@ def _over_tokens(
 
 
 def _visible(history: History) -> list[Span]:
-    """Return spans that are wide enough to be seen."""
+    """Return spans that are wide enough to be visible."""
     if not history.spans:
         return []
     return merge_spans(history.spans, (history.spans[-1].end - history.spans[0].begin) * _NARROWEST)
@@ -272,7 +272,7 @@ def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:
 
 
 def _time_use(history: History) -> list[tuple[str, str, str, float]]:
-    """Return kind, title, time and part of the whole."""
+    """Return kind, title, time and fraction of the total."""
     used = history.time_use
     total = sum(used.values())
     return [
@@ -283,7 +283,7 @@ def _time_use(history: History) -> list[tuple[str, str, str, float]]:
 
 
 def _examples(history: History) -> list[Example]:
-    """Pair the completions after training with those before, what changed first."""
+    """Pair the completions after training with those before, changed pairs first."""
     after = history.last_evaluation
     if after is None or after.when == "before":
         return []
@@ -297,7 +297,7 @@ def _examples(history: History) -> list[Example]:
 
 
 def _facts(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[str, list[tuple[str, str]]]:
-    """Return what the run was made from, by section."""
+    """Return the run's inputs, by section."""
     recipe, training, batch = plan.recipe, plan.recipe.training, plan.batch
     git = (manifest.get("ftkit") or {}).get("git") or {}
     start = history.starts[-1] if history.starts else None
