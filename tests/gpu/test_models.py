@@ -22,7 +22,11 @@ from ftkit.train.model.weights import init_weights
 if TYPE_CHECKING:
     from ftkit.train.world import World
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The compiler's, when it looks at a layer's input.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 LENGTH, VOCABULARY = 512, 1000
 IDS: Any = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
@@ -70,7 +74,7 @@ def test_short_packs_take_a_kernel_that_keeps_them_apart(world: World, monkeypat
     config = make_config(architecture("llama"), IDS)
     kernel, reason = choose_kernel(short, config, world)
     assert kernel == "sdpa"
-    assert "flex attention needs 128" in reason
+    assert "flex attention needs packs of 128" in reason
     config._attn_implementation = implementation_of(kernel)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(world.device)
@@ -95,3 +99,13 @@ def test_flash4_with_a_part_missing_is_left_alone_and_an_explicit_choice_fails(
     assert "ImportError: libcute is missing" in reason
     with pytest.raises(PrerequisiteError, match="libcute is missing"):
         choose_kernel(training(attention="flash4"), config, world)
+
+
+@pytest.mark.parametrize("width", [16, 48, 64])
+def test_the_kernel_that_is_chosen_computes_each_width_of_heads_rightly(width: int, world: World) -> None:
+    shape = architecture("qwen3", head_dim=width)
+    kernel, reason = choose_kernel(training(), make_config(shape, IDS), world)
+    model = build_empty(make_config(shape, IDS), implementation_of(kernel))
+    engine = Fsdp2Engine(model, training(), world, lambda sharded: init_weights(sharded, shape, 0))
+    probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
+    assert verify_isolation(probe), (kernel, reason)
