@@ -20,6 +20,7 @@ from ftkit.cli.arguments import (
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.config.paths import is_address
 from ftkit.errors import RunFailedError
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
         "ftkit rerun ../theirs/manifest.json --dry-run",
     ),
     help="""Repeat a run with the same recipe, data, image and global batch. On the same cluster and GPUs all losses
-    should
-    be equal, bit for bit; on other devices a difference of up to 1 % passes. Each difference is listed; different data
-    or a different image is refused. At the end, the losses are compared with the original's.
+    should be equal, bit for bit; on other devices a difference of up to 1 % passes. Each difference is listed;
+    different data or a different image is refused. At the end, the losses are compared with the original's.
 
-    RUN selects a run as in other commands, or is the path of a manifest.json or of a bundle from 'ftkit bundle'. From a
-    file, only the cluster's name is used, not its profile.
+    RUN selects a run as in other commands, or is the path of a manifest.json, of a bundle from 'ftkit bundle', or the
+    address of a copy from 'ftkit sync' (s3://bucket/runs/RUN). From elsewhere, only the cluster's name is used, not its
+    profile.
     """,
 )
 @click.argument("reference", metavar="RUN", shell_complete=complete_run)
@@ -88,10 +89,10 @@ def command(  # noqa: PLR0913 - one for each option
 
     terminal, ctx, workspace = Terminal(), Context.here(), current_workspace()
     path = Path(reference)
-    is_own = not (path.exists() or path.suffix in (".json", ".tar"))
+    is_own = not (is_address(reference) or path.exists() or path.suffix in (".json", ".tar"))
     if public_key:
         verify_signature(path, public_key)
-    original = read_original(get_run(reference).layout.root if is_own else path)
+    original = read_original(str(get_run(reference).layout.root) if is_own else reference)
     args = RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
     plan = plan_rerun(original, args, ctx, workspace, current_settings().image)
     terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)

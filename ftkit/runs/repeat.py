@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftkit.config.paths import is_address
 from ftkit.errors import NotFoundError
 from ftkit.files import read_json, read_json_if_valid
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.bundle import is_bundle, unpack
 from ftkit.runs.compare import ComparedRun, Difference, find_differences, read_run
+from ftkit.runs.storage.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,38 +85,52 @@ class Verdict:
 
 
 @contextmanager
-def opened(place: Path) -> Iterator[RunLayout]:
-    """Open what a run is known by: its folder, its manifest.json, or a bundle.
+def opened(place: str) -> Iterator[RunLayout]:
+    """Open what a run is known by: its folder, its manifest.json, a bundle, or the address of its copy.
 
     Raises:
         NotFoundError: there is nothing of that kind.
         DamagedFileError: a bundle is damaged.
+        PrerequisiteError: a copy can't be read.
     """
+    path = Path(place)
     with tempfile.TemporaryDirectory(prefix="ftkit-") as temporary:
         # Two levels down: a run's folder is in `runs` of a workspace.
         folder = Path(temporary, "runs", "original")
-        if place.is_dir():
-            yield RunLayout(place)
-        elif not place.is_file():
+        layout = RunLayout(folder)
+        if is_address(place):
+            _fetch(place, layout)
+        elif path.is_dir():
+            layout = RunLayout(path)
+        elif not path.is_file():
             raise NotFoundError(f"there is no run, manifest or bundle {place}", fix="list the runs with 'ftkit runs'")
-        elif is_bundle(place):
-            unpack(place, folder)
-            yield RunLayout(folder)
-        elif place.name == RunLayout(place.parent).manifest.name:
-            yield RunLayout(place.parent)
+        elif is_bundle(path):
+            unpack(path, folder)
+        elif path.name == layout.manifest.name:
+            layout = RunLayout(path.parent)
         else:
             folder.mkdir(parents=True)
-            layout = RunLayout(folder)
-            layout.manifest.write_bytes(place.read_bytes())
-            yield layout
+            layout.manifest.write_bytes(path.read_bytes())
+        yield layout
 
 
-def read_original(place: Path) -> Original:
+def _fetch(address: str, layout: RunLayout) -> None:
+    """Bring the small files of a run's copy here."""
+    store = Store(address)
+    names = store.sizes()
+    layout.root.mkdir(parents=True)
+    for path in (layout.manifest, layout.plan, layout.metrics):
+        if path.name in names:
+            store.get(path.name, path)
+
+
+def read_original(place: str) -> Original:
     """Read what is needed to repeat a run and to compare with it.
 
     Raises:
         NotFoundError: there is nothing there, or it has no manifest.
         DamagedFileError: the manifest or a bundle is damaged.
+        PrerequisiteError: a copy can't be read.
     """
     with opened(place) as layout:
         manifest = read_json(layout.manifest, dict[str, Any])
@@ -122,7 +138,7 @@ def read_original(place: Path) -> Original:
             raise NotFoundError(
                 f"{place} has no manifest of a run",
                 meaning="it is of an early version of ftkit, or is no run",
-                fix="give a run, its manifest.json, or a bundle that 'ftkit bundle' wrote",
+                fix="give a run, its manifest.json, a bundle of 'ftkit bundle', or the address of a copy",
             )
         found = read_run(layout)
     return Original(ComparedRun(manifest["run"], found.inputs, found.results, found.curve), manifest)

@@ -34,7 +34,7 @@ def original(make_run: RunMaker, tmp_path: Path) -> Original:
     layout.plan.write_text(plan_to_json(plan))
     manifest = build_manifest(plan, ["ftkit"], tmp_path) | {"image_id": "sha256:1"}
     layout.manifest.write_text(json.dumps(manifest))
-    return read_original(layout.root)
+    return read_original(str(layout.root))
 
 
 def rerun(original: Original, workspace: Workspace, **args: Any) -> RunPlan:

@@ -14,10 +14,12 @@ from ftkit.errors import NotFoundError, TrainingError
 from ftkit.files import DamagedFileError, write_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import read_plan
+from ftkit.runs import repeat
 from ftkit.runs.bundle import write_bundle
 from ftkit.runs.compare import ComparedRun, LossPoint, RunResults
 from ftkit.runs.manifest import build_manifest, record_start
 from ftkit.runs.repeat import TOLERANCE, Original, compare_with, judge, original_to_json, read_original
+from ftkit.runs.storage.store import Store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,17 +83,18 @@ def made(run: SubmittedRun, records: Any) -> RunLayout:
     return run.layout
 
 
-@pytest.mark.parametrize("form", ["folder", "manifest", "lone manifest", "bundle"])
+@pytest.mark.parametrize("form", ["folder", "manifest", "lone manifest", "bundle", "copy"])
 def test_a_run_is_known_by_its_folder_its_manifest_and_its_bundle(
-    form: str, make_run: RunMaker, records: Any, tmp_path: Path
+    form: str, make_run: RunMaker, records: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = made(make_run(), records)
+    monkeypatch.setattr(repeat, "Store", lambda address: Store(address.removeprefix("s3://bucket")))
     lone, bundle = tmp_path / "lone.json", tmp_path / "bundle.tar"
     lone.write_bytes(layout.manifest.read_bytes())
     write_bundle(layout, bundle)
-    place = {"folder": layout.root, "manifest": layout.manifest, "lone manifest": lone, "bundle": bundle}[form]
-    original = read_original(place)
-    expected = read_original(layout.root)
+    places = {"folder": layout.root, "manifest": layout.manifest, "lone manifest": lone, "bundle": bundle}
+    original = read_original(str(places.get(form, f"s3://bucket{layout.root}")))
+    expected = read_original(str(layout.root))
     assert original.run.id == layout.root.name
     if form == "lone manifest":
         assert original.run.curve == ()
@@ -104,7 +107,7 @@ def test_a_run_is_known_by_its_folder_its_manifest_and_its_bundle(
 def test_what_was_kept_of_the_original_is_compared_with_the_run(make_run: RunMaker, records: Any) -> None:
     layout = made(make_run(), records)
     assert judge(layout) is None
-    layout.original.write_text(original_to_json(read_original(layout.root)))
+    layout.original.write_text(original_to_json(read_original(str(layout.root))))
     verdict = judge(layout)
     assert verdict is not None
     assert (verdict.is_repeated, verdict.num_common, verdict.differences) == (True, 2, ())
@@ -112,13 +115,13 @@ def test_what_was_kept_of_the_original_is_compared_with_the_run(make_run: RunMak
 
 def test_a_place_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no run, manifest or bundle"):
-        read_original(tmp_path / "missing.tar")
+        read_original(str(tmp_path / "missing.tar"))
     with pytest.raises(NotFoundError, match="has no manifest"):
-        read_original(tmp_path)
+        read_original(str(tmp_path))
     damaged = tmp_path / "manifest.json"
     damaged.write_text("{")
     with pytest.raises(DamagedFileError):
-        read_original(damaged)
+        read_original(str(damaged))
 
 
 def test_a_repetition_of_other_data_is_refused_where_it_starts(make_run: RunMaker, tmp_path: Path) -> None:
