@@ -35,15 +35,17 @@ def command(*, as_json: bool) -> None:
 
     Later sources override earlier ones: your config.yaml, the project's ftkit.yaml, FTKIT_* variables, options.
     """
+    from ftkit.config.dotenv import FILE as DOTENV
+    from ftkit.config.dotenv import read_dotenv
     from ftkit.config.request import load_settings
 
     terminal, ctx = Terminal(), Context.here()
-    loaded = load_settings(ctx)
+    loaded, variables = load_settings(ctx), sorted(read_dotenv(ctx.project))
     values = loaded.settings.model_dump() | {"workspace": str(loaded.workspace_folder(ctx))}
     if as_json:
         settings = {key: {"value": value, "from": _origin(loaded, key)} for key, value in values.items()}
         files = [{"path": str(path), "is_there": is_there} for path, is_there in loaded.files.items()]
-        terminal.json({"settings": settings, "files": files, "project": str(ctx.project)})
+        terminal.json({"settings": settings, "files": files, "project": str(ctx.project), "dotenv": variables})
         return
     terminal.table(
         (Column("SETTING"), Column("VALUE"), Column("FROM")),
@@ -54,6 +56,8 @@ def command(*, as_json: bool) -> None:
         (short_path(path), Styled("read", "green") if is_there else "not there")
         for path, is_there in loaded.files.items()
     ]
+    if variables:
+        found.append((short_path(ctx.project / DOTENV), f"sets {', '.join(variables)}, unless the environment does"))
     terminal.facts([*found, (short_path(assets.CLUSTERS.parent), "shipped with ftkit")], is_data=True)
 
 

@@ -15,6 +15,8 @@ from click.exceptions import NoArgsIsHelpError
 
 from ftkit import __version__, process
 from ftkit.cli.commands import LazyCommand, LazyGroup
+from ftkit.config.context import Context
+from ftkit.config.dotenv import load_dotenv
 from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, as_disk_full, redact
 
 if TYPE_CHECKING:
@@ -111,6 +113,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if COMPLETE_VARIABLE in os.environ:
         cli.main(words, prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE)
     try:
+        load_dotenv(Context.here().project, os.environ)
         with process.exit_on_termination():
             code = _invoke(words)
         sys.stdout.flush()

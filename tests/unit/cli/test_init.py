@@ -81,3 +81,19 @@ def test_doctor_names_what_the_profile_and_slurm_disagree_about(ftkit: Callable[
     assert done.code == 12
     assert "set 'partition:' in the profile 'odd' to one of gpu" in done.err
     assert "partition, containers, image" in done.err
+
+
+def test_the_variables_of_dotenv_are_there_and_config_shows_their_names_alone(
+    ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "")  # so that it is restored after the test
+    monkeypatch.delenv("HF_TOKEN")
+    Path(".env").write_text("HF_TOKEN=hf_abcdefghijk\n")
+    shown = ftkit("config")
+    assert "sets HF_TOKEN" in shown.out
+    assert "hf_abc" not in shown.out + shown.err
+    findings = json.loads(ftkit("doctor", "--cluster", "local", "--json").out)["login_node"]
+    assert {each["check"]: each["value"] for each in findings}["hub token"] == "there is one"
+    assert "hf_abc" not in ftkit("run", "demo", "--dry-run", "--cluster", "local").out
+    Path(".env").write_text("HF_TOKEN\n")
+    assert ftkit("config").code == 3

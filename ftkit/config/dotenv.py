@@ -1,0 +1,93 @@
+"""The project's `.env`: variables such as HF_TOKEN and WANDB_API_KEY, for every command and the jobs that it starts.
+
+The syntax is what python-dotenv and shells agree on: `NAME=value`, `export NAME=value`, comments, and both quotes. What
+they read differently is refused. Messages name lines and variables, never values. This module imports no pydantic:
+`ftkit --help` reads the file too.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from ftkit.errors import ConfigError, Problem, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, MutableMapping
+    from pathlib import Path
+
+FILE: Final = ".env"
+_LINE: Final = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=\s*(?P<value>.*)")
+_QUOTED: Final = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:\#.*)?""")
+_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r"}
+_REFUSED: Final = re.compile(r"LD_.*|PYTHON.*|BASH_.*|ENV|IFS|PATH|SHELLOPTS")
+"""They change which programs and code run: a folder that somebody else made must not."""
+_MAX_BYTES: Final = 2**16
+
+
+def load_dotenv(project: Path, environment: MutableMapping[str, str]) -> None:
+    """Add the variables of a project's `.env` to an environment; those that it has already stay.
+
+    Raises:
+        ConfigError: with every line that can't be used.
+    """
+    for name, value in read_dotenv(project).items():
+        environment.setdefault(name, value)
+
+
+def read_dotenv(project: Path) -> dict[str, str]:
+    """Return the variables of a project's `.env`; none if there is no such file. Raises as `load_dotenv`."""
+    path = project / FILE
+    try:
+        if not path.is_file():
+            return {}
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        text = content.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem(str(path), "", f"can't be read: {one_line(error)}.")]) from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError([Problem(str(path), "", f"is larger than {_MAX_BYTES:,} bytes.")])
+    variables: dict[str, str] = {}
+    problems: list[Problem] = []
+    for number, name, value, problem in _parse(text):
+        if problem:
+            problems.append(Problem(f"{path}:{number}", name, problem))
+        else:
+            variables[name] = value
+    if problems:
+        raise ConfigError(problems)
+    return variables
+
+
+def _parse(text: str) -> Iterator[tuple[int, str, str, str]]:
+    """Yield line number, name, value, and what is wrong with the line: empty if nothing is."""
+    for number, line in enumerate(text.split("\n"), 1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        match = _LINE.fullmatch(stripped)
+        if match is None:
+            yield number, "", "", "is not NAME=value."
+        elif _REFUSED.fullmatch(match["name"]):
+            yield number, match["name"], "", "changes which programs run, so that it is not taken from a file."
+        else:
+            value, problem = _value(match["value"])
+            yield number, match["name"], value, problem
+
+
+def _value(text: str) -> tuple[str, str]:
+    """Return a value, and what is wrong with it."""
+    quoted = _QUOTED.fullmatch(text)
+    if quoted and quoted["single"] is not None:
+        return quoted["single"], ""
+    if text[:1] in ("'", '"') and not quoted:
+        return "", "the quote does not end on its line, or something stands behind it."
+    value = quoted["double"] if quoted else re.split(r"\s+#", f" {text}", maxsplit=1)[0].strip()
+    if "\0" in value:
+        return "", "a zero byte can't stand in a variable."
+    if "$" in value.replace("\\$", ""):
+        return "", "'$' is not expanded: put the value in single quotes."
+    if quoted:
+        value = re.sub(r"\\(.)", lambda escape: _ESCAPES.get(escape[1], escape[1]), value)
+    return value, ""
