@@ -45,6 +45,7 @@ _SECTIONS = {
         LazyCommand("runs", "ftkit.cli.runs", "List runs, newest first."),
         LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),
         LazyCommand("report", "ftkit.cli.report", "Write report.html for a run, or a comparison of several."),
+        LazyCommand("top", "ftkit.cli.top", "Show how busy all GPUs of a run are."),
         LazyCommand("compare", "ftkit.cli.compare", "Compare the settings and results of runs."),
         LazyCommand("checkpoints", "ftkit.cli.checkpoints", "List the checkpoints of a run, and verify them."),
         LazyCommand("logs", "ftkit.cli.logs", "Print the log of a run."),

@@ -27,6 +27,7 @@ from ftkit.errors import EXIT_CODES, NotFoundError, RunFailedError
 from ftkit.runs.entry import find_sweep, read_entry
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder
+from ftkit.runs.gpu_samples import GpuSummary, read_samples, summarize_samples
 from ftkit.runs.progress import Restart, Silence, list_anomalies, list_restarts, measure_silence, seconds_left
 from ftkit.runs.records import AnomalyRecord
 from ftkit.runs.states import Observation, RunState
@@ -57,6 +58,7 @@ class _Status:
     anomalies: list[AnomalyRecord]
     doubts: list[str]
     """Reasons why the run can't be repeated exactly."""
+    gpus: GpuSummary | None
 
 
 @click.command(
@@ -118,6 +120,7 @@ def _read(folder: RunFolder) -> _Status:
         restarts=list_restarts(folder.layout),
         anomalies=list_anomalies(folder.layout),
         doubts=explain_missing_digests(folder.layout),
+        gpus=summarize_samples(read_samples(folder.layout)),
     )
 
 
@@ -128,6 +131,7 @@ def _show(status: _Status, terminal: Terminal) -> None:
         *_job_facts(status),
         *result_facts(status.summary),
         *_progress_facts(status),
+        *_gpu_facts(status.gpus),
         *_place_facts(status),
     ]
     terminal.facts(facts, is_data=True)
@@ -194,6 +198,20 @@ def _progress_facts(status: _Status) -> list[tuple[str, Cell]]:
     return facts
 
 
+def _gpu_facts(gpus: GpuSummary | None) -> list[tuple[str, Cell]]:
+    """Return how busy the GPUs were, and the energy that they took."""
+    if gpus is None:
+        return []
+    busy = gpus.utilization if gpus.sm_activity is None else gpus.sm_activity
+    known = ((busy, "% busy"), (gpus.power, " W each"), (gpus.peak_memory_gib, " GiB at most"))
+    parts = [
+        f"{value:,.0f}{unit}" for value, unit in (*known, (gpus.peak_temperature, " °C at most")) if value is not None
+    ]
+    parts += [] if gpus.energy_kwh is None else [f"{gpus.energy_kwh:,.3g} kWh in all"]
+    parts += [f"clocks limited by {name} {share:.0%} of the time" for name, share in gpus.throttled.items()]
+    return [("GPUs", f"{gpus.num_gpus}: {', '.join(parts)}")]
+
+
 def _exit_code(status: _Status) -> int | None:
     """Return the exit code of the failure, as `ftkit run` does; without a known failure, the job's."""
     failure = status.failure
@@ -248,6 +266,7 @@ def _as_json(status: _Status) -> dict[str, Any]:
             "anomalies": [asdict(each) for each in status.anomalies],
             "not_repeatable": status.doubts,
             "sync": sync and asdict(sync),
+            "gpus": asdict(status.gpus) if status.gpus else None,
             "checkpoints": [{"step": step, "path": str(path)} for step, path in list_checkpoints(layout)],
             "exit_code": _exit_code(status),
             "error": asdict(status.failure.error) if status.failure and status.failure.error else None,

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ftkit.config.model import ModelPlan
 from ftkit.config.paths import fixed_folder, is_address, is_path
 from ftkit.config.sources import HubSource
-from ftkit.config.strict import Name, NonNegativeInt, OneLine, PositiveFloat, PositiveInt, Spec, VariableName
+from ftkit.config.strict import (
+    WHOLE_NUMBER,
+    Name,
+    NonNegativeInt,
+    OneLine,
+    PositiveFloat,
+    PositiveInt,
+    Spec,
+    VariableName,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,6 +132,8 @@ class ClusterProfile(Spec):
     """What the site's network plug-in for NCCL needs."""
     preparation: PreparationSpec = PreparationSpec.model_construct()
     """The job that prepares data and weights."""
+    metrics_port: Annotated[int, Field(ge=1024, le=65535), WHOLE_NUMBER] | None = None
+    """Port at which each node of a run serves the metrics of its GPUs to Prometheus. None is served if null."""
     recognized_by: RecognitionSpec = RecognitionSpec.model_construct()
     """How `ftkit init` recognizes this kind of cluster."""
     setup: tuple[str, ...] = ()

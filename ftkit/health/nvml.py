@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ftkit.runs.gpu_samples import GpuSample
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -69,39 +71,13 @@ class GpuHealth:
     num_links: int
 
 
-@dataclass(frozen=True)
-class GpuSample:
-    """How busy a GPU is at one moment.
-
-    Attributes:
-        index: as NVML counts.
-        utilization: percent of the time in which a kernel ran, of the last moments.
-        memory_gib: used.
-        power: in W.
-        temperature: in degrees Celsius.
-        clock: of the SMs, in MHz.
-        energy: in J since the driver was loaded.
-        throttle: names in `THROTTLE_REASONS` that hold now.
-        nvlink_bytes: sent and received since the driver was loaded.
-    """
-
-    index: int
-    utilization: float | None
-    memory_gib: float | None
-    power: float | None
-    temperature: float | None
-    clock: float | None
-    energy: float | None
-    throttle: tuple[str, ...]
-    nvlink_bytes: float | None
-
-
 class Nvml:
     """The GPUs that this process may use, by NVML. Made by `open_nvml`."""
 
     def __init__(self, library: Any, indices: list[int]) -> None:
         self._library = library
         self._handles = {index: library.nvmlDeviceGetHandleByIndex(index) for index in indices}
+        self._gpm: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -161,6 +137,7 @@ class Nvml:
         return GpuSample(
             index=index,
             utilization=None if rates is None else float(rates.gpu),
+            sm_activity=self._sm_activity(index, handle),
             memory_gib=None if memory is None else memory.used / _GIB,
             power=_scaled(ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
             temperature=_scaled(ask("nvmlDeviceGetTemperature", handle, self._library.NVML_TEMPERATURE_GPU), 1.0),
@@ -169,6 +146,23 @@ class Nvml:
             throttle=self._throttle(handle),
             nvlink_bytes=self._nvlink_bytes(handle),
         )
+
+    def _sm_activity(self, index: int, handle: Any) -> float | None:
+        """Return the percentage of busy SMs since the last call; None at first, and before Hopper."""
+        support = self._ask("nvmlGpmQueryDeviceSupport", handle)
+        new = self._ask("nvmlGpmSampleAlloc") if support and support.isSupportedDevice else None
+        if new is None or self._ask("nvmlGpmSampleGet", handle, new) is None:
+            return None
+        old, self._gpm[index] = self._gpm.get(index), new
+        if old is None:
+            return None
+        request = self._library.c_nvmlGpmMetricsGet_t()
+        request.version, request.numMetrics = self._library.NVML_GPM_METRICS_GET_VERSION, 1
+        request.sample1, request.sample2 = old, new
+        request.metrics[0].metricId = self._library.NVML_GPM_METRIC_SM_UTIL
+        answer = self._ask("nvmlGpmMetricsGet", request)
+        self._ask("nvmlGpmSampleFree", old)
+        return None if answer is None else float(answer.metrics[0].value)
 
     def _throttle(self, handle: Any) -> tuple[str, ...]:
         # Drivers from 535 on know the newer name alone in future; nvidia-ml-py has both.

@@ -161,6 +161,11 @@ class RunLayout:
         return self.root / "preflight"
 
     @property
+    def gpu_samples(self) -> Path:
+        """How busy the GPUs were: a file of samples for each node."""
+        return self.root / "gpus"
+
+    @property
     def excluded_nodes(self) -> Path:
         """The nodes that did not pass, a line each: time, job, node and why, with tabs between them."""
         return self.root / "excluded-nodes.tsv"

@@ -13,6 +13,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 from ftkit.errors import FtkitError, as_disk_full, redact
+from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
@@ -45,6 +46,8 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
 
             record_collectives()
             plan = read_plan(layout)
+            if plan.placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
+                at_end.enter_context(sampling(layout))
             context_parallel = plan.recipe.training.context_parallel
             with init_world(
                 plan.placement, context_parallel

@@ -113,6 +113,7 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "status": (*ON_SLURM, DEMO),
     "compare": (DEMO, "ftkit run demo --name other"),
     "checkpoints": (DEMO,),
+    "top": (DEMO,),
     "rm": (DEMO,),
     "logs": (DEMO,),
     "export": (DEMO,),

@@ -69,7 +69,7 @@ def test_doctor_names_the_fault_of_each_node(cluster: Cluster, image: str) -> No
         with faults(n1={"slow": True}, n3={"driver": True}, n4={"no_containers": True}):
             done = ftkit(cluster, "doctor", "--cluster", "boxes", "--nodes", "all", "--image", image, "--json")
     finally:
-        on_node("n2", "umount /mnt/localssd/scratch")
+        on_node("n2", "umount /mnt/localssd/scratch && rm -r /mnt/localssd/scratch")
     assert done.returncode == 12, done.stderr
     found = json.loads(done.stdout)
     assert found["exclude"] == ["n1", "n2", "n3", "n4"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import IO, TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from ftkit.cli.terminal.format import printable
 from ftkit.errors import redact
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console, RenderableType
     from rich.segment import Segment
@@ -66,6 +67,22 @@ class Terminal:
     def is_live(self) -> bool:
         """Whether messages go to a terminal that can be redrawn."""
         return self.talk.is_terminal and not self.talk.is_dumb_terminal
+
+    @property
+    def is_screen(self) -> bool:
+        """Whether data goes to a screen that can be redrawn."""
+        return self._out.is_terminal and not self._out.is_dumb_terminal
+
+    @contextmanager
+    def full_screen(self) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """Take the whole screen; yield what draws it anew by calling something that prints data."""
+        with self._out.screen(hide_cursor=True):
+
+            def redraw(draw: Callable[[], None]) -> None:
+                self._out.clear()
+                draw()
+
+            yield redraw
 
     @property
     def is_roomy(self) -> bool:

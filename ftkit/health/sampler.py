@@ -1,0 +1,167 @@
+"""`python -m ftkit.health.sampler FILE`: one process a node that writes how busy its GPUs are, beside training.
+
+It imports neither torch nor pydantic, holds no GPU memory, and ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ftkit.health.nvml import Nvml, open_nvml
+from ftkit.runs.gpu_samples import NodeSample, to_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.planning.layout import RunLayout
+
+_PR_SET_PDEATHSIG: Final = 1
+INTERVAL_SECONDS: Final = 10.0
+METRICS: Final = {
+    "utilization": ("ftkit_gpu_utilization_percent", "Time in which a kernel ran."),
+    "sm_activity": ("ftkit_gpu_sm_activity_percent", "SMs that were busy."),
+    "memory_gib": ("ftkit_gpu_memory_used_gib", "Memory used."),
+    "power": ("ftkit_gpu_power_watts", "Power."),
+    "temperature": ("ftkit_gpu_temperature_celsius", "Temperature."),
+    "clock": ("ftkit_gpu_sm_clock_mhz", "Clock of the SMs."),
+    "energy": ("ftkit_gpu_energy_joules_total", "Energy since the driver was loaded."),
+    "nvlink_bytes": ("ftkit_gpu_nvlink_bytes_total", "Sent and received by NVLink since the driver was loaded."),
+}
+NETWORK_METRIC: Final = "ftkit_node_network_bytes_total"
+THROTTLE_METRIC: Final = "ftkit_gpu_throttled"
+
+
+@contextmanager
+def sampling(layout: RunLayout) -> Iterator[None]:
+    """Run the sampler of this node for the time of the block; training does not depend on it."""
+    port = os.environ.get("FTKIT_METRICS_PORT", "")
+    words = [sys.executable, "-m", "ftkit.health.sampler", str(layout.gpu_samples / f"{socket.gethostname()}.jsonl")]
+    sampler = subprocess.Popen([*words, "--run", layout.root.name, *(["--metrics-port", port] if port else [])])
+    try:
+        yield
+    finally:
+        sampler.kill()
+        sampler.wait()
+
+
+def main(words: list[str]) -> int:
+    """Write samples until the parent ends; return at once where NVML can't be asked."""
+    parser = argparse.ArgumentParser(prog="python -m ftkit.health.sampler")
+    parser.add_argument("file", type=Path, help="file that samples are appended to")
+    parser.add_argument("--run", default="", help="name of the run, a label of the metrics")
+    parser.add_argument("--interval", type=float, default=INTERVAL_SECONDS, help="seconds between samples")
+    parser.add_argument("--count", type=int, help="number of samples; until the parent ends if not given")
+    parser.add_argument("--metrics-port", type=int, help="port to serve Prometheus at")
+    options = parser.parse_args(words)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    latest = _Latest(options.run)
+    with open_nvml() as nvml:
+        if isinstance(nvml, str):
+            sys.stderr.write(f"ftkit: GPUs are not sampled: {nvml}\n")
+            return 0
+        if options.metrics_port is not None:
+            _serve(latest, options.metrics_port)
+        options.file.parent.mkdir(parents=True, exist_ok=True)
+        with options.file.open("a", encoding="utf-8") as file:
+            for _ in range(options.count) if options.count else iter(int, 1):
+                latest.sample = take_sample(nvml)
+                file.write(to_line(latest.sample))
+                file.flush()
+                time.sleep(options.interval)
+    return 0
+
+
+def take_sample(nvml: Nvml, root: Path = Path("/")) -> NodeSample:
+    """Sample this node; `root` holds its /sys."""
+    return NodeSample(time.time(), socket.gethostname(), network_bytes(root), tuple(nvml.samples()))
+
+
+def network_bytes(root: Path) -> float:
+    """Return the bytes that InfiniBand or RoCE adapters, or else network devices, have sent and received."""
+    # The kernel counts port_*_data in units of 4 bytes (Documentation/ABI/stable/sysfs-class-infiniband).
+    data = [4 * _number(path) for path in root.glob("sys/class/infiniband/*/ports/*/counters/port_*_data")]
+    devices = root.glob("sys/class/net/*/device")  # virtual ones have none
+    frames = [_number(device.parent / "statistics" / f"{way}_bytes") for device in devices for way in ("rx", "tx")]
+    return float(sum(data) or sum(frames))
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+# --- Prometheus ----------------------------------------------------------------------------------
+
+
+class _Latest:
+    """The newest sample, for requests."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.sample: NodeSample | None = None
+
+
+def metrics_text(sample: NodeSample, run: str) -> str:
+    """Return a sample in Prometheus' text format, version 0.0.4."""
+    lines = []
+    for field, (name, about) in METRICS.items():
+        values = [(gpu.index, getattr(gpu, field)) for gpu in sample.gpus]
+        lines += _head(name, about)
+        lines += [f"{name}{{{_labels(sample, run, gpu)}}} {value}" for gpu, value in values if value is not None]
+    lines += _head(THROTTLE_METRIC, "Whether clocks are limited, by reason.")
+    for gpu in sample.gpus:
+        lines += [
+            f'{THROTTLE_METRIC}{{{_labels(sample, run, gpu.index)},reason="{reason}"}} 1' for reason in gpu.throttle
+        ]
+    lines += _head(NETWORK_METRIC, "Sent and received by the node's adapters.")
+    lines.append(f"{NETWORK_METRIC}{{{_labels(sample, run)}}} {sample.network_bytes}")
+    return "\n".join(lines) + "\n"
+
+
+def _head(name: str, about: str) -> list[str]:
+    return [f"# HELP {name} {about}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
+
+
+def _labels(sample: NodeSample, run: str, gpu: int | None = None) -> str:
+    labels = {"run": run, "host": sample.host} | ({} if gpu is None else {"gpu": str(gpu)})
+    return ",".join(f'{key}="{value}"' for key, value in labels.items())
+
+
+def _serve(latest: _Latest, port: int) -> None:
+    """Answer Prometheus in another thread; a port that is taken costs the metrics, not the run."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text = metrics_text(latest.sample, latest.run) if latest.sample else ""
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the library's name
+            del format, args
+
+    try:
+        server = ThreadingHTTPServer(("", port), Handler)
+    except OSError as error:
+        sys.stderr.write(f"ftkit: no metrics are served at port {port}: {error}\n")
+        return
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""How busy the GPUs of a run were: a file of samples from each node, merged when they are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from ftkit.planning.layout import RunLayout
+
+_LONGEST_GAP_SECONDS: Final = 300.0
+"""Between two samples of one node; over longer ones, energy is not counted: the job did not run."""
+_TAIL_BYTES: Final = 2**16
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """How busy a GPU is at one moment; None is what it does not measure.
+
+    Attributes:
+        index: as NVML counts.
+        utilization: percent of the time in which a kernel ran, of the last moments.
+        sm_activity: percent of the SMs that were busy since the last sample (Hopper and newer).
+        memory_gib: used.
+        power: in W.
+        temperature: in degrees Celsius.
+        clock: of the SMs, in MHz.
+        energy: in J since the driver was loaded.
+        throttle: why clocks are below what was asked for.
+        nvlink_bytes: sent and received since the driver was loaded.
+    """
+
+    index: int
+    utilization: float | None = None
+    sm_activity: float | None = None
+    memory_gib: float | None = None
+    power: float | None = None
+    temperature: float | None = None
+    clock: float | None = None
+    energy: float | None = None
+    throttle: tuple[str, ...] = ()
+    nvlink_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeSample:
+    """The GPUs of one node at one moment.
+
+    Attributes:
+        time: in seconds since the epoch.
+        host: the node.
+        network_bytes: sent and received by its adapters since it was booted.
+        gpus: a sample of each.
+    """
+
+    time: float
+    host: str
+    network_bytes: float
+    gpus: tuple[GpuSample, ...]
+
+
+@dataclass(frozen=True)
+class GpuSummary:
+    """What a run's samples come to; None is what was not measured.
+
+    Attributes:
+        num_gpus: that were sampled.
+        utilization: mean, in percent.
+        sm_activity: mean, in percent.
+        power: mean of a GPU, in W.
+        peak_memory_gib: most that a GPU used.
+        peak_temperature: of the hottest, in degrees Celsius.
+        energy_kwh: of all GPUs.
+        throttled: share of the samples in which clocks were limited, by reason.
+    """
+
+    num_gpus: int
+    utilization: float | None
+    sm_activity: float | None
+    power: float | None
+    peak_memory_gib: float | None
+    peak_temperature: float | None
+    energy_kwh: float | None
+    throttled: dict[str, float]
+
+
+def to_line(sample: NodeSample) -> str:
+    """Return a sample as a line of JSON."""
+    return json.dumps(asdict(sample), separators=(",", ":")) + "\n"
+
+
+def read_samples(layout: RunLayout) -> list[NodeSample]:
+    """Return the samples of all nodes, oldest first; damaged lines are left out."""
+    found = [sample for path in _files(layout) for sample in _parse(_read(path, None))]
+    return sorted(found, key=lambda sample: sample.time)
+
+
+def read_last_samples(layout: RunLayout) -> list[NodeSample]:
+    """Return the newest sample of each node, by name."""
+    newest = (list(_parse(_read(path, _TAIL_BYTES)))[-1:] for path in _files(layout))
+    return [sample for samples in newest for sample in samples]
+
+
+def summarize_samples(samples: Sequence[NodeSample]) -> GpuSummary | None:
+    """Summarize a run's samples; None if there are none."""
+    gpus = [gpu for sample in samples for gpu in sample.gpus]
+    if not gpus:
+        return None
+    reasons = sorted({reason for gpu in gpus for reason in gpu.throttle})
+    energy = _energy(samples)
+    return GpuSummary(
+        num_gpus=len({(sample.host, gpu.index) for sample in samples for gpu in sample.gpus}),
+        utilization=_mean(gpu.utilization for gpu in gpus),
+        sm_activity=_mean(gpu.sm_activity for gpu in gpus),
+        power=_mean(gpu.power for gpu in gpus),
+        peak_memory_gib=max((gpu.memory_gib for gpu in gpus if gpu.memory_gib is not None), default=None),
+        peak_temperature=max((gpu.temperature for gpu in gpus if gpu.temperature is not None), default=None),
+        energy_kwh=None if energy is None else energy / 3.6e6,
+        throttled={reason: fmean(reason in gpu.throttle for gpu in gpus) for reason in reasons},
+    )
+
+
+def _energy(samples: Sequence[NodeSample]) -> float | None:
+    """Return the energy in J of all GPUs: by their counters, and where they have none, by power and time."""
+    by_gpu: dict[tuple[str, int], list[tuple[float, GpuSample]]] = {}
+    for sample in samples:
+        for gpu in sample.gpus:
+            by_gpu.setdefault((sample.host, gpu.index), []).append((sample.time, gpu))
+    total, is_known = 0.0, False
+    for series in by_gpu.values():
+        for (start, first), (end, second) in pairwise(series):
+            if not 0 < end - start <= _LONGEST_GAP_SECONDS:
+                continue
+            if first.energy is not None and second.energy is not None and second.energy >= first.energy:
+                total += second.energy - first.energy
+            elif first.power is not None and second.power is not None:
+                total += (first.power + second.power) / 2 * (end - start)
+            else:
+                continue
+            is_known = True
+    return total if is_known else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _files(layout: RunLayout) -> list[Path]:
+    return sorted(layout.gpu_samples.glob("*.jsonl"))
+
+
+def _read(path: Path, tail: int | None) -> str:
+    try:
+        with path.open("rb") as file:
+            if tail is not None:
+                file.seek(max(0, file.seek(0, 2) - tail))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _parse(text: str) -> Iterator[NodeSample]:
+    for line in text.splitlines():
+        sample = _sample(line)
+        if sample is not None:
+            yield sample
+
+
+def _sample(line: str) -> NodeSample | None:
+    """Parse one line by hand: there are thousands, and most of them are read for a mean."""
+    try:
+        values: dict[str, Any] = json.loads(line)
+        gpus = tuple(GpuSample(**{**gpu, "throttle": tuple(gpu.get("throttle", ()))}) for gpu in values["gpus"])
+        return NodeSample(float(values["time"]), str(values["host"]), float(values["network_bytes"]), gpus)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
