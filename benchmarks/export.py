@@ -1,0 +1,131 @@
+"""Merge and export of adapters of a large model: seconds and memory, beside a copy of the same files.
+
+    python benchmarks/export.py [--layers 8] [--folder DIR]
+
+Weights of random numbers with OLMo-3 32B's matrices (64 layers there) are written to DIR in shards of 2 GiB, and
+adapters of rank 16 for all linear layers are merged into them. Both the export and the copy begin without the files in
+the page cache, and end when the disk has them. Memory is the process's own (RssAnon), sampled; to see it within a
+limit, start this in a cgroup that has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
+from ftkit.config.recipe import RecipePlan
+from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.planning.choices import least_memory
+from ftkit.planning.layout import RunLayout
+from ftkit.planning.plan import plan_model
+from ftkit.train.components.export import ExportedParts, Exporter, build_whole, write_shards
+from ftkit.train.components.generation import Generation
+from ftkit.train.model.build import TextConfig, build_empty
+from ftkit.train.model.lora import is_adapter
+
+GIB = 2**30
+
+
+def make_config(layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=100_352, hidden_size=5120, intermediate_size=27_648, num_hidden_layers=layers,
+        num_attention_heads=40, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def write_base(config: LlamaConfig, folder: Path) -> None:
+    """Write random weights; matrices of one shape are the same numbers."""
+    shapes = {name: tuple(each.shape) for name, each in build_empty(config, "eager").named_parameters()}
+    drawn = {shape: torch.randn(shape, dtype=torch.bfloat16).mul_(0.02) for shape in set(shapes.values())}
+    folder.mkdir()
+    write_shards(((name, drawn[shape].clone()) for name, shape in shapes.items()), folder)
+    config.save_pretrained(folder)
+
+
+class PeakMemory(threading.Thread):
+    """Samples the process's own memory."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+
+    def run(self) -> None:
+        while True:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            self.peak = max(self.peak, 1024 * int(next(one for one in lines if one.startswith("RssAnon")).split()[1]))
+            time.sleep(0.02)
+
+
+def forget(folder: Path) -> None:
+    """Have the disk hold a folder's files, and the page cache not."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copy(source: Path, target: Path) -> float:
+    forget(source)
+    began = time.perf_counter()
+    shutil.copytree(source, target)
+    forget(target)
+    return time.perf_counter() - began
+
+
+def export(parts: ExportedParts, base: Path, target: Path) -> tuple[float, float]:
+    model = build_whole(parts)
+    adapters = {name: torch.randn(each.shape) * 0.01 for name, each in model.named_parameters() if is_adapter(name)}
+    exporter = Exporter(parts, model, adapters)
+    record = exporter.record("benchmark", 1, "bf16", merges=True)
+    target.mkdir()
+    forget(base)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    exporter.write(record, target, RunLayout(target))
+    cpu_seconds = time.process_time() - cpu_began
+    forget(target)
+    return time.perf_counter() - began, cpu_seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--rounds", type=int, default=2)
+    asked = parser.parse_args()
+    config, tokenizer = make_config(asked.layers), learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
+    method = ["training.method=lora", "training.lora={rank: 16}", "evaluation.sql_execution=null"]
+    spec = load_recipe("demo", Context(Path("/"), Path("/"), {}), method)
+    recipe = RecipePlan.of(spec, plan_model(spec.model, None), least_memory(spec.training))
+    with tempfile.TemporaryDirectory(dir=asked.folder) as temporary:
+        folder = Path(temporary)
+        write_base(config, folder / "base")
+        size = sum(path.stat().st_size for path in (folder / "base").glob("*.safetensors"))
+        print(f"{size / GIB:.2f} GiB of weights, {asked.layers} layers")
+        parts = ExportedParts(recipe, TextConfig(config), tokenizer, Generation((2,), {}), folder / "base")
+        memory = PeakMemory()
+        memory.start()
+        for number in range(asked.rounds):
+            copied = copy(folder / "base", folder / f"copy-{number}")
+            shutil.rmtree(folder / f"copy-{number}")
+            memory.peak = 0
+            exported, cpu_seconds = export(parts, folder / "base", folder / f"export-{number}")
+            shutil.rmtree(folder / f"export-{number}")
+            print(
+                f"copy {copied:.1f} s ({size / copied / GIB:.2f} GiB/s), export {exported:.1f} s "
+                f"({size / exported / GIB:.2f} GiB/s, {cpu_seconds:.1f} s of CPU): "
+                f"{copied / exported:.0%} of the copy's speed, peak {memory.peak / GIB:.2f} GiB"
+            )
+
+
+if __name__ == "__main__":
+    main()

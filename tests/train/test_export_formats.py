@@ -1,0 +1,98 @@
+"""Other formats of an export: what they need, and what is refused because it would be left out."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ftkit.errors import PrerequisiteError, TrainingError
+from ftkit.evaluate.formats import CONVERTER, find_converter, verify_vllm_lora, write_gguf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import Run
+
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def adapters(folder: Path, names: tuple[str, ...], **config: object) -> Path:
+    folder.mkdir()
+    save_file({name: torch.zeros(2, 2) for name in names}, folder / "adapter_model.safetensors")
+    values = {"r": 9, "target_modules": ["q_proj"], "bias": "none"} | config
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_adapters_that_vllm_takes_whole_say_which_rank_it_has_to_allow(tmp_path: Path) -> None:
+    folder = adapters(tmp_path / "good", (f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"))
+    assert verify_vllm_lora(folder) == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        (f"{LAYER}.lora_magnitude_vector", {}),
+        (LAYER.removeprefix("base_model.") + ".lora_A.weight", {}),
+        (f"{LAYER.replace('q_proj', 'k_proj')}.lora_A.weight", {}),
+        (f"{LAYER}.lora_A.weight", {"modules_to_save": ["lm_head"]}),
+        (f"{LAYER}.lora_A.weight", {"bias": "all"}),
+    ],
+    ids=["DoRA", "prefix", "other module", "whole modules", "biases"],
+)
+def test_adapters_that_vllm_would_leave_out_are_refused_by_name(
+    name: str, config: dict[str, object], tmp_path: Path
+) -> None:
+    folder = adapters(tmp_path / "bad", (f"{LAYER}.lora_B.weight", name), **config)
+    with pytest.raises(TrainingError, match="vLLM would leave out parts"):
+        verify_vllm_lora(folder)
+
+
+def test_without_llama_cpps_converter_the_error_says_what_to_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(CONVERTER, raising=False)
+    with pytest.raises(PrerequisiteError, match="git clone https://github"):
+        find_converter()
+    monkeypatch.setenv(CONVERTER, str(tmp_path / "none.py"))
+    with pytest.raises(PrerequisiteError, match=r"there is no .*none\.py"):
+        find_converter()
+
+
+WRITE = """
+import json, sys
+from pathlib import Path
+from gguf import GGUFWriter
+folder, file = Path(sys.argv[1]), sys.argv[sys.argv.index("--outfile") + 1]
+writer = GGUFWriter(file, "qwen3")
+writer.add_chat_template((folder / "chat_template.jinja").read_text())
+end = json.loads((folder / "ftkit-export.json").read_text())["end_tokens"][0]
+writer.add_eos_token_id(end)
+writer.write_header_to_file(); writer.write_kv_data_to_file(); writer.close()
+"""
+
+
+def test_a_gguf_file_without_template_or_end_token_is_refused(
+    finished_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    converter, file = tmp_path / "convert_hf_to_gguf.py", tmp_path / "out" / "model.gguf"
+    monkeypatch.setenv(CONVERTER, str(converter))
+    said: list[str] = []
+    converter.write_text(WRITE)
+    write_gguf(finished_run.layout.export, file, "fp32", said.append)
+    assert file.is_file()
+    file.unlink()
+    for left_out, missing in (("writer.add_chat", "the chat template"), ("writer.add_eos", "the end token")):
+        converter.write_text("\n".join(line for line in WRITE.splitlines() if not line.startswith(left_out)))
+        with pytest.raises(TrainingError, match=missing):
+            write_gguf(finished_run.layout.export, file, "fp32", said.append)
+    converter.write_text("raise SystemExit('BPE pre-tokenizer was not recognized')")
+    with pytest.raises(TrainingError, match="BPE pre-tokenizer was not recognized"):
+        write_gguf(finished_run.layout.export, file, "fp32", said.append)
+    assert list(file.parent.iterdir()) == []
