@@ -113,7 +113,9 @@ def find_converter() -> Path:
             fix=f"git clone https://github.com/ggml-org/llama.cpp, and set {CONVERTER}=…/llama.cpp/{_SCRIPT}",
         )
     if find_spec("gguf") is None:
-        raise PrerequisiteError("--format gguf: llama.cpp's converter needs the package gguf", fix="pip install 'ftkit[gguf]'")
+        raise PrerequisiteError(
+            "--format gguf: llama.cpp's converter needs the package gguf", fix="pip install 'ftkit[gguf]'"
+        )
     return Path(found)
 
 
