@@ -17,6 +17,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 """Of peft: in a folder of adapters."""
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's `max_lora_rank` can be: it makes room for adapters of that rank."""
 EXPORT_RECORD = "ftkit-export.json"
 """Of ftkit: in an export, with the digests of its weights."""
 _MAX_HEADER_BYTES = 100_000_000

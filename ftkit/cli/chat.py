@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_model, model_argument
+from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_for_generation, model_argument
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import printable
 from ftkit.errors import NotFoundError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ftkit.data.conversations import JsonObject
     from ftkit.evaluate.chat import ChatSession
+    from ftkit.evaluate.vllm import EngineName
 
 
 @click.command(
@@ -48,7 +49,15 @@ if TYPE_CHECKING:
 )
 @click.option("--before", "with_before", is_flag=True, help="Also show the completion of the model before training.")
 @decoding_options
-def command(reference: str, *, system: str | None, tools_file: Path | None, with_before: bool, **decoding: Any) -> None:
+def command(
+    reference: str,
+    *,
+    system: str | None,
+    tools_file: Path | None,
+    with_before: bool,
+    engine: EngineName,
+    **decoding: Any,
+) -> None:
     """Talk to a model."""
     terminal, target = Terminal(), find_model(reference)
     from ftkit.evaluate.chat import ChatSession
@@ -66,7 +75,7 @@ def command(reference: str, *, system: str | None, tools_file: Path | None, with
     options = target.data.template_options if target.data else {}
     tools = _read_tools(tools_file)
     sessions = {
-        name: ChatSession(load_model(source, terminal), Decoding(**decoding), options, system, tools)
+        name: ChatSession(load_for_generation(source, engine, terminal), Decoding(**decoding), options, system, tools)
         for name, source in sources.items()
     }
     if tools:

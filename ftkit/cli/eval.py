@@ -43,6 +43,8 @@ _LONGEST = 300
     metric
     is module:function; it receives a row and a completion, and returns a number. --metrics loss generates nothing.
 
+    --harness runs tasks of lm-evaluation-harness instead (pip install 'ftkit[harness]'); most come from the hub.
+
     Intervals are 95 % intervals of the change, by a paired bootstrap over the rows.
 
     {MODEL_HELP}
@@ -76,6 +78,11 @@ _LONGEST = 300
 )
 @click.option("--batch-size", metavar="N", type=click.IntRange(min=1), default=16, help="Completions per batch.")
 @click.option("--seed", metavar="N", type=int, default=0, help="Seed of the bootstrap (default 0).")
+@click.option("--harness", metavar="TASK,...", default="", help="Tasks of lm-evaluation-harness in place of --metrics.")
+@click.option(
+    "--harness-tasks", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder with tasks of your own for --harness, as YAML files.",
+)  # fmt: skip
 @click.option(
     "--as-job", is_flag=True,
     help="Evaluate the run's checkpoints in a separate Slurm job while training continues, until the run ends.",
@@ -89,18 +96,31 @@ _LONGEST = 300
 @json_option
 def command(  # noqa: PLR0913 - one for each option
     reference: str, *, file: Path | None, metrics: str, limit: int, with_before: bool, num_examples: int,
-    max_new_tokens: int, batch_size: int, seed: int, as_job: bool, gpus: int, time_limit: str | None, dry_run: bool,
-    as_json: bool,
+    max_new_tokens: int, batch_size: int, seed: int, harness: str, harness_tasks: Path | None, as_job: bool, gpus: int,
+    time_limit: str | None, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate a model."""
     names = tuple(name for name in metrics.split(",") if name)
     settings = (names, limit, max_new_tokens, batch_size, str(file.resolve()) if file else None)
+    if (harness and (as_job or gpus > 1 or names or file)) or (harness_tasks and not harness):
+        raise click.UsageError(
+            "--harness has its own data and metrics, and runs here in one process: leave --data, --metrics, --gpus and "
+            "--as-job out; --harness-tasks goes with --harness",
+            click.get_current_context(),
+        )
     if as_job:
         _submit(reference, settings, gpus, time_limit, dry_run=dry_run)
         return
     if dry_run or time_limit:
         raise click.UsageError("--time and --dry-run are for --as-job", click.get_current_context())
     terminal, target = Terminal(), find_model(reference)
+    if harness:
+        tasks = [name for name in harness.split(",") if name]
+        _run_harness(
+            target if with_before else replace(target, before=None), tasks, harness_tasks, limit, batch_size,
+            terminal, as_json=as_json,
+        )  # fmt: skip
+        return
     from ftkit.data.tasks.metrics import choose_metrics
     from ftkit.evaluate.measure import MeasureSettings, measure_target
     from ftkit.evaluate.ranks import is_a_rank, joined_ranks, run_ranks
@@ -147,6 +167,23 @@ def _report(
     _show(results, terminal)
     _show_examples("got better", best, terminal)
     _show_examples("got worse", worst, terminal)
+
+
+def _run_harness(  # noqa: PLR0913 - one for each option
+    target: Target, tasks: list[str], folder: Path | None, limit: int, batch_size: int, terminal: Terminal, *,
+    as_json: bool,
+) -> None:  # fmt: skip
+    from ftkit.evaluate.harness import Harness, compare_harness
+
+    harness = Harness(tasks, folder)
+    after, before = harness.evaluate(load_model(target.source, terminal), limit, batch_size), None
+    if target.before and target.before != target.source:
+        before = harness.evaluate(load_model(target.before, terminal), limit, batch_size)
+    results = compare_harness(after, before)
+    if as_json:
+        terminal.json({"model": target.source.label, "metrics": [asdict(result) for result in results]})
+    else:
+        _show(results, terminal)
 
 
 def _submit(reference: str, settings: tuple[Any, ...], num_gpus: int, time_limit: str | None, *, dry_run: bool) -> None:

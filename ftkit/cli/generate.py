@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_model, model_argument
+from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_for_generation, model_argument
 from ftkit.cli.terminal.console import Terminal
+
+if TYPE_CHECKING:
+    from ftkit.evaluate.vllm import EngineName
 
 
 @click.command(
@@ -38,7 +41,9 @@ from ftkit.cli.terminal.console import Terminal
 )
 @click.option("--batch-size", metavar="N", type=click.IntRange(min=1), default=8, help="Prompts per batch (default 8).")
 @decoding_options
-def command(reference: str, *, given: str, output: Path | None, batch_size: int, **decoding: Any) -> None:
+def command(
+    reference: str, *, given: str, output: Path | None, batch_size: int, engine: EngineName, **decoding: Any
+) -> None:
     """Generate completions."""
     terminal, target = Terminal(), find_model(reference)
     from ftkit.evaluate.generate import Decoding, count_done, generate_rows, read_inputs
@@ -50,7 +55,7 @@ def command(reference: str, *, given: str, output: Path | None, batch_size: int,
     left = rows[num_done:]
     if not left:
         return
-    model = load_model(target.source, terminal)
+    model = load_for_generation(target.source, engine, terminal)
     data = target.plan.recipe.data if target.plan else None
     batches = generate_rows(
         model,

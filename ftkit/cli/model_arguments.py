@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.evaluate.load import LoadedModel
+    from ftkit.evaluate.load import GeneratingModel, LoadedModel
     from ftkit.evaluate.source import ModelSource, Target
+    from ftkit.evaluate.vllm import EngineName
 
 MODEL_HELP = (
     "RUN selects a run as in other commands: its best step if the recipe sets evaluation.best, else the newest step "
@@ -43,6 +44,12 @@ _DECODING_OPTIONS = (
         help="Sampling temperature; 0, the default, decodes greedily.",
     ),
     click.option("--seed", metavar="N", type=int, default=0, help="Sampling seed (default 0)."),
+    click.option(
+        "--engine",
+        type=click.Choice(["auto", "transformers", "vllm"]),
+        default="auto",
+        help="auto, the default: vLLM for exports and hub models on GPUs where it is installed, else transformers.",
+    ),
 )
 
 
@@ -72,6 +79,20 @@ def find_model(reference: str) -> Target:
     from ftkit.evaluate.source import find_target
 
     return find_target(reference, current_workspace())
+
+
+def load_for_generation(source: ModelSource, engine: EngineName, terminal: Terminal) -> GeneratingModel:
+    """Load a model into the engine that was chosen, and say so.
+
+    Raises:
+        PrerequisiteError: vLLM was chosen, and is missing here or can't load a checkpoint.
+    """
+    from ftkit.evaluate.vllm import load_with_vllm, takes_vllm
+
+    if takes_vllm(source, engine):
+        terminal.say(f"loading {source.label} with vLLM")
+        return load_with_vllm(cast("Any", source))
+    return load_model(source, terminal)
 
 
 def load_model(source: ModelSource, terminal: Terminal) -> LoadedModel:

@@ -11,7 +11,7 @@ from transformers import TextStreamer
 from ftkit.data.conversations import Conversation, JsonObject, Message
 from ftkit.data.prompts import encode_prompt, renderer_of
 from ftkit.evaluate.generate import Decoding
-from ftkit.evaluate.load import LoadedModel
+from ftkit.evaluate.load import GeneratingModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ class ChatSession:
         tools: JSON schemas of the tools that the model may call; nothing is executed.
     """
 
-    model: LoadedModel
+    model: GeneratingModel
     decoding: Decoding
     options: Mapping[str, Any]
     system: str | None = None
@@ -70,7 +70,7 @@ class ChatSession:
 class _Streamer(TextStreamer):  # type: ignore[misc] # transformers has no types
     """Passes on the text of the completion; of end tokens nothing, of other special tokens if they are asked for."""
 
-    def __init__(self, model: LoadedModel, on_text: Callable[[str], None], *, is_raw: bool) -> None:
+    def __init__(self, model: GeneratingModel, on_text: Callable[[str], None], *, is_raw: bool) -> None:
         super().__init__(model.tokenizer, skip_prompt=True, skip_special_tokens=not is_raw)
         self._on_text, self._ends = on_text, set(model.generation.end_tokens)
 

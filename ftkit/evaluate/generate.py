@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from ftkit.config.data import Format
-    from ftkit.evaluate.load import LoadedModel
+    from ftkit.evaluate.load import GeneratingModel
 
 _FILE_ENDINGS = (".jsonl", ".json", ".ndjson")
 
@@ -36,7 +36,7 @@ class Decoding:
     temperature: float = 0.0
     seed: int = 0
 
-    def config(self, model: LoadedModel) -> GenerationConfig:
+    def config(self, model: GeneratingModel) -> GenerationConfig:
         """Return transformers' settings for a model, with its end tokens; seed torch if tokens are drawn."""
         config = model.generation.greedy(model.tokenizer, self.max_new_tokens)
         if self.temperature:
@@ -58,7 +58,7 @@ def read_inputs(given: str) -> list[Row]:
 
 
 def generate_rows(
-    model: LoadedModel,
+    model: GeneratingModel,
     rows: Sequence[Row],
     form: Format | None,
     options: Mapping[str, Any],

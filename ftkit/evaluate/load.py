@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -34,6 +34,28 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from ftkit.evaluate.source import ModelSource
+
+
+class GeneratingModel(Protocol):
+    """A model that completes prompts, in whatever engine."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def generation(self) -> Generation: ...
+
+    def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any) -> list[list[int]]:
+        """Return the completion of each prompt in tokens, with its end token if it has one."""
+
+    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
+        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
+
+    def is_ended(self, completion: Sequence[int]) -> bool:
+        """Tell whether a completion has its end token."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +92,7 @@ class LoadedModel:
 
     def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
         """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
-        tokens = self.generation.up_to_end(list(completion))
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=not is_raw)).strip()
+        return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
 
     def is_ended(self, completion: Sequence[int]) -> bool:
         """Tell whether a completion has its end token."""
@@ -98,27 +119,45 @@ def load_model(source: ModelSource, device: torch.device) -> LoadedModel:
 
 
 def _load_folder(source: ModelFolder, device: torch.device) -> LoadedModel:
-    base = _base_of(source) if source.is_adapter else source
+    base, tokenizer, generation = find_generation(source)
     try:
         model = AutoModelForCausalLM.from_pretrained(base.folder, dtype="auto", trust_remote_code=False)
         if source.is_adapter:
             from peft import PeftModel  # noqa: PLC0415 - takes seconds, and only adapters need it
 
             model = PeftModel.from_pretrained(model, source.folder).get_base_model()
-        has_tokenizer = (source.folder / "tokenizer_config.json").is_file()
-        tokenizer = load_saved_tokenizer(source.folder if has_tokenizer else base.folder)
     except Exception as error:  # transformers, peft and safetensors raise errors of their own on odd files
-        raise TrainingError(
-            f"can't load the model {source.label}: {one_line(error)}",
-            meaning="a file is missing or cut short, or it needs another version of transformers or peft",
-            fix="copy or export it again; for a model with custom code, choose another: ftkit never runs it",
-        ) from error
+        raise _unreadable(source, error) from error
+    return LoadedModel(source.label, model.to(device).eval(), tokenizer, generation, device)
+
+
+def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokenizerBase, Generation]:
+    """Return the folder of a model's whole weights, its tokenizer, and how its completions end.
+
+    Raises:
+        NotFoundError: files are missing.
+        TrainingError: the tokenizer can't be loaded.
+    """
+    base = _base_of(source) if source.is_adapter else source
+    has_tokenizer = (source.folder / "tokenizer_config.json").is_file()
+    try:
+        tokenizer = load_saved_tokenizer(source.folder if has_tokenizer else base.folder)
+    except Exception as error:  # transformers raises errors of its own on odd files
+        raise _unreadable(source, error) from error
     generation = Generation.of(tokenizer, base.folder)
     if source.is_adapter:
         own = read_generation_config(source.folder).get("eos_token_id")
         ends = [token for token in (own if isinstance(own, list) else [own]) if token is not None]
         generation = replace(generation, end_tokens=tuple(dict.fromkeys([*ends, *generation.end_tokens])))
-    return LoadedModel(source.label, model.to(device).eval(), _with_padding(tokenizer), generation, device)
+    return base, _with_padding(tokenizer), generation
+
+
+def _unreadable(source: ModelFolder, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"can't load the model {source.label}: {one_line(error)}",
+        meaning="a file is missing or cut short, or it needs another version of transformers or peft",
+        fix="copy or export it again; for a model with custom code, choose another: ftkit never runs it",
+    )
 
 
 def _base_of(source: ModelFolder) -> ModelFolder:

@@ -17,7 +17,7 @@ from ftkit.launch.evaluation import check_on_slurm, write_and_submit
 from ftkit.launch.render import SideJob, render_side_job
 from ftkit.launch.resolve import resolve_image_link
 from ftkit.launch.slurm import SlurmScheduler
-from ftkit.model_folder import ADAPTER_CONFIG
+from ftkit.model_folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan
 from ftkit.planning.setup import GPUS
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ftkit.config.image_reference import AnyImage
 
 SERVING_IMAGE: Final = "vllm:0.33"
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's --max-lora-rank can be: it makes room for adapters of that rank."""
 _WEIGHTS_PART = 0.5
 """Of a GPU's memory at most; the rest is for the keys and values of requests."""
 _POLL_SECONDS = 3.0
@@ -141,11 +139,11 @@ def serve_words(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
     if adapter is None:
         return ["vllm", "serve", str(folder), "--served-model-name", plan.name, *shared]
     model, rank = plan.recipe.model, adapter.get("r")
-    fits = [each for each in _LORA_RANKS if isinstance(rank, int) and each >= rank]
+    fits = [each for each in VLLM_LORA_RANKS if isinstance(rank, int) and each >= rank]
     if adapter.get("use_dora") or not fits or model.weights == "random":
         raise ConfigError(
             [Problem("", f"{folder / ADAPTER_CONFIG}", "vLLM does not serve these adapters: it takes LoRA without "
-                     f"DoRA, of rank up to {_LORA_RANKS[-1]}, on a base model in files.",
+                     f"DoRA, of rank up to {VLLM_LORA_RANKS[-1]}, on a base model in files.",
                      f"Merge them: ftkit export {plan.id} --merge, then serve that run again.")]
         )  # fmt: skip
     revision = ["--revision", model.revision] if model.revision else []

@@ -5,10 +5,15 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ftkit.cli.main import main
 from ftkit.data.store import PreparedData
@@ -161,3 +166,98 @@ def test_a_file_of_prompts_gives_perplexity_and_repetition(
     ]
     assert main(["eval", export]) == 8
     assert "--data FILE" in capfd.readouterr().err
+
+
+def test_a_task_of_the_harness_is_run_before_and_after_without_a_network(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    rows = [{"question": f"{number} + 1 =", "choices": [str(number), str(number + 1)]} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "own_sums",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": 1,
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "own_sums.yaml").write_text(json.dumps(task))  # JSON is YAML
+    words = ["eval", "tried", "--harness", "own_sums", "--harness-tasks", str(tmp_path), "--limit", "6", "--json"]
+    if find_spec("lm_eval") is None:
+        assert main(words) == 5
+        assert "pip install 'ftkit[harness]'" in capfd.readouterr().err
+        return
+    assert main(words) == 0
+    (accuracy,) = json.loads(capfd.readouterr().out)["metrics"]
+    assert (accuracy["metric"], accuracy["num_cases"]) == ("own_sums acc", 6)
+    assert accuracy["change"] == pytest.approx(accuracy["after"] - accuracy["before"])
+    assert main(["eval", "tried", "--harness", "nonesuch"]) == 4
+
+
+class _SamplingParams:
+    """As vLLM's, of which ftkit gives these."""
+
+    def __init__(
+        self, *, max_tokens: int, temperature: float, seed: int | None, stop_token_ids: list[int], detokenize: bool
+    ) -> None:
+        assert temperature == 0
+        assert seed is None
+        assert not detokenize
+        self.max_tokens, self.ends = max_tokens, stop_token_ids
+
+
+class _Llm:
+    """As vLLM's LLM, on transformers: token by token, up to an end token, which is part of the completion."""
+
+    def __init__(self, *, model: str, tensor_parallel_size: int, generation_config: str) -> None:
+        assert (tensor_parallel_size, generation_config) == (1, "vllm")
+        self.model = AutoModelForCausalLM.from_pretrained(model)
+
+    def generate(
+        self, prompts: list[dict[str, list[int]]], params: _SamplingParams, *, use_tqdm: bool, lora_request: object
+    ) -> list[Any]:
+        assert not use_tqdm
+        assert lora_request is None
+        outputs = []
+        for prompt in prompts:
+            tokens = list(prompt["prompt_token_ids"])
+            completion: list[int] = []
+            while len(completion) < params.max_tokens and not (completion and completion[-1] in params.ends):
+                with torch.inference_mode():
+                    logits = self.model(input_ids=torch.tensor([[*tokens, *completion]])).logits
+                completion.append(int(logits[0, -1].argmax()))
+            outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(completion))]))
+        return outputs
+
+
+def test_vllm_is_asked_for_what_transformers_answers(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    words = ["generate", "tried", "--input", QUESTION, "--max-new-tokens", "8"]
+    assert main([*words, "--engine", "vllm"]) == 5
+    assert "vLLM is not installed here" in capfd.readouterr().err
+    assert main(words) == 0
+    expected = json.loads(capfd.readouterr().out)
+    for name, content in (
+        ("vllm", {"LLM": _Llm, "SamplingParams": _SamplingParams}),
+        ("vllm.lora", {}),
+        ("vllm.lora.request", {"LoRARequest": object}),
+    ):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert main([*words, "--engine", "vllm"]) == 0
+    captured = capfd.readouterr()
+    assert json.loads(captured.out) == expected
+    assert "with vLLM" in captured.err
+    assert main([*words[:1], "tried@10", *words[2:], "--engine", "vllm"]) == 5
+    assert "export it first" in capfd.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION.replace("\n", "\\\n") + "\n/exit\n"))
+    assert main(["chat", "tried", "--max-new-tokens", "8", "--engine", "vllm"]) == 0
+    assert capfd.readouterr().out.strip() == expected["completion"]

@@ -66,17 +66,17 @@ class Generation:
 
     def answer(self, tokenizer: Any, completion: list[int], reference: list[int] | None) -> Answer:
         """Return a completion as metrics score it, beside the data's own turn."""
-
-        def text(tokens: list[int], *, is_raw: bool = False) -> str:
-            return str(tokenizer.decode(self.up_to_end(tokens), skip_special_tokens=not is_raw)).strip()
-
         return Answer(
             self.up_to_end(completion),
-            text(completion),
-            text(completion, is_raw=True),
-            None if reference is None else text(reference),
-            None if reference is None else text(reference, is_raw=True),
+            self.text_of(tokenizer, completion),
+            self.text_of(tokenizer, completion, is_raw=True),
+            None if reference is None else self.text_of(tokenizer, reference),
+            None if reference is None else self.text_of(tokenizer, reference, is_raw=True),
         )
+
+    def text_of(self, tokenizer: Any, completion: Sequence[int], *, is_raw: bool = False) -> str:
+        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
+        return str(tokenizer.decode(self.up_to_end(list(completion)), skip_special_tokens=not is_raw)).strip()
 
     def up_to_end(self, answer: list[int]) -> list[int]:
         """Return the tokens of a completion before its end token; in a batch, padding follows shorter ones."""
