@@ -109,7 +109,8 @@ def compare(script: str, name: str) -> None:
 
 
 def test_every_golden_script_is_made_by_a_test() -> None:
-    assert {path.name for path in GOLDEN.glob("*.sbatch")} == set(NAMES)
+    scripts = {path.name for path in GOLDEN.iterdir() if not path.name.startswith("cluster-")}  # those have their own
+    assert scripts == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
