@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ftkit.errors import TrainingError
+from ftkit.train.cpu_binding import bind_to_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,7 +130,7 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1) -> Iterator[
             fix="start the job script as it was rendered, or plan the run again",
         )
     device = _device(placement, local_rank)
-    torch.set_num_threads(placement.threads_per_process)
+    torch.set_num_threads(_num_threads(placement, local_rank))
     # Precision fp32 is fp32 in every image: NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which rounds to TF32.
     torch.set_float32_matmul_precision("highest")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -149,6 +150,21 @@ def _context_group(device: torch.device, size: int, context_parallel: int) -> Co
         device.type, (size // context_parallel, context_parallel), mesh_dim_names=("data", "context")
     )
     return ContextGroup(mesh.get_local_rank("context"), context_parallel, mesh.get_group("context"))
+
+
+def _num_threads(placement: PlacementPlan, local_rank: int) -> int:
+    """Bind this rank to the CPUs beside its GPU, and return the number of its threads.
+
+    The plan has one thread where the profile does not say how many CPUs a node has.
+    """
+    if placement.device == "cpu":
+        return placement.threads_per_process
+    gpus = [torch.cuda.get_device_properties(index) for index in range(placement.processes_per_node)]
+    addresses = [[getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")] for gpu in gpus]
+    if any(None in address for address in addresses):  # an older torch
+        return placement.threads_per_process
+    bus_ids = ["{:04x}:{:02x}:{:02x}.0".format(*address) for address in addresses]
+    return max(placement.threads_per_process, bind_to_gpu(bus_ids, local_rank))
 
 
 def _device(placement: PlacementPlan, local_rank: int) -> torch.device:
