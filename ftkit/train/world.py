@@ -160,10 +160,10 @@ def _num_threads(placement: PlacementPlan, local_rank: int) -> int:
     if placement.device == "cpu":
         return placement.threads_per_process
     gpus = [torch.cuda.get_device_properties(index) for index in range(placement.processes_per_node)]
-    addresses = [[getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")] for gpu in gpus]
-    if any(None in address for address in addresses):  # an older torch
+    if not all(hasattr(gpu, "pci_domain_id") for gpu in gpus):  # an older torch
         return placement.threads_per_process
-    bus_ids = ["{:04x}:{:02x}:{:02x}.0".format(*address) for address in addresses]
+    parts = [[int(getattr(gpu, f"pci_{part}_id")) for part in ("domain", "bus", "device")] for gpu in gpus]
+    bus_ids = [f"{domain:04x}:{bus:02x}:{device:02x}.0" for domain, bus, device in parts]
     return max(placement.threads_per_process, bind_to_gpu(bus_ids, local_rank))
 
 
