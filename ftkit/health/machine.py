@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ftkit.errors import one_line
+from ftkit import process
+from ftkit.errors import FtkitError, one_line
 from ftkit.health.findings import Finding
 from ftkit.health.nvml import FAULTY_REASONS, Nvml
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ftkit.health.nvml import GpuHealth
 
 _MIB: Final = 2**20
+_DCGM_SECONDS: Final = 40.0
 _LEAST_FREE_GIB: Final = 2
 """On the local disk: compiled kernels and temporary files of one run."""
 _SLOW_MB: Final = {"local disk": 200, "shared disk": 50}
@@ -45,8 +47,18 @@ class Expectation:
     device_name: str
 
 
-def check_machine(expected: Expectation, nvml: Nvml | str, environment: Mapping[str, str], mib: int) -> list[Finding]:
-    """Check this node; `mib` is how much is written to each disk."""
+def check_machine(
+    expected: Expectation, nvml: Nvml | str, environment: Mapping[str, str], mib: int, *, is_short: bool = False
+) -> list[Finding]:
+    """Check this node.
+
+    Args:
+        expected: what it should have.
+        nvml: its GPUs, or why they can't be asked.
+        environment: of the container.
+        mib: how much is written to each disk.
+        is_short: leave out NVIDIA's own diagnostics, which take some ten seconds.
+    """
     findings = [_check_disk("local disk", expected.local_dir, mib)]
     if expected.shared_file is not None:
         findings.append(_check_shared(expected.shared_file, mib))
@@ -55,7 +67,8 @@ def check_machine(expected: Expectation, nvml: Nvml | str, environment: Mapping[
             findings.append(Finding("driver", "unknown", nvml))
         return findings
     findings += _check_driver(nvml, environment)
-    return findings + _check_gpus(nvml.health(), expected)
+    findings += _check_gpus(nvml.health(), expected)
+    return findings if is_short else findings + _check_dcgm()
 
 
 # --- Disks ---------------------------------------------------------------------------------------
@@ -135,6 +148,23 @@ def _check_gpus(gpus: list[GpuHealth], expected: Expectation) -> list[Finding]:
         Finding("GPUs", "warning" if is_other else "ok", shown, fix),
         *(finding for gpu in gpus for finding in check_gpu(gpu, has_peers=len(gpus) > 1)),
     ]
+
+
+def _check_dcgm() -> list[Finding]:
+    """Run the short diagnostics of NVIDIA's DCGM where the program is there and may be used."""
+    program = shutil.which("dcgmi")
+    if program is None:
+        return []
+    try:
+        done = process.run([program, "diag", "-r", "1"], timeout_seconds=_DCGM_SECONDS)
+    except FtkitError as error:
+        return [Finding("DCGM", "unknown", error.what)]
+    failed = re.findall(r"\|\s*([^|]+?)\s*\|\s*Fail", done.stdout)
+    if failed:
+        return [Finding("DCGM", "failed", ", ".join(failed), "look at 'dcgmi diag -r 1' on that node")]
+    if done.returncode != 0:
+        return [Finding("DCGM", "unknown", one_line(done.stderr or done.stdout))]
+    return [Finding("DCGM", "ok", "diagnostics of level 1 pass")]
 
 
 def check_gpu(gpu: GpuHealth, *, has_peers: bool) -> Iterator[Finding]:

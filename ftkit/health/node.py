@@ -133,7 +133,9 @@ def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: Device
     expected = Expectation(job.local_dir, job.shared_file, job.num_devices if on_gpu else 0, name)
     mib = 64 if job.is_short else 256
     with open_nvml(environment) as nvml:
-        report.findings += check_machine(expected, nvml, environment, mib if on_gpu else mib // 4)
+        report.findings += check_machine(
+            expected, nvml, environment, mib if on_gpu else mib // 4, is_short=job.is_short
+        )
     try:
         report.devices = processes.rates(is_short=job.is_short)
     except MeasureError as error:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from conftest import FakePrograms
+
 
 class NvmlError(Exception):
     pass
@@ -97,6 +99,21 @@ def test_a_power_cap_and_thermal_limits_under_load_are_no_faults(tmp_path: Path)
 def test_a_node_without_the_shared_file_system_is_found(tmp_path: Path) -> None:
     findings = check_machine(Expectation(tmp_path, tmp_path / "nowhere" / "plan.json", 0, ""), "no NVML", {}, 1)
     assert [each.check for each in failures(findings)] == ["shared disk"]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("| Deployment | Pass |\n| PCIe      | Fail - All |", {"DCGM": "PCIe"}),
+        ("Error: unable to connect; exit 1", {"DCGM": "Error: unable to connect; exit 1"}),
+        ("| Deployment | Pass |", {}),
+    ],
+)
+def test_nvidia_s_own_diagnostics_count_where_they_may_be_used(
+    tmp_path: Path, programs: FakePrograms, said: str, expected: dict[str, str]
+) -> None:
+    programs.answer("dcgmi", said, code=int("exit" in said))
+    assert found(tmp_path) == expected
 
 
 def test_only_gpus_that_cuda_may_use_are_looked_at() -> None:
