@@ -294,6 +294,9 @@ class ResourcesSpec(Spec):
     """Number of nodes."""
     gpus_per_node: PositiveInt | None = None
     """GPUs per node, one process each. All of the node's if null."""
+    spare_nodes: Annotated[int, Field(ge=0, le=2**10), WHOLE_NUMBER] = 0
+    """Nodes that the job holds beyond those that train, on Slurm. A node that no longer answers is replaced by one of
+    them within the job; without one, the job is requeued."""
     max_restarts: Annotated[int, Field(ge=0, le=1000), WHOLE_NUMBER] = 3
     """How often in a row training starts again within its job, from the newest checkpoint, after a process died or
     failed in a way that need not come again; a new checkpoint begins the count anew. 0: never."""

@@ -93,6 +93,7 @@ def _render(template: str, plan: RunPlan, mounted: Sequence[str] = (), **values:
         layout=plan.layout,
         runtime=plan.cluster.runtime,
         in_container=_in_container(plan.cluster),
+        spare_nodes=plan.recipe.resources.spare_nodes,
         nccl=nccl,
         mounts=_mounts(plan.cluster, (*(folder for _, folder in named), *mounted)),
         data_manifest=DataLayout(plan.data_directory).manifest,

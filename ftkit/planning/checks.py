@@ -41,7 +41,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
     problems = [
         *_adapters(recipe, model),
         *_added_tokens(recipe, model),
-        *_placement(cluster, request, num_nodes, processes_per_node),
+        *_placement(cluster, request, num_nodes, processes_per_node, recipe.resources.spare_nodes),
         *_batch(recipe, num_nodes * processes_per_node),
         *_context_parallel(recipe, shape, processes_per_node),
         *_offload(recipe, cluster),
@@ -81,7 +81,7 @@ def _added_tokens(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:
 
 
 def _placement(
-    cluster: ClusterProfile, request: RunRequest, num_nodes: int, processes_per_node: int
+    cluster: ClusterProfile, request: RunRequest, num_nodes: int, processes_per_node: int, spare: int
 ) -> Iterator[Problem]:
     where = COMMAND_LINE if request.num_nodes or request.gpus_per_node else f"cluster {cluster.name}"
     nodes = "resources.num_nodes" if request.num_nodes is None else "--nodes"
@@ -93,8 +93,13 @@ def _placement(
             where, nodes, f"cluster '{cluster.name}' is a single machine, got {num_nodes} nodes.",
             "Take --nodes 1, or a Slurm cluster with --cluster.",
         )  # fmt: skip
-    elif cluster.max_nodes is not None and num_nodes > cluster.max_nodes:
-        yield Problem(where, nodes, f"{num_nodes} nodes requested, the cluster has {cluster.max_nodes}.")
+    elif cluster.scheduler == "local" and spare:
+        yield Problem(
+            COMMAND_LINE, "resources.spare_nodes", f"cluster '{cluster.name}' is a single machine.", "Leave it out."
+        )
+    elif cluster.max_nodes is not None and num_nodes + spare > cluster.max_nodes:
+        asked = f"{num_nodes} nodes" + (f" and {spare} spare" if spare else "")
+        yield Problem(where, nodes, f"{asked} requested, the cluster has {cluster.max_nodes}.")
     if cluster.device == "cuda" and processes_per_node > cluster.gpus_per_node:
         yield Problem(
             where, gpus,

@@ -97,7 +97,9 @@ def _processes(plan: RunPlan) -> str:
     nodes, each = plural(place.num_nodes, "node"), plural(place.processes_per_node, "process")
     threads = plural(place.threads_per_process, "thread")
     device = f"on the CPU, {threads} each" if place.device == "cpu" else "one GPU each"
-    return f"{nodes} × {each} = world size {place.world_size}, {device}"
+    spare = plan.recipe.resources.spare_nodes
+    beside = f", and {plural(spare, 'spare node')}" if spare else ""
+    return f"{nodes} × {each} = world size {place.world_size}, {device}{beside}"
 
 
 def _batch(plan: RunPlan) -> str:

@@ -39,6 +39,7 @@ env -0 >"$RECORD/${0##*/}.$call/environment"
 STAND_INS = {
     # Starts the one task of a node as srun would, leaving out its own options.
     "srun": (
+        'for node in ${FAKE_DEAD-}; do case "$*" in *--overlap*--nodelist="$node "*) exit 1 ;; esac; done\n'
         'case "$*" in *--overlap*--nodes=1*) exit "${FAKE_PROBE_HERE:-0}" ;;\n'
         '*--overlap*) exit "${FAKE_PROBE_ALL:-0}" ;; esac\n'
         'while [[ ${1-} == -* ]]; do shift; done\nSLURM_NODEID=${FAKE_NODEID:-0} exec "$@"\n'
@@ -46,7 +47,7 @@ STAND_INS = {
     "scontrol": (
         'if [[ "$1 $2" == "show job" ]]; then echo "${FAKE_JOB:-PreemptTime=None}"\n'
         'elif [[ "$1 $2" == "show config" ]]; then echo "${FAKE_CONFIG:-}"\n'
-        'elif [[ $1 == show ]]; then printf "n1\\nn2\\n"\n'
+        'elif [[ $1 == show ]]; then printf "%s\\n" ${FAKE_NODES:-n1 n2}\n'
         'else exit "${FAKE_REQUEUE_CODE:-0}"; fi\n'
     ),
     "python3": 'case "$*" in *ftkit.train*) eval "${FAKE_TRAINER-}" ;; *) eval "${FAKE_PREPARE-}" ;; esac\n',

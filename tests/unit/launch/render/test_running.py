@@ -294,6 +294,27 @@ def test_training_that_dies_starts_again_until_it_does_so_too_often_in_a_row(pla
 
 
 @pytest.mark.usefixtures("_no_delay")
+def test_a_node_that_no_longer_answers_is_replaced_by_a_spare_one_as_long_as_there_is_one(
+    make_plan: PlanMaker, machine: Machine
+) -> None:
+    resources = make_plan.recipe.resources.model_copy(update={"spare_nodes": 1})
+    make_plan.recipe = make_plan.recipe.model_copy(update={"resources": resources})
+    plan = make_plan("dev", 2, node_local_dir=machine.local_disk)
+    machine.environment = {"FAKE_TRAINER": "exit 1", "FAKE_DEAD": "n1", "FAKE_NODES": "n1 n2 n3"}
+    assert machine.run(plan)[0] == 1  # n2 and n3 are there: training itself fails
+    trained = [call.words for call in machine.calls("srun") if "ftkit.train" in call.words]
+    nodes = [word for words in trained for word in words if word.startswith(("--nodelist", "--master-addr"))]
+    assert nodes == ["--nodelist=n1,n2", "--master-addr=n1"] + 3 * ["--nodelist=n2,n3", "--master-addr=n2"]
+    assert not _requeued(machine)
+
+    machine.environment["FAKE_DEAD"] = "n1 n2"
+    assert machine.run(plan)[0] == 0
+    assert _requeued(machine)
+    script = plan.layout.script.read_text(encoding="utf-8")
+    assert "#SBATCH --nodes=3\n#SBATCH --no-kill\n" in script
+
+
+@pytest.mark.usefixtures("_no_delay")
 @pytest.mark.parametrize("why_not", ["a reason that comes again", "cancelled", "completed"])
 def test_training_does_not_start_again_when_that_is_of_no_use(why_not: str, plan: RunPlan, machine: Machine) -> None:
     ends = {
