@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.tensor import DTensor
 
 from ftkit.config.execution import GIB
 from ftkit.errors import TrainingError, one_line
@@ -32,15 +31,13 @@ from ftkit.train.components.checkpoint import (
     temporary_of,
 )
 from ftkit.train.memory.host_memory import available_bytes
-from ftkit.train.memory.host_staging import empty_pinned_like
+from ftkit.train.memory.host_snapshot import HostSnapshot, state_bytes
 from ftkit.train.world import COLLECTIVE_TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
-
-    from torch.distributed.device_mesh import DeviceMesh
 
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan
@@ -260,61 +257,6 @@ def _take_device(device: torch.device) -> None:
     """Keep the thread off the first GPU, which is every new thread's own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-class HostSnapshot:
-    """Host snapshots of sharded state that training cannot modify while they are being written.
-
-    One at a time: the next one reuses the buffers.
-    """
-
-    def __init__(self, host_mesh: DeviceMesh) -> None:
-        self._mesh = host_mesh
-        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, state: Any) -> Any:
-        """Copy `state`, nested dictionaries and lists, with each tensor in main memory."""
-        copied = self._copy(state, ())
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # host sync: the next step would change what is still being copied
-        return copied
-
-    def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, dict):
-            return {key: self._copy(inner, (*path, key)) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [self._copy(inner, (*path, index)) for index, inner in enumerate(value)]
-        if isinstance(value, DTensor):
-            local = self._copy(value.to_local(), path)
-            return DTensor.from_local(
-                local, self._mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-            )
-        if isinstance(value, torch.Tensor):
-            return self._buffer(value, path).copy_(value, non_blocking=True)
-        return value
-
-    def _buffer(self, like: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
-        if path not in self._buffers:
-            self._buffers[path] = empty_pinned_like(like)
-        return self._buffers[path]
-
-
-def state_bytes(state: Any) -> int:
-    """Count the bytes of this rank's tensors in a state."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for inner in value:
-            yield from _tensors(inner)
-    elif isinstance(value, DTensor):
-        yield value.to_local()
-    elif isinstance(value, torch.Tensor):
-        yield value
 
 
 # --- Loading -------------------------------------------------------------------------------------
