@@ -14,7 +14,8 @@ from ftkit.errors import FtkitError, as_disk_full, redact
 from ftkit.hub.access import check_data, check_weights
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
-from ftkit.runs.records import StageRecord, append_record, record_rank_error
+from ftkit.runs.rank_errors import record_rank_error
+from ftkit.runs.records import StageRecord, append_record
 
 
 def main(plan_path: Path) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import DiskFullError, MemoryExhaustedError, RunFailedError
 from ftkit.files import read_json_if_valid
-from ftkit.runs.records import RankError
+from ftkit.runs.rank_errors import RankError
 from ftkit.runs.states import FAILURES, RunState
 from ftkit.runs.summary import first_error
 

@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import socket
-import time
-import traceback
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
-
-from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError, redact
-from ftkit.files import read_json_if_valid, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -330,78 +321,6 @@ def append_record(path: Path, record: Record, *, begins_line: bool = False) -> N
     """
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" * begins_line + to_line(record) + "\n")
-
-
-_LOST_PEER = re.compile(
-    r"(connection|socket) (was )?(closed|reset|refused)|broken pipe|remote process exited|communicator was aborted"
-    r"|timed out (waiting|after)|socket timeout",
-    re.IGNORECASE,
-)
-"""Messages of gloo, NCCL and torch's store in the remaining ranks after one is gone."""
-
-
-@dataclass(frozen=True)
-class RankError:
-    """The error that ended a rank.
-
-    `exit_code` is that of the error's class if a user can act on it, else 1; `can_resume` tells whether the run may
-    go on as it was planned.
-    """
-
-    time: Seconds
-    rank: Count
-    host: str
-    type: str
-    message: str
-    traceback: str
-    exit_code: Annotated[int, Field(ge=1, le=255)]
-    can_resume: bool = True
-
-    @property
-    def is_actionable(self) -> bool:
-        """Whether the message alone is enough, and the traceback of no use to the user."""
-        return self.exit_code != 1
-
-    @property
-    def tells_of_another(self) -> bool:
-        """Whether it only reports that this rank lost another one, whose error is the cause."""
-        return self.exit_code == 1 and _LOST_PEER.search(self.message) is not None
-
-    @classmethod
-    def from_exception(cls, error: BaseException, *, rank: int) -> RankError:
-        """Return the error of an exception that is being handled."""
-        return cls(
-            time=time.time(),
-            rank=rank,
-            host=socket.gethostname(),
-            type=type(error).__name__,
-            message=redact(str(error), os.environ),
-            traceback=redact("".join(traceback.format_exception(error)), os.environ),
-            exit_code=error.exit_code if isinstance(error, FtkitError) else 1,
-            can_resume=not isinstance(error, FtkitError) or error.can_resume,
-        )
-
-
-def write_rank_error(path: Path, error: RankError) -> None:
-    """Write a rank's error beside its log."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, error)
-
-
-def record_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int) -> int:
-    """Record the error that ended a rank; return its exit code. On a full disk, only the file `disk_full` is made."""
-    left = RankError.from_exception(error, rank=rank)
-    with suppress(OSError):
-        if isinstance(error, DiskFullError):
-            disk_full.touch()
-        write_rank_error(path, left)
-    return left.exit_code
-
-
-def read_rank_error(path: Path) -> RankError | None:
-    """Read an error; None if the file is not one. An unknown exit code, of another version of ftkit, becomes 1."""
-    error = read_json_if_valid(path, RankError)
-    return error if error is None or error.exit_code in EXIT_CODES else replace(error, exit_code=1)
 
 
 def read_last_step(path: Path, *, tail_bytes: int = 16_384) -> StepRecord | None:

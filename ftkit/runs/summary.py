@@ -6,17 +6,16 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ftkit.runs.rank_errors import RankError, read_rank_error
 from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
     FailedCheckpointRecord,
-    RankError,
     StartRecord,
     StepRecord,
     read_last_step,
     read_outline,
-    read_rank_error,
 )
 
 if TYPE_CHECKING:

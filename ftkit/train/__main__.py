@@ -18,7 +18,7 @@ from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
 from ftkit.runs.manifest import record_start
-from ftkit.runs.records import record_rank_error
+from ftkit.runs.rank_errors import record_rank_error
 from ftkit.runs.storage.beside import copied_beside
 from ftkit.train.launcher import follow_launcher
 from ftkit.train.quiet import silence_torchao

@@ -26,7 +26,8 @@ from ftkit.errors import FtkitError, one_line
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import revoke_if_dead
-from ftkit.runs.records import EndRecord, RankError, read_last_record, write_rank_error
+from ftkit.runs.rank_errors import RankError, write_rank_error
+from ftkit.runs.records import EndRecord, read_last_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,16 +13,8 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.planning.plan import plan_run, plan_to_json
-from ftkit.runs.records import (
-    EndRecord,
-    EvaluationRecord,
-    RankError,
-    Sample,
-    StageRecord,
-    StartRecord,
-    StepRecord,
-    to_line,
-)
+from ftkit.runs.rank_errors import RankError
+from ftkit.runs.records import EndRecord, EvaluationRecord, Sample, StageRecord, StartRecord, StepRecord, to_line
 from ftkit.runs.submission import Submission
 from fuzzing.area import Area, Case, write_case
 from fuzzing.command_line import command_line

@@ -26,13 +26,14 @@ from ftkit.data.weights import export_weights
 from ftkit.launch.model import resolve_model
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
-from ftkit.runs.records import MemoryRecord, RankError, Record, StepRecord, read_records
+from ftkit.runs.records import MemoryRecord, Record, StepRecord, read_records
 from ftkit.runs.summary import first_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ftkit.planning.layout import RunLayout
+    from ftkit.runs.rank_errors import RankError
     from ftkit.train.world import World
 
 TINY = Path(__file__).with_name("tiny.yaml")

@@ -16,7 +16,8 @@ from waiting import PATIENCE_SECONDS
 from ftkit import process
 from ftkit.planning.plan import plan_to_json
 from ftkit.runs.lease import current_holder
-from ftkit.runs.records import EndRecord, RankError, read_last_step, read_rank_error, write_rank_error
+from ftkit.runs.rank_errors import RankError, read_rank_error, write_rank_error
+from ftkit.runs.records import EndRecord, read_last_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

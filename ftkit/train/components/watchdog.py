@@ -20,7 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ftkit.files import read_json_if_valid, write_json
-from ftkit.runs.records import record_rank_error
+from ftkit.runs.rank_errors import record_rank_error
 from ftkit.train.private_apis import dump_collectives
 
 if TYPE_CHECKING:

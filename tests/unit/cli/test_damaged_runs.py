@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.runs.records import EvaluationRecord, RankError, Sample, StageRecord, StartRecord, write_rank_error
+from ftkit.runs.rank_errors import RankError, write_rank_error
+from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable

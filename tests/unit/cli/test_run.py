@@ -12,7 +12,8 @@ import pytest
 import ftkit
 from ftkit.config.image_reference import NamedImage
 from ftkit.launch.render import render_job
-from ftkit.runs.records import EvaluationRecord, RankError, Sample, StageRecord, StartRecord, to_line, write_rank_error
+from ftkit.runs.rank_errors import RankError, write_rank_error
+from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord, to_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,15 +15,8 @@ from ftkit.cli.terminal.follow_views import LiveView, PlainView
 from ftkit.cli.terminal.format import age, count, duration, gib, plural, short_path
 from ftkit.cli.terminal.report import choose_samples
 from ftkit.errors import EXIT_CODES, TrainingError, as_disk_full
-from ftkit.runs.records import (
-    CheckpointRecord,
-    MemoryRecord,
-    RankError,
-    Sample,
-    StageRecord,
-    record_rank_error,
-    write_rank_error,
-)
+from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
+from ftkit.runs.records import CheckpointRecord, MemoryRecord, Sample, StageRecord
 from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.manifest import record_start, uncommitted_changes
-from ftkit.runs.records import RankError, write_rank_error
+from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.summary import first_error
 
 if TYPE_CHECKING:

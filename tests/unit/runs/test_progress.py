@@ -11,7 +11,8 @@ import pytest
 
 from ftkit.runs.manifest import explain_missing_digests, record_start
 from ftkit.runs.progress import list_restarts, measure_silence, seconds_left
-from ftkit.runs.records import RankError, StageRecord, StartRecord, write_rank_error
+from ftkit.runs.rank_errors import RankError, write_rank_error
+from ftkit.runs.records import StageRecord, StartRecord
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.summary import summarize
 

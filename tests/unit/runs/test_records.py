@@ -4,10 +4,10 @@ import tracemalloc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ftkit.runs.rank_errors import RankError, read_rank_error, write_rank_error
 from ftkit.runs.records import (
     LONGEST_LINE,
     EvaluationRecord,
-    RankError,
     RecordTail,
     Sample,
     SourceLoss,
@@ -18,10 +18,8 @@ from ftkit.runs.records import (
     read_last_record,
     read_last_step,
     read_outline,
-    read_rank_error,
     read_records,
     to_line,
-    write_rank_error,
 )
 
 if TYPE_CHECKING:

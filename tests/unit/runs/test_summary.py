@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ftkit.runs.records import CheckpointRecord, EvaluationRecord, RankError, Sample, write_rank_error
+from ftkit.runs.rank_errors import RankError, write_rank_error
+from ftkit.runs.records import CheckpointRecord, EvaluationRecord, Sample
 from ftkit.runs.summary import first_error, list_checkpoints, log_tail, summarize
 
 if TYPE_CHECKING:
