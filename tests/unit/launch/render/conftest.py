@@ -40,7 +40,7 @@ STAND_INS = {
     # Starts the one task of a node as srun would, leaving out its own options.
     "srun": (
         'for node in ${FAKE_DEAD-}; do case "$*" in *--overlap*--nodelist="$node "*) exit 1 ;; esac; done\n'
-        'case "$*" in *--overlap*--nodes=1*" true") exit "${FAKE_PROBE_HERE:-0}" ;;\n'
+        'case "$*" in *--overlap*sinfo*) exit 0 ;; *--overlap*--nodes=1*" true") exit "${FAKE_PROBE_HERE:-0}" ;;\n'
         '*--overlap*" true") exit "${FAKE_PROBE_ALL:-0}" ;; esac\n'
         'while [[ ${1-} == -* ]]; do shift; done\nSLURM_NODEID=${FAKE_NODEID:-0} exec "$@"\n'
     ),
