@@ -38,10 +38,9 @@ _LONGEST = 300
 
     Loss, perplexity and token accuracy cover the assistant turns; for rows without completions, the prompts.
     Completions are scored by --metrics; the default depends on the data: sql (execution accuracy), calls (tool calls by
-    name and
-    arguments, parallel calls, and no call where none is expected), verdict, exact_match; and repetition. Your own
-    metric
-    is module:function; it receives a row and a completion, and returns a number. --metrics loss generates nothing.
+    name and arguments, parallel calls, and no call where none is expected), verdict, exact_match; and repetition. Your
+    own metric is module:function; it receives a row and a completion, and returns a number. --metrics loss generates
+    nothing.
 
     --harness runs tasks of lm-evaluation-harness instead (pip install 'ftkit[harness]'); most come from the hub.
 

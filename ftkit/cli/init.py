@@ -34,8 +34,8 @@ _HEAD = f"{_MARK} 'ftkit config' shows all settings; keys of a profile: docs/ref
 def command(*, yes: bool, force: bool) -> None:
     """Inspect this machine and its Slurm, and write ftkit.yaml into the current folder.
 
-    It chooses a matching shipped profile, or writes a profile into clusters/ that extends one.
-    Then it runs the checks of 'ftkit doctor'.
+    It chooses a matching shipped profile, or writes a profile into clusters/ that extends one. Then it runs the checks
+    of 'ftkit doctor'.
     """
     from ftkit.cli.doctor import check_here
     from ftkit.config.load import load_cluster

@@ -16,7 +16,6 @@ from ftkit.cli.terminal.format import gib, short_path
     short_help="Remove a run's folder.",
     examples=("ftkit rm demo --yes",),
     help=f"""Remove a run's folder with its checkpoints, export, logs and metrics, after asking. A run that may still be
-    be
     training is refused. Prepared data and images stay, since other runs may use them.
 
     {RUN_HELP}

@@ -1,1 +1,1 @@
-"""From examples to packs: read, format, tokenize, pack. Runs before training, and its result is kept."""
+"""Read, format, tokenize and pack data before training, once for all runs on the same data."""

@@ -19,7 +19,7 @@ from ftkit.runs.records import StageRecord, append_record
 
 
 def main(plan_path: Path) -> int:
-    """Prepare the data; say why not, as a rank of the trainer would. Weights that can't be had end the job here."""
+    """Prepare the data; report an error as a rank of the trainer would. Missing weights end the job here."""
     layout = RunLayout(plan_path.parent)
 
     def report(text: str) -> None:
@@ -39,7 +39,7 @@ def main(plan_path: Path) -> int:
             report(f"warning: {warning}")
         prepare(plan, report)
         fetch_weights(plan, os.environ, report)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason why the run ends
+    except Exception as error:  # noqa: BLE001 - any error is the reason why the run ends
         reason = as_disk_full(error)
         text = str(reason) if isinstance(reason, FtkitError) else traceback.format_exc()
         sys.stderr.write(f"prepare: error: {redact(text, os.environ)}\n")

@@ -1,4 +1,4 @@
-"""From rows to what is measured: documents for the loss, and assistant turns to answer."""
+"""Turn rows into evaluation data: documents for the loss, and prompts with reference completions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _TURNS = ("assistant", "last", "completion")
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What a model takes.
+    """Inputs that a model accepts.
 
     Attributes:
-        label: names the model in errors.
-        max_length: tokens of its context; None if it does not say.
+        label: name of the model in errors.
+        max_length: context length in tokens; None if unknown.
     """
 
     tokenizer: Any
@@ -40,19 +40,19 @@ class ModelInput:
 
     @classmethod
     def of(cls, tokenizer: Any, label: str, config: Any) -> ModelInput:
-        """Read what transformers' configuration of a model says."""
+        """Read the limits from a transformers configuration."""
         text = config.get_text_config(decoder=True)
         return cls(tokenizer, label, text.vocab_size, getattr(text, "max_position_embeddings", None))
 
 
 @dataclass(frozen=True)
 class Case:
-    """An assistant turn to answer, with what was said before it in tokens, as training sees it.
+    """A prompt, tokenized as in training, with its reference completion.
 
     Attributes:
-        number: of the row.
-        reference: tokens of the data's own turn; None where there is only a prompt.
-        message: the same as the data says it.
+        number: index of the row.
+        reference: tokens of the assistant turn in the data; None for a prompt alone.
+        message: the same turn as in the data.
         has_tools: whether the model was offered tools.
     """
 
@@ -66,11 +66,11 @@ class Case:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """What is measured.
+    """The rows, documents and prompts of an evaluation.
 
     Attributes:
-        sources: of each row.
-        documents: with the number of their row.
+        sources: source of each row.
+        documents: documents with the index of their row.
     """
 
     rows: list[Row]
@@ -103,7 +103,7 @@ def read_evaluation_rows(prepared: PreparedData | None, file: Path | None, limit
 
 
 def take_rows(rows: Sequence[SourcedRow], limit: int) -> list[SourcedRow]:
-    """Return the first rows, of several sources by turns, so that all of them are among the first ones."""
+    """Return the first rows, taken from the sources in turn."""
     places: Counter[str] = Counter()
     turns = []
     for each in rows:
@@ -115,13 +115,13 @@ def take_rows(rows: Sequence[SourcedRow], limit: int) -> list[SourcedRow]:
 def make_evaluation_set(
     model: ModelInput, rows: Sequence[SourcedRow], data: DataSpec | None, report: Callable[[str], None]
 ) -> EvaluationSet:
-    """Render and tokenize rows as training does. Rows without a completion, prompts alone, are measured whole.
+    """Render and tokenize rows as training does. The loss of a row without a completion covers the prompt.
 
     Raises:
         DataError: none of the rows can be used.
     """
     encoded: dict[int, _Encoded | DataError] = {}
-    for source in dict.fromkeys(each.source for each in rows):  # each may have a format of its own
+    for source in dict.fromkeys(each.source for each in rows):  # each source may have its own format
         own = [number for number, each in enumerate(rows) if each.source == source]
         encoded |= zip(own, _encode(model, [rows[number].row for number in own], data), strict=True)
     kept: list[SourcedRow] = []
@@ -138,11 +138,11 @@ def make_evaluation_set(
         cases += [Case(len(kept), each.row.columns, *turn) for turn in turns]
         kept.append(each)
     for error in bad[:3]:
-        report(f"left out: {one_line(error)}")
+        report(f"skipped: {one_line(error)}")
     if not kept:
         raise bad[0]
-    if len(bad) > 3:  # noqa: PLR2004 - as many as are shown
-        report(f"left out: {len(bad) - 3:,} rows more")
+    if len(bad) > 3:  # noqa: PLR2004 - three are shown
+        report(f"skipped: {len(bad) - 3:,} more rows")
     return EvaluationSet([each.row for each in kept], [each.source for each in kept], documents, cases)
 
 
@@ -178,7 +178,7 @@ def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
     try:
         return resolve_format(AutoFormat(), rows[:DETECTION_ROWS])
     except DataError:
-        conversation_of(rows[0].columns, form)  # else it has no prompt either, and says so
+        conversation_of(rows[0].columns, form)  # otherwise it has no prompt either, and the error says so
         return None
 
 
@@ -194,7 +194,7 @@ def _prompt(model: ModelInput, row: Row, data: DataSpec | None) -> _Encoded | Da
 
 
 def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) -> list[_Turn]:
-    """Return the assistant turns of a row: each is a run of tokens that count, behind those that are its prompt."""
+    """Return the assistant turns of a row: each is a run of trained tokens after its prompt."""
     example = read_example(row.columns, data, form)
     if not isinstance(example, Conversation):
         return []
@@ -206,6 +206,6 @@ def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) ->
             turns.append((document.tokens[:begin].tolist(), document.tokens[begin:end].tolist()))
     places = trained_turns(example, data.train_on)
     messages: list[Message | None] = [example.messages[place] for place in places]
-    if len(messages) != len(turns):  # turns without anything between them are one run of tokens
+    if len(messages) != len(turns):  # adjacent turns form one run of tokens
         messages = [None] * len(turns)
     return [(*turn, message, bool(example.tools)) for turn, message in zip(turns, messages, strict=True)]

@@ -1,4 +1,4 @@
-"""The chat templates that ftkit ships, for tokenizers that bring none; checks of a folder's tokenizer and template."""
+"""Chat templates shipped with ftkit for tokenizers without one; checks of a folder's tokenizer and template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChatTemplate:
     Attributes:
         name: its name, and its file's in `ftkit/data/templates`.
         end_of_turn: the special token after a turn of the assistant.
-        begin: the special token that a text begins with.
+        begin: the special token at the start of a text.
         other_tokens: the other special tokens that it writes.
     """
 
@@ -38,7 +38,7 @@ class ChatTemplate:
 
     @property
     def special_tokens(self) -> list[str]:
-        """All tokens that a tokenizer must keep whole."""
+        """Tokens that the tokenizer must have as special tokens."""
         return [*([self.begin] if self.begin else []), self.end_of_turn, *self.other_tokens]
 
     def missing_tokens(self, known: Collection[str]) -> list[str]:
@@ -80,7 +80,7 @@ def missing_tokens(source: str, name: str, missing: Collection[str]) -> DataErro
     """Return the error that a tokenizer lacks special tokens of a shipped template."""
     return DataError(
         f"the tokenizer of '{source}' lacks {', '.join(missing)} of the '{name}' chat template",
-        meaning="the template is another family's; its marks would be ordinary text to this model",
+        meaning="the template belongs to another model family; its markers would be ordinary text to this model",
         fix="set data.chat_template to the template that this model was trained with, or to 'model'; where the "
         f"tokenizer has none, write a {TEMPLATE_FILE} beside its files. With method full, the missing ones "
         "can be learned: model.added_tokens",
@@ -90,13 +90,13 @@ def missing_tokens(source: str, name: str, missing: Collection[str]) -> DataErro
 def check_tokenizer_folder(
     folder: Path, template_name: str, *, added_tokens: Collection[str] = (), needs_template: bool = True
 ) -> None:
-    """Check by its files that a folder has a tokenizer, and that it suits the chat template that is asked of it.
+    """Check that a folder has a tokenizer, and that it has the tokens of the chat template; reads files only.
 
     Args:
         folder: with the tokenizer's files.
-        template_name: `model`, or that of a shipped template.
-        added_tokens: those that the recipe adds to the tokenizer.
-        needs_template: whether the data is rendered at all.
+        template_name: `model`, or the name of a shipped template.
+        added_tokens: tokens that the recipe adds to the tokenizer.
+        needs_template: whether the data is rendered with a chat template.
 
     Raises:
         DataError: it does not.
@@ -110,7 +110,7 @@ def check_tokenizer_folder(
     if not needs_template:
         return
     if template_name in TEMPLATES:
-        known = read_vocabulary(folder)  # None: SentencePiece's or tiktoken's own file, known once it is loaded
+        known = read_vocabulary(folder)  # None: only loading a SentencePiece or tiktoken file shows its tokens
         missing = TEMPLATES[template_name].missing_tokens({*known.ids, *added_tokens}) if known else []
         if missing:
             raise missing_tokens(str(folder), template_name, missing)
@@ -121,7 +121,7 @@ def check_tokenizer_folder(
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Return what a JSON file has; nothing if there is none, None if it is broken: transformers says how."""
+    """Return the content of a JSON file; empty if there is none, None if it is broken (transformers reports how)."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

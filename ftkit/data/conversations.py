@@ -1,4 +1,4 @@
-"""What a row becomes: a conversation, or a plain text."""
+"""Conversations and plain texts: the parsed form of a row."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Message:
     """One turn of a conversation.
 
     Attributes:
-        reasoning: what the assistant thought before it spoke; templates call it `reasoning_content` or `thinking`.
-        name: who speaks, or the tool whose result this is.
+        reasoning: reasoning of an assistant turn; templates call it `reasoning_content` or `thinking`.
+        name: name of the speaker, or of the tool that returned this result.
         tool_call_id: the call whose result this is.
         trained: whether the turn counts in the loss, if the data says so.
     """
@@ -67,7 +67,7 @@ Example = Conversation | PlainText
 
 
 def texts_of(example: Example) -> list[str]:
-    """Return the texts that are said in an example."""
+    """Return the texts of an example."""
     if isinstance(example, PlainText):
         return [example.text]
     return [message.content for message in example.messages]
@@ -103,7 +103,7 @@ def trained_turns(conversation: Conversation, train_on: str | list[Any]) -> list
     if not trained:
         raise DataError(
             f"nothing to train on in the turns {', '.join(message.role for message in messages[:_ROLES_SHOWN])}",
-            meaning="data.train_on, or the weights of the turns, leave none",
-            fix="correct data.format or data.train_on, or leave such examples out",
+            meaning="data.train_on, or the weights of the turns, exclude all turns",
+            fix="correct data.format or data.train_on, or skip these examples",
         )
     return trained

@@ -1,4 +1,4 @@
-"""From rows to tokens, with a mark on each token that counts in the loss."""
+"""Encode rows as token ids and labels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ftkit.data.rows import Row
 
 MAX_CHARACTERS = 8 << 20
-"""Of one rendering: about two million tokens, longer than any context. `tokenizers` takes 100 bytes for each."""
+"""Maximum length of a rendering: about two million tokens, longer than any context. `tokenizers` takes 100 bytes for
+each."""
 IGNORED = -100
 """The label of a token that does not count: PyTorch's default `ignore_index`."""
 
@@ -33,10 +34,10 @@ _SHORT_CONVERSATION = Conversation((Message("user", "Hello"), Message("assistant
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One rendering as tokens.
+    """A tokenized rendering.
 
     `tokens` and `labels` have the same length; `labels[i]` is the token that the model should predict
-    after `tokens[i]`, or `IGNORED`. The last token has no label: what follows is another document.
+    after `tokens[i]`, or `IGNORED`. The last token has no label, since the next token belongs to another document.
     """
 
     tokens: NDArray[np.int32]
@@ -52,8 +53,8 @@ class Document:
 def find_answer_end(tokenizer: Any) -> int | None:
     """Return the special token that the chat template writes after an assistant turn.
 
-    It is the last label of each turn that is trained, so it is what ends an answer of the trained model, in evaluation
-    and wherever the model goes: not the tokenizer's `eos_token`, which base models have for the end of a text.
+    It is the last label of each trained turn, so it ends completions of the trained model, in evaluation
+    and wherever the model is used. It is not always the tokenizer's `eos_token`, which ends a text in base models.
 
     Returns:
         None: the template ends a turn with ordinary text, or there is no template.
@@ -67,18 +68,18 @@ def find_answer_end(tokenizer: Any) -> int | None:
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """What turns rows into documents. It can be pickled, and sent to worker processes.
+    """Encodes rows as documents. Can be pickled and sent to worker processes.
 
     Attributes:
         tokenizer: a fast tokenizer.
-        data: what the recipe says.
+        data: the recipe's data section.
         format: the format of the rows, resolved.
         renderer: the chat template; None where the rows are plain text.
         vocab_size: rows of the model's embedding table.
-        adds_space: whether the tokenizer adds a space before a text, as SentencePiece's older ones do.
-        words: what it gives otherwise.
+        adds_space: whether the tokenizer adds a space before a text, as older SentencePiece tokenizers do.
+        words: cache of the tokens of words.
         begin: the token that begins a document of plain text, if the tokenizer adds one.
-        special_tokens: those that stay text where plain text types them.
+        special_tokens: special tokens that stay text if plain text contains them.
     """
 
     tokenizer: Any
@@ -93,7 +94,7 @@ class RowEncoder:
 
     @classmethod
     def of(cls, tokenizer: Any, data: DataSpec, form: Format, vocab_size: int) -> RowEncoder:
-        """Put together what encodes rows of a format.
+        """Make an encoder for rows of a format.
 
         Raises:
             DataError: the chat template writes no special token after an assistant turn.
@@ -102,16 +103,16 @@ class RowEncoder:
         if renderer is not None and data.train_on != "all" and find_answer_end(tokenizer) is None:
             raise DataError(
                 "the chat template writes no special token after an assistant turn",
-                meaning="the model would never learn where its answers end, and talk on to the limit",
+                meaning="the model would never learn to end a completion, and would generate up to the token limit",
                 fix="set data.chat_template to a template whose tokens the tokenizer has",
             )
         if data.too_long == "split" and form.kind != "text":
             raise DataError(
                 "data.too_long is 'split', but the rows are conversations",
-                meaning="later parts would lack what was said before",
-                fix="take 'truncate', which cuts after a turn that fits, or 'drop'",
+                meaning="later parts would lack the turns before them",
+                fix="set it to 'truncate', which cuts after a turn that fits, or 'drop'",
             )
-        tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files ask for them
+        tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files set them
         tokenizer.backend_tokenizer.no_padding()
         encode = tokenizer.backend_tokenizer.encode
         whole, *parts = (encode(text, add_special_tokens=False).ids for text in ("a\nHello", "a\n", "Hello"))
@@ -125,7 +126,7 @@ class RowEncoder:
         )  # fmt: skip
 
     def renderings(self, row: Row) -> list[Rendering]:
-        """Return the texts of a row, with what is trained of each.
+        """Return the texts of a row, with the trained spans of each.
 
         Raises:
             DataError: the row can't be used as the recipe asks; with its place.
@@ -143,15 +144,15 @@ class RowEncoder:
                 raise DataError(
                     f"a text of {longest:,} characters",
                     meaning=f"ftkit tokenizes up to {MAX_CHARACTERS:,} at once, more than any model's context",
-                    fix="split it into several rows, or leave it out: data.skip_bad",
+                    fix="split it into several rows, or skip it: data.skip_bad",
                 )
             return found
 
     def encode(self, rows: Sequence[Row]) -> list[list[Document] | DataError]:
-        """Encode rows; give many at once, for the tokenizer is faster then.
+        """Encode rows in a batch, which is faster than one by one.
 
         Returns:
-            for each row its documents, more than one where the template rewrites earlier turns; or why it is bad.
+            for each row its documents (several if the template rewrites earlier turns), or its error.
         """
         found: list[list[Rendering] | DataError] = []
         for row in rows:
@@ -175,7 +176,7 @@ class RowEncoder:
         return result
 
     def _plain(self, text: str) -> Rendering:
-        """Return a text between the tokens that begin and end a document; special tokens that it types stay text."""
+        """Return a text between the begin and end tokens of a document; special tokens in the text stay text."""
         if not text.strip():
             raise DataError("the text is blank", fix="remove this example")
         pattern = token_pattern(self.special_tokens)
@@ -184,7 +185,7 @@ class RowEncoder:
         return Rendering(whole, ((0, len(whole)),), cuts)
 
     def _tokenize(self, renderings: Iterable[Rendering]) -> list[Document]:
-        """Tokenize texts, each cut where trained turns begin and end: as inference does, where one is a prompt."""
+        """Tokenize texts in pieces cut at the ends of trained turns, so that a prompt has the tokens of inference."""
         pieces: list[str] = []
         trained: list[list[bool]] = []
         for rendering in renderings:
@@ -209,7 +210,7 @@ class RowEncoder:
         if not self.adds_space:
             return self.words.encode(pieces)
         plain = encode_batch(pieces, add_special_tokens=False)
-        # Behind a line break no space is added; the line break's own tokens are then taken away.
+        # No space is added after a line break, whose own tokens are then removed.
         newline: list[int] = encode_batch(["\n"], add_special_tokens=False)[0].ids
         behind = encode_batch([f"\n{piece}" for piece in pieces], add_special_tokens=False)
         return [
@@ -222,36 +223,36 @@ class RowEncoder:
         for document in documents:
             check_tokens(self.tokenizer, document.tokens, self.vocab_size)
             if document.num_targets == 0:
-                raise DataError("there is nothing to train on", fix="correct data.format, or leave such examples out")
+                raise DataError("there is nothing to train on", fix="correct data.format, or skip these examples")
 
 
 def check_tokens(tokenizer: Any, tokens: NDArray[np.integer[Any]], vocab_size: int) -> None:
     """Check that tokens have a row in the model's embedding table.
 
     Raises:
-        DataError: one has not.
+        DataError: a token has no row.
     """
     largest = int(tokens.max(initial=0))
     if largest >= vocab_size:
         raise DataError(
             f"token {largest:,} ({tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the model's vocabulary of "
             f"{vocab_size:,}",
-            meaning="the tokenizer is another model's, or tokens were added to it that the weights don't have",
-            fix="take the model's own: model.tokenizer.source=model; or correct model.architecture.vocab_size",
+            meaning="the tokenizer belongs to another model, or has added tokens that the weights lack",
+            fix="use the model's tokenizer: model.tokenizer.source=model; or correct model.architecture.vocab_size",
         )
 
 
 def shorten(document: Document, length: int, too_long: str, end_of_turn: int | None) -> list[Document]:
-    """Return what is trained of a document: itself if it fits, else what `data.too_long` says.
+    """Apply `data.too_long` to a document; one that fits is returned unchanged.
 
     Args:
         document: the document.
-        length: tokens that fit.
+        length: maximum tokens.
         too_long: `drop`; `truncate`, after the last trained turn that fits, or a text anywhere; `split`, text only.
-        end_of_turn: the token that ends an assistant turn, for documents that are trained whole.
+        end_of_turn: the token that ends an assistant turn, for documents that are trained on all tokens.
 
     Returns:
-        nothing if the document is dropped, also because not even its first trained turn ends within `length`.
+        an empty list if the document is dropped, or if its first trained turn does not end within `length`.
     """
     if len(document.tokens) <= length:
         return [document]

@@ -1,4 +1,4 @@
-"""Rows in files: found on this machine or at an address, decompressed, read one after another."""
+"""Find data files on this machine or at an address, decompress them, and read their rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ftkit.data.readers import RawRow
 
 MAX_FILES: Final = 100_000
-"""In a data set's folder; a walk through so many takes seconds."""
+"""Maximum entries of a data set's folder; walking through that many takes seconds."""
 _BUFFER = 1 << 20
 _OTHER_SPLIT = re.compile(r"(?:test|valid|validation|eval|dev|heldout)(?:[-_./]|$)", re.IGNORECASE)
-"""How the names of files and folders begin that are not for training, as the hub's data sets have them."""
+"""Prefixes of files and folders that are not for training, as in data sets of the hub."""
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""What `datasets` writes beside the rows."""
+"""Files that `datasets` writes beside the rows."""
 _EXTRA = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
 
 
@@ -74,7 +74,7 @@ def walk(folder: Path, key: str) -> list[Path]:
         if num_seen > MAX_FILES:
             raise NotFoundError(
                 f"{key}: there are more than {MAX_FILES:,} files and folders in {folder}",
-                meaning="it is probably not the data set's own folder",
+                meaning="it is probably a parent of the data set's folder",
                 fix=f"give the data set's own folder: {key}=PATH",
             )
     return files
@@ -92,12 +92,12 @@ def stamp(place: str, key: str) -> str:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # reading it will say why
+    except OSError:  # reading it reports the error
         return False
 
 
 def _train_files(folder: str, files: list[str], key: str) -> list[str]:
-    """Return the data files of a folder, which are all of one split.
+    """Return the data files of a folder, which must all belong to one split.
 
     Raises:
         DataError: some of them are for other splits.
@@ -114,8 +114,8 @@ def _train_files(folder: str, files: list[str], key: str) -> list[str]:
     if others and len(others) < len(found):
         raise DataError(
             f"{key}: {folder} has files of more than one split, such as {below[others[0]]}",
-            meaning="all files of a folder are trained on, so test data would be too",
-            fix=f"choose by a pattern: {folder.rstrip('/')}/**/train*; others can be data.validation.file",
+            meaning="all files of a folder are trained on, so the test data would be too",
+            fix=f"select files with a pattern: {folder.rstrip('/')}/**/train*; use other files as data.validation.file",
         )
     return found
 
@@ -130,14 +130,14 @@ def _find_remote(place: str, key: str) -> list[str]:
         else:
             found = [place] if system.exists(place) else []
     if not found:
-        raise NotFoundError(f"{key}: there is nothing at {place}", fix="check the address, and your rights on it")
+        raise NotFoundError(f"{key}: there is nothing at {place}", fix="check the address, and your permissions")
     return sorted(file if is_address(file) else f"{scheme}://{file}" for file in found)
 
 
 def _file_system(place: str, key: str) -> Any:
     scheme = place.partition("://")[0]
     try:
-        import fsspec  # noqa: PLC0415 - heavy, and an address alone needs it
+        import fsspec  # noqa: PLC0415 - heavy, and only needed for addresses
 
         return fsspec.filesystem(scheme)
     except ImportError as error:
@@ -149,7 +149,7 @@ def _file_system(place: str, key: str) -> Any:
 
 @contextmanager
 def _remote_errors(place: str, key: str) -> Iterator[None]:
-    """Say what an error of a storage library means; which classes it raises is its own affair."""
+    """Turn any error of a storage library into a DataError, whatever its class."""
     try:
         yield
     except (DataError, NotFoundError, PrerequisiteError):
@@ -164,7 +164,7 @@ def _remote_errors(place: str, key: str) -> Iterator[None]:
         }
         raise PrerequisiteError(
             f"{key}: can't read {place}: {one_line(error) or type(error).__name__}",
-            meaning="there are no credentials, they don't reach this address, or there is no network",
+            meaning="credentials are missing or lack access to this address, or there is no network",
             fix=advice.get(place.partition("://")[0], "check the address"),
         ) from error
 
@@ -176,7 +176,7 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
     """Yield the rows of a file in order, without keeping them.
 
     Raises:
-        DataError: the file can't be read, is cut, or is not what its name says.
+        DataError: the file can't be read, is truncated, or has another format than its name says.
     """
     read = READERS.get(suffix_of(path), read_lines)
     try:
@@ -197,7 +197,7 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
 
 
 def count_rows(path: str, key: str = "data.source") -> int:
-    """Return how many rows `read_file` yields, by the file's own count where it has one."""
+    """Return the number of rows that `read_file` yields, from the file's metadata if it has a count."""
     if suffix_of(path) == ".parquet" and Path(path).suffix.lower() == ".parquet":
         from pyarrow import parquet  # noqa: PLC0415 - heavy
 

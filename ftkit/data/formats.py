@@ -1,4 +1,4 @@
-"""Formats of rows: detect the one that data has, and read rows as it says."""
+"""Detect the format of rows, and turn rows into conversations or texts."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from ftkit.data.rows import Row
 
 DETECTION_ROWS = 100
-"""Rows that a format is detected from."""
+"""Number of rows from which a format is detected."""
 METADATA = frozenset(
     ("id", "_id", "idx", "index", "uid", "uuid", "guid", "hash", "source", "dataset", "origin", "url", "split",
      "language", "lang", "license", "timestamp", "created_at", "date", "category", "tags", "parallel_tool_calls",
      "__index_level_0__")
 )  # fmt: skip
-"""Columns that say where an example is from, not what it says: left out, and shown."""
+"""Metadata columns: left out, and listed."""
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
 _USED = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
-"""Columns that a format knows besides those that it names: Alpaca's `text` is its other columns rendered."""
+"""Redundant columns of a format: Alpaca's `text` is its other columns rendered."""
 
 
 def describe_format(form: Format) -> str:
@@ -60,7 +60,7 @@ def describe_format(form: Format) -> str:
 
 
 def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
-    """Return the format of a recipe; where it leaves that open, the one that all of the first rows have.
+    """Return the recipe's format; if it sets none, the format of the first rows.
 
     Raises:
         DataError: no known format fits them.
@@ -70,7 +70,7 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
     if not rows:
         raise DataError("there are no rows to detect the format from", fix="check data.source")
     shapes = Counter(frozenset(row.columns) for row in rows)
-    ((commonest, _),) = shapes.most_common(1)  # where rows differ, those of another shape are bad if they don't fit
+    ((commonest, _),) = shapes.most_common(1)  # if rows differ, rows of another shape are bad rows
     for alike in (rows, [row for row in rows if row.columns.keys() == commonest]):
         columns = set.intersection(*(set(row.columns) for row in alike))
         detected = _detect_turns(columns, alike) or _detect_by_columns(columns)
@@ -78,8 +78,8 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
             return detected
     raise DataError(
         f"{rows[0].where}: no known format has the columns {', '.join(sorted(commonest)) or '(none)'}",
-        meaning="known are turns (messages, conversations), instruction and output, prompt and completion, and text",
-        fix="say how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
+        meaning="known: turns (messages, conversations), instruction and output, prompt and completion, and text",
+        fix="set how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
         "data.format.prompt='\"{question}\"' data.format.completion='\"{answer}\"'",
     )
 
@@ -120,7 +120,7 @@ def _is_turns(row: Row, column: str, style: str) -> bool:
 
 
 def unused_columns(row: Mapping[str, Any], form: Format) -> list[str]:
-    """Return the columns with a value that the format leaves out, in the row's order."""
+    """Return the columns with a value that the format does not use, in the row's order."""
     known = {*form.columns, *_USED.get(type(form), ())}
     return [name for name, value in row.items() if name not in known and value not in (None, "", [], {})]
 
@@ -130,11 +130,11 @@ def read_example(columns: Mapping[str, Any], data: DataSpec, form: Format) -> Ex
 
     Args:
         columns: the row.
-        data: what is ignored.
+        data: the recipe's data section, with the ignored columns.
         form: the format, resolved.
 
     Raises:
-        DataError: a column is missing, is not what the format expects, or is one that the format does not know.
+        DataError: a column is missing, has an unexpected value, or is unknown to the format.
     """
     if not _chooses_columns(form, data):
         _check_columns(columns, data, form)
@@ -159,7 +159,7 @@ def read_example(columns: Mapping[str, Any], data: DataSpec, form: Format) -> Ex
 
 
 def _chooses_columns(form: Format, data: DataSpec) -> bool:
-    """Tell whether the user wrote which columns count, so that all others don't."""
+    """Tell whether the user selected the columns, so that all others are ignored."""
     if isinstance(form, PromptCompletionFormat):
         return not isinstance(data.format, AutoFormat) and form != PromptCompletionFormat()
     return isinstance(form, JinjaFormat)
@@ -170,7 +170,7 @@ def _check_columns(columns: Mapping[str, Any], data: DataSpec, form: Format) -> 
     if unknown:
         raise DataError(
             f"columns that the format does not know: {', '.join(unknown)}",
-            meaning=f"the format is {describe_format(form)}; what they say would be lost",
+            meaning=f"the format is {describe_format(form)}; their values would be lost",
             fix=f"leave them out: data.ignore_columns=[{', '.join(unknown)}]; or use them in data.format",
         )
 
@@ -215,7 +215,7 @@ def _read_pair(columns: Mapping[str, Any], form: PromptCompletionFormat, ignored
             system, _fill(form.prompt, columns, "prompt"), _fill(form.completion, columns, "completion")
         )
     if prompt is None or completion is None:
-        raise DataError("one of prompt and completion is a list of turns, the other is text", fix="correct the data")
+        raise DataError("one of prompt and completion is a list of turns and the other is text", fix="correct the data")
     return Conversation((*prompt, *completion), num_prompt=len(prompt))
 
 
@@ -243,7 +243,7 @@ def _conversation(system: str | None, prompt: str, completion: str) -> Conversat
 
 
 def read_prompt(columns: Mapping[str, Any], form: PromptCompletionFormat | JinjaFormat) -> Conversation:
-    """Return the turns before the assistant's, for the model to answer."""
+    """Return the turns of the prompt, before the assistant turn."""
     fill = _render if isinstance(form, JinjaFormat) else _fill
     before = (Message("system", fill(form.system, columns, "system")),) if form.system else ()
     return Conversation((*before, Message("user", fill(form.prompt, columns, "prompt"))))
@@ -287,8 +287,8 @@ def _text(value: object, column: str) -> str:
         return str(value)
     raise DataError(
         f"column '{column}' is neither text nor a number: {str(value)[:80]}",
-        meaning=f"the model would be trained on Python's notation of a {type(value).__name__}",
-        fix="turn the column into text, or leave it out of data.format",
+        meaning=f"the model would be trained on the Python repr of a {type(value).__name__}",
+        fix="turn the column into text, or remove it from data.format",
     )
 
 

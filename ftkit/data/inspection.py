@@ -1,4 +1,4 @@
-"""Look at data before it is trained on: samples as the model will see them, statistics, and every row that is bad."""
+"""Inspect training data: samples as the model will see them, statistics, and all bad rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a text: in which turn it is, whose that is, and whether it is trained."""
+    """A span of a text: its turn, the turn's role, and whether it is trained."""
 
     turn: int
     role: str
@@ -45,9 +45,9 @@ class Sample:
     """A document as it will be trained.
 
     Attributes:
-        where: the row's place.
-        number: which rendering of the row it is, from 1, of `num_renderings`.
-        fate: what `data.too_long` does with it; empty if it fits.
+        where: file and line of the row.
+        number: number of this rendering of the row, from 1 to `num_renderings`.
+        fate: effect of `data.too_long` on it; empty if it fits.
     """
 
     where: str
@@ -89,7 +89,7 @@ def samples_of_packs(data: PreparedData, packs: Sequence[int]) -> Iterator[Sampl
 
 @dataclass(frozen=True)
 class LengthBin:
-    """How many documents have from `start` to `end` tokens."""
+    """Number of documents with `start` to `end` tokens."""
 
     start: int
     end: int
@@ -98,14 +98,15 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class DataStats:
-    """What a recipe's training data is, in tokens.
+    """Token statistics of a recipe's training data.
 
     Attributes:
-        num_renderings: documents before any is dropped, cut or split; more than rows where the template rewrites turns.
+        num_renderings: documents before any is dropped, truncated or split; more than rows if the template rewrites
+        turns.
         num_documents: documents after that.
-        num_duplicates: documents that are the same as an earlier one, token for token.
-        fill_ratio: part of the packs that is not padding.
-        longest: tokens of the longest document, before it was cut.
+        num_duplicates: documents with the same tokens as an earlier one.
+        fill_ratio: fraction of the packs that is not padding.
+        longest: tokens of the longest document, before truncation.
     """
 
     formats: tuple[str, ...]
@@ -155,7 +156,7 @@ class DataInspector:
                 )  # fmt: skip
 
     def check(self) -> Iterator[tuple[int, list[DataError]]]:
-        """Encode all rows; yield, batch by batch, how many rows there are and why some can't be used."""
+        """Encode all rows; yield for each batch the number of rows and the errors of bad rows."""
         for encoded in encode_rows(self.encoder, read_rows(self.recipe.data), num_usable_cpus()):
             yield encoded.num_rows.total() + len(encoded.bad), encoded.bad
 
@@ -172,7 +173,7 @@ class DataInspector:
         )
 
     def _segments(self, encoder: RowEncoder, row: Row, document: Document) -> Iterator[Segment]:
-        """Divide a document's text where turns and what is trained begin and end; trained is what has a label."""
+        """Divide a document's text into spans by turn and by whether its tokens have labels."""
         tokenizer = encoder.tokenizer
         trained = [False, *(document.labels[:-1] != IGNORED).tolist()]
         runs = []
@@ -194,7 +195,7 @@ class DataInspector:
                 start = end
 
     def _turns(self, encoder: RowEncoder, row: Row, text: str) -> list[tuple[int, str]]:
-        """Return where each turn ends in a document's text, and whose it is; the last one ends with the text."""
+        """Return the end of each turn in a document's text with the turn's role; the last turn ends with the text."""
         example = read_example(row.columns, self.recipe.data, encoder.format)
         if not isinstance(example, Conversation) or encoder.renderer is None:
             return [(len(text), "text")]
@@ -206,7 +207,7 @@ class DataInspector:
                 shown = encoder.renderer.render(Conversation(messages[:number], example.tools)).rstrip()
             except DataError:
                 continue
-            if not text.startswith(shown):  # rewritten since: look for what it says
+            if not text.startswith(shown):  # the template rewrote the turn: search for its content
                 found = text.find(message.content.strip(), position)
                 if found < 0:
                     continue
@@ -226,7 +227,7 @@ class DataInspector:
         """
         data, length = self.recipe.data, self.recipe.training.sequence_length
         encoder = self.encoder
-        if data.too_long == "error":  # counted all the same
+        if data.too_long == "error":  # it is counted nevertheless
             dropping = self.recipe.model_copy(update={"data": data.model_copy(update={"too_long": "drop"})})
             encoder = replace(encoder, recipe=dropping)
         sources = [SourceStats(source.name) for source in data.sources]
@@ -289,7 +290,7 @@ def _end_of_line(text: str, position: int) -> int:
 
 
 def _histogram(lengths: Sequence[int]) -> Iterator[LengthBin]:
-    """Yield bins by powers of two, without empty ones at the ends."""
+    """Yield power-of-two bins, without empty bins at the ends."""
     counts = Counter(max(0, (length - 1).bit_length()) for length in lengths)
     for power in range(min(counts, default=0), max(counts, default=-1) + 1):
         yield LengthBin((1 << power) // 2 + 1, 1 << power, counts[power])

@@ -17,10 +17,10 @@ def _permutation(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def pack_at(index: int, num_packs: int, seed: int) -> int:
-    """Return which pack is the `index`-th to be trained on, counting over all epochs.
+    """Return the number of the `index`-th pack in training order, counting over all epochs.
 
-    Each pack comes once in each epoch. World size, batch size and restarts play no part, so a run that goes
-    on with other numbers sees each pack as often as one that was never interrupted.
+    Each pack comes once in each epoch. The order is independent of world size, batch size and restarts, so a run that
+    continues on another number of GPUs sees each pack as often as an uninterrupted run.
     """
     epoch, position = divmod(index, num_packs)
     return int(_permutation(num_packs, seed, epoch)[position])

@@ -1,4 +1,4 @@
-"""Put whole documents into packs of a fixed length, a window of documents at a time."""
+"""Pack whole documents into packs of a fixed length, one window of documents at a time."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from ftkit.data.encoding import Document
 
 WINDOW_TOKENS = 8 << 20
-"""Tokens that are packed at once: 32 MiB, and enough documents that packs are full."""
+"""Tokens of a window: 32 MiB, with enough documents to fill the packs."""
 _MIN_PACKS_OF_WINDOW = 128
 _FULL = 0.995
-"""A pack less full than this waits for the documents of the next window."""
+"""Minimum fill; the documents of an emptier pack wait for the next window."""
 _MAX_WAITING = 0.5
-"""Part of a window that may wait. With documents of up to a whole pack, a quarter costs 0.3 % of the room."""
+"""Fraction of a window that may wait. With documents of up to a whole pack, a quarter wastes 0.3 % of the tokens."""
 
 MIN_WIDTH = 128
-"""Tokens of the narrowest padded rows. Flex attention has no training kernel for fewer."""
+"""Minimum width of padded rows. Flex attention has no training kernel for fewer tokens."""
 
 
 def assign_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Say which documents go into which pack: best-fit decreasing, the same for the same lengths.
+    """Assign documents to packs by best-fit decreasing; deterministic for the same lengths.
 
-    Every document is in exactly one pack, and no pack is longer than `capacity`. Best fit needs at most
-    11/9 of the best possible number of packs, and one (Johnson 1974).
+    Every document is in exactly one pack, and no pack is longer than `capacity`. Best fit needs at most 11/9 OPT + 1
+    packs (Johnson 1974).
 
     Raises:
         ValueError: a document is longer than `capacity`.
@@ -58,7 +58,7 @@ def assign_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def build_pack(documents: Sequence[Document], length: int, pad: int) -> NDArray[np.int32]:
-    """Lay documents one after another.
+    """Concatenate documents.
 
     Returns:
         int32 array of shape [3, length]: tokens, labels, positions, as `PackStore.read` returns them.
@@ -78,9 +78,9 @@ def build_pack(documents: Sequence[Document], length: int, pad: int) -> NDArray[
 
 @dataclass
 class Packer:
-    """Packs a stream of documents. Memory is that of a window; the result depends on the documents alone.
+    """Packs a stream of documents in the memory of one window; the result depends on the documents alone.
 
-    Documents of packs that are not full wait for the next window, so that windows cost no room.
+    Documents of packs that are not full wait for the next window, so windows waste no tokens.
     """
 
     capacity: int
@@ -92,14 +92,14 @@ class Packer:
         self.window_tokens = self.window_tokens or max(WINDOW_TOKENS, _MIN_PACKS_OF_WINDOW * self.capacity)
 
     def add(self, documents: DocumentBatch) -> Iterator[tuple[DocumentBatch, list[int]]]:
-        """Take documents; yield those of full packs, in their order, and how many are in each pack."""
+        """Add documents; yield those of full packs, in order, and the number in each pack."""
         self._waiting.append(documents)
         self._num_tokens += len(documents.tokens)
         if self._num_tokens >= self.window_tokens:
             yield from self._pack(is_last=False)
 
     def finish(self) -> Iterator[tuple[DocumentBatch, list[int]]]:
-        """Yield what is left."""
+        """Yield the remaining packs."""
         if self._num_tokens:
             yield from self._pack(is_last=True)
 
@@ -110,7 +110,7 @@ class Packer:
         waiting: list[int] = []
         if not is_last:
             done, room = [], _MAX_WAITING * self.window_tokens
-            for pack in reversed(packs):  # the packs that were opened last are the emptiest
+            for pack in reversed(packs):  # the packs opened last are the emptiest
                 size = sum(lengths[index] for index in pack)
                 if size < _FULL * self.capacity and room >= size:
                     room -= size
@@ -125,7 +125,7 @@ class Packer:
 
 
 def row_width(length: int, longest: int) -> int:
-    """Return the narrowest width of padded rows for a document, where packs are `longest` wide: so few are compiled."""
+    """Return the width of a document's padded row, for packs of `longest` tokens; few widths keep compilations few."""
     width = longest
     while (half := -(-width // 2)) >= max(length, MIN_WIDTH):
         width = half
@@ -133,13 +133,13 @@ def row_width(length: int, longest: int) -> int:
 
 
 def count_row_tokens(lengths: NDArray[np.int64], longest: int) -> int:
-    """Return the tokens of all rows, padding included, if each document were a row of its own."""
+    """Return the tokens of all rows, padding included, if each document had its own row."""
     different, counts = np.unique(lengths, return_counts=True)
     return sum(row_width(int(length), longest) * int(count) for length, count in zip(different, counts, strict=True))
 
 
 def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Tell which tokens of packs, int32 [B, 4, T], are padding: one token again and again at the end, without labels.
+    """Return a mask of the padding of packs, int32 [B, 4, T]: the repeated token at the end, without labels.
 
     Returns:
         bool array of shape [B, T].

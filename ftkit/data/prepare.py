@@ -1,4 +1,4 @@
-"""From a plan to prepared data: read, format, tokenize, pack, write. Does nothing if it was done before."""
+"""Prepare the data of a plan: read, format, tokenize, pack, write. Does nothing if the data is already prepared."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
     """Prepare the data of a plan, or find it prepared.
 
     Args:
-        plan: of the run that the data is for.
-        report: is told what happens.
-        num_workers: processes that tokenize; null: one for each CPU. The result is the same for any number.
+        plan: plan of the run.
+        report: called with progress messages.
+        num_workers: tokenizing processes; one per CPU if None. The result is the same for any number.
 
     Raises:
         DataError: the data can't be used as the recipe asks.
     """
     prepared = PreparedData(plan.data_directory)
     if prepared.is_complete:
-        report(f"data {plan.fingerprint}: prepared before")
+        report(f"data {plan.fingerprint}: already prepared")
         return prepared
     with new_prepared_data(prepared.root) as folder:
         manifest = _build(folder, plan, report, num_workers or num_usable_cpus())
         manifest = replace(manifest, digests=folder.compute_digests())
         folder.write_manifest(manifest)
     if manifest.num_too_long:
-        done = {"drop": "left out", "truncate": "cut after their last turn that fits", "split": "split"}
+        done = {"drop": "left out", "truncate": "truncated after the last turn that fits", "split": "split"}
         report(f"{manifest.num_too_long:,} documents longer than a pack: {done[plan.recipe.data.too_long]}")
     report(
         f"data {plan.fingerprint}: {manifest.num_train_documents:,} documents in {manifest.num_train_packs:,} packs of "
@@ -102,10 +102,10 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
 
 
 def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEncoder:
-    """Detect the formats of a recipe's sources, load or learn its tokenizer, and return what encodes its rows.
+    """Detect the formats of a recipe's sources, load or train its tokenizer, and return the encoders.
 
     Raises:
-        DataError: a format is not known, or the tokenizer can't be had or does not suit the chat template.
+        DataError: a format is unknown, or the tokenizer can't be loaded or lacks tokens of the chat template.
     """
     report("reading the first rows")
     formats = _formats(recipe, report)
@@ -141,7 +141,7 @@ class _SplitWriter:
 
 @dataclass
 class _Totals:
-    """What all rows came to."""
+    """Totals over all rows."""
 
     recipe: RecipePlan
     sources: list[SourceStats] = field(init=False)
@@ -158,12 +158,12 @@ class _Totals:
         return sum(source.num_too_long for source in self.sources)
 
     def add(self, encoded: EncodedRows, report: Callable[[str], None]) -> None:
-        """Add a batch; of rows that can't be used, raise the first that is more than `data.skip_bad`."""
+        """Add a batch; raise the error of the first bad row beyond `data.skip_bad`."""
         for error in encoded.bad:
             self.num_bad += 1
             if self.num_bad > self.recipe.data.skip_bad:
                 raise error
-            report(f"left out: {one_line(error)}")
+            report(f"skipped: {one_line(error)}")
         self.num_documents += encoded.num_documents
         self.unused |= encoded.unused
         self.longest = max(self.longest, encoded.longest)
@@ -180,14 +180,14 @@ class _Totals:
             )
 
     def check(self, num_train: int) -> None:
-        """Refuse documents that are longer than a pack, if the recipe says so, and data without any that fits."""
+        """Refuse documents longer than a pack if `data.too_long` is `error`, and data without a document that fits."""
         length, num_too_long = self.recipe.training.sequence_length, self.num_too_long
         if num_too_long and self.recipe.data.too_long == "error":
             raise DataError(
                 f"{num_too_long:,} documents are longer than a pack of {length} tokens "
                 f"(the longest has {self.longest:,})",
-                meaning="cutting them would train the model on answers without an end",
-                fix="raise training.sequence_length, or set data.too_long: drop leaves them out, truncate cuts them "
+                meaning="truncating them would train the model on completions without an end",
+                fix="raise training.sequence_length, or set data.too_long: drop skips them, truncate cuts them "
                 "after the last turn that fits, split is for plain text",
             )
         if not num_train:
@@ -199,7 +199,7 @@ class _Totals:
             )
 
     def report(self, report: Callable[[str], None]) -> None:
-        """Say what is unexpected."""
+        """Report unexpected counts."""
         num_rows = sum(source.num_rows for source in self.sources)
         if self.num_documents > num_rows:
             report(
@@ -211,7 +211,7 @@ class _Totals:
 
 
 def _formats(recipe: RecipePlan, report: Callable[[str], None]) -> dict[int, Format]:
-    """Return the format of each source, detected from its first rows where the recipe leaves it open."""
+    """Return the format of each source, detected from its first rows if the recipe sets none."""
     formats = {}
     for number, source in enumerate(recipe.data.sources):
         rows = first_rows(recipe.data, number, DETECTION_ROWS)
@@ -226,7 +226,7 @@ def _tokenizer(recipe: RecipePlan, formats: dict[int, Format], report: Callable[
     if vocab_size is None:
         is_text = all(form.kind == "text" for form in formats.values())
         return load_tokenizer(recipe.model, None if is_text else recipe.data.chat_template, report)
-    report(f"learning a tokenizer of {vocab_size} tokens")
+    report(f"training a tokenizer of {vocab_size} tokens")
     learned = learn_tokenizer(_train_texts(recipe, formats), vocab_size, recipe.data.chat_template)
     add_tokens(learned, recipe.model.added_tokens, report)
     return learned
@@ -234,7 +234,7 @@ def _tokenizer(recipe: RecipePlan, formats: dict[int, Format], report: Callable[
 
 def _train_texts(recipe: RecipePlan, formats: dict[int, Format]) -> Iterator[str]:
     for source, split, raw in read_rows(recipe.data):
-        with suppress(DataError):  # whoever encodes the row says why it is bad
+        with suppress(DataError):  # encoding the row reports why it is bad
             row = raw.parse() if split != "validation" else None
             validation = recipe.data.validation
             is_train = split == "train" or (row and validation and split_of(row.columns, validation) == "train")

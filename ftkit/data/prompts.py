@@ -1,4 +1,4 @@
-"""Prompts for a model: from rows of a file in any format that is trained on, or from a text."""
+"""Make prompts from a text, or from rows of a file in any training format."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text")
 _MORE_COLUMNS = ("input", "context")
-"""What belongs to an instruction."""
+"""Columns of an instruction."""
 _TOOL_COLUMNS = ("tools", "functions")
 
 
 class PromptedModel(Protocol):
-    """What prompts are made for: a model's tokenizer, and the name by which errors mention it."""
+    """A model's tokenizer, and its name in errors."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -33,11 +33,11 @@ class PromptedModel(Protocol):
 
 
 def conversation_of(columns: Mapping[str, Any], form: Format | None) -> Conversation:
-    """Return the turns of a row that the assistant is to answer.
+    """Return the turns of a row's prompt.
 
     Args:
         columns: the row.
-        form: the recipe's format; used where the row has its columns. Otherwise turns, or a column with a prompt.
+        form: the recipe's format, used if the row has its columns; otherwise turns, or a column with a prompt.
 
     Raises:
         DataError: the row has no prompt.
@@ -79,14 +79,14 @@ def renderer_of(model: PromptedModel, options: Mapping[str, Any]) -> ChatRendere
     if model.tokenizer.chat_template is None:
         raise DataError(
             f"the tokenizer of {model.label} has no chat template",
-            meaning="it is a base model: it continues texts, and was not trained on turns",
+            meaning="it is a base model, which was not trained on conversations",
             fix="try a model that was trained on conversations",
         )
     return ChatRenderer.of(model.tokenizer, options)
 
 
 def encode_prompt(model: PromptedModel, renderer: ChatRenderer, conversation: Conversation) -> list[int]:
-    """Return a prompt's tokens, up to where the assistant begins to speak."""
+    """Return a prompt's tokens, including the header of the assistant turn."""
     text = renderer.render(conversation, open_turn=True)
     tokens: list[int] = model.tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens

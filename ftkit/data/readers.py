@@ -24,7 +24,7 @@ _BUFFER = 1 << 20
 _MAX_FIRST_LINE = 64 << 20
 _MAX_CELL = 1 << 30
 _WRAPPERS = ("data", "rows", "examples", "instances")
-"""Keys of a JSON object under which files keep the list of their rows."""
+"""Keys of a JSON object that may hold the list of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class RawRow:
 
     Attributes:
         number: line or row, counted from 1, or as the data set counts.
-        sequel: what stands between the file's name and the number.
-        content: a JSON text that is not parsed yet, the columns, or why the row can't be used.
+        sequel: text between the file's name and the number.
+        content: JSON text that is not parsed yet, the columns, or the row's error.
     """
 
     file: str
@@ -57,7 +57,7 @@ class RawRow:
 
 
 def suffix_of(name: str) -> str:
-    """Return how a file's name ends, in small letters, without the ending of a compression."""
+    """Return a file's lowercase suffix, without that of a compression."""
     path = Path(name.lower())
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
@@ -66,13 +66,13 @@ def cut_error(path: str, error: Exception) -> DataError:
     """Return the error of a file that ends too early or is damaged."""
     return DataError(
         f"{path} can't be read to its end: {one_line(error) or type(error).__name__}",
-        meaning="the file is cut or damaged, or is not what its name says: a copy or a download was interrupted",
+        meaning="the file is truncated or damaged, or has another format than its name says",
         fix="copy or download it again, and compare sizes",
     )
 
 
 def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    """Read lines that end at line feeds alone: U+2028, U+2029 and U+0085 may stand inside a JSON text."""
+    """Read lines that end at line feeds only: U+2028, U+2029 and U+0085 may occur inside a JSON text."""
     for number, line in enumerate(file, start=1):
         if not line.isspace():
             yield RawRow(path, ":", number, line)
@@ -95,7 +95,7 @@ def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
             yield RawRow(path, ", element ", number, element.encode())
         if parser.peek():
             raise DataError(
-                f"{path}: there is more behind the end of the JSON text",
+                f"{path}: there is text after the end of the JSON value",
                 meaning="the file is damaged, or has several JSON texts one after another",
                 fix=f"write one object a line: jq -c . {shlex.quote(path)} > lines.jsonl",
             )
@@ -124,14 +124,14 @@ def _as_text(file: IO[bytes]) -> Iterator[IO[str]]:
 
 
 class _JsonParser:
-    """Parses a JSON text piece by piece: one value and a buffer are in memory."""
+    """Parses a JSON text incrementally, with one value and a buffer in memory."""
 
     def __init__(self, file: IO[str], path: str) -> None:
         self._file, self._path, self._text = file, path, ""
         self._decoder = json.JSONDecoder()
 
     def peek(self) -> str:
-        """Return the next character that is not blank; nothing at the end."""
+        """Return the next character that is not blank; empty at the end."""
         self._text = self._text.lstrip()
         while not self._text and self._fill():
             self._text = self._text.lstrip()
@@ -150,7 +150,7 @@ class _JsonParser:
         """Yield the elements of the list that an object wraps, or the object itself if it wraps none.
 
         Raises:
-            DataError: a name stands twice, or there is a second list of rows.
+            DataError: a duplicate key, or a second list of rows.
         """
         self._take("{")
         others: dict[str, Any] = {}
@@ -162,7 +162,7 @@ class _JsonParser:
                 wrapper = name
                 yield from self.elements()
             elif name in others:
-                raise DataError(f"{self._path}: the key {name[:80]!r} stands twice", fix="correct the file")
+                raise DataError(f"{self._path}: duplicate key {name[:80]!r}", fix="correct the file")
             else:
                 others[name] = json.loads(self._value())
             if self.peek() != "}":
@@ -194,12 +194,12 @@ class _JsonParser:
                 if len(self._text) > _MAX_CELL or not self._fill():
                     raise cut_error(self._path, error) from error
                 continue
-            if end < len(self._text) or not self._fill():  # a number may go on
+            if end < len(self._text) or not self._fill():  # a number may continue
                 text, self._text = self._text[:end], self._text[end:]
                 return text
 
     def _fill(self) -> bool:
-        """Read as much as there is already, so that a long value is parsed anew few times."""
+        """Double the buffer, so that a long value is parsed again only a few times."""
         try:
             more = self._file.read(max(_BUFFER, len(self._text)))
         except UnicodeDecodeError as error:
@@ -229,7 +229,7 @@ def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
 
 
 def _check_names(names: Sequence[str], path: str) -> None:
-    """Refuse columns of the same name, of which a row could hold one only, and lines that are not divided."""
+    """Refuse duplicate column names, and files with another separator."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(
@@ -241,8 +241,8 @@ def _check_names(names: Sequence[str], path: str) -> None:
     if other:
         raise DataError(
             f"{path}: the columns are separated by {other!r}",
-            meaning="a file named .csv has commas between its columns, one named .tsv has tabs",
-            fix="write it anew with commas, or rename it to .tsv if these are tabs",
+            meaning="columns are separated by commas in .csv files and by tabs in .tsv files",
+            fix="rewrite it with commas, or rename it to .tsv if these are tabs",
         )
 
 
@@ -251,10 +251,10 @@ def _csv_problem(columns: Mapping[Any, Any], where: str) -> DataError | None:
         return DataError(
             f"{where}: {'more' if None in columns else 'fewer'} columns than the first line names",
             meaning="a comma or a line break in a text needs quotes around it",
-            fix="correct this line, or write the file anew as JSON Lines",
+            fix="correct this line, or convert the file to JSON Lines",
         )
     if any("\0" in value for value in columns.values()):
-        return DataError(f"{where}: NUL bytes", meaning=NUL_BYTES, fix="write the file anew, in UTF-8")
+        return DataError(f"{where}: NUL bytes", meaning=NUL_BYTES, fix="rewrite the file in UTF-8")
     return None
 
 
@@ -274,7 +274,7 @@ def _read_arrow(file: IO[bytes], path: str) -> Iterator[RawRow]:
         start = file.read(6)
         file.seek(0)
         if start.startswith(b"FEA1"):
-            raise DataError(f"{path} is of Feather's version 1", fix="write it anew with version 2, or as Parquet")
+            raise DataError(f"{path} is a Feather version 1 file", fix="rewrite it as version 2, or as Parquet")
         is_file = start == b"ARROW1"
         reader = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
         _check_names(reader.schema.names, path)
@@ -291,7 +291,7 @@ def _table_rows(batches: Iterator[Any], path: str) -> Iterator[RawRow]:
     for batch in batches:
         try:
             rows = batch.to_pylist()
-        except UnicodeDecodeError:  # one by one, to see which
+        except UnicodeDecodeError:  # one by one, to find the bad row
             rows = [_only_row(batch.slice(place, 1)) for place in range(batch.num_rows)]
         for content in rows:
             number += 1
@@ -303,7 +303,7 @@ def _not_utf8(content: object, path: str, number: int) -> DataError | None:
         return None
     return DataError(
         f"{path}, row {number}: not UTF-8: {one_line(content)}",
-        meaning="a column of text holds bytes of another encoding",
+        meaning="a text column has bytes of another encoding",
         fix="convert them where the file is made",
     )
 
@@ -335,4 +335,4 @@ READERS: Mapping[str, Callable[[IO[bytes], str], Iterator[RawRow]]] = {
     ".arrow": _read_arrow,
     ".feather": _read_arrow,
 }
-"""How the files are read whose names end so; all others are JSON Lines."""
+"""Readers by suffix; files with any other suffix are JSON Lines."""

@@ -1,4 +1,4 @@
-"""From conversations to text with a mark on what is trained, through the chat template."""
+"""Render conversations with the chat template, and find the trained spans of the text."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from ftkit.config.data import DataSpec
 
 _TODAY = datetime(2025, 1, 1, tzinfo=UTC)
-"""The date that templates write which write today's (gpt-oss, Mistral): data that is prepared twice is the same."""
+"""Date for templates that write the current date (gpt-oss, Mistral), so that preparing twice gives the same data."""
 _WINDOW = 16
 _ROLES_SHOWN = 8
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THINKING = re.compile(r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK]\s*\[/THINK])\s*\Z")
-"""What opens a turn where the model is not to think; some templates then leave it out of the turn itself."""
+"""Marker that opens a turn without thinking; some templates omit it when they render the turn itself."""
 _SHORT_ID = 9
-"""Letters of a call's id where a template insists (Mistral's)."""
+"""Length of a tool call id for templates that require it (Mistral's)."""
 
 _Turn = dict[str, Any]
-"""A turn as chat templates take it."""
+"""A turn as chat templates expect it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A text, and what is trained of it.
+    """A rendered text with its trained spans.
 
     Attributes:
-        spans: where trained turns begin and end in the text, in order, end-of-turn token included.
-        cuts: places inside special tokens that the data types: no token may cross them.
+        spans: start and end of the trained turns in the text, in order, with the end-of-turn token.
+        cuts: positions inside special tokens that the data contains as text; no token may cross them.
     """
 
     text: str
@@ -53,12 +53,12 @@ class ChatRenderer:
     """A tokenizer's chat template.
 
     Attributes:
-        template: its text, in Jinja.
-        tool_template: the one for conversations with tools, which is the same for most tokenizers.
-        variables: special tokens and options that it may write.
-        special_tokens: tokens that stay text where the data types them, longest first.
-        needs_short_ids: whether it refuses calls without an id of nine letters.
-        dropped: fields of turns that it leaves out without a word, as found by rendering small conversations.
+        template: Jinja text.
+        tool_template: template for conversations with tools; the same for most tokenizers.
+        variables: special tokens and options that it may use.
+        special_tokens: tokens that stay text if the data contains them, longest first.
+        needs_short_ids: whether it requires tool call ids of nine letters.
+        dropped: fields of turns that it silently omits, found by rendering small conversations.
     """
 
     template: str
@@ -70,7 +70,7 @@ class ChatRenderer:
 
     @classmethod
     def of(cls, tokenizer: Any, options: Mapping[str, Any]) -> ChatRenderer:
-        """Take a tokenizer's template, and find out what it does with the fields of turns."""
+        """Inspect a tokenizer's template: find which fields of turns it omits."""
         renderer = cls(
             template=tokenizer.get_chat_template(),
             tool_template=tokenizer.get_chat_template(tools=[{}]),
@@ -89,10 +89,10 @@ class ChatRenderer:
         return True
 
     def render(self, conversation: Conversation, *, open_turn: bool = False) -> str:
-        """Return the text of a conversation; with `open_turn`, up to where the assistant begins to speak.
+        """Return the text of a conversation; with `open_turn`, followed by the header of an assistant turn.
 
         Raises:
-            DataError: the chat template does not take it.
+            DataError: the chat template refuses it.
         """
         if self.needs_short_ids:
             conversation = _with_short_ids(conversation)
@@ -104,11 +104,12 @@ class ChatRenderer:
         return self._to_end_of_turn(self.render(conversation))
 
     def renderings(self, conversation: Conversation, train_on: DataSpec) -> list[Rendering]:
-        """Render a conversation so that each trained turn is in the form in which inference will see it.
+        """Render a conversation so that each trained turn has the form that inference will see.
 
-        Inference renders what comes before a turn, and the model writes the rest. Where a template rewrites earlier
-        turns once later ones follow (Qwen 3 drops their thinking, gpt-oss their analysis and end token), one text
-        can't show all turns so: each text goes to the end of a turn, and holds as many trained turns as stay the same.
+        Inference renders the turns before an assistant turn, and the model writes the rest. Where a template rewrites
+        earlier turns once later ones follow (Qwen 3 drops their thinking, gpt-oss their analysis and end token), one
+        text can't have all turns in that form. So each text ends with a turn, and holds as many trained turns as stay
+        the same.
 
         Raises:
             DataError: the template refuses the conversation or leaves out some of it, or nothing is trained.
@@ -123,12 +124,12 @@ class ChatRenderer:
         return [_without_cuts(rendering) for rendering in found] if has_cuts else found
 
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, bool]:
-        """Check that the template writes all fields, and cut special tokens that are typed; tell whether there are."""
+        """Check that the template writes all fields, and cut special tokens in the text; return whether any are."""
         lost = self.dropped and self.dropped & _fields_of(conversation)
         if lost:
             raise DataError(
                 f"the chat template leaves out {', '.join(sorted(lost))}",
-                meaning="the model would be trained on something else than the data says",
+                meaning="the model would be trained on other text than the data has",
                 fix="choose a data.chat_template that writes them, or correct the data",
             )
         if self.needs_short_ids:
@@ -137,7 +138,7 @@ class ChatRenderer:
         if not any(pattern.search(text) for text in typed_texts(conversation)):
             return conversation, False
         if any(CUT in text for text in typed_texts(conversation)):
-            raise DataError("the text has U+FDD0, which is no character", fix="correct or remove this example")
+            raise DataError("the text has U+FDD0, which is not a character", fix="correct or remove this example")
         messages = tuple(
             replace(
                 message,
@@ -189,7 +190,7 @@ class ChatRenderer:
     def _grouped(
         self, turns: list[_Turn], tools: Sequence[Mapping[str, Any]], trained: Sequence[int]
     ) -> list[Rendering]:
-        """Return texts that each go to the end of a trained turn, as few as show each turn as inference sees it."""
+        """Return texts that each end with a trained turn; as few as give each turn the form of inference."""
         in_windows = self._in_windows(turns, tools, trained) if len(turns) > _WINDOW else None
         if in_windows is not None:
             return [in_windows]
@@ -207,8 +208,8 @@ class ChatRenderer:
     ) -> Rendering | None:
         """Render a long conversation in time linear in its turns.
 
-        What comes before a turn is then the leading system turns and the turns just before. What each turn adds is
-        put together, and must be what the whole conversation is rendered to; None if it is not.
+        The context of a turn is then the leading system turns and the turns just before it. The concatenation of the
+        pieces must equal the rendering of the whole conversation; returns None otherwise.
         """
         text, spans, done = "", [], 0
         for turn in trained:
@@ -227,7 +228,7 @@ class ChatRenderer:
         return Rendering(text, tuple(spans)) if whole.startswith(text) else None
 
     def _behind(self, before: str, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], turn: int) -> str | None:
-        """Return what inference shows before an assistant turn with the turn behind it, where the template differs.
+        """Return the prompt of inference followed by the assistant turn, if the template renders the turn differently.
 
         gpt-oss leaves out the analysis before a tool call as soon as the final answer is there; Gemma 4 opens a turn
         with an empty thought that it leaves out of the turn itself. The turn begins behind the last words that open
@@ -251,7 +252,7 @@ class ChatRenderer:
         return turns if turns != text and turns.endswith(self.special_tokens) else text
 
     def _through(self, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], turn: int) -> tuple[str, int]:
-        """Return the text through the end of a turn, and where the turn begins in it."""
+        """Return the text up to the end of a turn, and the start of the turn in it."""
         is_assistant = turns[turn]["role"] == "assistant"
         text, marks = self._render(turns[: turn + 1], tools, open_turn=False)
         if is_assistant and marks:
@@ -261,8 +262,8 @@ class ChatRenderer:
         if turn == 0:
             if is_assistant:
                 raise DataError(
-                    "the conversation starts with the assistant, so nothing tells where its words begin",
-                    meaning="a chat template opens an assistant turn after what was said before",
+                    "the conversation starts with an assistant turn, so the start of its completion is unknown",
+                    meaning="a chat template opens an assistant turn after earlier turns",
                     fix="put a system or user turn before it, remove this example, or set data.train_on to 'all'",
                 )
             return text, 0
@@ -275,21 +276,21 @@ class ChatRenderer:
             raise DataError(
                 f"turn {turn + 1}: inference opens this turn with {before[-40:]!r}, but the chat template renders the "
                 "turn without that",
-                meaning="the model would be trained on another text than it sees in use; a thinking model's template "
-                "opens each turn with <think>, which data without reasoning does not have",
+                meaning="the model would be trained on other text than it sees in inference; thinking models' "
+                "templates open each turn with <think>, which data without reasoning does not have",
                 fix="add reasoning_content to the data, or set data.template_options or another data.chat_template",
             )
         return text, len(before)
 
 
 def _shared(text: str, other: str) -> str:
-    """Return what both texts begin with."""
+    """Return the common prefix of two texts."""
     length = next((place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
     return text if length is None else text[:length]
 
 
 def _context(turns: list[_Turn], end: int) -> list[_Turn]:
-    """Return the turns before `end`; of many, the leading system turns and the last ones, from a user's turn on."""
+    """Return the turns before `end`: all, or the leading system turns and the last turns from a user turn on."""
     if end <= _WINDOW:
         return turns[:end]
     system = list(takewhile(lambda turn: turn["role"] == "system", turns[:_WINDOW]))
@@ -299,7 +300,7 @@ def _context(turns: list[_Turn], end: int) -> list[_Turn]:
 
 
 def _for_template(message: Message) -> _Turn:
-    """Return a turn as templates take it; keys without a value are left out, for some ask whether a key is there."""
+    """Return a turn as templates expect it, without keys that have no value, since some templates test for keys."""
     turn: _Turn = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.reasoning)
@@ -316,7 +317,7 @@ def _for_template(message: Message) -> _Turn:
 
 
 def _with_short_ids(conversation: Conversation) -> Conversation:
-    """Give all calls ids of nine letters, and the results theirs: those of the calls before, in order."""
+    """Give all tool calls ids of nine letters, and the results the ids of their calls, in order."""
     numbers = count()
     waiting: list[str] = []
     messages = []
@@ -337,7 +338,7 @@ def _short_id(text: str) -> str:
 
 
 def _fields_of(conversation: Conversation) -> set[str]:
-    """Return which fields a conversation has that a template may leave out, by the words of messages."""
+    """Return the fields of a conversation that a template may omit, as messages name them."""
     fields = {"tools"} if conversation.tools else set()
     for message in conversation.messages:
         if message.reasoning:
@@ -356,7 +357,7 @@ def _fields_of(conversation: Conversation) -> set[str]:
 
 
 def _dropped(renderer: ChatRenderer) -> Iterator[str]:
-    """Yield the fields that a template leaves out: it renders a small conversation without the word in the field."""
+    """Yield the fields that a template omits: it renders a small conversation without the field's text."""
     word = "ftkitprobe"
     tool = {"type": "function", "function": {"name": "f", "description": word, "parameters": {"type": "object",
             "properties": {"a": {"type": "string", "description": "a"}}}}}  # fmt: skip
@@ -379,11 +380,11 @@ def _dropped(renderer: ChatRenderer) -> Iterator[str]:
             if word not in renderer.render(short if renderer._takes(short) else conversation):  # noqa: SLF001
                 yield field
         except DataError:
-            continue  # it refuses such turns, and will say so of those in the data
+            continue  # it refuses such turns, and reports that for the data
 
 
 def _without_cuts(rendering: Rendering) -> Rendering:
-    """Take the cuts out of the text, and return where they were."""
+    """Remove the cut marks from the text, and return their positions."""
     places = [place for place, letter in enumerate(rendering.text) if letter == CUT]
     spans = tuple(
         (begin - bisect_left(places, begin), end - bisect_left(places, end)) for begin, end in rendering.spans

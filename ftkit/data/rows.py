@@ -1,4 +1,4 @@
-"""Rows of data, each with its place, and JSON Lines files of them."""
+"""Rows of data with their file and line, and JSON Lines files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Columns = dict[str, Any]
 
 MAX_DEPTH = 64
-"""Lists and mappings inside each other: far more than a conversation has, far less than Python's stack."""
+"""Maximum nesting: far more than a conversation has, far less than Python's stack."""
 _EXCERPT = 200
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _NUL = "\0"
@@ -34,13 +34,13 @@ _MAGIC = {
     b"PAR1": ("a Parquet file", ".parquet"),
     b"ARROW1": ("an Arrow file", ".arrow"),
 }
-"""How files begin that are not JSON Lines."""
+"""Magic numbers of files that are not JSON Lines."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The columns of one example, and where they were read: `FILE:LINE`, or its number in a data set."""
+    """The columns of one example, and its place: `FILE:LINE`, or its number in a data set."""
 
     columns: Columns
     where: str
@@ -62,7 +62,7 @@ def read_json_lines(path: Path) -> list[Row]:
     """Read a JSON Lines file, which is UTF-8 with or without a byte-order mark. Blank lines are skipped.
 
     Raises:
-        DataError: it can't be read, or a line is not a JSON object that can be trained on.
+        DataError: the file can't be read, or a line is not a valid JSON object.
     """
     try:
         with path.open("rb") as file:
@@ -78,7 +78,7 @@ def write_json_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _parse(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
-    """Parse lines that end at line feeds alone: U+2028, U+2029 and U+0085 may stand inside a JSON text."""
+    """Parse lines that end at line feeds only: U+2028, U+2029 and U+0085 may occur inside a JSON text."""
     for number, line in enumerate(lines, start=1):
         if not line.isspace():
             row = parse_row(line, str(path), f"{path}:{number}", is_first=number == 1)
@@ -91,9 +91,9 @@ def parse_row(content: bytes, file: str, where: str, *, is_first: bool) -> Row |
 
     Args:
         content: the text.
-        file: where it is.
-        where: the file and the place in it.
-        is_first: whether a byte-order mark may stand before it.
+        file: its file.
+        where: file and line, for errors.
+        is_first: whether it may begin with a byte-order mark.
 
     Raises:
         DataError: it is not UTF-8, or not a JSON object that can be trained on.
@@ -110,8 +110,8 @@ def _check_kind(content: bytes, file: str) -> None:
     if kind:
         raise DataError(
             f"{file} is {kind}, not JSON Lines",
-            meaning="the end of a file's name says how it is read",
-            fix=f"rename it, so that it ends in {ending}" if ending else "unpack it",
+            meaning="the suffix of a file selects its reader",
+            fix=f"rename it with the suffix {ending}" if ending else "unpack it",
         )
 
 
@@ -153,15 +153,15 @@ def _why_invalid(text: str, *, is_array: bool) -> str:
     if _NUL in text:
         return NUL_BYTES
     if "\r" in text.rstrip():
-        return "its lines end in carriage returns alone, or have some inside"
-    return "the file is one array, or its objects go over several lines" if is_array or text.strip() == "{" else ""
+        return "its lines end in carriage returns, or contain them"
+    return "the file is one array, or its objects span several lines" if is_array or text.strip() == "{" else ""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Columns:
     unique = dict(pairs)
     if len(unique) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {name[:80]!r} stands twice")
+        raise ValueError(f"duplicate key {name[:80]!r}")
     return unique
 
 
@@ -179,7 +179,7 @@ def _check_surrogates(parsed: Columns, where: str) -> None:
     except UnicodeEncodeError as error:
         half = str(error.object)[error.start]
         raise DataError(
-            f"{where}: \\u{ord(half):04x} is half of a character",
+            f"{where}: \\u{ord(half):04x} is a lone surrogate, half of a character",
             meaning="a text was cut inside an emoji or another character that JSON writes as two escapes",
             fix="correct or remove this example",
         ) from error

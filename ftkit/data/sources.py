@@ -1,6 +1,6 @@
-"""The rows of a recipe's sources: which are taken, in which split, and in which order.
+"""Select rows from a recipe's sources, split them, and order them.
 
-Everything is a stream: a row is read, given its split, and handed on.
+Rows are processed as a stream.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Split = Literal["train", "validation"]
 
 FIRST_BYTES = 1 << 20
 FIRST_ROWS = 200
-"""How much of a file is looked at before a job is submitted."""
+"""Bytes of a file that are checked before a job is submitted."""
 
 
 class SourceRow(NamedTuple):
-    """A row that is taken: the source's place in `data.source`, and its split; None where the row's content decides."""
+    """A selected row: the source's index in `data.source`, and its split; None if the row's content decides."""
 
     source: int
     split: Split | None
@@ -78,7 +78,7 @@ def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
 
 
 def _parsed(raw: Iterable[RawRow], max_bad: int) -> list[Row]:
-    """Parse rows; those that can't be are left out, up to so many: of more, the first one is raised."""
+    """Parse rows; skip up to `data.skip_bad` bad rows, then raise the first error beyond."""
     rows, bad = [], []
     for each in raw:
         try:
@@ -93,7 +93,7 @@ def _parsed(raw: Iterable[RawRow], max_bad: int) -> list[Row]:
 
 
 def split_of(columns: Mapping[str, Any], validation: ValidationSpec) -> Split:
-    """Return the split of a row by its content, whatever the order of its columns or the format of its file."""
+    """Return the split of a row by its content, independent of the order of its columns and the format of its file."""
     text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str)
     digest = hashlib.blake2b(f"{validation.seed}\n{text}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     share = validation.fraction or 0.0
@@ -101,7 +101,7 @@ def split_of(columns: Mapping[str, Any], validation: ValidationSpec) -> Split:
 
 
 def peek_rows(data: DataSpec) -> list[Row]:
-    """Read what can be had at once: the first rows of files, one generated example, nothing of the hub.
+    """Read the data that is available at once: the first rows of files, one generated example, nothing from the hub.
 
     Raises:
         DataError: a file is missing, one of these rows is malformed, or small files have too few rows.
@@ -156,7 +156,7 @@ class _Files:
 
 @dataclass(frozen=True)
 class _Dataset:
-    """The rows of a data set of the hub."""
+    """The rows of a data set on the hub."""
 
     source: HubSource
 
@@ -173,25 +173,25 @@ class _Dataset:
 
 @cache
 def _load(source: HubSource) -> Any:
-    import datasets  # noqa: PLC0415 - a second of imports that only this source needs
+    import datasets  # noqa: PLC0415 - takes a second to import, only for this source
 
     try:
         return datasets.load_dataset(source.dataset, source.subset, split=source.split, revision=source.revision)
-    except Exception as error:  # the library raises whatever its many back-ends raise
+    except Exception as error:  # the library passes on any error of its back ends
         raise DataError(
             f"can't load the data set '{source.dataset}': {one_line(error)}",
             meaning="it does not exist, is gated, or this machine can't reach the hub",
-            fix="check the name; set HF_TOKEN for a gated one; on a node without network, prepare where there is one",
+            fix="check the name; set HF_TOKEN for a gated one; on a node without network, prepare the data elsewhere",
         ) from error
 
 
 @dataclass(frozen=True)
 class _OpenSource:
-    """A source, and how many of its rows are taken.
+    """A source, and the number of rows to take from it.
 
     Attributes:
-        num_train: None: all that are not for validation.
-        validation: files that are validated on as a whole.
+        num_train: rows to train on; None: all that are not for validation.
+        validation: files whose rows are all in the validation split.
     """
 
     number: int
@@ -204,18 +204,18 @@ class _OpenSource:
 
     @cached_property
     def num_rows(self) -> int:
-        """Rows that there are."""
+        """Number of rows of the source."""
         return self.rows.count()
 
     @property
     def num_taken(self) -> int:
-        """Rows that are taken."""
+        """Number of selected rows."""
         return self.num_rows if self.num_train is None else self.num_train + self.num_validation
 
     def taken(self) -> Iterator[SourceRow]:
-        """Yield the rows that are taken, in their order.
+        """Yield the selected rows, in order.
 
-        Which ones is drawn in one pass that keeps nothing: algorithm S of Knuth's "The Art of Computer Programming",
+        Rows are sampled in one pass with constant memory: algorithm S of Knuth's "The Art of Computer Programming",
         volume 2, section 3.4.2.
         """
         if self.num_train is None and not self.num_validation:
@@ -239,7 +239,7 @@ class _OpenSource:
                 yield SourceRow(self.number, "train", row)
 
     def taken_evenly(self) -> Iterator[tuple[float, int, SourceRow]]:
-        """Yield the rows that are taken, each with its place between 0 and 1."""
+        """Yield the selected rows, each with its relative position between 0 and 1."""
         for index, row in enumerate(self.taken()):
             yield (index + 0.5) / self.num_taken, self.number, row
 
@@ -251,7 +251,7 @@ def _open_sources(data: DataSpec, *, count: bool = True) -> list[_OpenSource]:
         key = f"data.source[{number}]" if listed else "data.source"
         validation = None
         if isinstance(source, GeneratedSource):
-            raise TypeError("generated examples can't be mixed: a list of sources holds none")
+            raise TypeError("generated examples can't be mixed with other sources")
         rows = _Dataset(source) if isinstance(source, HubSource) else _Files(source.train, f"{key}.train")
         if isinstance(source, FilesSource) and source.heldout is not None:
             validation = _Files(source.heldout, f"{key}.heldout")
@@ -262,15 +262,15 @@ def _open_sources(data: DataSpec, *, count: bool = True) -> list[_OpenSource]:
 
 
 def _by_weight(sources: list[_OpenSource], weights: Sequence[float]) -> list[_OpenSource]:
-    """Take as many rows of each source as its weight and the scarcest source allow."""
+    """Take as many rows from each source as its weight and the scarcest source allow."""
     rows = [source.num_rows - source.num_validation for source in sources]
     scale = min(num / weight for num, weight in zip(rows, weights, strict=True))
     nums = [min(num, round(scale * weight)) for num, weight in zip(rows, weights, strict=True)]
     for source, num in zip(sources, nums, strict=True):
         if num < 1:
             raise DataError(
-                f"{source.key}: its weight gives it no row",
-                meaning="the weights are far apart for data of these sizes: " + ", ".join(f"{num:,}" for num in rows),
+                f"{source.key}: its weight selects no row",
+                meaning="the weights differ too much for data of these sizes: " + ", ".join(f"{num:,}" for num in rows),
                 fix="raise its weight, or give num_train instead of weights",
             )
     return [
@@ -294,7 +294,7 @@ def _split(rows: Iterator[SourceRow], sources: list[_OpenSource], asked: Validat
 
 
 def _split_by_count(rows: Iterator[SourceRow], num_rows: int, count: int, seed: int) -> Iterator[SourceRow]:
-    """Draw exactly `count` rows, by algorithm S."""
+    """Sample exactly `count` rows, by algorithm S."""
     if num_rows <= count:
         raise DataError(
             f"the data has {num_rows:,} examples, data.validation.count is {count:,}: nothing is left to train on",
@@ -317,7 +317,7 @@ def _whole(number: int, files: _Files) -> Iterator[SourceRow]:
 
 
 def _generate(source: GeneratedSource) -> Iterator[SourceRow]:
-    from ftkit.data.tasks import malware_analysis, text_to_sql  # noqa: PLC0415 - a plan of other data needs neither
+    from ftkit.data.tasks import malware_analysis, text_to_sql  # noqa: PLC0415 - only generated data needs them
 
     task: text_to_sql.TextToSql | malware_analysis.MalwareAnalysis
     match source.generator:

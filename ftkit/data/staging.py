@@ -25,39 +25,39 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 STAGED = "FTKIT_STAGED_WEIGHTS"
-"""Variable that tells a node's ranks the folder of the weights on its own disk."""
+"""Environment variable with the folder of the weights on the node's own disk."""
 _FILES = ("*.json", "*.safetensors", "*.model", "*.jinja")
 _MARKER = "ftkit-staged.json"
 _CHUNK = 2**24
 _THREADS = 8
-"""Files at a time: one stream does not fill a parallel file system's bandwidth."""
+"""Files copied in parallel: one stream does not saturate a parallel file system."""
 
 
 @dataclass(frozen=True)
 class StagedFiles:
-    """Size and SHA-256 of each file, as it was read from the shared file system."""
+    """Size and SHA-256 of each file, as read from the shared file system."""
 
     source: str
     files: dict[str, SavedFile]
 
 
 def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> Path | None:
-    """Copy a run's weights to this node's own disk, or verify the copy that is there.
+    """Copy a run's weights to this node's own disk, or verify an existing copy.
 
     Args:
-        plan: of the run; does nothing unless its cluster has `stage: local`.
-        cache: folder of this user on the node's own disk.
-        report: is told what is done.
+        plan: plan of the run; without `stage: local` in its cluster, nothing is done.
+        cache: this user's folder on the node's own disk.
+        report: called with progress messages.
 
     Returns:
-        The folder to load from; None: that on the shared file system.
+        The folder to load from; None: the one on the shared file system.
     """
     model = plan.recipe.model
     if plan.cluster.stage != "local" or model.weights == "random":
         return None
     source = find_folder(model, os.environ, Workspace(plan.workspace).hub_home)
     if source is None or (is_path(model.weights) and not source.is_dir()):
-        return None  # the ranks say why they can't be loaded
+        return None  # the ranks report why they can't be loaded
     files = sorted({path for pattern in _FILES for path in source.glob(pattern) if path.is_file()})
     began, host = time.monotonic(), socket.gethostname()
     folder = cache / "weights" / _key(source, files)
@@ -84,7 +84,7 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
 
 
 def _key(source: Path, files: list[Path]) -> str:
-    """Return the folder's name: another for other weights, and for the same ones after a change."""
+    """Return the folder's name, which changes with the weights."""
     digest = hashlib.sha256(str(source).encode())
     for path in files:
         about = path.stat()
@@ -93,7 +93,7 @@ def _key(source: Path, files: list[Path]) -> str:
 
 
 def _verify(folder: Path) -> list[str] | None:
-    """Return the damaged files of a copy, none if there is no copy; None: it is whole."""
+    """Return the damaged files of a copy; empty if there is no copy, None if the copy is intact."""
     staged = read_json_if_valid(folder / _MARKER, StagedFiles)
     if staged is None:
         return [_MARKER] if folder.is_dir() else []
@@ -118,7 +118,7 @@ def _copy(source: Path, files: list[Path], folder: Path, size: int) -> None:
 
 
 def _copy_file(path: Path, target: Path) -> SavedFile:
-    """Copy a file; return its size and digest, of what was read."""
+    """Copy a file; return size and digest of the bytes read."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as reader, target.open("wb") as writer:
         while chunk := reader.read(_CHUNK):

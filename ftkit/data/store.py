@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 _LEFTOVER_SECONDS = 24 * 3600
-"""How long after its last write a folder that was not completed is taken for one of a killed preparation."""
+"""Seconds after the last write until an incomplete folder counts as left by a killed preparation."""
 
 TRAINED: Final = np.uint32(1 << 31)
-"""The bit of a stored token that says that it counts in the loss."""
+"""Bit of a stored token that marks it as trained."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DocumentBatch:
     """Consecutive documents.
 
     Attributes:
-        tokens: uint32, the documents one after another; with `TRAINED` where a token counts in the loss.
+        tokens: uint32, the documents one after another; with the bit `TRAINED` on tokens in the loss.
         lengths: int64, tokens of each document.
         sources: uint16, the source of each document, as its place in `data.source`.
     """
@@ -62,7 +62,7 @@ class DocumentBatch:
 
     @classmethod
     def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
-        """Put batches one after another."""
+        """Concatenate batches."""
         if len(batches) == 1:
             return batches[0]
         return DocumentBatch(
@@ -90,7 +90,7 @@ class DocumentBatch:
 
 @dataclass(frozen=True)
 class SourceStats:
-    """What one source came to; tokens and targets are those of the training split.
+    """Totals of one source; tokens and targets of the training split.
 
     Attributes:
         num_targets: tokens that count in the loss.
@@ -107,7 +107,7 @@ class SourceStats:
 
 @dataclass(frozen=True)
 class DataManifest:
-    """What a folder of prepared data holds; its existence says that the folder is complete."""
+    """Manifest of a folder of prepared data; it is written last, so it marks the folder as complete."""
 
     fingerprint: str
     sequence_length: int
@@ -123,13 +123,13 @@ class DataManifest:
     """Tokens of the training documents as padded rows (`data.packing: off`), padding included; 0 if not counted."""
     sources: tuple[SourceStats, ...] = ()
     preparation_version: int = 0
-    """Of the code that prepared the data; manifests written before it was recorded have none."""
+    """Version of the code that prepared the data; older manifests lack it."""
     digests: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of the packs of each split, and of the tokenizer. Data that an earlier version prepared has none."""
+    """SHA-256 of the packs of each split, and of the tokenizer. Older data lacks it."""
 
     @property
     def identity(self) -> str:
-        """What checkpoints know the data by.
+        """Identity of the data in checkpoints.
 
         An earlier version's plan keeps its fingerprint when its data is prepared anew, by another version, into other
         packs; only this tells them apart.
@@ -139,9 +139,9 @@ class DataManifest:
 
     @property
     def mixed_sources(self) -> tuple[str, ...]:
-        """The names of several sources by which metrics tell them apart; none for a single source.
+        """Names of the sources in metrics; empty for a single source.
 
-        Of the same name are files of several folders: they get their place in `data.source` too.
+        Files of several folders may have the same name: then their index in `data.source` is appended.
         """
         names = [source.name for source in self.sources]
         if len(names) < 2:  # noqa: PLR2004 - two are several
@@ -150,7 +150,7 @@ class DataManifest:
 
     @property
     def fill_ratio(self) -> float:
-        """Part of the training packs that is not padding."""
+        """Fraction of the training packs that is not padding."""
         return self.num_train_tokens / max(1, self.num_train_packs * self.sequence_length)
 
 
@@ -186,7 +186,7 @@ class PackWriter:
                 os.fsync(file.fileno())
 
     def write(self, documents: DocumentBatch, pack_sizes: Sequence[int]) -> None:
-        """Append packs: of the documents, so many in each."""
+        """Append packs with the given number of documents each."""
         ends = self.num_tokens + np.cumsum(documents.lengths, dtype=np.int64)
         last = np.cumsum(pack_sizes, dtype=np.int64) - 1
         trained = np.concatenate([[0], np.cumsum(documents.tokens >= TRAINED, dtype=np.int64)])
@@ -258,7 +258,7 @@ def _map(path: Path, kind: str) -> NDArray[Any]:
     except (OSError, ValueError) as error:
         raise DataError(
             f"the prepared data can't be read: {path}: {error}",
-            meaning="a file is missing or was cut",
+            meaning="a file is missing or truncated",
             fix=f"delete {path.parent.parent} and prepare again",
         ) from error
 
@@ -307,12 +307,12 @@ class PreparedData:
 
     @property
     def validation_sources(self) -> Path:
-        """The number of the source of each of these rows, one a line; data prepared by earlier versions has none."""
+        """Source number of each of these rows, one per line; older data lacks it."""
         return self.root / "validation.sources"
 
     @property
     def is_complete(self) -> bool:
-        """Whether preparation came to its end."""
+        """Whether the data is completely prepared."""
         return self.manifest_path.is_file()
 
     def read_train(self) -> PackStore:
@@ -334,7 +334,7 @@ class PreparedData:
         except DamagedFileError as error:
             raise self._not_prepared(error.what) from error
         if manifest is None:
-            raise self._not_prepared(f"{self.manifest_path.name} is not there")
+            raise self._not_prepared(f"{self.manifest_path.name} is missing")
         return manifest
 
     def _not_prepared(self, reason: str) -> DataError:
@@ -372,9 +372,9 @@ def _digest(folder: Path) -> str:
 
 @contextmanager
 def new_prepared_data(final: Path) -> Iterator[PreparedData]:
-    """Give a folder to write into that takes its final name only when all went well.
+    """Yield a folder to write into; rename it to its final name on success.
 
-    Whoever comes second while another writes the same finds the name taken, and leaves its own copy out.
+    If another process has completed the same folder meanwhile, this copy is discarded.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(final.parent)
@@ -389,9 +389,9 @@ def new_prepared_data(final: Path) -> Iterator[PreparedData]:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove what killed preparations left, of any data, apart from young folders that may still be written to."""
+    """Remove folders of killed preparations of any data, except young folders that may still be in use."""
     limit = time.time() - _LEFTOVER_SECONDS
     for folder in parent.glob(".*-*"):
-        with suppress(OSError):  # somebody else's, or another job removes it too
+        with suppress(OSError):  # another user's, or removed by another job
             if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < limit:
                 shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""The tokenizer: learned from the training part, or loaded from where the recipe says."""
+"""Tokenizers: trained on the training split, or loaded from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, template_name: str) -
 def load_tokenizer(
     model: ModelSpec, chat_template: str | None, report: Callable[[str], None] = lambda _: None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the recipe names, from a folder or the hub, with its added tokens and chat template.
+    """Load the recipe's tokenizer from a folder or the hub, with added tokens and chat template.
 
     Args:
-        model: says where it is.
+        model: the recipe's model section.
         chat_template: `model` for its own, the name of a shipped one, or Jinja; None: plain text needs none.
-        report: is told what became of added tokens.
+        report: called with a message for each added token.
 
     Raises:
-        DataError: it can't be had, has no chat template and the recipe sets none, or the set one is another family's.
+        DataError: it can't be loaded, has no chat template and the recipe sets none, or lacks tokens of the template.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds of imports
 
@@ -69,7 +69,7 @@ def load_tokenizer(
     revision = model.revision if model.tokenizer.source == "model" else None
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except Exception as error:  # it reads the model's configuration too, whose odd values raise anything
+    except Exception as error:  # it also reads the model's configuration, whose values may raise anything
         raise DataError(
             f"can't load the tokenizer of '{source}': {one_line(error)}",
             meaning="the name is wrong, a file is broken, the model is gated, or this machine can't reach the hub",
@@ -82,7 +82,7 @@ def load_tokenizer(
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str], report: Callable[[str], None]) -> None:
-    """Make tokens special tokens of a tokenizer, which lacks them or has them as plain ones."""
+    """Add special tokens to a tokenizer that lacks them or has them as plain tokens."""
     vocabulary = tokenizer.get_vocab()
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     made = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in special]
@@ -112,13 +112,15 @@ def _with_padding(tokenizer: Any, source: str) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None or not tokenizer.is_fast:
         lacks = "a padding or end token" if tokenizer.is_fast else "a fast version, which `tokenizers` can run"
-        raise DataError(f"the tokenizer of '{source}' lacks {lacks}", fix="set model.tokenizer.source to another one")
+        raise DataError(
+            f"the tokenizer of '{source}' lacks {lacks}", fix="set model.tokenizer.source to another tokenizer"
+        )
     result: PreTrainedTokenizerBase = tokenizer
     return result
 
 
 def check_size(tokenizer: Any, model: ModelSpec, vocab_size: int, report: Callable[[str], None]) -> None:
-    """Check that padding and added tokens are in the model's vocabulary; report whether other tokens are not.
+    """Check that padding and added tokens are in the model's vocabulary; warn about other tokens beyond it.
 
     Raises:
         DataError: they are not.
@@ -128,14 +130,14 @@ def check_size(tokenizer: Any, model: ModelSpec, vocab_size: int, report: Callab
     if len(tokenizer) > vocab_size:
         report(
             f"the tokenizer has {len(tokenizer):,} tokens, model.architecture.vocab_size is {vocab_size:,}: "
-            "examples with one of the tokens beyond are refused"
+            "examples with tokens beyond it are refused"
         )
 
 
 def _end_texts_with_turns(tokenizer: Any, end_of_turn: str) -> None:
-    """Let a base model's tokenizer say what ends its texts from now on, for those who ask it alone.
+    """Set a base model's `eos_token` to the end-of-turn token, for programs that read only the tokenizer.
 
-    Padding stays what it was: where it is the end of texts, that must not become the end of turns.
+    The padding token stays: if it was the end of texts, it must not become the end of turns.
     """
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -143,7 +145,7 @@ def _end_texts_with_turns(tokenizer: Any, end_of_turn: str) -> None:
 
 
 def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that was kept beside prepared data."""
+    """Load the tokenizer stored with prepared data."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds of imports
 
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

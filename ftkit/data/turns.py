@@ -1,4 +1,4 @@
-"""Turns and tools of conversations, as OpenAI's API and ShareGPT write them. What is not understood is refused."""
+"""Parse turns and tools of conversations in the styles of OpenAI's API and ShareGPT. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROLES: dict[str, Role] = {
     **dict.fromkeys(("function_response", "tool_response", "function_result", "tool_result", "tool_output"), "tool"),
 }
 _CALLS = ("function_call", "function_calls", "tool_call", "tool_calls")
-"""Roles of ShareGPT whose text is the JSON of calls."""
+"""ShareGPT roles whose text is the JSON of tool calls."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED = ("weight", "train")
 _OPENAI_KEYS = frozenset(
@@ -49,12 +49,12 @@ def read_turns(turns: object, column: str, style: str, ignored: Collection[str])
 
     Args:
         turns: the column's value; tables often have it as JSON text.
-        column: its name, for messages.
+        column: name of the column, for errors.
         style: `openai` or `sharegpt`.
         ignored: keys of turns that the recipe leaves out.
 
     Raises:
-        DataError: the value is not a list of turns, or one of them is not understood; with its number.
+        DataError: the value is not a list of turns, or a turn can't be parsed; with its number.
     """
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns = _parse_json(turns, f"column '{column}'")
@@ -83,7 +83,7 @@ def _known_values(turn: object, known: frozenset[str], ignored: Collection[str],
     if unknown:
         other = "sharegpt" if style == "openai" else "openai"
         raise DataError(
-            f"a turn has keys that are not understood: {', '.join(unknown)}",
+            f"a turn has unknown keys: {', '.join(unknown)}",
             meaning=f"style '{style}' reads {', '.join(sorted(known))}",
             fix=f"set data.format.style to {other}"
             if is_turn(turn, other)
@@ -107,7 +107,7 @@ def _sharegpt_turn(turn: JsonObject) -> Message:
     role = _role(name)
     content = _content(turn.get("value"), role, is_optional=False)
     wrapped = _WRAPPED_RESULT.fullmatch(content) if role == "tool" else None
-    # A template that knows tools writes this wrapper itself; two results in one wrapper each stay as they are.
+    # A template with tools writes this wrapper itself; several results in one wrapper stay unchanged.
     return _message(role, turn, wrapped[1] if wrapped and "<tool_response>" not in wrapped[1] else content, [])
 
 
@@ -143,7 +143,7 @@ def _role(value: object) -> Role:
 
 
 def _content(value: object, role: str, *, is_optional: bool) -> str:
-    """Return a turn's text; parts of text are joined."""
+    """Return a turn's text; text parts are joined."""
     if isinstance(value, str):
         return value
     if value is None and is_optional:
@@ -166,7 +166,7 @@ def _trained(turn: JsonObject) -> bool | None:
     if any(value not in (0, 1) for value in values):
         raise DataError(
             f"a turn's weight is {_shown(values[0])}",
-            meaning="a turn counts in the loss or not: weight is 0 or 1, train is true or false",
+            meaning="a turn is trained or not: weight is 0 or 1, train is true or false",
             fix="correct the data",
         )
     if len(set(map(bool, values))) > 1:
@@ -212,7 +212,7 @@ def _read_call(call: object) -> ToolCall:
         raise DataError(f"a tool call is not a mapping: {_shown(call)}", fix="correct the data")
     unknown = [str(key) for key, value in call.items() if key not in _CALL_KEYS and value not in (None, "", [], {})]
     if unknown or call.get("type") not in (None, "function"):
-        raise DataError(f"a tool call is not understood: {_shown(call)}", fix="correct or remove this example")
+        raise DataError(f"can't parse a tool call: {_shown(call)}", fix="correct or remove this example")
     inner: Mapping[str, Any] = call["function"] if isinstance(call.get("function"), dict) else call
     name, arguments = inner.get("name"), inner.get("arguments")
     if not isinstance(name, str) or not name:
@@ -232,7 +232,7 @@ def read_tools(value: object) -> tuple[JsonObject, ...]:
     """Read the schemas of tools: OpenAI's, or the bare functions; a list or JSON text of one.
 
     Raises:
-        DataError: one is not understood.
+        DataError: a schema can't be parsed.
     """
     return tuple(_read_tool(tool) for tool in _as_list(value, "tools"))
 
@@ -253,10 +253,10 @@ def _read_tool(tool: object) -> JsonObject:
 
 
 def check_calls(messages: tuple[Message, ...], tools: tuple[JsonObject, ...]) -> None:
-    """Check that each call is of one of the tools, where the data has tools.
+    """Check that each call is for one of the tools, if the data has tools.
 
     Raises:
-        DataError: one is not.
+        DataError: a call is for an unknown tool.
     """
     names = {tool["function"]["name"] for tool in tools}
     for number, message in enumerate(messages, start=1):

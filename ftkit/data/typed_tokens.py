@@ -1,4 +1,4 @@
-"""Special tokens that the data types, such as `<|im_end|>` in a user's question: they stay text."""
+"""Special tokens in the text of the data, such as `<|im_end|>` in a user's question: they stay text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from ftkit.data.conversations import Conversation
 
 CUT = "\ufdd0"
-"""Stands inside a special token that the data types. A noncharacter: texts don't have it."""
+"""Mark inside a special token in the text. A noncharacter, which texts don't have."""
 
 
 def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
-    """Return the tokens that a tokenizer has as special, longest first."""
+    """Return a tokenizer's special tokens, longest first."""
     added = tokenizer.added_tokens_decoder.values()
     special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
     return tuple(sorted((token for token in special if len(token) > 1), key=lambda token: (-len(token), token)))
@@ -24,12 +24,12 @@ def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def token_pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """Return what finds any of the tokens in a text."""
+    """Return a pattern that finds any of the tokens in a text."""
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def typed_texts(conversation: Conversation) -> Iterator[str]:
-    """Yield the texts that the data types: contents, reasoning, arguments and schemas."""
+    """Yield the texts of a conversation: contents, reasoning, arguments and schemas."""
     for message in conversation.messages:
         yield message.content
         if message.reasoning:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VOCABULARY_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-"""What tells a tokenizer's vocabulary. The first one must be there."""
+"""Files with a tokenizer's vocabulary. The first is required."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,22 @@ class Vocabulary:
     size: int
 
     def lacking(self, tokens: Sequence[str]) -> tuple[str, ...]:
-        """Return those of the tokens that are not in the vocabulary."""
+        """Return the tokens that are not in the vocabulary."""
         return tuple(token for token in tokens if token not in self.ids)
 
     def with_tokens(self, tokens: Sequence[str]) -> Vocabulary:
-        """Return the vocabulary with tokens added: new ones get the next ids, as `tokenizers` does it."""
+        """Return the vocabulary with tokens added: new tokens get the next ids, as in `tokenizers`."""
         first = max(self.size, 1 + max(self.ids.values(), default=-1))
         added = {token: first + number for number, token in enumerate(self.lacking(tokens))}
         return Vocabulary(self.ids | added, self.size)
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | None:
-    """Return the vocabulary that a tokenizer's files list; None if they can't tell: there is no tokenizer.json."""
+    """Return the vocabulary listed in a tokenizer's files; None without tokenizer.json."""
     whole, config, special_map, added_file = (_read_json(folder / name) for name in VOCABULARY_FILES)
     try:
         found = _vocabulary(whole, config, special_map, added_file)
-    except (LookupError, TypeError, ValueError, AttributeError):  # damaged: whoever loads it says how
+    except (LookupError, TypeError, ValueError, AttributeError):  # damaged: loading it reports how
         return None
     return found if found.size else None
 

@@ -1,4 +1,4 @@
-"""Bring a run's weights to where its ranks load them from, before GPUs wait for them."""
+"""Download or export a run's weights before its GPUs need them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXPORT_SECONDS = 24 * 3600.0
 
 
 def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
-    """Whether nothing must be fetched or exported. Variables of the cluster win over those of the environment."""
+    """Whether all weights are present. Variables of the cluster override those of the environment."""
     variables = {**environment, **plan.cluster.environment}
     return plan.weights_to_export is None and is_fetched(
         plan.recipe.model, variables, Workspace(plan.workspace).hub_home
@@ -31,22 +31,22 @@ def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
 
 
 def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
-    """Fetch the weights of a model of the hub, if they are not there.
+    """Download the weights of a hub model, if missing.
 
     Raises:
         NotFoundError: they can't be downloaded.
     """
     model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
     if not is_fetched(model, {**environment, **plan.cluster.environment}, home):
-        report(f"fetching the weights of {model.weights}")
+        report(f"downloading the weights of {model.weights}")
         download_weights(model, environment, home)
 
 
 def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
-    """Export the checkpoint that training continues from, if that was not done before.
+    """Export the checkpoint that training continues from, if not yet exported.
 
     Raises:
-        NotFoundError: the checkpoint is gone, another one has its name, or it can't be exported.
+        NotFoundError: the checkpoint is missing, was replaced, or can't be exported.
     """
     trained = plan.weights_to_export
     if trained is None:
@@ -57,9 +57,9 @@ def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
     marker = layout.checkpoint(trained.step) / MARKER
     if not marker.is_file() or hashlib.sha256(marker.read_bytes()).hexdigest() != trained.sha256:
         raise NotFoundError(
-            f"the checkpoint of step {trained.step} of {trained.run} is not there any more",
+            f"the checkpoint of step {trained.step} of {trained.run} no longer exists",
             meaning="the run deleted it (training.keep_checkpoints), or trained that step again, after this run's plan",
-            fix=f"see which there are, and submit again: ftkit checkpoints {trained.run}",
+            fix=f"list its checkpoints, and submit again: ftkit checkpoints {trained.run}",
         )
     report(f"exporting the checkpoint of step {trained.step} of {trained.run}")
     command = [sys.executable, "-m", "ftkit", "export", trained.run, "--step", str(trained.step)]

@@ -1,4 +1,4 @@
-"""The tokens of words that were met before: what a tokenizer gives, several times as fast.
+"""A cache of the tokens of words: a tokenizer's results, several times as fast.
 
 Most of a tokenizer's time goes into finding words and into telling where each token is in the text. Words repeat: here
 they are found by one regular expression, and looked up. A tokenizer that works in another way is used as it is.
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MAX_WORDS: Final = 1 << 17
-"""Words that are kept: some 30 MB."""
+"""Maximum number of cached words: about 30 MB."""
 _MAX_WORD_LENGTH: Final = 64
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Words of `ByteLevel` with `use_regex`: those of GPT-2, as tokenizers' documentation gives them."""
 
 _ASCII: Final = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
-"""What Unicode's categories hold of ASCII."""
+"""ASCII characters of Unicode categories."""
 _ODD_BLANKS: Final = "\x1c\x1d\x1e\x1f"
-"""Blanks to some regular expressions, and to others not."""
+"""Characters that only some regular expression engines treat as blanks."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class WordCache:
 
     @classmethod
     def of(cls, backend: Any) -> WordCache:
-        """Find out how a tokenizer finds words."""
+        """Derive from a tokenizer's settings how it finds words."""
         normalizer, tokens = _settings(backend.normalizer), list(backend.get_added_tokens_decoder().values())
         is_known = normalizer in (None, {"type": "NFC"}) and not any(
             token.lstrip or token.rstrip or token.single_word or (token.normalized and normalizer) for token in tokens
@@ -103,7 +103,7 @@ class WordCache:
             return None
 
     def _find_words(self, text: str) -> list[str] | None:
-        """Return the words and added tokens of a text; None if they can't be told for certain."""
+        """Return the words and added tokens of a text; None if they can't be determined with certainty."""
         if self.patterns is None:
             return None
         is_ascii = text.isascii() and not any(blank in text for blank in _ODD_BLANKS)
@@ -129,7 +129,7 @@ class WordCache:
         return not self.needs_nfc or unicodedata.is_normalized("NFC", text)
 
     def _learn(self, words: set[str]) -> None:
-        """Keep the tokens of words, apart from long ones and those that the tokenizer takes for several."""
+        """Cache the tokens of words, except long words and words that the tokenizer splits."""
         if len(self._words) + len(self._other) > _MAX_WORDS:
             self._words.clear()
             self._other.clear()

@@ -1,4 +1,4 @@
-"""Rows become documents in worker processes: batches go out in order and come back in order."""
+"""Encode rows in worker processes; batches are returned in order."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 _BATCH_ROWS = 64
 _BATCH_BYTES = 1 << 18
 _BATCHES_BEFORE_WORKERS = 4
-"""Less is done sooner than workers are started."""
+"""Below this number of bytes, starting workers takes longer than the work."""
 _BATCHES_OF_WORKER = 4
-"""Batches that are under way for each worker: so many rows are in memory."""
+"""Batches in flight per worker, which bounds the rows in memory."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass
 class EncodedRows:
-    """What a batch of rows became.
+    """The result of a batch of rows.
 
     Attributes:
         num_rows: rows that could be used, by source.
-        num_documents: documents that they became, before any was shortened or left out.
+        num_documents: documents before any is truncated or dropped.
         num_too_long: documents that are longer than a pack, by source.
         longest: tokens of the longest document.
-        unused: names of columns that their format leaves out.
+        unused: columns that the format does not use.
         validation_rows: the rows of the validation split as JSON Lines.
-        validation_sources: their sources' numbers, one a line.
-        bad: why rows can't be used, in their order.
+        validation_sources: source numbers of these rows, one per line.
+        bad: errors of bad rows, in order.
     """
 
     train: DocumentBatch
@@ -68,10 +68,10 @@ class EncodedRows:
 
 @dataclass(frozen=True)
 class BatchEncoder:
-    """Turns batches of rows into documents, as a recipe says.
+    """Encodes batches of rows as documents.
 
     Attributes:
-        encoders: by source: each may have a format of its own.
+        encoders: encoder of each source; each source may have its own format.
         end_of_turn: the token that ends an assistant turn.
     """
 
@@ -102,7 +102,7 @@ class BatchEncoder:
         return encoded
 
     def results(self, batch: Sequence[SourceRow]) -> Iterator[tuple[SourceRow, Row, list[Document] | DataError]]:
-        """Yield each row that is not blank with its documents, or why it can't be used."""
+        """Yield each non-blank row with its documents or its error."""
         rows: list[tuple[SourceRow, Row, DataError | None]] = []
         for taken in batch:
             row = Row({}, "")
@@ -142,7 +142,7 @@ class BatchEncoder:
 
 
 def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: int) -> Iterator[EncodedRows]:
-    """Yield what batches of rows became, in their order, which does not depend on the number of workers.
+    """Yield the results of batches in an order that does not depend on the number of workers.
 
     Raises:
         MemoryExhaustedError: a worker was killed.
@@ -176,7 +176,7 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: i
 
 
 def num_usable_cpus() -> int:
-    """Return the CPUs that this process may use, which a job's allocation limits."""
+    """Return the number of CPUs of this process's allocation."""
     return len(os.sched_getaffinity(0))
 
 
@@ -194,11 +194,11 @@ def _batches(rows: Iterable[SourceRow]) -> Iterator[list[SourceRow]]:
 
 
 _encoder: BatchEncoder | None = None
-"""A worker's own."""
+"""State of a worker process."""
 
 
 def _begin_worker(encoder: BatchEncoder, parent: int) -> None:
-    """Keep the encoder; end with the parent, which may be killed without a word; leave Ctrl-C to the parent."""
+    """Store the encoder; exit with the parent, which may be killed; leave Ctrl-C to the parent."""
     global _encoder  # noqa: PLW0603 - the executor passes nothing else on to its tasks
     _encoder = encoder
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -210,5 +210,5 @@ def _begin_worker(encoder: BatchEncoder, parent: int) -> None:
 
 def _encode_in_worker(batch: list[SourceRow]) -> EncodedRows:
     if _encoder is None:
-        raise RuntimeError("the worker did not begin")
+        raise RuntimeError("the worker was not initialized")
     return _encoder.encode(batch)

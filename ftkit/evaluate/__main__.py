@@ -14,7 +14,7 @@ from ftkit.train.quiet import silence_torchao
 
 
 def main(plan_path: Path, settings: str) -> int:
-    """Evaluate until the run is over; say why not."""
+    """Evaluate until the run is over; report errors."""
     silence_torchao()
     rank = int(os.environ.get("RANK", "0"))
 
@@ -30,7 +30,7 @@ def main(plan_path: Path, settings: str) -> int:
         with joined_ranks() as ranks:
             parsed = parse_json(settings, MeasureSettings)
             CheckpointEvaluations(RunLayout(plan_path.parent), parsed, ranks, report).follow(is_asked_to_end)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason why the job ends
+    except Exception as error:  # noqa: BLE001 - any error is the reason why the job ends
         text = str(error) if isinstance(error, FtkitError) else traceback.format_exc()
         sys.stderr.write(f"evaluate: error: {redact(text, os.environ)}\n")
         return error.exit_code if isinstance(error, FtkitError) else 1

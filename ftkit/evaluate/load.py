@@ -222,7 +222,7 @@ def _tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
         if (folder / "tokenizer_config.json").is_file():
             return load_saved_tokenizer(folder)
     raise DataError(
-        f"the tokenizer of {source.plan.id} is not there any more",
+        f"the tokenizer of {source.plan.id} no longer exists",
         meaning=f"the prepared data in {source.plan.data_directory} was deleted, and there is no export",
         fix=f"prepare the data again: ftkit resume {source.plan.id}",
     )

@@ -136,7 +136,7 @@ def test_each_bad_row_is_printed_with_its_place_and_ends_in_exit_code_8(
     )
     code, out, err = call(capsys, "check", file)
     assert code == 8
-    assert f"{file}:2\n  turn 2: a turn has keys that are not understood: mood\n" in out
+    assert f"{file}:2\n  turn 2: a turn has unknown keys: mood\n" in out
     assert f"{file}:3\n  nothing to train on in the turns system, user\n" in out
     assert "error: 2 of 3 rows can't be used" in err
     code, out, _ = call(capsys, "check", file, "--skip-bad", "2", "--json")

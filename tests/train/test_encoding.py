@@ -213,7 +213,7 @@ def test_a_conversation_that_starts_with_the_assistant_is_trained_whole_or_refus
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     greeting = [TALK[2], *TALK[1:]]
-    with pytest.raises(DataError, match=r"the conversation starts with the assistant"):
+    with pytest.raises(DataError, match=r"the conversation starts with an assistant turn"):
         encode(tokenizer, greeting)
     assert "SELECT 1" in trained_texts(tokenizer, greeting, train_on="all")[0]
 

@@ -118,7 +118,7 @@ def test_the_row_that_cannot_be_used_is_named_with_its_line_and_shown(
     bad["messages"][1]["mood"] = "good"  # type: ignore[index]
     file = write(tmp_path / "train.jsonl", *[turns("q", "a")] * 20, bad)
     printed = refused(plan_for(tmp_path, *source_of(file)), capsys)
-    assert f"error: {file}:21: turn 2: a turn has keys that are not understood: mood" in printed
+    assert f"error: {file}:21: turn 2: a turn has unknown keys: mood" in printed
     assert 'the example: {"messages": [{"role": "user"' in printed
 
 
@@ -186,4 +186,4 @@ def test_the_result_is_the_same_for_any_number_of_workers_and_counts_each_source
     assert in_second == manifest.sources[1].num_tokens
     told: list[str] = []
     prepare_in_process(plan, told.append)
-    assert told == [f"data {plan.fingerprint}: prepared before"]
+    assert told == [f"data {plan.fingerprint}: already prepared"]

@@ -1,4 +1,4 @@
-"""What an answer is worth: one function for each metric, and the choice of those that the data has."""
+"""Metrics of completions, and the selection of metrics by the data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SQL_COLUMNS = frozenset(("sql_prompt", "sql_context", "sql"))
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said, and what the data says.
+    """A completion with its reference.
 
     Attributes:
-        tokens: of the completion, without its end token.
-        raw: with special tokens, apart from the one that ends it.
-        reference: the data's own turn; None where there is only a prompt.
+        tokens: tokens of the completion, without its end token.
+        raw: text with special tokens, except the end token.
+        reference: the assistant turn in the data; None for a prompt alone.
         raw_reference: with special tokens.
     """
 
@@ -40,12 +40,12 @@ class Answer:
 
 
 Score = Callable[[Case, Answer], float | None]
-"""A score from 0 to 1, of the user's metrics any number; None where the metric does not apply."""
+"""A score from 0 to 1, or any number for a user's metric; None if the metric does not apply."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of answers; `is_part` says that it is a part of 1, shown in percent."""
+    """A metric of completions; `is_part` marks a fraction of 1, which is printed in percent."""
 
     name: str
     score: Score
@@ -54,7 +54,7 @@ class Metric:
 
 
 def repetition(_: Case, answer: Answer) -> float | None:
-    """Return which part of the completion's 4-grams of tokens were there before: 0 if it never repeats itself."""
+    """Return the fraction of repeated 4-grams of the completion's tokens: 0 without repetition."""
     grams = [tuple(answer.tokens[place : place + _NGRAM]) for place in range(len(answer.tokens) - _NGRAM + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -98,7 +98,7 @@ def parallel_calls(case: Case, answer: Answer) -> float | None:
 
 
 def no_call(case: Case, answer: Answer) -> float | None:
-    """Where the data calls none of the tools that are offered: whether the model calls none."""
+    """Whether the model calls no tool, for rows with tools where the reference calls none."""
     if not case.has_tools or case.message is None or case.message.tool_calls:
         return None
     return float(not read_calls(answer.raw))
@@ -110,9 +110,9 @@ def _compared(case: Case, answer: Answer, *, at_least: int, by_name: bool = Fals
     wanted, said = read_calls(answer.raw_reference), read_calls(answer.raw)
     if sorted(name for name, _ in wanted) != sorted(call.name for call in case.message.tool_calls):
         raise DataError(
-            f"the calls that the chat template writes are not understood: {answer.raw_reference[:80]!r}",
+            f"can't parse the tool calls that the chat template writes: {answer.raw_reference[:80]!r}",
             meaning="ftkit reads calls as JSON, as a name before JSON, and as <function=name>",
-            fix="choose other metrics with --metrics, for example one of your own: module:function",
+            fix="choose other metrics with --metrics, for example your own: module:function",
         )
     if by_name:
         wanted, said = ([(name, None) for name, _ in each] for each in (wanted, said))
@@ -159,7 +159,7 @@ def _task_of(cases: Sequence[Case]) -> list[str]:
 
 
 def _own(name: str) -> Metric:
-    """Import a metric of the user's: a function of a row's columns and an answer."""
+    """Import a user's metric: a function of a row's columns and an answer."""
     module_name, _, function_name = name.partition(":")
     if not function_name:
         raise NotFoundError(
@@ -183,7 +183,7 @@ def _own(name: str) -> Metric:
 def _score_by(function: Callable[..., object], name: str, case: Case, answer: Answer) -> float:
     try:
         score = float(function(dict(case.columns), answer.text))  # type: ignore[arg-type] # what the user returns
-    except Exception as error:  # the user's own code raises anything
+    except Exception as error:  # user code may raise anything
         raise DataError(
             f"the metric '{name}' failed: {type(error).__name__}: {one_line(error)}",
             meaning="it is called with a row's columns and the answer, and returns a number",

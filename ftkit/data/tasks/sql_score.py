@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Far above what a question on small tables needs, far below what a reader would wait for or a node has memory for.
 MAX_INSTRUCTIONS = 1_000_000
 MAX_SECONDS = 5.0
-"""Of this thread's CPU, because one instruction may search a long text: a busy machine changes no verdict."""
+"""CPU seconds of this thread, since one instruction may search a long text; wall time would depend on the load."""
 INSTRUCTIONS_PER_CHECK = 100
 MAX_VALUE_BYTES = 10_000
 """Of a text, a blob or a row. Sorting keeps as many rows as the instructions can make, and few of them in memory."""
@@ -42,7 +42,7 @@ _FILE_ACTIONS = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH, sqlite3.SQLITE_PR
 
 
 class Outcome(StrEnum):
-    """How a prediction fared."""
+    """Outcome of a prediction."""
 
     MATCH = "match"
     WRONG_ROWS = "wrong rows"
@@ -52,7 +52,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class ExecutionMatch:
-    """The verdict on one prediction; `message` is sqlite's own where something failed."""
+    """The outcome of one prediction; `message` is sqlite's error, if any."""
 
     outcome: Outcome
     message: str = ""
@@ -73,7 +73,7 @@ def read_question(columns: Mapping[str, Any]) -> Example:
         raise DataError(
             f"evaluation.sql_execution needs a column that is missing or null: {', '.join(missing)}",
             meaning=f"the data has: {', '.join(sorted(columns))}",
-            fix="rename the columns of the held-out examples, or leave evaluation.sql_execution out",
+            fix="rename the columns of the validation examples, or remove evaluation.sql_execution",
         )
     texts = {field.name: str(columns.get(field.name) or "") for field in fields(Example)}
     return Example(**texts)
@@ -82,7 +82,7 @@ def read_question(columns: Mapping[str, Any]) -> Example:
 def execution_match(example: Example, predicted_sql: str) -> ExecutionMatch:
     """Execute reference and prediction, and compare their rows; bad SQL never raises.
 
-    The order of rows counts only where the reference asks for one.
+    The order of rows counts only if the reference sorts them.
     """
     with closing(sqlite3.connect(":memory:")) as database:
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)

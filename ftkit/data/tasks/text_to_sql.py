@@ -1,8 +1,8 @@
 """The demo task: a deterministic generator of text-to-SQL examples.
 
-Every example has its own schema: which columns its tables have, in which order, and what tables
-and columns are called are drawn, so that no question can be answered without reading the schema.
-The held-out part has other schemas than the training part.
+Every example has its own schema: which columns its tables have, in which order, and what tables and columns are called
+are drawn, so that no question can be answered without reading the schema. The validation split has other schemas than
+the training split.
 """
 
 import random
@@ -44,14 +44,14 @@ class Example:
 
 
 class TextToSql(NamedTuple):
-    """The parts of the task; no schema is in both."""
+    """The splits of the task; no schema is in both."""
 
     train: list[Example]
     heldout: list[Example]
 
 
 def generate(seed: int, num_train: int, num_heldout: int) -> TextToSql:
-    """Draw the task; its held-out part depends on `seed` and `num_heldout` alone."""
+    """Generate the task; its validation split depends on `seed` and `num_heldout` alone."""
     heldout = list(islice(_examples(random.Random(f"{seed} heldout")), num_heldout))
     schemas = {example.sql_context for example in heldout}
     train = _examples(random.Random(f"{seed} train"), other_than=schemas)

@@ -1,4 +1,4 @@
-"""Formats: what rows of each become, how one is detected, and what is refused because it is not understood."""
+"""Formats: parsing, detection, and refusal of unknown fields."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def test_keys_without_a_value_say_nothing_as_tables_give_all_turns_the_keys_of_e
         ({"role": "robot", "content": "x"}, r"turn 2: a turn's role is 'robot'"),
         ({"role": "user"}, "turn 2: the content of a turn of user is not text: None"),
         ("x", "turn 2: not a mapping: x"),
-        (ANSWER | {"mood": "good"}, "turn 2: a turn has keys that are not understood: mood"),
-        ({"from": "gpt", "value": "a"}, "turn 2: a turn has keys that are not understood: from, value"),
+        (ANSWER | {"mood": "good"}, "turn 2: a turn has unknown keys: mood"),
+        ({"from": "gpt", "value": "a"}, "turn 2: a turn has unknown keys: from, value"),
         ({"role": "assistant", "content": " \n"}, "turn 2: an assistant turn is blank"),
         (ANSWER | {"weight": 0.5}, "turn 2: a turn's weight is 0.5"),
         (ANSWER | {"weight": 0, "train": True}, "turn 2: a turn's weight and train contradict"),
@@ -194,7 +194,7 @@ def test_keys_without_a_value_say_nothing_as_tables_give_all_turns_the_keys_of_e
         (ASK | {"reasoning_content": "hm"}, "turn 2: a turn of user has reasoning or tool calls"),
         (ANSWER | {"reasoning_content": 3}, "turn 2: reasoning_content is not text"),
         (ANSWER | {"tool_calls": [{"function": {}}]}, "turn 2: a tool call has no name"),
-        (ANSWER | {"tool_calls": [CALL | {"type": "code"}]}, "turn 2: a tool call is not understood"),
+        (ANSWER | {"tool_calls": [CALL | {"type": "code"}]}, "turn 2: can't parse a tool call"),
         (
             ANSWER | {"tool_calls": [{"name": "f", "arguments": "{"}]},
             "turn 2: can't read the arguments of the call of f as JSON",
