@@ -80,7 +80,7 @@ def test_calls_count_by_name_arguments_number_and_where_none_is_right(
 
 
 def test_a_template_whose_calls_are_not_understood_is_no_score() -> None:
-    with pytest.raises(DataError, match="can.t parse the tool calls"):
+    with pytest.raises(DataError, match="parse the tool calls"):
         scores(with_calls(PARIS), "", "call weather with Paris")
 
 
