@@ -87,8 +87,8 @@ def command(
         elif len(sessions) == 1:
             _stream(sessions["answer"], turn, terminal)
         else:
-            answers = [(name, [Styled(session.ask(turn).text, "")]) for name, session in sessions.items()]
-            terminal.passages(answers)
+            for name, session in sessions.items():  # each as it is there: one may take long
+                terminal.passages([(f"{name:<6}", [Styled(session.ask(turn).text, "")])])
 
 
 def _read_tools(path: Path | None) -> tuple[JsonObject, ...]:
