@@ -150,6 +150,9 @@ def measure_target(
     data, metrics = evaluation_set(model, target.plan, settings, report)
     report(f"measuring {len(data.rows):,} rows" + (f", {len(data.cases):,} answers" if metrics else ""))
     after, before = measure(model, data, metrics, settings, ranks), None
+    for metric in metrics if settings.metrics else ():
+        if all(score is None for score in after.scores[metric.name]):
+            report(f"{metric.name} applies to none of these rows")
     if target.before and target.before != target.source:
         before = measure(load(target.before), data, metrics, settings, ranks)
     return Measurements(model, data, metrics, after, before)
