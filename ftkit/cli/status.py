@@ -28,7 +28,15 @@ from ftkit.runs.entry import find_sweep, read_entry
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder
 from ftkit.runs.gpu_samples import GpuSummary, read_samples, summarize_samples
-from ftkit.runs.progress import Restart, Silence, list_anomalies, list_restarts, measure_silence, seconds_left
+from ftkit.runs.progress import (
+    Restart,
+    Silence,
+    excluded_nodes,
+    list_anomalies,
+    list_restarts,
+    measure_silence,
+    seconds_left,
+)
 from ftkit.runs.records import AnomalyRecord
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.storage.sync import read_status
@@ -132,6 +140,7 @@ def _show(status: _Status, terminal: Terminal) -> None:
         *result_facts(status.summary),
         *_progress_facts(status),
         *_gpu_facts(status.gpus),
+        *((f"left out {host}", Styled(why, "yellow")) for host, why in excluded_nodes(status.folder.layout).items()),
         *_place_facts(status),
     ]
     terminal.facts(facts, is_data=True)
@@ -267,6 +276,7 @@ def _as_json(status: _Status) -> dict[str, Any]:
             "not_repeatable": status.doubts,
             "sync": sync and asdict(sync),
             "gpus": asdict(status.gpus) if status.gpus else None,
+            "excluded_nodes": excluded_nodes(layout),
             "checkpoints": [{"step": step, "path": str(path)} for step, path in list_checkpoints(layout)],
             "exit_code": _exit_code(status),
             "error": asdict(status.failure.error) if status.failure and status.failure.error else None,

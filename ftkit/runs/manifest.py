@@ -22,6 +22,7 @@ from ftkit.errors import FtkitError, TrainingError, one_line, redact_command
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import plan_to_json
+from ftkit.runs.progress import excluded_nodes
 from ftkit.runs.records import EndRecord, read_last_record, read_last_step
 from ftkit.runs.summary import first_error, list_checkpoints
 
@@ -187,7 +188,7 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
         "data": _data_digests(layout, values.get("data_fingerprint")),
         "after": end.reason,
         "failure": end.failure,
-        "excluded_nodes": _excluded_nodes(layout),
+        "excluded_nodes": excluded_nodes(layout),
     }
     write_json(manifest, {**values, "starts": [*earlier, start]})
     expected, found = values.get("image_lock_sha256"), start["image"].get("lock_sha256")
@@ -233,16 +234,6 @@ def _describe_start(image: Path) -> dict[str, Any]:
         "ftkit_version": ftkit.__version__,
         "image": _describe_image(image),
     }
-
-
-def _excluded_nodes(layout: RunLayout) -> dict[str, str]:
-    """Return the nodes that preflights have left out so far, with the reason."""
-    try:
-        lines = layout.excluded_nodes.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    rows = [line.split("\t", 3) for line in lines]
-    return {row[2]: row[3] for row in rows if len(row) > len("tjn")}
 
 
 def _installed_versions() -> dict[str, str]:

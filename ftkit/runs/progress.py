@@ -112,3 +112,13 @@ def measure_silence(layout: RunLayout, seen: Observation, log_every_steps: int, 
         limit = max(_MIN_STALL_SECONDS, _STALLED_STEPS * log_every_steps * last.step_seconds)
     seconds = max(0.0, now - max(last.time, seen.started or 0.0))
     return Silence(seconds, seconds > limit, current_holder(layout) is not None)
+
+
+def excluded_nodes(layout: RunLayout) -> dict[str, str]:
+    """Return the nodes that preflights have left out so far, with the reason."""
+    try:
+        lines = layout.excluded_nodes.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    rows = [line.split("\t", 3) for line in lines]
+    return {row[2]: row[3] for row in rows if len(row) > len("tjn")}

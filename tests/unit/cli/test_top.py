@@ -104,3 +104,11 @@ def test_bytes_of_adapters_are_counted_in_units_of_four(tmp_path: Path) -> None:
     counters.mkdir(parents=True)
     (counters / "port_rcv_data").write_text("100\n")
     assert sampler.network_bytes(tmp_path) == 400
+
+
+def test_status_says_which_nodes_a_preflight_has_left_out(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    run = make_run("picky")
+    run.layout.excluded_nodes.write_text("1795316249\t8\tn2\tdriver: CUDA 11.4; the image has CUDA 12.8\n8\tcut sho")
+    assert "left out n2" in ftkit("status", run.id).out
+    expected = {"n2": "driver: CUDA 11.4; the image has CUDA 12.8"}
+    assert json.loads(ftkit("status", run.id, "--json").out)["excluded_nodes"] == expected
