@@ -386,7 +386,11 @@ def import_deepspeed(device: torch.device) -> Any:
             "engine 'zero3' needs DeepSpeed, which is not installed", fix="pip install 'ftkit[deepspeed]'"
         ) from error
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(
+        lambda record: "leaf module configuration" not in record.getMessage()
+    )  # there are none, on purpose
     # torch 2.13 warns at each of DeepSpeed's collectives, several times a step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed

@@ -44,6 +44,7 @@ from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.param_count import count_method
+from ftkit.train.private_apis import CONVERTS_WEIGHTS
 from ftkit.train.world import World, init_world
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 LENGTH, VOCABULARY, STEPS, ACCUMULATION = 24, 320, 3, 2
 TRIED = (*MEASURED, "gpt_neox", "qwen2")
 """The four, and two that have what none of them has: fused projections, biases, names of their own."""
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ADAPTED = {"gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")}
 
 
@@ -105,6 +107,8 @@ class Gathers(TorchDispatchMode):  # type: ignore[misc] # torch has no types for
 
 def cases() -> Iterator[Case]:
     yield from itertools.starmap(Case, product(TRIED, get_args(Method), get_args(EngineName)))
+    if CONVERTS_WEIGHTS:
+        yield from (Case("qwen3_moe", "full", engine) for engine in get_args(EngineName))
     for offload, engine in product(("optimizer", "all"), get_args(EngineName)):
         yield Case("llama", "full", engine, offload)
     for engine in get_args(EngineName):
@@ -165,7 +169,10 @@ def train(case: Case, world: World) -> dict[str, Any]:
     )  # fmt: skip
     ids = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(make_config(shape, ids))
+    config = make_config(shape, ids)
+    if family == "qwen3_moe":
+        config.update(MIXTURE)
+    model = AutoModelForCausalLM.from_config(config)
     model.config.use_cache = False
     expected = count_method(model, training)
     if family in MEASURED:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import save
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_SECONDS
@@ -31,6 +32,7 @@ from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.zero3 import Zero3Engine
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
+from ftkit.train.private_apis import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,6 +98,34 @@ def test_both_engines_train_alike(family: str, method: Method, matrix: dict[str,
     assert fsdp2_result["checks"]["units"] == zero3_result["checks"]["units"] == "4"
     is_quantized = zero3_result["checks"]["4-bit parameters"] != "0"
     assert is_quantized == (method == "qlora")
+
+
+@pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="experts in one parameter are transformers 5's")
+def test_both_engines_train_a_mixture_of_experts_alike(matrix: dict[str, dict[str, Any]]) -> None:
+    assert_equal(*(matrix[f"qwen3_moe full {engine}"] for engine in ("fsdp2", "zero3")))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as DeepSpeed is imported
+@pytest.mark.parametrize("engine", [Fsdp2Engine, Zero3Engine])
+def test_what_a_class_keeps_frozen_is_in_checkpoints_and_exports(
+    engine: type[Fsdp2Engine | Zero3Engine], world: World, tmp_path: Path
+) -> None:
+    """As the biases of some routers. Checkpoints that were written before it was so can still be read."""
+    frozen, spec = "model.norm.weight", training()
+
+    def make(value: float) -> Fsdp2Engine | Zero3Engine:
+        model = build(spec)
+        model.model.norm.weight = torch.nn.Parameter(torch.full((32,), value), requires_grad=False)
+        return engine(model, spec, world)
+
+    state = make(0.25).state()
+    save(state, checkpoint_id=tmp_path / "now")
+    del state["model"][frozen]
+    save(state, checkpoint_id=tmp_path / "before")
+    for folder, expected in (("now", 0.25), ("before", 2.0)):
+        resumed = make(2.0)
+        resumed.load(tmp_path / folder)
+        assert resumed.trained_weights()[frozen].tolist() == [expected] * 32
 
 
 @pytest.mark.oldest

@@ -20,10 +20,12 @@ pytestmark = [
 
 PACKED = {
     "gpt_oss": "experts with biases, attention sinks, masks that its class builds without positions",
+    "laguna": "biases of routers that its class keeps frozen",
     "llama4": "a decoder that `get_decoder` does not find",
     "mixtral": "experts that files have one by one",
 }
 PADDED = {
+    "biogpt": "an output projection of another name, tied to the embedding",
     "bloom": "no positions, attention of its own",
     "olmo_hybrid": "layers of two classes, states along the row",
 }

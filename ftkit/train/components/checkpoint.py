@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from torch import nn
     from torch.distributed.checkpoint.planner import ReadItem
 
     from ftkit.planning.layout import RunLayout
@@ -161,6 +162,12 @@ def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
         for name, each in stored.items()
         if name.startswith(prefix) and isinstance(each, metadata.TensorStorageMetadata)
     }
+
+
+def absent_frozen(model: nn.Module, folder: Path) -> set[str]:
+    """Return the frozen parameters that a checkpoint does not hold: it was written before checkpoints held any."""
+    saved = saved_sizes(folder, _MODEL)
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad and name not in saved}
 
 
 class CheckpointTensors(Mapping[str, torch.Tensor]):

@@ -35,7 +35,7 @@ from ftkit.train.model.weight_conversion import split_as_stored, wrapped_name, w
 from ftkit.train.model.weights import PretrainedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from ftkit.config.training import Precision
     from ftkit.planning.layout import RunLayout
@@ -145,7 +145,7 @@ class Exporter:
 
         def of_trained(weights: Mapping[str, torch.Tensor]) -> list[list[list[float]]]:
             if self._parts.recipe.training.adapters is None:
-                return streamed_logits(self._model, self._with_buffers(weights), record.prompts)
+                return streamed_logits(self._model, self._with_untrained(weights), record.prompts)
             return streamed_logits(self._model, AdaptedTensors(self._need_base(), weights), record.prompts)
 
         exported, dtype = None, DTYPES[record.precision]
@@ -181,9 +181,7 @@ class Exporter:
                 fix="download the base model again",
             )
         config = self._parts.config.text
-        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-        names = [name for name in weights if name not in tied]
-        write_shards(_as_stored(self._plain, weights, names, dtype), folder)
+        write_shards(_as_stored(self._plain, weights, dtype), folder)
         end_tokens = end_token_setting(self._parts.generation.end_tokens)
         config_for_export(config, type(self._plain).__name__, dtype, end_tokens).save_pretrained(folder)
 
@@ -191,7 +189,7 @@ class Exporter:
         """Return the weights of a whole model: adapters are merged into their base as each is asked for."""
         lora = self._parts.recipe.training.adapters
         if lora is None:
-            return self._with_buffers(self._trained)
+            return self._with_untrained(self._trained)
         return MergedTensors(self._need_base(), self._trained, lora)
 
     def _write_adapters(self, dtype: torch.dtype, folder: Path) -> None:
@@ -207,12 +205,14 @@ class Exporter:
             config.target_modules = wrapped_targets(lora.targets)
         config.save_pretrained(str(folder))
 
-    def _with_buffers(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Add the buffers that the pretrained files hold: they are not trained, and in no checkpoint."""
+    def _with_untrained(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Add what the pretrained files hold and no checkpoint: buffers, in older ones also frozen parameters."""
         if self._base is None:
             return weights
-        buffers = {name: self._base[name] for name, _ in self._plain.named_buffers() if name in self._base}
-        return ChainMap(cast("Any", weights), buffers)
+        parameters = self._plain.named_parameters()
+        frozen = {name for name, parameter in parameters if not parameter.requires_grad} - weights.keys()
+        untrained = frozen | {name for name, _ in self._plain.named_buffers()}
+        return ChainMap(cast("Any", weights), {name: self._base[name] for name in untrained if name in self._base})
 
     def _need_base(self) -> PretrainedTensors:
         if self._base is None:
@@ -225,13 +225,13 @@ class Exporter:
 
 
 def _as_stored(
-    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], names: Sequence[str], dtype: torch.dtype
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors as files on the hub hold them, a decoder layer at a time."""
     layers = find_decoder_layers(model)
     prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
     units = defaultdict(list)
-    for name in names:
+    for name in weights:
         units[next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), name)].append(name)
     for unit in units.values():
         whole = {name: _rounded(weights[name], dtype) for name in unit}

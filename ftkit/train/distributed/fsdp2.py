@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
-from ftkit.train.components.checkpoint import read_state, saved_sizes
+from ftkit.train.components.checkpoint import absent_frozen, read_state, saved_sizes
 from ftkit.train.components.optimizer import HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
@@ -29,6 +29,7 @@ from ftkit.train.dtypes import DTYPES
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.weights import materialize
 from ftkit.train.private_apis import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, leave_out_step
 
@@ -65,6 +66,7 @@ class Fsdp2Engine:
     ) -> None:
         """Shard a model, initialize its weights and make its optimizer; see `make_engine`."""
         self._world = world
+        self._training = training
         self._is_unsharded = is_unsharded(training, world)
         if not self._is_unsharded:
             _check_precisions(hf_model)
@@ -162,14 +164,23 @@ class Fsdp2Engine:
         return {"model": model, "optimizer": {"state": optimizer["state"]}}
 
     def _state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        model, optimizer = get_state_dict(self.model.hf_model, self.optimizer, options=_TRAINED)
-        # A second name of a frozen tensor is still among them.
-        trained = {name for name, parameter in self.model.hf_model.named_parameters() if parameter.requires_grad}
-        return {name: value for name, value in model.items() if name in trained}, optimizer
+        hf_model = self.model.hf_model
+        model, optimizer = get_state_dict(hf_model, self.optimizer, options=self._state_options())
+        # Buffers and second names of tied parameters are among them.
+        return {name: model[name] for name in saved_parameters(hf_model, self._training)}, optimizer
+
+    def _state_options(self, *, whole: bool = False) -> StateDictOptions:
+        """Return torch's options; frozen parameters beside adapters are loaded from the pretrained weights again."""
+        is_frozen_left_out = self._training.adapters is not None
+        return StateDictOptions(
+            full_state_dict=whole, cpu_offload=whole, ignore_frozen_params=is_frozen_left_out, strict=False
+        )
 
     def load(self, folder: Path) -> None:
         """Load a state from a checkpoint, written at any world size."""
         model, optimizer = self._state_dicts()
+        for name in absent_frozen(self.model.hf_model, folder) & model.keys():
+            del model[name]
         if isinstance(self.optimizer, AdamW8bit):
             take_saved_scales(optimizer["state"], saved_sizes(folder, "optimizer.state."))
         read_state({"model": model, "optimizer": {"state": optimizer["state"]}}, folder)
@@ -178,19 +189,18 @@ class Fsdp2Engine:
             self.optimizer,
             model_state_dict=model,
             optim_state_dict=optimizer,
-            options=_TRAINED,
+            options=self._state_options(),
         )
         if isinstance(self.optimizer, HostStateAdamW):
             self.optimizer.to_host()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.model.hf_model, options=options))
-
-
-_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""Frozen parameters are loaded from the pretrained weights again."""
+        hf_model = self.model.hf_model
+        options = self._state_options(whole=True)
+        weights = get_model_state_dict(hf_model, options=options)
+        saved = saved_parameters(hf_model, self._training)
+        return {name: cast("torch.Tensor", value) for name, value in weights.items() if name in saved}
 
 
 def _check_precisions(model: nn.Module) -> None:

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from ftkit.config.execution import ZERO3_BUCKET
+from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
-from ftkit.train.components.checkpoint import read_state
+from ftkit.train.components.checkpoint import absent_frozen, read_state
 from ftkit.train.components.optimizer import parameter_groups
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.dtypes import DTYPES
@@ -20,6 +21,7 @@ from ftkit.train.memory.activation_checkpointing import apply_activation_checkpo
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.local_shard import local_shard
+from ftkit.train.model.lora import saved_parameters
 from ftkit.train.private_apis import (
     Zero3Optimizer,
     Zero3Partition,
@@ -52,9 +54,10 @@ class Zero3Engine:
         self, hf_model: PreTrainedModel, training: TrainingPlan, world: World, init_weights: InitWeights | None = None
     ) -> None:
         """Partition a model, initialize its weights and make its optimizer; see `make_engine`."""
-        self._world = world
+        self._world, self._training = world, training
         # DeepSpeed returns offloaded states on the device, a parameter at a time: they go back at once.
         self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
+        _check_experts(hf_model)
         self._deepspeed = import_deepspeed(world.device)
         config = deepspeed_config(training, world)
         precision = DTYPES[training.compute_precision]
@@ -158,13 +161,19 @@ class Zero3Engine:
 
     def load(self, folder: Path) -> None:
         """Load a state from a checkpoint, written at any world size."""
-        state = self.state()
+        state, absent = self.state(), absent_frozen(self.model.hf_model, folder)
+        for name in absent & state["model"].keys():
+            del state["model"][name]
         read_state(state, folder)
         write = self._deepspeed.utils
-        for name, parameter, partition in self._trained():
+        for name, parameter, partition in self._saved():
+            if name in absent:
+                continue
             master = _padded(state["model"][name], partition)
-            write.safe_set_local_fp32_param(parameter, master)
             partition.values.copy_(master)
+            if not parameter.requires_grad:
+                continue
+            write.safe_set_local_fp32_param(parameter, master)
             for key in _STATES:
                 write.safe_set_local_optimizer_state(parameter, _padded(state["optimizer"][key][name], partition), key)
         for states in self._optimizer.states.values():
@@ -174,27 +183,32 @@ class Zero3Engine:
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
         weights = {}
-        for name, parameter, _ in self._trained():
+        for name, parameter, _ in self._saved():
             with self._deepspeed.zero.GatheredParameters([parameter]):
                 if self._world.is_first:
                     weights[name] = parameter.detach().to("cpu", copy=True)
         return weights
 
-    def _trained(self) -> list[tuple[str, nn.Parameter, Zero3Partition]]:
+    def _saved(self) -> list[tuple[str, nn.Parameter, Zero3Partition]]:
         return [
             (name, parameter, partition)
-            for name, parameter in self.model.hf_model.named_parameters()
-            if parameter.requires_grad and (partition := zero3_partition(parameter)) is not None
+            for name, parameter in saved_parameters(self.model.hf_model, self._training).items()
+            if (partition := zero3_partition(parameter)) is not None
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return master weights and optimizer states as shards of flat tensors: DeepSpeed divides as `chunk`."""
+        """Return fp32 weights and optimizer states as shards of flat tensors: DeepSpeed divides as `chunk`."""
         read = self._deepspeed.utils
-        trained = self._trained()
+        saved = self._saved()
+        trained = [each for each in saved if each[1].requires_grad]
         return {
             "model": {
-                name: self._to_dtensor(partition, parameter, read.safe_get_local_fp32_param(parameter))
-                for name, parameter, partition in trained
+                name: self._to_dtensor(
+                    partition,
+                    parameter,
+                    read.safe_get_local_fp32_param(parameter) if parameter.requires_grad else partition.values.float(),
+                )
+                for name, parameter, partition in saved
             },
             "optimizer": {
                 key: {
@@ -217,6 +231,17 @@ class Zero3Engine:
         )
 
 
+def _check_experts(model: nn.Module) -> None:
+    """Refuse experts that are modules of their own: ranks that use different ones wait for each other forever."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and name.endswith("experts"):
+            raise TrainingError(
+                f"ZeRO-3 can't train '{name}', whose experts are modules of their own",
+                meaning="this family, or this version of transformers, does not hold them in one parameter a layer",
+                fix="set training.engine=fsdp2",
+            )
+
+
 def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, Any]:
     """Return DeepSpeed's configuration of a run."""
     to_host = {"device": "cpu", "pin_memory": world.device.type == "cuda"}
@@ -224,6 +249,9 @@ def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, Any]:
         "stage": 3,
         "overlap_comm": world.device.type == "cuda",
         "reduce_bucket_size": ZERO3_BUCKET,
+        # DeepSpeed would reduce the gradients of some mixtures by hooks of modules, which probes call too. That is for
+        # experts that are modules of their own, of which a rank may use none; here they are one parameter.
+        "leaf_module": {"classes": []},
     }
     if training.offload != "none":
         zero["offload_optimizer"] = to_host

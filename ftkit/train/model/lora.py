@@ -43,6 +43,16 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
+def saved_parameters(model: nn.Module, training: TrainingPlan) -> dict[str, nn.Parameter]:
+    """Return the parameters that checkpoints and exports hold, by name; a tied one once, under its first name.
+
+    With adapters, these. Else all: a class may keep some frozen, as the biases of routers, and they are part of what
+    was trained.
+    """
+    named = model.named_parameters()
+    return {name: parameter for name, parameter in named if parameter.requires_grad or training.adapters is None}
+
+
 def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.device) -> None:
     """Prepare a whole model for its training method: freeze, quantize and add adapters; or train linears in FP8.
 

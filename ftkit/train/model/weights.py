@@ -209,12 +209,12 @@ def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
     """Initialize a sharded model's parameters, apart from adapters: the same values at any number of shards.
 
     Each rank draws the chunks of rows that its shard is in, so there is never more than a chunk beside the shards;
-    4-bit matrices are drawn whole. Vectors are norm weights: they begin as one (Gemma adds the one itself); biases as
-    zero.
+    4-bit matrices are drawn whole. Vectors are norm weights: they begin as one (Gemma adds the one itself); biases,
+    those of routers too, as zero.
     """
     norm = 0.0 if shape.family in _ADDS_ONE else 1.0
     for name, destination in _load_targets(model).items():
-        constant = 0.0 if name.endswith(".bias") else norm
+        constant = 0.0 if name.endswith("bias") else norm
         drawn = _RandomTensor(destination, zlib.crc32(f"{seed} {name}".encode()), shape.initializer_range, constant)
         destination.load(drawn, name)
 
