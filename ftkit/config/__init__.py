@@ -1,1 +1,1 @@
-"""What the user says: recipes, cluster profiles, images and settings, checked as they are read."""
+"""User input: recipes, cluster profiles, images and settings, validated while they are read."""

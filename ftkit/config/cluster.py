@@ -35,7 +35,7 @@ _SECONDS: Final = (86400, 3600, 60, 1)
 
 
 class NcclSpec(Spec):
-    """What the site's network plug-in for NCCL needs from a job."""
+    """What a job needs for the site's network plug-in for NCCL."""
 
     profile_script: str | None = None
     """Script of the site that sets NCCL's variables; sourced in the job when it is there, with a warning when not."""
@@ -44,18 +44,18 @@ class NcclSpec(Spec):
     environment: dict[VariableName, str] = Field(default_factory=dict)
     """Variables for NCCL, set before the profile script runs."""
     multi_node_only: bool = True
-    """Whether a job on one node does without all of this."""
+    """Whether a job on one node skips all of this."""
 
 
 class PreparationSpec(Spec):
-    """The job without GPUs that tokenizes data and fetches weights before a training job starts."""
+    """The job without GPUs that tokenizes data and downloads weights before a training job starts."""
 
     partition: OneLine | None = None
-    """Slurm partition, best one without GPUs; the profile's `partition` if null."""
+    """Slurm partition, preferably without GPUs; the profile's `partition` if null."""
     cpus: PositiveInt = 8
-    """CPUs to ask for; each tokenizes."""
+    """CPUs to request; one tokenizing process each."""
     memory_gib: PositiveInt | None = None
-    """Memory to ask for; the site's default if null."""
+    """Memory to request; the site's default if null."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
     """Time limit; the partition's if null."""
 
@@ -73,21 +73,21 @@ class ClusterProfile(Spec):
     """One cluster, or this machine."""
 
     name: Name
-    """What `--cluster` says."""
+    """Name of the profile, for `--cluster`."""
     description: str
     """One line for `ftkit clusters`."""
     scheduler: Literal["local", "slurm"]
-    """Who starts the job."""
+    """What starts the job: Slurm, or ftkit on this machine."""
     runtime: Literal["none", "pyxis", "docker", "apptainer"]
     """What runs the container: pyxis, docker, Apptainer or Singularity, or none (the Python that ftkit runs in)."""
     device: Device = "cuda"
-    """What training runs on; `auto`: the GPUs of this machine if there are any, else its CPUs."""
+    """Device of the training; `auto`: the GPUs of this machine if there are any, else its CPUs."""
     gpu: GpuModel | None = None
     """Model of the GPUs, for memory plans and MFU. Unknown if null."""
     gpus_per_node: PositiveInt
     """GPUs of a node; on `cpu`, processes of a node."""
     price_per_gpu_hour: PositiveFloat | None = None
-    """What a GPU costs an hour, in the currency of your choice, for predicted costs. Unknown if null."""
+    """Price of a GPU per hour, in any currency, for predicted costs. Unknown if null."""
     network_gbps: PositiveFloat | None = None
     """Bandwidth of a node's network for GPUs, in Gbit/s, for predicted step times. Unknown if null."""
     max_nodes: PositiveInt | None = None
@@ -105,31 +105,31 @@ class ClusterProfile(Spec):
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
     """Time limit if the recipe sets none."""
     max_time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
-    """Longest time limit of the partition. A recipe that sets more gets this, and continues in another job."""
+    """Longest time limit of the partition. A recipe that sets more gets this limit, and continues in another job."""
     exclusive: bool = True
-    """Ask for whole nodes."""
+    """Request whole nodes."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How to ask for GPUs; `none` where the site has no GRES (AWS HyperPod)."""
+    """How to request GPUs; `none` if the site has no GRES (AWS HyperPod)."""
     mpi: OneLine | None = None
     """`--mpi` of srun; torch needs none."""
     srun_options: tuple[str, ...] = ()
-    """More options for srun, one word each."""
+    """More options for srun, one argument each."""
     stop_signal_seconds: NonNegativeInt = 120
     """How long before the time limit Slurm asks the job to write a checkpoint and stop; 0: never."""
     node_local_dir: str = "/tmp"  # noqa: S108 - made private by the job script
     """A folder on each node's own disk for caches."""
     node_local_kind: Literal["disk", "memory"] = "disk"
-    """What `node_local_dir` is on: `memory` where it takes that of the node, as /tmp does on Soperator."""
+    """Medium of `node_local_dir`: `memory` if it is in the node's memory, as /tmp on Soperator."""
     stage: Literal["shared", "local"] = "shared"
-    """Where the ranks read pretrained weights. `shared`: from the folder or the hub's cache on the shared file system.
+    """Where ranks read pretrained weights. `shared`: from the folder or the hub's cache on the shared file system.
     `local`: each node copies them to its `node_local_dir` once, and verifies the copy at later starts; where there is
     no room, they are read from the shared file system, and the log says so."""
     mounts: tuple[str, ...] = ()
     """Folders to mount into the container: `PATH` or `FROM:TO`, absolute, with pyxis's flags after a further colon."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
-    """Variables for the job."""
+    """Environment variables of the job."""
     nccl: NcclSpec = NcclSpec.model_construct()
-    """What the site's network plug-in for NCCL needs."""
+    """Settings of the site's network plug-in for NCCL."""
     preparation: PreparationSpec = PreparationSpec.model_construct()
     """The job that prepares data and weights."""
     metrics_port: Annotated[int, Field(ge=1024, le=65535), WHOLE_NUMBER] | None = None
@@ -137,7 +137,7 @@ class ClusterProfile(Spec):
     recognized_by: RecognitionSpec = RecognitionSpec.model_construct()
     """How `ftkit init` recognizes this kind of cluster."""
     setup: tuple[str, ...] = ()
-    """Lines of bash that the job runs first, as they stand (`module load …`)."""
+    """Lines of bash that the job runs first, unchanged (`module load …`)."""
 
     @property
     def image_format(self) -> ImageFormat:
@@ -156,7 +156,7 @@ class ClusterProfile(Spec):
         if self.scheduler == "slurm" and self.runtime == "docker":
             raise ValueError("runtime 'docker' is for one machine: it needs scheduler 'local'")
         if self.scheduler == "slurm" and self.device == "auto":
-            raise ValueError("device 'auto' looks at this machine: it needs scheduler 'local'")
+            raise ValueError("device 'auto' detects the devices of this machine: it needs scheduler 'local'")
         if self.stage == "local" and self.node_local_kind == "memory":
             raise ValueError("stage 'local' needs a disk: here node_local_dir is in the node's memory")
         if self.stage == "local" and self.scheduler == "local":

@@ -1,4 +1,4 @@
-"""The data: where rows come from, how they become conversations, what is trained on."""
+"""The data: its sources, its format, the chat template, and the trained tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ftkit.config.strict import NonNegativeInt, Spec
 
 
 class AutoFormat(Spec):
-    """The format is detected from the first rows, and shown."""
+    """The format is detected from the first rows."""
 
     kind: Literal["auto"] = "auto"
 
@@ -36,7 +36,7 @@ class AutoFormat(Spec):
 class PromptCompletionFormat(Spec):
     """Columns filled into a prompt and a completion: one user turn, one assistant turn.
 
-    Where a prompt or completion is one column and that holds a list of turns, these are the turns.
+    If a prompt or completion is a single column with a list of turns, these turns are used.
     """
 
     kind: Literal["prompt-completion"] = "prompt-completion"
@@ -89,7 +89,7 @@ class MessagesFormat(Spec):
 
 
 class AlpacaFormat(Spec):
-    """Columns instruction, input and output, as of Alpaca; with `system` and `history` where the data has them."""
+    """Columns instruction, input and output, as in Alpaca; also `system` and `history` if present."""
 
     kind: Literal["alpaca"] = "alpaca"
 
@@ -100,7 +100,7 @@ class AlpacaFormat(Spec):
 
 
 class DollyFormat(Spec):
-    """Columns instruction, context and response, as of Dolly."""
+    """Columns instruction, context and response, as in Dolly."""
 
     kind: Literal["dolly"] = "dolly"
 
@@ -117,7 +117,7 @@ class TextFormat(Spec):
     column: str = "text"
     """The column with the text."""
     parse_special_tokens: bool = False
-    """Whether `<|im_end|>` and the like in a text become special tokens: for texts that were rendered before."""
+    """Whether special tokens in a text, such as `<|im_end|>`, are parsed: for texts that are already rendered."""
 
     @property
     def columns(self) -> list[str]:
@@ -130,11 +130,11 @@ _AnyFormat = Annotated[
     Field(discriminator="kind"),
 ]
 FormatName = Literal["auto", "messages", "sharegpt", "alpaca", "dolly", "prompt-completion", "text"]
-"""Formats that need no more than their name."""
+"""Formats without further fields."""
 
 
 def _from_name(value: object) -> object:
-    """Read `format: sharegpt` as the mapping that it is short for."""
+    """Expand the short form `format: sharegpt` to a mapping."""
     if value == "sharegpt":
         return {"kind": "messages", "style": "sharegpt", "column": "conversations"}
     return {"kind": value} if isinstance(value, str) else value
@@ -150,7 +150,7 @@ def _check_chat_template(value: str) -> str:
     if value == "model" or value in CHAT_TEMPLATES or is_path(value) or is_inline_template(value):
         return value
     raise ValueError(
-        f"'{value}' is no chat template: write model, {', '.join(CHAT_TEMPLATES)}, a file as ./FILE, or Jinja text"
+        f"'{value}' is not a chat template: write model, {', '.join(CHAT_TEMPLATES)}, a file as ./FILE, or Jinja text"
     )
 
 
@@ -166,16 +166,16 @@ class DataSpec(Spec):
     """The data to train and evaluate on."""
 
     source: Source
-    """Where rows come from: a path, an address or a hub id; a list of these, or of mappings `{source: …, weight: …}`;
-    or one mapping with a kind."""
+    """Source of the rows: a path, an address or a hub id; a list of these, or of mappings `{source: …, weight: …}`; or
+    one mapping with a kind."""
     validation: ValidationSpec | None = None
-    """The validation split; null: as the source's `num_heldout` or `heldout` say, none without."""
+    """The validation split; if null, the source's `num_heldout` or `heldout` define it; without these there is none."""
     format: Format = AutoFormat.model_construct()
-    """How an example becomes a conversation or a text; a name, or a mapping with the format's own fields. Left out, it
+    """How an example becomes a conversation or a text; a name, or a mapping with the format's own fields. If null, it
     is detected from the first rows."""
     ignore_columns: tuple[str, ...] = ()
-    """Columns of an example, and keys of a turn, that are left out. Any that the format does not know is an error
-    otherwise, apart from plain metadata such as `id` and `source`."""
+    """Columns of an example, and keys of a turn, to ignore. Any other unknown column or key is an error, except plain
+    metadata such as `id` and `source`."""
     chat_template: ChatTemplateText = "model"
     """How a conversation becomes text. `model`: the template that comes with the tokenizer; the name of a shipped one
     (`chatml`, which Qwen's models use too, `gemma`, `llama3`, `mistral`, `olmo`, `phi4`); a file (`./chat.jinja`,
@@ -184,12 +184,12 @@ class DataSpec(Spec):
     """Variables for the chat template, such as `enable_thinking: false` of Qwen 3 or `reasoning_effort` of gpt-oss."""
     train_on: Literal["assistant", "last", "completion", "all"] | list[Role] = "assistant"
     """Which tokens count in the loss: those of all assistant turns with their end-of-turn token, of the last one, of
-    the completion, or all tokens; or the roles whose turns count. A turn's own `weight` or `train` goes first."""
+    the completion, or all tokens; or the roles whose turns count. A turn's own `weight` or `train` takes precedence."""
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
-    """What to do with a document longer than a pack: refuse it, leave it out, cut it after the last trained turn that
-    fits, or (text only) split it. What was done is counted and shown."""
+    """What to do with a document longer than a pack: refuse it, drop it, truncate it after the last trained turn that
+    fits, or (text only) split it. Affected documents are counted and reported."""
     skip_bad: NonNegativeInt = 0
-    """Bad examples to skip at most, each shown with its place; one more is an error."""
+    """Maximum number of bad examples to skip; each is reported with file and line."""
     packing: Packing = "auto"
     """`auto`: several documents in a row, where the model keeps them apart; otherwise, and with `off`, a row for each
     document, padded on the right, which is slower. Steps hold the same documents either way. A check before step 1
@@ -218,7 +218,7 @@ class DataSpec(Spec):
 
     @property
     def files(self) -> list[tuple[str, str]]:
-        """Files, patterns and addresses to read, each after its key."""
+        """Files, patterns and addresses to read, by key."""
         listed = isinstance(self.source, MixtureSource)
         files = []
         for number, source in enumerate(self.sources):

@@ -1,4 +1,4 @@
-"""The recipe's `evaluation`: what is measured on the validation split, and what follows from it during training."""
+"""The recipe's `evaluation`: metrics on the validation split, the best checkpoint, and early stopping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SqlExecutionSpec(Spec):
     """Execute the model's SQL in SQLite and compare the rows with those of the reference, before and after training."""
 
     num_questions: PositiveInt = 100
-    """Questions of the validation split to ask."""
+    """Number of validation questions."""
     max_new_tokens: PositiveInt = 128
     """Longest completion, in tokens."""
 
@@ -33,17 +33,17 @@ class GenerationSpec(Spec):
     """Generate completions for rows of the validation split, and score them."""
 
     metrics: tuple[MetricName, ...] = ()
-    """What scores them; by the columns of the data if empty."""
+    """Metrics of the completions; if empty, the columns of the data decide."""
     num_rows: PositiveInt = 100
-    """Rows before and after training."""
+    """Number of rows before and after training."""
     num_rows_during: Annotated[int, Field(ge=0, le=2**31), WHOLE_NUMBER] = 20
-    """Rows every `evaluation.every_steps`: always the same ones."""
+    """Number of rows every `evaluation.every_steps`; always the same rows."""
     max_new_tokens: PositiveInt = 128
     """Longest completion, in tokens."""
 
 
 class BestSpec(Spec):
-    """Which evaluation is the best."""
+    """The metric of the best evaluation."""
 
     metric: OneLine = "loss"
     """`loss`, `perplexity`, `loss/SOURCE`, or a score of `evaluation.generation`."""
@@ -57,7 +57,7 @@ class BestSpec(Spec):
 
 
 class EvaluationSpec(Spec):
-    """What is measured on the validation split, before, during, and after training."""
+    """Evaluations on the validation split, before, during, and after training."""
 
     every_steps: PositiveInt | None = None
     """Steps between evaluations during training."""
@@ -78,7 +78,7 @@ class EvaluationSpec(Spec):
 
     @property
     def completions(self) -> GenerationSpec | None:
-        """What completions are generated, by the long or the short form."""
+        """The generation settings, from the long or the short form."""
         if self.sql_execution is None:
             return self.generation
         asked = self.sql_execution
@@ -88,7 +88,7 @@ class EvaluationSpec(Spec):
 
     @property
     def selection(self) -> BestSpec | None:
-        """Which evaluation is the best, if that matters to the run."""
+        """The metric of the best evaluation, if the run uses one."""
         return self.best or (None if self.early_stopping_patience is None else BestSpec())
 
     @model_validator(mode="after")

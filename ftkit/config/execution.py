@@ -1,4 +1,4 @@
-"""Sizes in which every run is carried out: the trainer works with them, and the plan predicts memory by them."""
+"""Constants shared by the trainer and the memory prediction."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ if TYPE_CHECKING:
 
 GIB: Final = 2**30
 USABLE_MEMORY: Final = 0.95
-"""Part of a GPU's memory that tensors can take; CUDA's context, NCCL and gaps between tensors have the rest."""
+"""Fraction of a GPU's memory for tensors; the CUDA context, NCCL and fragmentation take the rest."""
 
 CHUNK_LOGITS = 2**28
-"""Logits that the loss has at a time with engine fsdp2, about: half a GiB in bf16."""
+"""Approximate number of logits per chunk of the loss with engine fsdp2: half a GiB in bf16."""
 LOGITS_ALIGNMENT: Final = 64
-"""Multiple that the loss pads a vocabulary to: OLMo-3's 100,278 rows take a third of the time on Hopper so."""
+"""Multiple to which the loss pads a vocabulary: on Hopper, OLMo-3's 100,278 rows then take a third of the time."""
 ZERO3_LIVE_WEIGHTS: Final = 10**9
-"""Weights that DeepSpeed keeps gathered for their next use, at most: its default."""
+"""Maximum number of weights that DeepSpeed keeps gathered for reuse: its default."""
 ZERO3_BUCKET: Final = 10**8
-"""Elements of gradients that ZeRO-3 reduces together. DeepSpeed's default takes 1 GB, and 2 more in fp32."""
+"""Gradient elements per ZeRO-3 reduce bucket. DeepSpeed's default takes 1 GB, and 2 more in fp32."""
 
 
 def logits_rows(num_targets: int, vocabulary: int) -> int:
-    """Return how many tokens the loss takes at a time: parts of equal size, as near to `CHUNK_LOGITS` as can be."""
+    """Return the tokens per chunk of the loss: equal chunks, as close to `CHUNK_LOGITS` as possible."""
     num_chunks = max(1, round(num_targets * vocabulary / CHUNK_LOGITS))
     return -(-num_targets // num_chunks)
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of a model as a method trains it: in all, adapters too; those trained; those stored in 4 or 8 bits."""
+    """Parameter counts of a model under a method: all, including adapters; trained; stored in 4 or 8 bits."""
 
     total: int
     trained: int
@@ -45,9 +45,9 @@ def adapter_size(lora: LoraSpec, num_inputs: int, num_outputs: int) -> int:
 NF4_BLOCK = 64
 """Weights that share a scale."""
 FP8_MULTIPLE = 16
-"""FP8 products of GPUs take matrices whose two sides are multiples of it."""
+"""Both dimensions of FP8 matrices must be multiples of this."""
 NF4_NESTED_BLOCK = 256
-"""Scales that share a scale of their own: the double quantization."""
+"""Scales per second-level scale of double quantization."""
 
 
 def is_quantized(quantization: Quantization, num_inputs: int, num_outputs: int) -> bool:

@@ -1,4 +1,4 @@
-"""An image definition: what `olmo3:25.02` is, and which image its base was when it was first built."""
+"""Image definitions, and the recorded digests of their bases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BaseImageSpec(Spec):
-    """The image that another is built on."""
+    """The base of an image."""
 
     reference: str
     """Registry, path and tag, such as `nvcr.io/nvidia/pytorch:25.02-py3`."""
@@ -42,16 +42,16 @@ class ImageSpec(Spec):
     python: str = Field(default="3.12", pattern=r"^3\.\d+$")
     """Python of the base, which packages are locked for."""
     provided: dict[str, str] = Field(default_factory=dict)
-    """Packages of the base that nothing may replace, with the beginning of their version; empty: any."""
+    """Packages of the base that nothing may replace, with a version prefix; empty: any version."""
     packages: tuple[str, ...] = ()
-    """Packages to add, as pip writes requirements; `ftkit lock NAME:TAG` fixes them and what they need."""
+    """Packages to add, as pip requirements; `ftkit lock NAME:TAG` pins them and their dependencies."""
     imports: tuple[str, ...] = ()
     """Modules that the self-check after a build imports."""
     families: tuple[ModelType, ...] = ()
-    """Model families that a training image is made for. One of the four that are planned exactly is refused when it is
-    not listed; any other gets a note."""
+    """Model families of a training image. An unlisted family is refused if it is one of the four that are planned
+    exactly; any other gets a note."""
     default_recipe: Name | None = None
-    """Recipe that `ftkit run --image NAME:TAG` runs when none is named; a training image has one."""
+    """Default recipe of `ftkit run --image NAME:TAG`; required for a training image."""
     environment: dict[VariableName, OneLine] = Field(default_factory=dict)
     """Variables set in the image."""
 
@@ -78,8 +78,8 @@ class ImageSpec(Spec):
 
 BASE_LOCK_NAME: Final = "bases.lock"
 _HEAD: Final = """\
-# Which image each base was when 'ftkit build' first used it; later builds take the same one.
-# 'ftkit build NAME:TAG --repin' takes what the tag is by now. Keep this file with the definitions.
+# Digest of each base when 'ftkit build' first used it; later builds use the same digest.
+# 'ftkit build NAME:TAG --repin' resolves the tag again. Keep this file with the definitions.
 """
 
 
@@ -106,7 +106,7 @@ def read_base_lock(path: Path) -> dict[str, Digest]:
     return found
 
 
-_FIX: Final = "Mend it, or remove it: the next build writes a new one."
+_FIX: Final = "Correct it, or remove it: the next build writes a new one."
 
 
 def base_lock_text(digests: Mapping[str, Digest]) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SpecT = TypeVar("SpecT", bound=BaseModel)
 
 _LENGTHS: Final = (("training", "max_steps"), ("training", "num_epochs"))
-"""Two ways to say one thing, as in Hugging Face's TrainingArguments: the one that is said last counts."""
+"""Keys that replace each other, as in Hugging Face's TrainingArguments: the one set last wins."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,14 @@ def _find(kind: str, name: str, ctx: Context) -> Path:
         path = absolute_path(name, Path.cwd(), key=kind)
         if is_file(path):
             return path
-        raise NotFoundError(f"there is no file {path}", fix=f"give the path of a {kind} file, or a {kind}'s name")
+        raise NotFoundError(f"file {path} not found", fix=f"give the path of a {kind} file, or a {kind}'s name")
     for folder in search_folders(kind, ctx):
         if is_file(folder / f"{name}.yaml"):
             return folder / f"{name}.yaml"
     known = list_names(kind, ctx)
     raise NotFoundError(
-        f"there is no {kind} '{name}'",
-        meaning=f"known are: {', '.join(known)}",
+        f"{kind} '{name}' not found",
+        meaning=f"known: {', '.join(known)}",
         fix=_closest(name, known, f"give a name from this list, or the path of a {kind} file"),
     )
 

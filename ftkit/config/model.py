@@ -31,7 +31,7 @@ class RopeScalingSpec(Spec):
     rope_type: Literal["dynamic", "linear", "llama3", "yarn"]
     """How frequencies are stretched. `linear` (Chen et al. 2023), `dynamic`, `yarn` (Peng et al. 2023), `llama3`."""
     factor: Annotated[float, Field(gt=1), NUMBER]
-    """How many times as many positions."""
+    """Factor by which the number of positions grows."""
     original_max_position_embeddings: PositiveInt | None = None
     """Positions of the weights. Those of config.json if null."""
     beta_fast: PositiveFloat | None = None
@@ -66,7 +66,7 @@ class RopeScalingSpec(Spec):
 
 
 class ArchitectureFields(Spec):
-    """The shape of a decoder, under the names that Hugging Face configurations use, as far as it is given."""
+    """The shape of a decoder, with the names of Hugging Face configurations; unset fields are null."""
 
     family: ModelType | None = None
     """Hugging Face's `model_type`. Of `gemma3_text`, `llama`, `olmo3` and `qwen3`, memory and speed are predicted from
@@ -87,9 +87,9 @@ class ArchitectureFields(Spec):
     head_dim: PositiveInt | None = None
     """Width of one attention head."""
     max_position_embeddings: PositiveInt | None = None
-    """Longest sequence. Of pretrained weights, more than config.json has needs `rope_scaling`."""
+    """Longest sequence. More positions than in config.json of pretrained weights need `rope_scaling`."""
     sliding_window: PositiveInt | None = None
-    """Tokens that a windowed layer looks back. Every layer sees all if null."""
+    """Window of sliding-window attention, in tokens. Full attention in all layers if null."""
     full_attention_every: PositiveInt | None = None
     """With a window: the interval of layers with full attention (OLMo-3: 4, Gemma 3: 6)."""
     tie_word_embeddings: bool | None = None
@@ -101,7 +101,7 @@ class ArchitectureFields(Spec):
     rms_norm_eps: PositiveFloat | None = None
     """Epsilon of the RMS normalization."""
     initializer_range: PositiveFloat | None = None
-    """Standard deviation of the weights of a model that is trained from nothing."""
+    """Standard deviation of randomly initialized weights."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -112,7 +112,7 @@ class ArchitectureFields(Spec):
 
 
 class ArchitectureSpec(ArchitectureFields):
-    """The shape of a decoder, whole."""
+    """The complete shape of a decoder."""
 
     family: ModelType
     vocab_size: PositiveInt
@@ -131,7 +131,7 @@ class ArchitectureSpec(ArchitectureFields):
 
     @property
     def is_measured(self) -> bool:
-        """Whether memory and step times of its family were measured, and not estimated alone."""
+        """Whether memory and step times of its family were measured, rather than only estimated."""
         return self.family in MEASURED
 
     @property
@@ -212,7 +212,7 @@ class ModelCounts:
 
     @property
     def is_exact(self) -> bool:
-        """Whether these are no estimates."""
+        """Whether the counts are exact."""
         return self.source in {"formula", "model"}
 
 
@@ -256,18 +256,19 @@ class ModelSpec(Spec):
     """A hub id such as `allenai/Olmo-3-1025-7B`, a folder (`/data/model`; `./model` in the recipe's folder),
     `run:NAME` for what an earlier run has trained (its export, or its adapters on their base model), `run:NAME@STEP`
     for one of its checkpoints (a step, `best`, or `last`), or `random` for an untrained model. A folder of peft's LoRA
-    adapters stands for the model that they belong to, with them."""
+    adapters selects their base model with these adapters."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     architecture: ArchitectureFields = ArchitectureFields.model_construct()
     """The shape of `random` weights: the name of a shipped one (`olmo3-7b`), or the fields themselves. Pretrained
-    weights have theirs in config.json: fields that are given must agree with it, apart from `rope_scaling` and the
+    weights have their shape in config.json: fields set here must agree with it, apart from `rope_scaling` and the
     `max_position_embeddings` that it allows."""
     tokenizer: TokenizerSpec = TokenizerSpec.model_construct()
     """Where the tokenizer comes from."""
     added_tokens: tuple[AddedToken, ...] = ()
     """Special tokens to add to the tokenizer, such as `<|tool|>`. The embedding (and an output projection of its own)
-    grows by what doesn't fit into the rows that are there; new rows begin as the mean of the others. New tokens need
+    grows by the tokens that don't fit into existing rows; new rows are initialized to the mean of the others. New
+    tokens need
     `training.method: full`: adapters leave the embedding frozen."""
 
     @field_validator("added_tokens", mode="after")

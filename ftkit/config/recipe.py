@@ -1,4 +1,4 @@
-"""A recipe, with its profiler and its experiment trackers: everything that a run is, apart from where it runs."""
+"""A recipe, with its profiler and experiment trackers: everything that defines a run, except where it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sinks_without_package(sinks: Iterable[SinkName], packages: Container[str]) -
 
 
 class TrackingSpec(Spec):
-    """Experiment trackers, fed with what goes to metrics.jsonl. Keys and passwords come from the environment."""
+    """Experiment trackers, which receive the records of metrics.jsonl. Keys and passwords come from the environment."""
 
     sinks: tuple[SinkName, ...] = ()
     """Any of `tensorboard`, `wandb` and `mlflow`; each is an extra of ftkit."""
@@ -75,9 +75,9 @@ def check_packages(tracking: TrackingSpec) -> None:
     for name in tracking.sinks:
         if find_spec(name) is None:
             raise PrerequisiteError(
-                f"tracking.sinks names {name}, whose package is not installed",
+                f"tracking.sinks lists {name}, whose package is not installed",
                 meaning="the Python or the image that trains was made without it",
-                fix=f"pip install 'ftkit[{name}]', add it to the image's packages, or leave it out of tracking.sinks",
+                fix=f"pip install 'ftkit[{name}]', add it to the image's packages, or remove it from tracking.sinks",
             )
 
 
@@ -97,35 +97,35 @@ def check_access(tracking: TrackingSpec, environment: Mapping[str, str], *, sees
         has_key = environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE")
         if not has_key and not (sees_home and netrc.is_file()):
             raise PrerequisiteError(
-                "tracking.sinks names wandb, and there is no key for it",
+                "tracking.sinks lists wandb, and there is no key for it",
                 meaning="WANDB_API_KEY is not set where the run is submitted; containers don't see ~/.netrc",
                 fix="export WANDB_API_KEY before 'ftkit run', or WANDB_MODE=offline",
             )
     if "mlflow" in tracking.sinks and tracking.mlflow_uri is None and not environment.get("MLFLOW_TRACKING_URI"):
         raise PrerequisiteError(
-            "tracking.sinks names mlflow, and there is no address of a server",
+            "tracking.sinks lists mlflow, and there is no server address",
             meaning="neither tracking.mlflow_uri nor MLFLOW_TRACKING_URI is set where the run is submitted",
             fix="give tracking.mlflow_uri=https://HOST, or export MLFLOW_TRACKING_URI before 'ftkit run'",
         )
 
 
 class ProfileSpec(Spec):
-    """torch's profiler over a few steps. It waits, warms up and records, so many times over."""
+    """torch's profiler over a few steps, in cycles of waiting, warming up and recording."""
 
     enabled: bool = False
     """Record a trace, and on GPUs a snapshot of the memory."""
     wait_steps: NonNegativeInt = 5
-    """Steps at the beginning of each cycle that are left alone: the first ones compile kernels."""
+    """Steps at the beginning of each cycle that are not profiled: the first steps compile kernels."""
     warmup_steps: NonNegativeInt = 3
-    """Steps after them that run under the profiler and are thrown away."""
+    """Steps after them that run under the profiler and are discarded."""
     active_steps: PositiveInt = 20
     """Steps after them that are recorded."""
     cycles: PositiveInt = 1
-    """How often; each cycle writes a trace."""
+    """Number of cycles; each writes a trace."""
     ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
     """Ranks that are recorded."""
     with_stack: bool = False
-    """Record where in the source each operation comes from: larger traces, slower steps."""
+    """Record the source location of each operation: larger traces, slower steps."""
     record_shapes: bool = False
     """Record the shapes of the operations' inputs."""
     memory: bool = True
@@ -151,10 +151,10 @@ def _as_destination(value: str) -> str:
 
 
 class RecipeSpec(Spec):
-    """A recipe: everything that a training run is, apart from where it runs."""
+    """A recipe: everything that defines a training run, except where it runs."""
 
     name: Name
-    """Name of the recipe, and of its runs unless `--name` says otherwise."""
+    """Name of the recipe, and of its runs unless `--name` is given."""
     description: str = ""
     """One line for `ftkit recipes`."""
     image: str | None = None
@@ -166,13 +166,13 @@ class RecipeSpec(Spec):
     training: TrainingSpec
     """The optimization."""
     evaluation: EvaluationSpec = EvaluationSpec.model_construct()
-    """What is measured on the validation split, and early stopping."""
+    """Evaluations on the validation split, and early stopping."""
     tracking: TrackingSpec = TrackingSpec.model_construct()
-    """Experiment trackers that the run's numbers go to."""
+    """Experiment trackers of the run."""
     profile: ProfileSpec = ProfileSpec.model_construct()
     """The profiler."""
     resources: ResourcesSpec = ResourcesSpec.model_construct()
-    """What the recipe asks of a cluster."""
+    """Resources that the recipe requests."""
     sync: Annotated[str, AfterValidator(_as_destination)] | None = None
     """Where complete checkpoints and exports are copied while the run trains: `s3://bucket/prefix`,
     `gs://bucket/prefix` or a folder (`/backup/runs`). Each run has its id below it, and

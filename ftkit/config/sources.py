@@ -1,4 +1,4 @@
-"""Where rows come from: files, addresses, the hub, a generator, and mixtures of them; the validation split.
+"""Data sources: files, addresses, the hub, a generator, and mixtures of them; the validation split.
 
 Recipes put columns together in format strings and Jinja templates, which are checked here.
 """
@@ -118,7 +118,7 @@ class GeneratedSource(Spec):
     kind: Literal["generated"]
     generator: Literal["text-to-sql", "malware-analysis"]
     """The task. `text-to-sql`: columns sql_context, sql_prompt, sql. `malware-analysis`: columns binary (simulated, in
-    hexadecimal digits), verdict, analysis; every other one is malicious."""
+    hexadecimal digits), verdict, analysis; half of them are malicious."""
     binary_bytes: BinarySizes | None = None
     """For generator malware-analysis: sizes are drawn uniformly between the two. Default if null. A byte, which is two
     hexadecimal digits, is about 1.2 tokens if a token can hold three digits, and 2 if it holds one."""
@@ -127,7 +127,7 @@ class GeneratedSource(Spec):
     num_heldout: NonNegativeInt = 0
     """Examples of the validation split; none of them is in the training split."""
     seed: Seed = 0
-    """Another seed makes other examples."""
+    """Seed of the examples."""
 
     @property
     def name(self) -> str:
@@ -156,7 +156,7 @@ def _short_name(place: str) -> str:
 
 
 class _SampledSource(Spec):
-    """How many rows to take from a source that has rows of its own."""
+    """Number of rows to take from a source."""
 
     num_train: PositiveInt | None = None
     """Number of rows to sample; all if null."""
@@ -180,9 +180,9 @@ class FilesSource(_SampledSource):
     kind: Literal["files"]
     train: DataPath
     """A file, a folder, a pattern (`data/*.parquet`), relative to the recipe's folder; or an address (`s3://…`,
-    `gs://…`, `hf://…`). A name's ending says the format; without a known one it is JSON Lines."""
+    `gs://…`, `hf://…`). The suffix selects the format; files with an unknown suffix are JSON Lines."""
     heldout: DataPath | None = None
-    """All rows of these files are the validation split; without it, `num_heldout` rows of `train` are."""
+    """Files whose rows are the validation split; without it, `num_heldout` rows of `train` are."""
 
     @property
     def name(self) -> str:
@@ -221,8 +221,9 @@ _ListedSource = Annotated[FilesSource | HubSource, Field(discriminator="kind")]
 class MixtureSource(Spec):
     """Several sources, interleaved evenly.
 
-    With weights, each source gives its share of the rows: none is repeated, so the one that is scarce for its weight is
-    used whole and the others are sampled. Without, each gives all its rows, or `num_train` of them.
+    With weights, each source gives its share of the rows. Rows are never repeated: the source that limits the total is
+    used completely, and the others are sampled. Without weights, each source gives all its rows, or `num_train` of
+    them.
     """
 
     kind: Literal["mixture"]
@@ -280,7 +281,7 @@ class ValidationSpec(Spec):
     file: DataPath | None = None
     """Files or an address, as in a source; taken whole."""
     seed: Seed = 0
-    """Another seed draws other rows."""
+    """Seed of the sampling."""
 
     @model_validator(mode="after")
     def _rows_are_chosen_in_one_way(self) -> Self:

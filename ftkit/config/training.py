@@ -1,4 +1,4 @@
-"""How to train, and how much of a cluster to ask for."""
+"""How to train, and which resources to request."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ class LoraSpec(Spec):
 
 
 class TrainingSpec(Spec):
-    """The optimization."""
+    """Optimization settings."""
 
     method: Method = "full"
     """Which parameters are trained: all, adapters only, or adapters on 4-bit weights (NF4)."""
     lora: LoraSpec | None = None
     """The adapters of methods lora and qlora. Default if null."""
     context_parallel: PositiveInt = 1
-    """How many GPUs of a node divide the tokens of each pack among them, for longer packs than one GPU can hold: with
-    engine fsdp2. They trade tokens for heads before and after attention, so it must divide the attention heads."""
+    """Number of GPUs of a node that divide the tokens of each pack, for packs that don't fit on one GPU (engine fsdp2).
+    They exchange tokens for heads around attention, so it must divide the attention heads."""
     engine: EngineChoice = "auto"
-    """What shards the model over processes; `auto` chooses, and the plan says why."""
+    """Engine that shards the model over processes; `auto` chooses, and the plan shows the reason."""
     offload: Offload = "none"
-    """What waits in main memory: nothing, the optimizer's states, or parameters and gradients too."""
+    """State kept in main memory: none, optimizer states, or also parameters and gradients."""
     precision: TrainingPrecision = "bf16"
     """Precision of forward and backward, and of frozen weights; master weights and optimizer states are fp32.
     `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (torchao, tensorwise
@@ -93,7 +93,7 @@ class TrainingSpec(Spec):
     """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers keep 8 bits a weight and
     multiply in FP8 (Ada, Hopper and newer GPUs), half the memory of bf16; `auto`: that of `precision`."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER]
-    """Tokens in a pack."""
+    """Tokens per pack."""
     micro_batch_size: Annotated[PositiveInt | Auto, BeforeValidator(_check_micro_batch_size)] = "auto"
     """Packs that one process computes at a time; `auto`: the number predicted to be the fastest on the cluster's GPUs
     with memory to spare. It changes only speed and memory: the optimizer sees `global_batch_size`."""
@@ -122,15 +122,16 @@ class TrainingSpec(Spec):
     """Gradients are clipped to this norm."""
     attention: AttentionChoice = "auto"
     """Attention kernel: `flash4` (flash-attn-4, Hopper and newer), `flex` (any CUDA device), `sdpa` (any device);
-    `auto` takes the fastest that works on the GPU and the model; `eager` works for any."""
+    `auto` selects the fastest that works on the GPU and the model; `eager` works for all models."""
     compile: Literal["auto", "layers", "none"] = "auto"
     """`layers`: compile each decoder layer, which fuses element-wise operations; `auto`: on GPUs, with engine fsdp2."""
     activation_checkpointing: ActivationCheckpointingChoice = "auto"
-    """What the backward pass recomputes: nothing (`none`); the cheap operations between matmuls and attention
+    """Activations that the backward pass recomputes: nothing (`none`); the cheap operations between matmuls and
+    attention
     (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory and a
     third more time. `auto`: the one that is predicted to be the fastest on the cluster's GPUs with memory to spare."""
     activation_offload: bool = False
-    """With `full` checkpointing: the inputs of decoder layers wait in main memory for the backward pass."""
+    """With `full` checkpointing: keep the inputs of decoder layers in main memory until the backward pass."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether decoder layers are resharded after the forward pass and all-gathered again for the backward pass.
     `never`, with engine fsdp2: they stay unsharded, for less traffic and more memory; `auto`: `never` if the GPU has
@@ -138,21 +139,21 @@ class TrainingSpec(Spec):
     reduce_precision: Precision = "fp32"
     """Precision in which gradients are reduced over the processes; `bf16`: half the traffic, and each sum rounded."""
     collectives: Literal["auto", "nccl", "copy_engine"] = "auto"
-    """What moves weights and gradients between GPUs, with engine fsdp2: NCCL, whose kernels occupy SMs that
+    """Backend of collectives between GPUs, with engine fsdp2: NCCL, whose kernels occupy SMs that
     matmuls could use, or the copy engines, on one host with NVLink (torch 2.11 or newer); `auto`: copy engines where
     they work. They move gradients in the precision of training, and sum them in `reduce_precision`."""
     on_nonfinite: OnNonfinite = "stop"
-    """What follows a step whose loss or gradient is NaN or infinite. Its weights are never updated; then the run ends
-    (`stop`), or continues with the next batch (`skip`), until ten in a row were so."""
+    """Reaction to a step whose loss or gradient is NaN or infinite. Such a step never updates the weights; then the run
+    ends (`stop`), or continues with the next batch (`skip`) and ends after ten such steps in a row."""
     checkpoint_every_steps: PositiveInt = 300
     """Steps between checkpoints; there is always one at the end."""
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints to keep; the best one is kept too (`evaluation.best`)."""
     keep_every_steps: PositiveInt | None = None
-    """Also keep the checkpoints of all steps that are a multiple of this. None of them if null."""
+    """Also keep the checkpoints of all steps that are a multiple of this. None if null."""
     max_failed_checkpoints: NonNegativeInt = 2
     """How many checkpoints in a row may fail to be written (no room, file system out of reach) while training
-    continues. One more ends the run; so does a failure of the last checkpoint."""
+    continues. One more failure ends the run; so does a failure of the last checkpoint."""
     log_every_steps: PositiveInt = 10
     """Steps between records in metrics.jsonl."""
     seed: Seed = 0
@@ -198,13 +199,13 @@ class TrainingSpec(Spec):
     @classmethod
     def _checkpointing_is_a_word(cls, value: object) -> object:
         if isinstance(value, bool):
-            raise ValueError(f"take '{'full' if value else 'none'}': it is one of auto, none, selective and full")  # noqa: TRY004
+            raise ValueError(f"set '{'full' if value else 'none'}': it is one of auto, none, selective and full")  # noqa: TRY004
         return value
 
     @model_validator(mode="after")
     def _adapters_belong_to_a_method(self) -> Self:
         if self.method == "full" and self.lora is not None:
-            raise ValueError("lora has no effect with method 'full': take method 'lora' or 'qlora', or leave it out")
+            raise ValueError("lora has no effect with method 'full': set method to 'lora' or 'qlora', or remove it")
         return self
 
     @model_validator(mode="after")
@@ -266,17 +267,17 @@ class TrainingSpec(Spec):
     @model_validator(mode="after")
     def _betas_are_rates(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1), got {list(self.betas)}")
+            raise ValueError(f"betas must be in [0, 1), got {list(self.betas)}")
         return self
 
 
 class TrainingPlan(TrainingSpec):
-    """The optimization with nothing left open: what `auto` stood for in the recipe is resolved."""
+    """Optimization settings with all `auto` values resolved."""
 
     micro_batch_size: PositiveInt = 1
-    """Packs that one process computes at a time."""
+    """Packs per micro-batch of a process."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """What the backward pass recomputes."""
+    """Activations that the backward pass recomputes."""
 
     @classmethod
     def of(
@@ -288,7 +289,7 @@ class TrainingPlan(TrainingSpec):
 
 
 class ResourcesSpec(Spec):
-    """What the recipe asks of a cluster; options of `ftkit run` take precedence."""
+    """Resources that the recipe requests; options of `ftkit run` take precedence."""
 
     num_nodes: Annotated[int, Field(gt=0, le=2**16), WHOLE_NUMBER] = 1
     """Number of nodes."""
@@ -298,13 +299,14 @@ class ResourcesSpec(Spec):
     """Nodes that the job holds beyond those that train, on Slurm. A node that no longer answers is replaced by one of
     them within the job; without one, the job is requeued."""
     max_restarts: Annotated[int, Field(ge=0, le=1000), WHOLE_NUMBER] = 3
-    """How often in a row training starts again within its job, from the newest checkpoint, after a process died or
-    failed in a way that need not come again; a new checkpoint begins the count anew. 0: never."""
+    """Maximum restarts in a row within a job, from the newest checkpoint, after a process died or failed for a reason
+    that may be transient; a new checkpoint resets the count. 0: never."""
     hang_timeout_seconds: PositiveInt = 600
-    """A step that takes longer than this, and than ten times the median of the last ones, is taken for a hang: all
-    ranks leave their Python stacks and their last collectives in `logs/`, and training starts again."""
+    """A step that takes longer than this, and longer than ten times the median of the last steps, counts as a hang: all
+    ranks write their Python stacks and last collectives to `logs/`, and training restarts."""
     preflight: bool | None = None
     """Check all nodes before training, on Slurm, and leave out those that are out of order. With GPUs on two nodes and
     more if null."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
-    """Slurm's words: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`. The profile's if null."""
+    """Time limit in Slurm's format: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`. The profile's
+    if null."""

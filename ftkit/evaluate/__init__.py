@@ -1,1 +1,1 @@
-"""Try, measure and hand over what was trained: load a run or a model, generate, chat, evaluate, export."""
+"""Use trained models: load a run or a model, generate, chat, evaluate, export."""

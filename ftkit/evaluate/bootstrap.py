@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 NUM_RESAMPLES = 2000
 _AT_ONCE = 100
-"""Resamples in memory at a time."""
+"""Resamples per batch, which bounds the memory."""
 _PERCENTILES = (2.5, 97.5)
 
 Interval = tuple[float, float]
@@ -45,8 +45,8 @@ def paired_interval(
 ) -> Interval:
     """Return the 95 % interval of a function of ratios over the same rows, by percentiles.
 
-    The rows of a resample are the same for all ratios, so what makes a row hard for both models cancels in their
-    difference (Efron and Tibshirani 1993, chapter 13).
+    The rows of a resample are the same for all ratios, so the difficulty of a row cancels in the difference of two
+    models (Efron and Tibshirani 1993, chapter 13).
 
     Args:
         ratios: of the same rows.
@@ -60,7 +60,7 @@ def paired_interval(
         size = min(_AT_ONCE, num_resamples - begin)
         drawn = rng.multinomial(num_rows, np.full(num_rows, 1 / num_rows), size=size).astype(np.float64)
         sums = [(drawn @ ratio.numerators, drawn @ ratio.denominators) for ratio in ratios]
-        # A resample without any row that the metric applies to says nothing.
+        # A resample without a row to which the metric applies has no value.
         is_used = np.all([below > 0 for _, below in sums], axis=0)
         found.append(combine(*(above[is_used] / below[is_used] for above, below in sums)))
     low, high = np.percentile(np.concatenate(found), _PERCENTILES)

@@ -42,15 +42,15 @@ class ChatSession:
     messages: list[Message] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Forget all turns."""
+        """Clear the conversation."""
         self.messages.clear()
 
     def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Reply:
-        """Answer a user turn; both turns are part of the conversation from then on.
+        """Generate the completion of a user turn, and append both turns to the conversation.
 
         Args:
             text: the user's.
-            on_text: gets the answer piece by piece while it is generated.
+            on_text: called with pieces of the completion during generation.
 
         Raises:
             DataError: the chat template does not take the conversation.

@@ -1,4 +1,4 @@
-"""Export the weights of any checkpoint of a run: in one process, on a CPU, a part of the model at a time."""
+"""Export the weights of any checkpoint of a run, in one process on a CPU, one decoder layer at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExportRequest:
         step: a step that has a checkpoint; `last`; or `best`, the one with the lowest validation loss.
         merges: whether adapters are merged into the base model.
         precision: dtype of the weights; that of training if None.
-        folder: where to; a folder in the run's if None.
+        folder: destination; a folder in the run's folder if None.
     """
 
     step: str
@@ -47,7 +47,7 @@ class ExportRequest:
 def export_run(
     layout: RunLayout, request: ExportRequest, verify: Callable[[Path], None] | None, report: Callable[[str], None]
 ) -> Path:
-    """Export a checkpoint; return the folder, which gets its name only once `verify` has returned.
+    """Export a checkpoint; return the folder, which is renamed into place after `verify` returns.
 
     Args:
         layout: the run's folder.
@@ -86,7 +86,7 @@ def export_run(
         report(f"writing {folder}")
         exporter.write(record, temporary, layout)
         if verify is not None:
-            report("loading the export in another process, and comparing it with the trained model")
+            report("loading the export in another process to compare it with the trained model")
             verify(temporary)
     return folder
 
@@ -104,14 +104,14 @@ def _default_folder(layout: RunLayout, step: int, request: ExportRequest) -> Pat
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace what is no export."""
+    """Refuse to replace anything but an export."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() and not (folder / EXPORT_RECORD).is_file():
         raise NotFoundError(
-            f"--to: there is something else than an export in {folder}",
-            meaning="an export replaces a former one only",
-            fix="give a folder that is not there yet",
+            f"--to: {folder} exists and is not an export",
+            meaning="an export only replaces an earlier export",
+            fix="give a new folder",
         )
 
 

@@ -1,4 +1,4 @@
-"""Answer the prompts of a file in batches; an interrupted output is continued."""
+"""Generate completions for the prompts of a file in batches, and continue an interrupted output."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FILE_ENDINGS = (".jsonl", ".json", ".ndjson")
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen.
+    """Decoding settings.
 
     Attributes:
-        temperature: 0 takes the most probable token each time.
+        temperature: sampling temperature; 0 decodes greedily.
     """
 
     max_new_tokens: int = 256
@@ -94,7 +94,7 @@ def generate_rows(
 
 
 def count_done(output: Path, rows: Sequence[Row], label: str) -> int:
-    """Return how many rows an interrupted output has answered; cut off a line that was being written.
+    """Return the number of completed rows of an interrupted output; remove a partial last line.
 
     Raises:
         DataError: it is the output of other prompts, or of another model.
@@ -127,7 +127,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 def _other_output(output: Path, line: int) -> DataError:
     return DataError(
-        f"{output}:{line}: this line does not answer the same line of the input by the same model",
+        f"{output}:{line}: this line does not belong to the same line of the input and the same model",
         meaning="the file is the output of other prompts or of another model",
         fix="give another --output, or delete the file",
     )

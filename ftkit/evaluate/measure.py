@@ -1,4 +1,4 @@
-"""Measure a model, and compare two of them on the same rows."""
+"""Evaluate a model, and compare two models on the same rows."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """What is measured, and how.
+    """Settings of an evaluation.
 
     Attributes:
-        metrics: of answers; those of the data if empty.
-        limit: rows at most.
-        max_new_tokens: of an answer.
-        batch_size: answers at a time.
+        metrics: metrics of completions; selected by the data if empty.
+        limit: maximum number of rows.
+        max_new_tokens: maximum tokens per completion.
+        batch_size: completions per batch.
         file: rows to measure on; None: the validation split.
     """
 
@@ -199,7 +199,7 @@ def _batches(documents: Sequence[tuple[int, Document]]) -> Iterator[list[tuple[i
 
 
 def _losses(model: LoadedModel, documents: Sequence[Document]) -> list[list[float]]:
-    """Return for each document its summed loss, and how many tokens count and are found most probable."""
+    """Return for each document its summed loss, its trained tokens, and how many of these are the most probable."""
     length = max(len(document.tokens) for document in documents)
     inputs = np.zeros((len(documents), length), np.int64)
     labels = np.full((len(documents), length), IGNORED, np.int64)

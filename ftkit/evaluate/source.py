@@ -1,4 +1,4 @@
-"""What a user means by RUN or MODEL: an export, a checkpoint of a run, or a model in Hugging Face's layout."""
+"""Resolve RUN or MODEL: an export, a checkpoint of a run, or a model in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Target:
 def find_target(reference: str, workspace: Workspace) -> Target:
     """Return the model that `RUN`, `RUN@STEP`, `RUN@best`, a folder or a hub id means.
 
-    A run means its best step by `evaluation.best`, else the newest that it has an export or a checkpoint of. The export
-    of a step is taken before its checkpoint: it loads faster, and it is what others get.
+    A run selects its best step by `evaluation.best`, else the newest step with an export or a checkpoint. The export of
+    a step takes precedence over its checkpoint: it loads faster, and it is what users share.
 
     Raises:
         NotFoundError: there is no such run, step or model.
@@ -96,7 +96,7 @@ def find_target(reference: str, workspace: Workspace) -> Target:
     if folder.is_dir():
         layout = RunLayout(folder.resolve())
     elif is_path(name):
-        raise NotFoundError(f"there is no folder {folder}", fix="give the folder of a model or a run")
+        raise NotFoundError(f"folder {folder} not found", fix="give the folder of a model or a run")
     elif "/" in name and not step:
         return Target(fetch_model(reference))
     else:

@@ -37,7 +37,7 @@ _NUM_TOKENS_BEFORE_END = 3
 
 @dataclass(frozen=True)
 class Check:
-    """Something that was compared, what came of it, and whether it must not be so."""
+    """The result of one comparison, and whether it failed."""
 
     name: str
     found: str
@@ -78,9 +78,10 @@ def require_passed(folder: Path, checks: list[Check]) -> None:
     failed = [check for check in checks if not check.passed]
     if failed:
         raise TrainingError(
-            f"{folder} is not what was trained: " + "; ".join(f"{check.name}: {check.found}" for check in failed),
+            f"{folder} does not match the trained model: "
+            + "; ".join(f"{check.name}: {check.found}" for check in failed),
             meaning="files were changed, renamed or cut short after the export, or a library loads them in another way",
-            fix="export it again with 'ftkit export', and don't serve this one",
+            fix="export again with 'ftkit export', and don't serve this folder",
         )
 
 
@@ -92,7 +93,7 @@ def read_record(folder: Path) -> ExportRecord:
     """
     missing = NotFoundError(
         f"{folder} has no {EXPORT_RECORD} with what the trained model computes",
-        meaning="it is no export of ftkit, an earlier version wrote it, or the model could not be computed",
+        meaning="ftkit did not export it, an earlier version did, or the logits could not be computed",
         fix="export the run again: ftkit export RUN",
     )
     try:

@@ -1,1 +1,1 @@
-"""What machines have and how well they work: detection, checks on the login node and on the nodes, samples of GPUs."""
+"""Detect and check machines: the site, the login node, compute nodes, and samples of GPUs."""

@@ -1,4 +1,4 @@
-"""What a GPU and a network should do, and from when on less is a fault.
+"""Expected performance of GPUs and networks, and thresholds for faults.
 
 Peaks are those of the vendors' data sheets (`ftkit.planning.setup`). The shares are what large matrix products and
 NCCL's collectives reach of them on healthy nodes, with room: cuBLAS reaches 65 to 75 % of the dense bf16 peak of an

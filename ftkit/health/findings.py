@@ -1,4 +1,4 @@
-"""What a check found, and what follows from it for the hosts of a job."""
+"""Findings of checks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: what was looked at, in a word or two.
+        check: subject of the check, in a word or two.
         status: `failed` keeps a run from working or from being as fast as it should; `unknown` could not be checked.
-        value: what was seen.
+        value: observed value.
         fix: what to do next; empty if nothing is wrong.
         gpu: index of the GPU; None: it is about the whole machine.
     """

@@ -39,7 +39,7 @@ _PROXIED: Final = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 @dataclass(frozen=True)
 class LoginNode:
-    """What the checks look at."""
+    """Inputs of the checks."""
 
     site: Site
     cluster: ClusterProfile
@@ -80,7 +80,7 @@ def _check_slurm(node: LoginNode) -> list[Finding]:
         return [*findings, Finding("slurm", "failed", f"not on PATH: {', '.join(missing)}", fix)]
     findings.append(Finding("slurm", "ok", node.site.slurm_version))
     if not _which("sacct", node):
-        fix = "the final state of a run is then read from its folder alone"
+        fix = "ftkit then reads the final state of a run from its folder only"
         findings.append(Finding("accounting", "warning", "sacct is not on PATH", fix))
     return findings
 
@@ -114,7 +114,7 @@ def _check_partition(node: LoginNode) -> list[Finding]:
 
 
 def _check_runtime(node: LoginNode) -> list[Finding]:
-    """Check that what runs containers is there."""
+    """Check that the container runtime is installed."""
     site = node.site
     found, missing, fix = {
         "none": ("none: runs use this Python", "", ""),
@@ -158,7 +158,7 @@ def _check_workspace(node: LoginNode) -> list[Finding]:
         return [Finding("workspace", "failed", f"{root}: {one_line(error)}", fix)]
     findings = [Finding("workspace", "ok", str(root))]
     if node.cluster.scheduler == "slurm" and not any(root.is_relative_to(mount) for mount in node.site.shared_folders):
-        fix = "nodes have to see it under the same path; 'ftkit doctor --nodes all' looks"
+        fix = "nodes must see it under the same path; 'ftkit doctor --nodes all' checks this"
         findings.append(Finding("shared", "unknown", f"{root} is not on a network file system known to ftkit", fix))
     is_small = free_gib < _FEW_GIB
     fix = "a 7B model's checkpoint in full training is about 90 GiB: make room, or set another 'workspace:'"
@@ -173,7 +173,7 @@ def _check_workspace(node: LoginNode) -> list[Finding]:
 
 
 def _check_image(node: LoginNode) -> list[Finding]:
-    """Check that the image of the settings is there."""
+    """Check that the image of the settings exists."""
     image, cluster = node.image, node.cluster
     if cluster.runtime in ("none", "docker"):
         return []
@@ -189,9 +189,7 @@ def _check_image(node: LoginNode) -> list[Finding]:
         return [Finding("image", "ok", f"{image}, pulled by the nodes")]
     if file.is_file():
         return [Finding("image", "ok", f"{image}, {file.stat().st_size / 2**30:.1f} GiB")]
-    return [
-        Finding("image", "failed", f"{image}: there is no {file}", f"ftkit import {image} --cluster {cluster.name}")
-    ]
+    return [Finding("image", "failed", f"{image}: {file} not found", f"ftkit import {image} --cluster {cluster.name}")]
 
 
 # --- Networks ------------------------------------------------------------------------------------
@@ -231,7 +229,7 @@ def _check_hub(node: LoginNode) -> list[Finding]:
     environment = node.environment
     endpoint = environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT
     answer = _ask(endpoint, environment)
-    fix = "" if answer.is_there else "weights and data have to be in the workspace or its cache (HF_HOME) before a run"
+    fix = "" if answer.is_there else "weights and data must be in the workspace or its cache (HF_HOME) before a run"
     findings = [Finding("hub", "ok" if answer.is_there else "warning", f"{endpoint}: {answer.text}", fix)]
     if answer.skew is not None and abs(answer.skew) > _CLOCK_SECONDS:
         value = f"{abs(answer.skew):.0f} s {'behind' if answer.skew > 0 else 'ahead of'} the hub"
@@ -256,7 +254,7 @@ class _Answer:
 
 
 def _ask(url: str, environment: Mapping[str, str]) -> _Answer:
-    """Ask a server for anything; that it refuses is an answer."""
+    """Send a request to a server; a refusal counts as an answer."""
     if urlsplit(url).scheme not in ("http", "https"):
         return _Answer(is_there=False, text="not an address of HTTP")
     proxy = next((environment[name] for name in _PROXIED if environment.get(name)), None)

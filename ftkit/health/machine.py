@@ -32,7 +32,7 @@ _SLOW_MB: Final = {"local disk": 200, "shared disk": 50}
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a node should have.
+    """Expected properties of a node.
 
     Attributes:
         local_dir: folder on its own disk.
@@ -77,7 +77,9 @@ def check_machine(
 def _check_shared(marker: Path, mib: int) -> Finding:
     if not marker.is_file():
         fix = "mount the file system on this node, or set 'workspace:' to one that all nodes have"
-        return Finding("shared disk", "failed", f"{marker.parent} is not what the submitting machine sees there", fix)
+        return Finding(
+            "shared disk", "failed", f"{marker.parent} is not the folder that the submitting machine sees", fix
+        )
     return _check_disk("shared disk", marker.parent, mib)
 
 
@@ -105,7 +107,7 @@ def _check_disk(name: str, folder: Path, mib: int) -> Finding:
     if name == "local disk" and free_gib < _LEAST_FREE_GIB:
         return Finding(name, "failed", f"{folder}: {free_gib:.1f} GiB free", "remove what fills it")
     if speed < _SLOW_MB[name]:
-        return Finding(name, "warning", f"{value}: slow", "look for other jobs that write there")
+        return Finding(name, "warning", f"{value}: slow", "check for other jobs that write there")
     return Finding(name, "ok", value)
 
 
@@ -139,7 +141,7 @@ def _check_gpus(gpus: list[GpuHealth], expected: Expectation) -> list[Finding]:
     names = ", ".join(sorted({gpu.name for gpu in gpus})) or "none"
     value = f"{len(gpus)} x {names}"
     if len(gpus) < expected.num_gpus:
-        fix = "look for Xid errors in the kernel's log, and reboot the node"
+        fix = "check the kernel log for Xid errors, and reboot the node"
         return [Finding("GPUs", "failed", f"{value}; {expected.num_gpus} expected", fix)]
     is_other = bool(expected.device_name) and any(expected.device_name not in gpu.name for gpu in gpus)
     fix = "set 'gpu:' in the cluster's profile" if is_other else ""
@@ -168,7 +170,7 @@ def _check_dcgm() -> list[Finding]:
 
 
 def check_gpu(gpu: GpuHealth, *, has_peers: bool) -> Iterator[Finding]:
-    """Yield what is wrong with a GPU; one alone in a virtual machine has links that lead nowhere."""
+    """Yield the faults of a GPU; a single GPU in a virtual machine has inactive links."""
     index = gpu.index
     if gpu.uncorrected_errors:
         yield Finding("ECC", "failed", f"{gpu.uncorrected_errors} uncorrected errors", "reset the GPU or reboot", index)
@@ -192,5 +194,5 @@ def check_gpu(gpu: GpuHealth, *, has_peers: bool) -> Iterator[Finding]:
         value = f"x{width} of x{most_width} (generation {generation} of {most_generation})"
         yield Finding("PCIe", "failed", value, "reseat the GPU, or its riser", index)
     if has_peers and gpu.active_links < gpu.num_links:
-        fix = "look at 'nvidia-smi nvlink --status' and at the fabric manager"
+        fix = "check 'nvidia-smi nvlink --status' and the fabric manager"
         yield Finding("NVLink", "failed", f"{gpu.active_links} of {gpu.num_links} links are active", fix, index)

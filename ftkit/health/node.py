@@ -51,7 +51,7 @@ _POLL_SECONDS: Final = 0.1
 
 @dataclass(frozen=True)
 class NodeJob:
-    """What one node is to check.
+    """Checks of one node.
 
     Attributes:
         host: its name among `hosts`, which are all of the job.
@@ -82,7 +82,7 @@ class NodeJob:
 
 @dataclass
 class NodeReport:
-    """What was found on one node.
+    """Results of one node.
 
     Attributes:
         host: its name.
@@ -106,7 +106,7 @@ class NodeReport:
 
     @property
     def failed(self) -> list[Finding]:
-        """What keeps the node from being used."""
+        """Reason why the node can't be used."""
         return failures(self.findings)
 
 
@@ -139,7 +139,7 @@ def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: Device
     try:
         report.devices = processes.rates(is_short=job.is_short)
     except MeasureError as error:
-        fix = "look at 'nvidia-smi' and at the kernel's log on that node"
+        fix = "check 'nvidia-smi' and the kernel log on that node"
         report.findings.append(Finding("matrix products", "failed", str(error), fix))
         return
     report.findings += list(_judge_devices(job, report.devices))
@@ -149,7 +149,7 @@ def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: Device
             report.within = processes.collectives(group)
             report.findings.append(_judge_collectives(job, "within node", report.within, least_link_bandwidth(job.gpu)))
         except MeasureError as error:
-            fix = "look at 'nvidia-smi nvlink --status' and 'nvidia-smi topo -m' on that node"
+            fix = "check 'nvidia-smi nvlink --status' and 'nvidia-smi topo -m' on that node"
             report.findings.append(Finding("within node", "failed", str(error), fix))
     if on_gpu:
         with open_nvml(environment) as nvml:  # while they are still warm
@@ -185,7 +185,7 @@ def _judge_collectives(job: NodeJob, name: str, rates: CollectiveRates, least: f
     value = f"all-reduce {rates.all_reduce:,.3g}, all-gather {rates.all_gather:,.3g} GB/s"
     value += f" by {rates.transport}" if rates.transport else ""
     if least is not None and rates.all_reduce < least:
-        fix = "look at the pairs; check the network's links and NCCL's plug-in"
+        fix = "compare the pairs; check the network's links and NCCL's plug-in"
         return Finding(name, _below_peak(job), f"{value}; at least {least:,.0f} GB/s expected", fix)
     return Finding(name, "ok", value)
 
@@ -250,7 +250,7 @@ def _check_together(job: NodeJob, processes: DeviceProcesses, report: NodeReport
     members = tuple(meeting.decide("members", [host for host in job.hosts if good.get(host)]))
     missing = [host for host in job.hosts if host not in good]
     if missing:
-        report.findings.append(Finding("other nodes", "warning", f"not heard of: {', '.join(missing)}"))
+        report.findings.append(Finding("other nodes", "warning", f"no response from: {', '.join(missing)}"))
     if job.host in members and len(members) > 1:
         _measure_between(job, processes, report, members)
         works = meeting.share("between", report.between is not None, members)
@@ -320,7 +320,7 @@ def pair_rounds(members: tuple[str, ...]) -> list[dict[str, str]]:
 
 
 def judge_beside_others(host: str, device: str, numbers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Compare a node with the others: what differs from most is wrong, even if nobody knows what is right.
+    """Compare a node with the others: a node that differs from most is faulty, even without known reference values.
 
     Args:
         host: the node.

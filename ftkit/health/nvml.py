@@ -1,4 +1,4 @@
-"""What the driver says about GPUs: the one place that calls NVML, by nvidia-ml-py.
+"""Query the GPU driver through NVML (nvidia-ml-py); only this module does.
 
 What a GPU or a driver does not support is None. Constants are those of NVIDIA's NVML API reference.
 """

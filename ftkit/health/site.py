@@ -1,4 +1,4 @@
-"""What there is around this machine: Slurm and its partitions, container programs, file systems, networks.
+"""Detect the site: Slurm and its partitions, container programs, file systems, networks.
 
 Everything is asked of programs and files that any user may read; a program that is missing or does not answer within
 two seconds leaves its part unknown. Programs are asked side by side, so that `ftkit init` takes seconds.
@@ -54,7 +54,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Site:
-    """What was found. An empty text or a 0 is something that is not there.
+    """The detected site. Empty text or 0 means absent.
 
     Attributes:
         slurm_version: of Slurm's programs, if they answer.
@@ -69,7 +69,7 @@ class Site:
         shared_folders: mount points of file systems that other machines can see.
         local_folder: a folder that is likely on each node's own disk.
         num_gpus: GPUs of this machine.
-        unknown: what could not be found out, and why.
+        unknown: undetected properties, with the reason.
     """
 
     slurm_version: str
@@ -93,7 +93,7 @@ class Site:
 
 
 def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
-    """Look at this machine and ask its Slurm; `root` holds its /dev, /proc and /sys."""
+    """Inspect this machine and its Slurm; `root` holds its /dev, /proc and /sys."""
     user = environment.get("USER") or environment.get("LOGNAME") or str(os.getuid())
     asked = {
         "sinfo": ("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G|%l"),

@@ -1,4 +1,4 @@
-"""From what was found around this machine to a cluster profile and settings."""
+"""Derive a cluster profile and settings from the detected site."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProposedCluster:
         extends: the profile that a new one extends; empty if `name` is a known profile that fits as it is.
         values: the keys of the new profile, apart from `name` and `extends`.
         reason: why this one.
-        unknown: what the user has to say, because it could not be found out.
+        unknown: values that the user must set, since they could not be detected.
     """
 
     name: str
@@ -120,7 +120,7 @@ def _differences(site: Site, partition: Partition, base: ClusterProfile) -> tupl
             f"partition {partition.name} has several kinds of nodes; the profile is for {_describe(partition)}"
         )
     if len(site.accounts) > 1:
-        unknown.append(f"which account to use: set 'account:', one of {', '.join(site.accounts)}; else the default one")
+        unknown.append(f"the account: set 'account:' to one of {', '.join(site.accounts)}; else the default one")
     if values["runtime"] == "none":
         unknown.append("containers: srun has no --container-image (pyxis) and there is no Apptainer on this machine")
     return {key: value for key, value in values.items() if value != getattr(base, key)}, tuple(unknown)

@@ -1,1 +1,1 @@
-"""Images: build, push, import and verify. The only layer that knows docker, registries, squashfs and SIF."""
+"""Images: build, push, import and verify. Only this layer uses docker, registries, squashfs and SIF."""

@@ -120,7 +120,7 @@ def ensure_base(client: APIClient, wanted: RegistryImage, written: str, report: 
     retry(attempt, report, stage)
     found = docker_engine.inspect(client, wanted.pinned)
     if found is None:
-        raise ImageError(f"docker pulled {wanted}, and does not have it", fix="see the engine's log")
+        raise ImageError(f"docker pulled {wanted}, but does not have it", fix="check the engine's log")
     return found
 
 

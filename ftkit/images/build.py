@@ -56,7 +56,7 @@ def build(
     no_cache: bool = False,
     report: Report = ignore_progress,
 ) -> BuildResult:
-    """Build an image, unless nothing changed since the last build.
+    """Build an image, unless its inputs are unchanged since the last build.
 
     Raises:
         ConfigError: no image can have the name, or the base's digest is fixed and can't be resolved again.
@@ -133,7 +133,7 @@ def check_inside(client: APIClient, image: str, reference: str) -> None:
         lines = "\n".join(f"    {line}" for line in output.splitlines()[-20:])
         raise ImageError(
             f"{reference} differs from its definition:\n{lines}",
-            meaning="a package was replaced, is missing, or does not work with the base",
+            meaning="a package was replaced, is missing, or is incompatible with the base",
             fix="change its packages and lock it again; the image was not named",
         )
 
@@ -200,5 +200,5 @@ def _advice(said: str) -> str:
     if any(word in lower for word in ("newconnectionerror", "name resolution", "connection refused", "retry(")):
         return "the build could not reach the package index: check the network, or set PIP_INDEX_URL"
     if "python3: not found" in lower or "no module named pip" in lower:
-        return "the base needs python3 with pip: take another with --base"
+        return "the base needs python3 with pip: set another base with --base"
     return "see the lines above; --no-cache runs every step again"

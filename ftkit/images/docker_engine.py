@@ -70,7 +70,7 @@ def connect() -> Iterator[APIClient]:
         raise PrerequisiteError(
             f"no docker engine answers at {_address()}: {_reason(error)}",
             meaning="docker is not installed or not started here, or you are not in the group 'docker'",
-            fix="see whether 'docker info' works; DOCKER_HOST names an engine elsewhere",
+            fix="check that 'docker info' works; DOCKER_HOST sets an engine elsewhere",
         ) from error
     try:
         yield client
@@ -230,7 +230,7 @@ def run_inside(client: APIClient, image: str, command: list[str]) -> tuple[int, 
 
 
 def as_image_error(error: Exception, what: str) -> ImageError:
-    """Turn an error of the SDK into ours."""
+    """Convert an error of the SDK."""
     return ImageError(f"{what}: {_reason(error)}", fix="see 'docker info' and the engine's own log")
 
 
@@ -335,14 +335,14 @@ def explain_transfer(message: str, reference: RegistryImage, known: Credentials 
         return who.access_denied(reference, known, message)
     if any(word in lower for word in _UNKNOWN):
         return NotFoundError(
-            f"there is no image {reference}: {message}",
+            f"image {reference} not found: {message}",
             meaning="the name, tag or digest is wrong, or the repository is private",
-            fix=f"see which tags it has; if it is private: docker login {reference.host}",
+            fix=f"check its tags; if it is private: docker login {reference.host}",
         )
     if any(word in lower for word in _TRANSIENT):
         return TransientError(
             f"lost the connection to {reference.host}: {message}",
             meaning="the registry or the network between is down, or the host's name is wrong",
-            fix="try again: what was transferred is not transferred again",
+            fix="try again: transferred layers are not transferred again",
         )
     return ImageError(f"{reference.host}: {message}", fix="see the registry's log")

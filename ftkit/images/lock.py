@@ -1,4 +1,4 @@
-"""Locks: every package that an image adds to its base, with hashes.
+"""Locks: all packages that an image adds to its base, with hashes.
 
 A lock has none of the packages that the base provides (torch, triton, numpy): these are excluded from the resolution,
 or pinned to the base's version, and the build refuses a lock that has one of them.
@@ -56,7 +56,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
         message = done.stderr.strip().removeprefix("error: ")
         raise ImageError(
             f"the packages of {spec.reference} can't be resolved:\n    {message}",
-            meaning="one does not exist, two want different versions of a third, or the index can't be reached",
+            meaning="a package does not exist, two need different versions of a third, or the index can't be reached",
             fix=f"change 'packages:' in {definition.lock_file.with_suffix('.yaml')}",
         )
     head = (

@@ -211,7 +211,7 @@ def test_a_base_that_no_registry_has_is_said_and_can_be_taken_from_the_engine(pr
 def test_an_unknown_base_is_said(project: Project, registry: str) -> None:
     done = project.call("build", "tiny:1", "--allow-unpinned", "--base", f"{registry}/no/such:1")
     assert done.returncode == NOT_FOUND
-    assert f"there is no image {registry}/no/such:1" in done.stderr
+    assert f"image {registry}/no/such:1 not found" in done.stderr
 
 
 def test_a_failing_step_shows_its_last_lines(project: Project, bases: APIClient) -> None:

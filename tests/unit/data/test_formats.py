@@ -371,7 +371,7 @@ def test_doubled_braces_are_text_and_names_may_have_spaces() -> None:
 
 @pytest.mark.parametrize("template", ["jinja2", "gemmma", "chat.jinja"])
 def test_a_chat_template_that_is_none_is_refused(template: str) -> None:
-    with pytest.raises(ValidationError, match="is no chat template: write model, chatml"):
+    with pytest.raises(ValidationError, match="is not a chat template: write model, chatml"):
         data(chat_template=template)
 
 

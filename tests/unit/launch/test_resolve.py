@@ -181,7 +181,7 @@ def test_a_profile_and_the_settings_are_blamed_for_their_own(project: Path) -> N
 
 def test_a_cluster_that_is_not_there_is_blamed_on_the_file_that_names_it(project: Path) -> None:
     (project / "ftkit.yaml").write_text("# ours\ncluster: ourz\n")
-    with pytest.raises(NotFoundError, match=rf"{project}/ftkit.yaml:2: cluster: there is no cluster 'ourz'"):
+    with pytest.raises(NotFoundError, match=rf"{project}/ftkit.yaml:2: cluster: cluster 'ourz' not found"):
         resolve(RunArgs(recipe="demo"), ctx(project))
 
 
