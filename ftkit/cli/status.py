@@ -95,6 +95,8 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
     except NotFoundError:
         if not find_sweep(reference, current_workspace()):
             raise
+        from ftkit.cli.runs import show_sweep
+
         show_sweep(reference, terminal, as_json=as_json)
         return
     status = _read(folder)

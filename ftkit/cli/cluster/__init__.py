@@ -19,7 +19,7 @@ _SECTIONS = {
     "cluster",
     cls=LazyGroup,
     sections=_SECTIONS,
-    short_help="Create a cluster, or a VM with a GPU, and remove it.",
+    short_help="Create a cluster or a GPU VM, and remove it.",
     examples=("ftkit cluster create --help", "ftkit cluster destroy --help"),
 )
 def command() -> None:
