@@ -10,7 +10,6 @@ import click
 
 from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, get_submitted_run, json_option, run_argument
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.runs import show_sweep
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, duration, finite, plural, short_path
 from ftkit.cli.terminal.report import (
