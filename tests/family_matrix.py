@@ -1,4 +1,4 @@
-"""What ftkit trains of a family, tried on a tiny model with random weights. `scripts/families` tries all of them.
+"""Train each model family on a tiny model with random weights. `scripts/families` tries all of them.
 
 A model goes the way of a user's: transformers saves it, ftkit loads it, verifies it, takes a few steps and exports it.
 """
@@ -106,7 +106,7 @@ ODD: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a family needs besides."""
+"""Additional settings of a family."""
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:
@@ -151,7 +151,7 @@ def _each_kind(values: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of a family: for each of `COLUMNS` 'yes', or why not."""
+    """The result of a family: for each of `COLUMNS` 'yes', or the reason why not."""
 
     model_type: str
     class_name: str

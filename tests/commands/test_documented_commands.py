@@ -57,7 +57,7 @@ DEMO = "ftkit run demo"
 STOPPED = ("echo stopped >$MACHINE/outcome", "! ftkit run demo", "echo completed >$MACHINE/outcome")
 
 EXPORT = ("$REAL_PYTHON $CHECKOUT/tests/commands/write_export.py $MACHINE",)
-"""What the stand-in for the trainer then leaves as its export."""
+"""Files that the stand-in for the trainer leaves as its export."""
 TRAINED = (*EXPORT, DEMO)
 PROMPTS = """echo '{"prompt": "How many pets are there?"}' >prompts.jsonl"""
 
@@ -68,7 +68,7 @@ BEFORE_PAGE = {
     "when-something-fails": STOPPED,
     "on-a-cluster": (*LOGIN_NODE, "rm ftkit.yaml"),
 }
-"""What was done before somebody reads a page."""
+"""State before the commands of a page run."""
 
 WITH_COMMANDS = [page for page in PAGES if any(commands(block) for block in blocks(page))]
 
@@ -126,7 +126,7 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "generate": (*TRAINED, PROMPTS),
     "eval": (*TRAINED, PROMPTS),
 }
-"""What is there before a command is of use."""
+"""Files that a command needs."""
 
 BEFORE_EACH = {"init": (*LOGIN_NODE, "rm -rf ftkit.yaml clusters"), "resume": STOPPED, "cancel": BUSY, "runs": BUSY}
 """The same, where an example uses it up."""

@@ -1,4 +1,4 @@
-"""What is fuzzed, and the cases that once broke it."""
+"""The fuzzed areas, and regression cases."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ Outcome = Literal["accepted", "refused", "traceback", "hang"]
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a case; `text` is the traceback of one that failed."""
+    """The result of a case; `text` is the traceback of one that failed."""
 
     number: int
     outcome: Outcome
@@ -60,7 +60,7 @@ class Report:
 
 @dataclass
 class Tally:
-    """What came of the cases of an area."""
+    """The results of the cases of an area."""
 
     area: str
     outcomes: Counter[Outcome] = field(default_factory=Counter)
@@ -137,7 +137,7 @@ def _work(place: str, seed: int, numbers: range, reports: Connection) -> None:
 
 
 def run_area(name: str, seed: int, numbers: range) -> Iterator[Report]:
-    """Run cases of an area in a process of its own; one that dies or never answers is begun anew after that case."""
+    """Run cases of an area in a process of its own; a process that dies or hangs is restarted after that case."""
     context = multiprocessing.get_context("spawn")
     start = numbers.start
     while start < numbers.stop:

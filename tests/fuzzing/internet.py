@@ -1,4 +1,4 @@
-"""An internet of our own: every address answers what a test says, without a socket."""
+"""A fake internet: every address responds as a test defines, without a socket."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ VOLUME_FOLDERS = {"vol", "vol/ume"}
 
 
 class Entry(NamedTuple):
-    """What a tree has at one path."""
+    """An entry of a file tree."""
 
     kind: int
     mode: int
@@ -185,7 +185,7 @@ def test_layers_that_are_not_those_of_the_configuration_are_refused(
     assert list(enroot.iterdir()) == []
 
 
-def test_device_files_which_only_root_could_unpack_are_said(
+def test_device_files_which_only_root_could_unpack_are_reported(
     project: Project, bases: APIClient, registry: str, enroot: Path
 ) -> None:
     build(bases, f"{registry}/devices:1", "RUN mkdir /opt && /bin/busybox mknod /opt/null c 1 3")

@@ -1,4 +1,4 @@
-"""What goes wrong on real machines: kills, full disks, lost registries, wrong passwords, damaged files."""
+"""Failures of real machines: kills, full disks, lost registries, wrong passwords, damaged files."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_killed_import_from_a_registry_cleans_up_its_downloads(project: Projec
 
 
 @pytest.mark.parametrize("source", ["engine", "registry"])
-def test_a_full_disk_is_said_and_leaves_nothing(
+def test_a_full_disk_is_reported_and_leaves_no_files(
     project: Project, tmp_path: Path, bases: APIClient, source: str
 ) -> None:
     project.define(base="large:1")
@@ -121,7 +121,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
         assert [path for path in small.rglob("*") if path.is_file() and path.stat().st_size] == []
 
 
-def test_a_read_only_target_is_said(project: Project, tmp_path: Path) -> None:
+def test_a_read_only_target_is_reported(project: Project, tmp_path: Path) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     with mounted(tmp_path / "fixed", "ro") as fixed:
         project.environment["FTKIT_WORKSPACE"] = str(fixed)
@@ -133,7 +133,7 @@ def test_a_read_only_target_is_said(project: Project, tmp_path: Path) -> None:
 # --- Registries ----------------------------------------------------------------------------------
 
 
-def test_a_registry_that_is_gone_is_tried_again_and_then_said(project: Project) -> None:
+def test_a_registry_that_is_gone_is_retried_and_then_reported(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     done = project.call("push", "tiny:1", "--registry", "127.0.0.1:9")
     assert done.returncode == IMAGE_ERROR
@@ -191,7 +191,7 @@ def test_no_credential_is_written_anywhere(project: Project, private_registry: s
         assert SECRET.encode() not in text
 
 
-def test_an_image_that_a_registry_does_not_have_is_said(project: Project, registry: str) -> None:
+def test_an_image_that_a_registry_does_not_have_is_reported(project: Project, registry: str) -> None:
     done = project.call("import", f"docker://{registry}#team/nothing:1")
     assert done.returncode == NOT_FOUND
     assert "has no team/nothing:1" in done.stderr
@@ -200,7 +200,9 @@ def test_an_image_that_a_registry_does_not_have_is_said(project: Project, regist
 # --- Builds --------------------------------------------------------------------------------------
 
 
-def test_a_base_that_no_registry_has_is_said_and_can_be_taken_from_the_engine(project: Project, registry: str) -> None:
+def test_a_base_that_no_registry_has_is_reported_and_can_be_taken_from_the_engine(
+    project: Project, registry: str
+) -> None:
     project.define(base=f"{registry}/nowhere:1")
     done = project.call("build", "tiny:1")
     assert done.returncode == NOT_FOUND
@@ -208,7 +210,7 @@ def test_a_base_that_no_registry_has_is_said_and_can_be_taken_from_the_engine(pr
     assert "--allow-unpinned" in done.stderr
 
 
-def test_an_unknown_base_is_said(project: Project, registry: str) -> None:
+def test_an_unknown_base_is_reported(project: Project, registry: str) -> None:
     done = project.call("build", "tiny:1", "--allow-unpinned", "--base", f"{registry}/no/such:1")
     assert done.returncode == NOT_FOUND
     assert f"image {registry}/no/such:1 not found" in done.stderr
@@ -271,7 +273,7 @@ def test_illegal_names_are_refused_with_a_reason(project: Project, name: str, re
     assert reason in done.stderr
 
 
-def test_no_engine_is_said(project: Project) -> None:
+def test_no_engine_is_reported(project: Project) -> None:
     project.environment["DOCKER_HOST"] = "unix:///nonexistent.sock"
     done = project.call("build", "tiny:1", "--allow-unpinned")
     assert done.returncode == PREREQUISITE

@@ -81,7 +81,7 @@ def test_doctor_names_the_fault_of_each_node(cluster: Cluster, image: str) -> No
     assert "no loop device available" in problems["n4"]
 
 
-def test_a_run_goes_on_without_a_node_that_does_not_see_its_folder(cluster: Cluster, image: str) -> None:
+def test_a_run_continues_without_a_node_that_does_not_see_its_folder(cluster: Cluster, image: str) -> None:
     short = ("training.global_batch_size=16", "training.max_steps=2", "evaluation.sql_execution=null")
     on_node("n1", f"mount -t tmpfs -o mode=755 none {STATE}/shared")  # where the job's script starts first
     try:

@@ -1,4 +1,4 @@
-"""What users do on a cluster, done on a real one."""
+"""The work of users on a cluster, on a real Slurm."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_failing_rank_is_shown_with_its_reason_as_the_run_showed_it(cluster: C
     assert cluster.status("failing")["state"] == "failed"
 
 
-def test_weights_that_are_not_there_are_refused_before_anything_is_submitted(cluster: Cluster) -> None:
+def test_weights_that_are_missing_are_refused_before_anything_is_submitted(cluster: Cluster) -> None:
     refused = cluster.ftkit("run", "tests/train/tiny.yaml", "--cluster", "dev", "model.weights=/etc", expect=4)
     assert "/etc has no config.json" in refused.stderr
 
@@ -126,7 +126,7 @@ def test_with_slurm_s_own_time_outs_a_run_that_lost_a_node_waits_and_is_requeued
 
 # What Slurm does when the time limit is near; and what people type.
 @pytest.mark.parametrize("signal", [("USR1", "--batch"), ("USR1",), ("TERM",)], ids=" ".join)
-def test_a_run_asked_to_stop_writes_a_checkpoint_and_goes_on_later(cluster: Cluster, signal: tuple[str, ...]) -> None:
+def test_a_run_asked_to_stop_writes_a_checkpoint_and_continues_later(cluster: Cluster, signal: tuple[str, ...]) -> None:
     name = f"interrupted-{len(signal)}-{signal[0].lower()}"
     run = cluster.submit(name, *LONG, "training.max_steps=150", "training.checkpoint_every_steps=1000")
     job = cluster.wait(run, is_training)["job_id"]
@@ -138,7 +138,7 @@ def test_a_run_asked_to_stop_writes_a_checkpoint_and_goes_on_later(cluster: Clus
     assert status["start"]["resumed_from"] > 25
 
 
-def test_a_second_job_in_a_run_s_folder_is_refused_and_the_first_goes_on(cluster: Cluster) -> None:
+def test_a_second_job_in_a_run_s_folder_is_refused_and_the_first_continues(cluster: Cluster) -> None:
     run = cluster.submit("twice", *LONG, "training.max_steps=150")
     job = cluster.wait(run, is_training)["job_id"]
     cluster.ftkit("resume", run, "--no-follow", expect=6)

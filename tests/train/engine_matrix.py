@@ -60,7 +60,7 @@ ADAPTED = {"gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_t
 
 
 class Case(NamedTuple):
-    """What is trained, and how."""
+    """A training configuration."""
 
     family: str
     method: Method
@@ -78,7 +78,8 @@ class Case(NamedTuple):
 
 
 class FileMemory:
-    """What GPUs of one host share, as a file that processes share. Copies into it are done when they are called."""
+    """Shared memory of the GPUs of one host, as a file that processes share. Copies into it are done when they are
+    called."""
 
     num_bytes = 1024
 

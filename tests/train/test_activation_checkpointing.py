@@ -147,7 +147,7 @@ def test_gradients_are_those_without_offload_and_each_layers_input_alone_is_park
         torch.testing.assert_close(value, expected[name], msg=name)
 
 
-def test_what_is_parked_comes_back_one_layer_ahead() -> None:
+def test_offloaded_activations_return_one_layer_ahead() -> None:
     offload = ActivationOffload(torch.device("cpu"))
     tensors = [torch.full((2,), float(number)) for number in range(3)]
     parked = [offload._park(tensor) for tensor in tensors]
@@ -161,7 +161,7 @@ def test_what_is_parked_comes_back_one_layer_ahead() -> None:
 @pytest.mark.parametrize(
     ("mode", "products", "attentions", "norms"), [("none", 0, 0, 0), ("selective", 0, 0, 1), ("full", 1, 1, 1)]
 )
-def test_each_mode_computes_again_what_it_says(
+def test_each_mode_computes_again_as_it_says(
     mode: ActivationCheckpointing, products: int, attentions: int, norms: int
 ) -> None:
     model = build("llama", training())

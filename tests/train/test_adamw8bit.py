@@ -78,7 +78,7 @@ def test_states_of_small_parameters_are_those_of_adamw() -> None:
     assert [int(optimizer.state[value]["step"]) for value in small] == [5, 5]
 
 
-def test_what_is_read_back_goes_on_bit_for_bit_however_often() -> None:
+def test_loaded_optimizer_states_continue_bit_for_bit_however_often() -> None:
     values = parameters()
     optimizer = AdamW8bit(groups(values), lr=1e-2, betas=(0.9, 0.95))
     descend(optimizer, values, 5)
@@ -152,7 +152,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     assert "ftkit[qlora]" in str(caught.value.fix)
 
 
-def test_a_run_loses_little_goes_on_bit_for_bit_and_with_fewer_processes_and_with_more(
+def test_a_run_loses_little_continues_bit_for_bit_and_with_fewer_processes_and_with_more(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     expected = {step: loss for step, (loss, _) in finished_run.losses().items()}

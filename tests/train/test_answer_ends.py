@@ -244,7 +244,7 @@ def trained_on(base: Path, name: str, make_run: Callable[..., Any], *overrides: 
 
 
 def length_of_answer(model: Any, export: Path) -> int:
-    """Return how many tokens the model generates that says the end of its turn at once, if it is let go on."""
+    """Return how many tokens the model generates after its end of turn, if generation continues."""
     tokenizer = AutoTokenizer.from_pretrained(export)
     end = token(tokenizer, END_OF_TURN)
 

@@ -105,7 +105,7 @@ def test_the_best_is_the_first_of_the_lowest_and_only_larger_gains_count_as_impr
     assert state.evaluations_without_improvement == waited
 
 
-def test_another_metric_begins_anew() -> None:
+def test_another_metric_begins_again() -> None:
     state = compared(TrainState(1, "data"), record(1, 2.0), BestSpec(), 0.0)
     again = compared(state, replace(record(2, 3.0), perplexity=20.0), BestSpec(metric="perplexity"), 0.0)
     assert again.best == BestEvaluation(2, "perplexity", 20.0)

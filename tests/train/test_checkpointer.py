@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Checkpoints written while training continues."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def steps_on_disk(plan: RunPlan) -> list[str]:
     return [folder.name for _, folder in plan.layout.list_checkpoints()]
 
 
-def test_training_goes_on_while_a_checkpoint_of_the_moment_is_written(
+def test_training_continues_while_a_checkpoint_of_the_moment_is_written(
     plan: RunPlan, engine: Any, saver: Checkpointer, world: World, gate: Gate
 ) -> None:
     with saver:
@@ -230,7 +230,7 @@ def test_a_run_tells_how_long_its_checkpoints_took_and_held_it_up(finished_run: 
     assert last.stalled_seconds == last.seconds
 
 
-def test_a_run_killed_in_the_middle_of_a_checkpoint_goes_on_from_the_one_before(
+def test_a_run_killed_in_the_middle_of_a_checkpoint_continues_from_the_previous_one(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     run = make_run("killed", "training.checkpoint_every_steps=5")

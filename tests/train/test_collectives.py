@@ -1,4 +1,4 @@
-"""Which collectives a run gets, and what is said where copy engines can't be had."""
+"""The choice of collectives, and messages where copy engines don't work."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def _without_code_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
-def test_what_cannot_be_compiled_as_a_whole_is_said_once_and_computes_the_same(
+def test_a_graph_break_is_reported_once_and_computes_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(values: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def test_nothing_is_said_of_what_is_compiled_as_a_whole(caplog: pytest.LogCaptur
     assert not _said(caplog)
 
 
-def test_a_forward_of_ever_other_shapes_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_forward_passes_of_ever_changing_shapes_continue(caplog: pytest.LogCaptureFixture) -> None:
     def numbered(values: torch.Tensor, number: str) -> torch.Tensor:
         return values + int(number)
 

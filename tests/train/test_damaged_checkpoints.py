@@ -1,4 +1,4 @@
-"""What happens to a run whose checkpoints were damaged, or forged, after they were written."""
+"""Runs whose checkpoints were damaged or forged after they were written."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_of_any_kind_is_left_for_the_one_before_it(
+def test_a_damaged_checkpoint_of_any_kind_is_skipped_for_the_previous_one(
     damage: Callable[[Path], None], layout: RunLayout, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert newest_loaded(layout, world) == 1_000_000
@@ -209,7 +209,7 @@ def test_the_newest_are_kept_by_number_and_damaged_later_ones_push_none_out(layo
     assert [step for step, _ in layout.list_checkpoints()] == [10, 1_000_000, 2_000_000]
 
 
-def test_what_a_killed_job_left_is_removed(layout: RunLayout) -> None:
+def test_leftovers_of_a_killed_job_are_removed(layout: RunLayout) -> None:
     for name in (".step-000010.17.deleted", ".step-000300.partial"):
         shutil.copytree(layout.checkpoint(10), layout.checkpoints / name)
     remove_leftovers(layout)

@@ -158,7 +158,9 @@ def test_a_template_that_rewrites_earlier_turns_gives_each_turn_its_own_document
     assert trained_texts(chatml, TALK) == ["SELECT 1<|im_end|>SELECT 'é'<|im_end|>"]
 
 
-def test_what_generation_marks_is_trained(chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_in_generation_blocks_are_trained(
+    chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     marking = (
         "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{% if turn.role == 'assistant' %}"
         "{% generation %}{{ turn.content }}<|im_end|>{% endgeneration %}"
@@ -168,7 +170,7 @@ def test_what_generation_marks_is_trained(chatml: PreTrainedTokenizerBase, monke
     assert trained_texts(chatml, TALK) == ["SELECT 1<|im_end|>SELECT 'é'<|im_end|>"]
 
 
-def test_what_opens_a_turn_without_thinking_comes_before_what_is_trained(
+def test_the_marker_of_a_turn_without_thinking_is_not_trained(
     chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opening = "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -196,7 +198,7 @@ def test_fields_that_a_template_leaves_out_are_refused(
         encode(chatml, [TALK[1], TALK[2] | extra])
 
 
-def test_what_a_template_does_not_take_is_an_error_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_that_the_template_rejects_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
     gemma = learn_tokenizer(["how many"], 300, "gemma")
     with_template(gemma, ALTERNATING, monkeypatch)
     user, assistant = turns(("user", "hi"), ("assistant", "ho"))
@@ -300,7 +302,7 @@ def test_plain_text_ends_in_the_end_token_and_is_trained_whole(chatml: PreTraine
     assert isinstance(encoder(chatml, columns).encode([Row({"text": " "}, "f:2")])[0], DataError)
 
 
-def test_bad_rows_are_told_apart_from_good_ones_and_the_encoder_can_be_sent_to_a_process(
+def test_bad_rows_are_distinguished_from_good_ones_and_the_encoder_can_be_sent_to_a_process(
     chatml: PreTrainedTokenizerBase,
 ) -> None:
     columns = {"messages": TALK}
@@ -355,7 +357,7 @@ def test_a_tokenizer_that_packs_cannot_be_made_with_is_refused(changes: dict[str
         _with_padding(SimpleNamespace(**(whole | changes)), "org/model")
 
 
-def test_a_template_of_the_users_own_is_taken_and_another_familys_refused(chatml: PreTrainedTokenizerBase) -> None:
+def test_a_template_of_the_user_is_used_and_that_of_another_family_refused(chatml: PreTrainedTokenizerBase) -> None:
     own = SimpleNamespace(chat_template=None)
     _set_template(own, "org/model", REWRITING)
     assert own.chat_template == REWRITING

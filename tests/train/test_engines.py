@@ -107,7 +107,7 @@ def test_both_engines_train_a_mixture_of_experts_alike(matrix: dict[str, dict[st
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as DeepSpeed is imported
 @pytest.mark.parametrize("engine", [Fsdp2Engine, Zero3Engine])
-def test_what_a_class_keeps_frozen_is_in_checkpoints_and_exports(
+def test_parameters_frozen_by_the_model_class_are_in_checkpoints_and_exports(
     engine: type[Fsdp2Engine | Zero3Engine], world: World, tmp_path: Path
 ) -> None:
     """As the biases of some routers. Checkpoints that were written before it was so can still be read."""
@@ -154,7 +154,7 @@ def test_adapters_in_fp32_train_alike_on_4_bit_weights_in_bf16(matrix: dict[str,
 
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_what_is_offloaded_trains_alike(engine: str, offload: str, matrix: dict[str, dict[str, Any]]) -> None:
+def test_offloaded_states_train_alike(engine: str, offload: str, matrix: dict[str, dict[str, Any]]) -> None:
     assert_equal(matrix[f"llama full {engine} {offload}"], matrix["llama full fsdp2"])
 
 
@@ -175,7 +175,7 @@ def test_gradients_that_are_summed_in_bf16_train_nearly_alike(engine: str, matri
 
 
 @pytest.mark.parametrize("method", get_args(Method))
-def test_what_is_copied_from_peer_to_peer_trains_alike(method: Method, matrix: dict[str, dict[str, Any]]) -> None:
+def test_peer_to_peer_copies_train_alike(method: Method, matrix: dict[str, dict[str, Any]]) -> None:
     copied = matrix[f"gemma3_text {method} fsdp2 copied"]
     assert_equal(copied, matrix[f"gemma3_text {method} fsdp2"])
     assert copied["gathered"] == 0
@@ -191,7 +191,7 @@ def test_copied_gradients_in_bf16_are_summed_in_fp32_unless_the_recipe_says_othe
     assert copied["norms"] != exact["norms"]
 
 
-def test_a_zero3_run_is_the_fsdp2_run_and_goes_on_with_fewer_processes(
+def test_a_zero3_run_is_the_fsdp2_run_and_continues_with_fewer_processes(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     straight = finished_run.losses()

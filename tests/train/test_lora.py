@@ -71,7 +71,7 @@ def test_peft_loads_the_export_and_merges_it_into_the_trained_model(adapted: Any
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_what_an_earlier_run_has_trained_is_trained_on(
+def test_training_continues_from_the_model_of_an_earlier_run(
     method: str, adapted: Any, finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     earlier = {"lora": adapted, "full": finished_run}[method].copy_to(f"earlier-{method}-20260102T030405Z-ab12")

@@ -1,4 +1,4 @@
-"""What a run tells of its memory, and what it says when there is none left."""
+"""Memory records of a run, and its out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_stages_of_the_first_step_are_recorded_once(world: World, tmp_path: Path
     assert [*stages, trace.stage] == ["first forward", "first backward", "training"]
 
 
-def test_what_fills_the_device_is_explained_by_part_with_what_would_fit(plan: RunPlan, world: World) -> None:
+def test_an_out_of_memory_error_lists_memory_by_part_and_changes_that_would_fit(plan: RunPlan, world: World) -> None:
     calls = []
 
     def exhaust_in_step_2(module: torch.nn.Module, _: Any) -> None:
@@ -169,7 +169,7 @@ def test_where_memory_runs_out_is_named(plan: RunPlan, world: World, monkeypatch
         CheckpointException("loading", {0: (RuntimeError("CUDA out of memory"), None)}),  # type: ignore[dict-item]
     ],
 )
-def test_what_allocators_say_is_known(error: BaseException) -> None:
+def test_allocator_messages_are_recognized(error: BaseException) -> None:
     assert is_out_of_memory(error)
     caused = TrainingError("a checkpoint can't be loaded")
     caused.__cause__ = error

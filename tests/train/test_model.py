@@ -330,7 +330,7 @@ def test_models_that_scale_or_cap_their_logits_train_with_them(
 
 
 @pytest.mark.parametrize(("family", "expected"), [("gemma2", "eager"), ("llama", "sdpa")])
-def test_answers_are_generated_with_the_attention_scores_that_the_model_has(
+def test_completions_are_generated_with_the_attention_scores_that_the_model_has(
     family: str, expected: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     shape = architecture(family, sliding_window=6, full_attention_every=2)

@@ -105,7 +105,7 @@ def test_signals_of_slurm_to_all_processes_end_nothing(make_run: Callable[..., A
     assert [record.outcome for record in run.records(EndRecord)] == ["stopped"]
 
 
-def test_a_rank_that_stands_still_is_named_and_ends_the_run(make_run: Callable[..., Any]) -> None:
+def test_a_hanging_rank_is_named_and_ends_the_run(make_run: Callable[..., Any]) -> None:
     run = make_run("hangs", *FOR_LONG, "resources.hang_timeout_seconds=5")
     with training(run, "torch.distributed.run") as launcher:
         wait_until(lambda: read_last_step(run.layout.metrics).step > 10, run, launcher)

@@ -59,7 +59,7 @@ def test_weights_of_another_family_are_refused(with_biases: Any, make_run: Calla
     assert "family: mistral in the recipe, qwen2 in the weights" in run.first_error().message
 
 
-def test_adapters_on_projections_that_are_not_there_are_refused_before_training(make_run: Callable[..., Any]) -> None:
+def test_adapters_on_projections_that_are_missing_are_refused_before_training(make_run: Callable[..., Any]) -> None:
     run = make_run("fused", "model.architecture.family=phi3", "training.method=lora", *SHORT)
     run.train(expect=9)
     message = run.first_error().message

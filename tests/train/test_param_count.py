@@ -1,4 +1,4 @@
-"""Models counted without their weights, and what a run makes of it."""
+"""Parameter counts of models without weights, and their use in a run."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_formula_is_that_of_the_real_class(family: str, variant: dict[str, A
 
 
 @pytest.mark.parametrize("family", WITH_FORMULA)
-def test_what_a_configuration_leaves_out_is_what_transformers_fills_in(family: str) -> None:
+def test_missing_configuration_keys_get_the_defaults_of_transformers(family: str) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}
     real = AutoConfig.for_model(family, **sizes)
     filled = fill_config({"model_type": family, **sizes})

@@ -101,7 +101,7 @@ def write(file: Path, *rows: object) -> Path:
     return file
 
 
-def test_texts_with_any_line_separator_are_prepared_and_held_out(tmp_path: Path) -> None:
+def test_texts_with_any_line_separator_are_prepared_in_both_splits(tmp_path: Path) -> None:
     rows = [turns(f"{number}\u2028\u0085?", "\u2029yes") | {"url": "u", "id": 1} for number in range(6)]
     file = write(tmp_path / "train.jsonl", *rows)
     plan, printed = prepare(tmp_path, *source_of(file, num_heldout=2))

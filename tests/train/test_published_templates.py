@@ -291,7 +291,7 @@ def test_each_turn_is_trained_as_the_published_template_shows_it(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_answers_end_with_the_last_trained_token(tokenizer: Any, name: str) -> None:
+def test_completions_end_with_the_last_trained_token(tokenizer: Any, name: str) -> None:
     family = FAMILIES[name]
     (*_, last) = rendered(tokenizer, family, PLAIN)
     end = tokenizer.convert_ids_to_tokens(find_answer_end(tokenizer))

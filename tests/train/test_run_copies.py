@@ -136,7 +136,7 @@ def test_a_damaged_copy_is_not_continued(finished_run: Run, client: Any, tmp_pat
         fetch_run(f"s3://{BUCKET}/nothing", workspace, quiet)
 
 
-def test_a_store_that_fails_is_told_and_tried_again(finished_run: Run, tmp_path: Path) -> None:
+def test_a_store_that_fails_is_reported_and_retried(finished_run: Run, tmp_path: Path) -> None:
     run = finished_run.copy_to("failing-20260102T030405Z-ab12")
     in_the_way = tmp_path / "backup"
     in_the_way.write_text("a file")

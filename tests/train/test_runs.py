@@ -56,7 +56,7 @@ def test_checkpoints_know_the_version_that_prepared_their_data(finished_run: Any
 
 
 @pytest.mark.oldest
-def test_held_out_questions_are_answered_and_judged(finished_run: Any) -> None:
+def test_validation_questions_get_completions_and_scores(finished_run: Any) -> None:
     before, after = finished_run.records(EvaluationRecord)
     assert before.execution_accuracy == 0.0
     assert len(after.samples) == 5
@@ -107,7 +107,7 @@ def test_one_process_computes_what_two_compute(finished_run: Any, make_run: Call
         assert (loss, norm) == pytest.approx(finished_run.losses()[step], abs=1e-5, rel=1e-4)
 
 
-def test_a_checkpoint_of_two_processes_goes_on_in_one_with_another_micro_batch(
+def test_a_checkpoint_of_two_processes_continues_in_one_with_another_micro_batch(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     interrupted = finished_run.copy_to("interrupted")
@@ -140,7 +140,7 @@ def test_weights_of_another_shape_are_refused_before_training(finished_run: Any,
     assert not wrong.losses()
 
 
-def test_a_request_to_stop_ends_in_a_checkpoint_from_which_the_run_goes_on(
+def test_a_request_to_stop_ends_in_a_checkpoint_from_which_the_run_continues(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     stopped = make_run("stopped")
@@ -192,7 +192,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_and_recorded(
     assert anomaly.packs == tuple(pack_at(index, len(store), run.plan.recipe.training.seed) for index in range(40, 48))
 
 
-def test_a_damaged_checkpoint_is_left_for_the_one_before_it(finished_run: Any) -> None:
+def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(finished_run: Any) -> None:
     damaged = finished_run.copy_to("damaged")
     shard = damaged.layout.checkpoint(20) / "__1_0.distcp"
     content = bytearray(shard.read_bytes())

@@ -1,4 +1,4 @@
-"""What trackers get, read back with their own libraries."""
+"""Records in trackers, read back with the trackers' own libraries."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_tensorboard_shows_a_resumed_run_as_one_without_the_steps_taken_twice(
     assert b'"max_steps": 20' in text.tensor_proto.string_val[0]
 
 
-def test_mlflow_goes_on_in_the_same_run(
+def test_mlflow_continues_in_the_same_run(
     plan_with: Callable[..., RunPlan], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
@@ -222,7 +222,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(name: Any, monkeypatc
         ("mlflow", "MLFLOW_TRACKING_URI", {"MLFLOW_TRACKING_URI": "http://mlflow"}),
     ],
 )
-def test_what_a_tracker_needs_of_the_environment_is_asked_for_before_the_model_is_built(
+def test_a_tracker_s_environment_is_checked_before_the_model_is_built(
     name: Any, wanted: str, enough: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for variable in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "MLFLOW_TRACKING_URI"):

@@ -150,7 +150,7 @@ class FakePrograms:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:
-    """A PATH that has nothing of Slurm but what a test adds."""
+    """A PATH without Slurm's programs, except those that a test adds."""
     basics = tmp_path / "basics"
     basics.mkdir()
     for name in ("sh", "bash", "cat", "sleep", "git", "env"):

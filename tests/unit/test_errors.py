@@ -19,7 +19,7 @@ def caused_by(cause: Exception) -> Exception:
 
 
 def followed_by(cause: Exception) -> Exception:
-    """What torch does: a writer that fails is closed, which fails with another error."""
+    """Fail like torch: closing a failed writer raises another error."""
     try:
         try:
             raise cause
@@ -30,7 +30,7 @@ def followed_by(cause: Exception) -> Exception:
 
 
 @pytest.mark.parametrize("number", [ENOSPC, EDQUOT])
-def test_a_full_disk_is_found_wherever_it_is_said(number: int) -> None:
+def test_a_full_disk_is_found_wherever_it_is_reported(number: int) -> None:
     full = OSError(number, os.strerror(number), "/w/file")
     texts = RuntimeError(f"RANK 0: OSError: {full}\nRANK 1: the same")
     for error in (full, caused_by(full), followed_by(full), texts, ExceptionGroup("two", [ValueError("x"), full])):
@@ -54,7 +54,7 @@ def test_any_other_error_stays_what_it_is() -> None:
         assert as_disk_full(error) is error
 
 
-def test_only_what_lies_outside_of_the_plan_can_be_resumed() -> None:
+def test_only_failures_outside_of_the_plan_can_be_resumed() -> None:
     assert PrerequisiteError("no torch").can_resume
     assert not TrainingError("wrong model").can_resume
     assert TrainingError("no checkpoint", fix="then: ftkit resume x").can_resume

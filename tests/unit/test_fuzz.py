@@ -33,7 +33,7 @@ def test_odd_input_is_accepted_or_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "case"), [(folder.parent.name, folder.name) for folder in sorted(CORPUS.glob("*/*")) if folder.is_dir()]
 )
-def test_what_once_broke_ftkit_is_accepted_or_refused(name: str, case: str) -> None:
+def test_cases_that_once_broke_ftkit_are_accepted_or_refused(name: str, case: str) -> None:
     if name in NAMES:
         replay(load_area(name), CORPUS / name / case)
 

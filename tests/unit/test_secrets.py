@@ -40,7 +40,7 @@ def test_the_word_after_a_secret_option_is_kept_out() -> None:
     ["AKIAIOSFODNN7EXAMPLE", "ghp_0123456789abcdef", "github_pat_0123456789", "xoxb-0123456789", JWT,
      "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----"],
 )  # fmt: skip
-def test_what_its_issuer_marks_as_a_secret_is_hidden_anywhere(secret: str) -> None:
+def test_tokens_with_an_issuer_s_prefix_are_redacted_anywhere(secret: str) -> None:
     assert redact(f"ValueError: can't use ({secret}) here", {}) == "ValueError: can't use (***) here"
 
 

@@ -31,7 +31,7 @@ def test_no_test_has_a_time_limit_of_its_own() -> None:
     assert own == [], "take waiting.PATIENCE_SECONDS or wait_until"
 
 
-def test_what_never_happens_fails_with_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_in_vain_fails_with_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "PATIENCE_SECONDS", 0)
     with pytest.raises(AssertionError, match="no reason"):
         wait_until(lambda: False, lambda: "no reason")

@@ -119,7 +119,7 @@ def test_an_unknown_command_is_a_usage_error_with_a_suggestion(ftkit: Callable[.
         (("plan", "demo", "--cluster", "nowhere"), 4),
     ],
 )
-def test_what_a_user_got_wrong_has_its_exit_code_and_no_traceback(
+def test_user_mistakes_have_an_exit_code_and_no_traceback(
     ftkit: Callable[..., Result], words: tuple[str, ...], code: int
 ) -> None:
     result = ftkit(*words)
@@ -129,9 +129,7 @@ def test_what_a_user_got_wrong_has_its_exit_code_and_no_traceback(
     assert "\x1b" not in result.err
 
 
-def test_an_error_says_what_it_means_and_what_to_do(
-    ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_has_a_cause_and_a_fix(ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise FtkitError("it failed", meaning="the moon is full", fix="wait a day")
 
@@ -139,7 +137,7 @@ def test_an_error_says_what_it_means_and_what_to_do(
     assert ftkit("recipes").err == "error: it failed\n  the moon is full\n  wait a day\n"
 
 
-def test_a_defect_prints_one_line_and_keeps_the_traceback_in_a_file(
+def test_a_bug_prints_one_line_and_keeps_the_traceback_in_a_file(
     ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*_: object) -> None:

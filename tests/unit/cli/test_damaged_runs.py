@@ -98,7 +98,7 @@ def test_a_copied_run_is_not_resumed_in_the_place_of_the_original(
     assert ftkit("status", copied.name).code == 0
 
 
-def test_an_unusable_workspace_is_said_to_be_so(
+def test_an_unusable_workspace_is_reported(
     ftkit: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "no runs yet in " in ftkit("runs").err

@@ -1,4 +1,4 @@
-"""What the commands on images share."""
+"""Shared arguments of image commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_push_to_nowhere_says_what_to_configure_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_without_a_registry_suggests_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("FTKIT_REGISTRY", raising=False)

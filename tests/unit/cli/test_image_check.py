@@ -82,7 +82,7 @@ def test_a_file_that_is_gone_is_named(begun: RunPlan) -> None:
         require_same_image(begun, Terminal())
 
 
-def test_runs_of_an_older_ftkit_recorded_nothing_and_go_on(begun: RunPlan) -> None:
+def test_runs_of_an_older_ftkit_recorded_nothing_and_continue(begun: RunPlan) -> None:
     begun.layout.manifest.unlink()
     require_same_image(begun, Terminal())
 

@@ -1,4 +1,4 @@
-"""What the commands on images draw."""
+"""Output of image commands."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def learning(records: Any) -> str:
-    """A script that leaves what a whole training leaves."""
+    """A script that leaves the files of a whole training."""
     before = EvaluationRecord(1.0, 0, "before", 6.0, 812.5, 0.0, ())
     right = Sample("How many ships are there?", "SELECT COUNT(*) FROM ships", "SELECT COUNT(*) FROM ships", True)
     wrong = Sample("Which is the oldest?", "SELECT name FROM ships", "SELECT age FROM ships", False)
@@ -106,7 +106,7 @@ def test_a_dry_run_for_a_cluster_needs_no_slurm_and_no_image(
     assert not workspace.root.exists()
 
 
-def test_a_followed_run_shows_what_it_learnt(
+def test_a_followed_run_shows_its_results(
     ftkit: Callable[..., Result], job: Callable[[str], None], learning: str
 ) -> None:
     job(learning)
@@ -158,7 +158,7 @@ def test_a_run_that_fails_shows_the_rank_that_failed_first(
     assert f"error: {run}: failed" in result.err
 
 
-def test_a_run_that_fails_without_a_word_shows_the_end_of_its_log(
+def test_a_run_that_fails_silently_shows_the_end_of_its_log(
     ftkit: Callable[..., Result], job: Callable[[str], None]
 ) -> None:
     job("echo the disk is full; echo 3 >exit-code; exit 3")
@@ -305,7 +305,7 @@ def test_a_plan_warns_of_an_image_that_is_not_imported_and_of_a_hub_that_does_no
     assert "warning: can't ask the hub" in result.err
 
 
-def test_weights_that_are_not_there_end_the_command_before_anything_is_submitted(
+def test_weights_that_are_missing_end_the_command_before_anything_is_submitted(
     ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace, tmp_path: Path
 ) -> None:
     (tmp_path / "weights").mkdir()

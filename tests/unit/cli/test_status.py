@@ -170,7 +170,7 @@ def test_memory_that_slurm_ended_a_run_for_is_its_exit_code(
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])
-def test_a_full_disk_on_which_nothing_could_be_written_down_is_told_as_such(
+def test_a_full_disk_on_which_nothing_could_be_written_down_is_reported(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any, scheduler: str
 ) -> None:
     run = make_run(scheduler=scheduler, job_id="4194305")  # above the largest process id of Linux
@@ -193,7 +193,7 @@ def test_the_status_of_a_run_that_was_never_submitted_says_so(ftkit: Callable[..
     assert ftkit("cancel", "last").code == 4
 
 
-def test_an_unknown_run_is_told_with_the_closest(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+def test_an_unknown_run_is_reported_with_the_closest(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     make_run("olmo3")
     result = ftkit("status", "olmo4")
     assert result.code == 4
@@ -208,7 +208,9 @@ def test_logs_are_printed_as_they_are(ftkit: Callable[..., Result], make_run: Ru
     assert ftkit("logs", "last", "--rank", "3").out == "rank three\n"
 
 
-def test_a_log_that_is_not_there_is_told_with_those_that_are(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+def test_a_log_that_is_missing_is_reported_with_those_that_are(
+    ftkit: Callable[..., Result], make_run: RunMaker
+) -> None:
     run = make_run()
     result = ftkit("logs", "last")
     assert result.code == 4
@@ -301,7 +303,7 @@ def test_two_samples_are_shown_one_of_each_kind_if_there_are_both() -> None:
     assert choose_samples(()) == []
 
 
-def test_what_a_model_or_a_log_says_does_not_steer_the_terminal() -> None:
+def test_escape_sequences_of_models_and_logs_do_not_reach_the_terminal() -> None:
     terminal, output = screen()
     terminal.say("a\x1b[31mb\x1b[0m \x1b[2J\x07c\nd")
     terminal.table((Column("NAME"),), [["a\x1b]0;title\x07b\nc"]])

@@ -143,7 +143,7 @@ def test_an_illegal_name_is_refused(name: str) -> None:
         ("r.io#team/x:1", RegistryImage("r.io", "team/x", "1")),
     ],
 )
-def test_names_files_and_addresses_are_told_apart(text: str, image: AnyImage) -> None:
+def test_names_files_and_addresses_are_distinguished(text: str, image: AnyImage) -> None:
     assert parse_image(text, Path("/here")) == image
     assert parse_image(str(image), Path("/elsewhere")) == image
 

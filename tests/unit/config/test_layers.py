@@ -24,7 +24,7 @@ def test_each_key_remembers_its_line() -> None:
 
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2\n", "a: [1\n", "- 1\n", "a: b: c\n"])
-def test_what_is_no_mapping_or_names_a_key_twice_is_refused(text: str) -> None:
+def test_duplicate_or_non_mapping_yaml_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml(text, "file.yaml")
     assert caught.value.problems[0].where.startswith("file.yaml")

@@ -55,7 +55,7 @@ def test_a_wrong_choice_suggests_the_nearest(ctx: Context) -> None:
     ]  # fmt: skip
 
 
-def test_checkpointing_that_is_on_is_told_which_words_there_are(ctx: Context) -> None:
+def test_checkpointing_that_is_on_lists_the_allowed_words(ctx: Context) -> None:
     (found,) = problems(ctx, "training.activation_checkpointing=true")
     assert "take 'full': it is one of auto, none, selective and full" in found
 
@@ -111,7 +111,7 @@ def test_a_key_that_is_missing_is_looked_for_where_it_belongs(ctx: Context) -> N
     assert "command line: data.source.dataset: required, but not given. Add 'dataset:'." in found
 
 
-def test_what_replaces_a_mapping_is_blamed_for_what_is_missing_in_it(ctx: Context) -> None:
+def test_missing_keys_are_reported_at_the_mapping_that_replaced_them(ctx: Context) -> None:
     (found,) = problems(ctx, "data.source={kind: files}")
     assert found.startswith("command line: data.source.train: required")
 
@@ -304,7 +304,7 @@ def test_a_path_that_no_file_can_have_is_a_problem_of_its_key(ctx: Context, path
 
 
 @pytest.mark.parametrize(("text", "expected"), [("/a", True), ("./a", True), ("~/a", True), ("org/model", False)])
-def test_folders_are_told_from_hub_ids(text: str, expected: bool) -> None:
+def test_folders_are_distinguished_from_hub_ids(text: str, expected: bool) -> None:
     assert is_path(text) is expected
 
 

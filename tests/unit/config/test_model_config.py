@@ -109,7 +109,7 @@ def test_both_spellings_of_the_rotary_base_are_read(architecture: Callable[[str]
     assert find_contradictions(shape, rest | {"rope_parameters": {"rope_theta": 500000}}) == {}
 
 
-def test_what_a_configuration_leaves_out_is_what_its_class_has(
+def test_missing_configuration_keys_get_the_defaults_of_the_class(
     architecture: Callable[[str], ArchitectureSpec],
 ) -> None:
     shape = architecture("gemma3-4b")

@@ -23,7 +23,7 @@ def test_sinks_are_a_list_that_an_override_can_give() -> None:
     assert load_recipe("demo", HERE).tracking.sinks == ()
 
 
-def test_what_cannot_take_effect_is_refused() -> None:
+def test_settings_without_effect_are_refused() -> None:
     assert "Did you mean 'wandb'?" in problems("tracking.sinks=[wanbd]")
     assert "name one twice" in problems("tracking.sinks=[wandb, wandb]")
     assert "has no effect without 'mlflow'" in problems("tracking.sinks=[wandb]", "tracking.mlflow_uri=http://mlflow")

@@ -197,7 +197,7 @@ def test_tables_with_two_columns_of_a_name_or_bytes_of_another_encoding_are_refu
         first.parse()
 
 
-def test_an_address_without_its_package_or_credentials_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_its_package_or_credentials_suggests_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
     def missing(scheme: str) -> object:

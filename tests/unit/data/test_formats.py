@@ -207,7 +207,7 @@ def test_keys_without_a_value_say_nothing_as_tables_give_all_turns_the_keys_of_e
         (ANSWER | {"tool_calls": 3}, "turn 2: tool_calls is not a list"),
     ],
 )
-def test_a_turn_that_is_not_understood_is_refused_with_its_number(turn: object, message: str) -> None:
+def test_a_turn_with_unknown_fields_is_refused_with_its_number(turn: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         messages_of(ASK, turn)
 
@@ -228,7 +228,7 @@ def test_schemas_that_are_missing_or_broken_are_refused(tools: object, message: 
 
 
 @pytest.mark.parametrize("turns", [None, [], "text", {}])
-def test_what_is_no_list_of_turns_is_refused(turns: object) -> None:
+def test_a_column_without_a_list_of_turns_is_refused(turns: object) -> None:
     with pytest.raises(DataError, match="column 'messages' is not a list of turns"):
         read({"messages": turns}, "messages")
 

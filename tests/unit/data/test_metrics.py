@@ -79,7 +79,7 @@ def test_calls_count_by_name_arguments_number_and_where_none_is_right(
     assert tuple(found[name] for name in ("calls", "call_names", "parallel_calls", "no_call")) == expected
 
 
-def test_a_template_whose_calls_are_not_understood_is_no_score() -> None:
+def test_tool_calls_that_cannot_be_parsed_are_an_error() -> None:
     with pytest.raises(DataError, match="parse the tool calls"):
         scores(with_calls(PARIS), "", "call weather with Paris")
 

@@ -76,7 +76,7 @@ def test_positions_restart_with_each_document_and_padding_has_no_labels() -> Non
     assert positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
 
 
-def test_padding_is_told_from_documents() -> None:
+def test_padding_is_distinguished_from_documents() -> None:
     tokens = np.array([5, 6, 7], dtype=np.int32)
     learned = Document(tokens, np.array([6, 7, IGNORED], dtype=np.int32))
     unlearned = Document(tokens, np.full(3, IGNORED, dtype=np.int32))

@@ -23,7 +23,7 @@ def columns(path: Path) -> list[dict[str, Any]]:
     return [row.columns for row in read_json_lines(path)]
 
 
-def test_what_python_takes_for_the_end_of_a_line_may_stand_inside_a_text(tmp_path: Path) -> None:
+def test_python_line_separators_may_occur_inside_a_text(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"text": SEPARATORS}, ensure_ascii=False) + "\n{}\n", encoding="utf-8", newline="\n")
     assert columns(path) == [{"text": SEPARATORS}, {}]

@@ -59,7 +59,7 @@ def test_the_same_seed_draws_the_same_examples_and_another_seed_others(tmp_path:
     assert draw(1) != draw(2)
 
 
-def test_a_file_of_its_own_is_held_out_whole(tmp_path: Path) -> None:
+def test_a_file_of_its_own_is_the_whole_validation_split(tmp_path: Path) -> None:
     source = FilesSource(
         kind="files", train=write_lines(tmp_path / "a.jsonl", 9), heldout=write_lines(tmp_path / "b.jsonl", 3)
     )
@@ -73,7 +73,7 @@ def test_too_few_examples_are_refused_with_both_numbers(tmp_path: Path) -> None:
         read(source)
 
 
-def test_a_file_to_train_on_that_is_too_short_is_refused_beside_a_held_out_file_too(tmp_path: Path) -> None:
+def test_a_file_to_train_on_that_is_too_short_is_refused_beside_a_validation_file_too(tmp_path: Path) -> None:
     train, heldout = write_lines(tmp_path / "a.jsonl", 4), write_lines(tmp_path / "b.jsonl", 0)
     with pytest.raises(DataError, match=r"has 4 examples, the recipe asks for 5"):
         read(FilesSource(kind="files", train=train, heldout=heldout, num_train=5))
@@ -81,7 +81,7 @@ def test_a_file_to_train_on_that_is_too_short_is_refused_beside_a_held_out_file_
         read(FilesSource(kind="files", train=train, heldout=heldout, num_train=4))
 
 
-def test_examples_are_held_out_in_one_way_only() -> None:
+def test_validation_examples_are_selected_in_one_way_only() -> None:
     with pytest.raises(ValidationError, match=r"num_heldout \(3\) has no effect with heldout"):
         FilesSource(kind="files", train="a.jsonl", heldout="b.jsonl", num_heldout=3)
 
@@ -187,7 +187,7 @@ def test_a_row_keeps_its_split_by_hash_whatever_its_place_and_file_format() -> N
 
 
 @pytest.mark.parametrize("given", [{}, {"count": 1, "fraction": 0.1}, {"count": 1, "by": "hash"}])
-def test_a_validation_split_is_said_in_one_way(given: dict[str, object]) -> None:
+def test_a_validation_split_is_defined_in_one_way(given: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=r"give one of count, fraction and file|by: hash goes with fraction"):
         ValidationSpec.model_validate(given)
     with pytest.raises(ValidationError, match="say the same: keep one"):

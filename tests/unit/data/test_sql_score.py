@@ -147,7 +147,7 @@ def test_a_context_that_brings_its_own_rows_needs_no_fixture() -> None:
 
 
 @pytest.mark.parametrize("context", ["CREATE TABLE t (a SERIAL[]) ENGINE=X;", "no SQL at all", ""])
-def test_an_example_that_sqlite_cannot_run_is_told_apart_from_a_wrong_prediction(context: str) -> None:
+def test_an_example_that_sqlite_cannot_run_is_distinguished_from_a_wrong_prediction(context: str) -> None:
     verdict = execution_match(Example("How many?", context, "SELECT COUNT(*) FROM t"), "SELECT 0")
     assert verdict.outcome is Outcome.REFERENCE_FAILED
 
@@ -212,7 +212,7 @@ def test_results_are_bounded_in_rows_and_bytes(predicted_sql: str) -> None:
     assert peak < 8 * MAX_RESULT_BYTES
 
 
-def test_a_reference_with_too_many_rows_is_told_apart_from_a_wrong_prediction() -> None:
+def test_a_reference_with_too_many_rows_is_distinguished_from_a_wrong_prediction() -> None:
     verdict = score("SELECT 1", from_numbers("SELECT i", "LIMIT 20000"))
     assert verdict.outcome is Outcome.REFERENCE_FAILED
     assert "more than 10,000 rows" in verdict.message

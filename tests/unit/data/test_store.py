@@ -54,7 +54,7 @@ def test_a_stored_pack_is_the_pack_of_its_documents(tokens: list[list[tuple[int,
     assert np.array_equal(pack[:3], build_pack(documents, 60, pad=0))
 
 
-def test_a_file_of_prepared_data_that_is_missing_says_what_to_do(tmp_path: Path) -> None:
+def test_a_file_of_prepared_data_that_is_missing_suggests_a_fix(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokens\.u32") as caught:
         PackStore(tmp_path / "f" / "train", 8)
     assert f"delete {tmp_path / 'f'}" in caught.value.fix
@@ -83,7 +83,9 @@ def test_the_second_of_two_that_prepare_the_same_yields(tmp_path: Path) -> None:
     assert PreparedData(tmp_path / "f").read_manifest() == MANIFEST
 
 
-def test_data_prepared_anew_by_another_version_is_told_from_what_a_plan_s_fingerprint_meant(tmp_path: Path) -> None:
+def test_data_prepared_again_by_another_version_is_distinguished_from_what_a_plan_s_fingerprint_meant(
+    tmp_path: Path,
+) -> None:
     folder, anew = PreparedData(tmp_path), replace(MANIFEST, preparation_version=7)
     folder.write_manifest(MANIFEST)
     before = json.loads(folder.manifest_path.read_text())
@@ -92,13 +94,13 @@ def test_data_prepared_anew_by_another_version_is_told_from_what_a_plan_s_finger
     assert (folder.read_manifest().identity, anew.identity) == ("f", "f@7")
 
 
-def test_data_that_is_not_prepared_says_what_to_do(tmp_path: Path) -> None:
+def test_data_that_is_not_prepared_suggests_a_fix(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         PreparedData(tmp_path).read_manifest()
     assert "delete" in caught.value.fix
 
 
-def test_what_killed_preparations_left_is_removed_but_not_what_may_be_at_work(tmp_path: Path) -> None:
+def test_leftovers_of_killed_preparations_are_removed_and_active_ones_stay(tmp_path: Path) -> None:
     for name in (".f-old", ".other-old", ".f-young", "finished"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.npy").touch()

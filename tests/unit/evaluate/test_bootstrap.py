@@ -25,7 +25,7 @@ def test_interval_is_within_the_differences_of_rows_and_the_same_for_a_seed(
     assert differences.min() - 1e-9 <= low <= high <= differences.max() + 1e-9
 
 
-def test_what_all_rows_gain_alike_has_no_uncertainty_when_paired() -> None:
+def test_an_equal_gain_of_all_rows_has_no_uncertainty_when_paired() -> None:
     before = np.random.default_rng(0).normal(size=50)
     low, high = paired_interval((ratio(before + 1), ratio(before)), np.subtract, seed=0)
     assert (round(low, 9), round(high, 9)) == (1, 1)

@@ -82,7 +82,7 @@ def test_the_short_forms_of_time_limits_are_slurm_s_own() -> None:
     assert {text: parse_time_limit(text) for text in forms} == forms
 
 
-def test_shared_file_systems_are_told_from_local_ones() -> None:
+def test_shared_file_systems_are_distinguished_from_local_ones() -> None:
     mounts = "a:/b /home/our\\040data nfs4 rw 0 0\n/dev/sda1 / ext4 rw 0 0\nmgs@tcp:/fs /lustre lustre rw 0 0\n"
     assert parse_mounts(mounts) == ("/home/our data", "/lustre")
 

@@ -152,7 +152,7 @@ def test_a_gated_model_is_refused_without_a_token_and_with_one_that_has_no_right
         ("org/open", "gone", "'org/open' has no revision 'gone'"),
     ],
 )
-def test_what_is_not_there_is_named(
+def test_missing_packages_are_listed(
     weights: str, revision: str | None, message: str, environment: dict[str, str]
 ) -> None:
     with pytest.raises(NotFoundError, match=message):
@@ -165,9 +165,7 @@ def test_a_hub_that_is_out_of_order_or_out_of_reach_is_a_warning(environment: di
     assert "can't ask the hub" in str(check_weights(model("org/open"), unreachable))
 
 
-def test_what_is_in_the_cache_is_not_asked_for_and_offline_it_must_be_there(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_cached_files_are_not_requested_and_are_required_offline(environment: dict[str, str], tmp_path: Path) -> None:
     offline = environment | {"HF_HUB_OFFLINE": "1"}
     stored = tmp_path / "hub" / "models--org--gated"
     (stored / "refs").mkdir(parents=True)

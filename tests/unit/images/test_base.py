@@ -96,7 +96,7 @@ def test_another_base_is_recorded_by_its_own_name(internet: Internet, ctx: Conte
 
 
 @pytest.mark.parametrize("wanted_base", [BaseRequest(repin=True), BaseRequest(f"{BASE}@{OLD}", repin=True)])
-def test_a_digest_that_is_written_down_is_not_taken_anew(ctx: Context, wanted_base: BaseRequest) -> None:
+def test_a_digest_that_is_written_down_is_not_taken_again(ctx: Context, wanted_base: BaseRequest) -> None:
     file = mine(ctx).base_file
     file.write_text(file.read_text().replace(BASE, f"{BASE}, digest: {OLD}"))
     with pytest.raises(ConfigError, match="a fixed digest"):
@@ -111,7 +111,7 @@ def test_a_digest_of_the_definition_goes_before_a_recorded_one(ctx: Context, bas
     assert select_base(mine(ctx), BaseRequest(), ignore_progress) == SelectedBase(parse_reference(f"{BASE}@{OLD}"))
 
 
-def test_what_ftkit_ships_is_recorded_in_the_user_s_configuration(tmp_path: Path) -> None:
+def test_digests_of_shipped_bases_are_recorded_in_the_user_s_configuration(tmp_path: Path) -> None:
     ctx = Context(tmp_path, tmp_path / "config" / "ftkit", {})
     shipped = find_image("olmo3:25.02", ctx)
     assert shipped.spec.base.digest is None

@@ -1,4 +1,4 @@
-"""What goes into a build: context, wheel, lock; and what runs inside the image."""
+"""Inputs of a build (context, wheel, lock), and programs inside the image."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_lock_that_is_not_right_is_refused(definition: ImageDefinition, change
         read_lock(definition)
 
 
-def test_a_missing_lock_is_said(definition: ImageDefinition) -> None:
+def test_a_missing_lock_is_reported(definition: ImageDefinition) -> None:
     definition.lock_file.unlink()
     with pytest.raises(ImageError, match="has no lock"):
         read_lock(definition)

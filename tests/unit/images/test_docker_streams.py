@@ -1,4 +1,4 @@
-"""What the docker engine says, and what a user sees of it."""
+"""Messages of the docker engine, and the errors made from them."""
 
 from __future__ import annotations
 

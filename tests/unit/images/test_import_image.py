@@ -1,4 +1,4 @@
-"""What is asked for is what is imported, whatever a registry answers; and our secrets go to it alone."""
+"""An import yields the requested image whatever a registry answers, and secrets go to that registry alone."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_of_an_index_the_image_for_this_machine_is_taken(internet: Internet, sto
         assert registry.resolve() == index
 
 
-def test_an_index_without_this_machine_is_said(internet: Internet, store: ImageStore) -> None:
+def test_an_index_without_this_machine_is_reported(internet: Internet, store: ImageStore) -> None:
     put_index(internet, internet.image(), architectures=("arm64",))
     with pytest.raises(NotFoundError, match="linux/amd64"):
         fetch(store)
@@ -246,7 +246,7 @@ def test_the_same_layers_compressed_otherwise_are_the_same_image_and_leave_the_f
     assert (recorded.registry_digest, recorded.sha256) == (pushed.digest, first.manifest.sha256)
 
 
-def test_a_file_of_version_1_can_still_be_used_and_is_imported_anew(internet: Internet, store: ImageStore) -> None:
+def test_a_file_of_version_1_can_still_be_used_and_is_imported_again(internet: Internet, store: ImageStore) -> None:
     internet.image()
     new = fetch(store)
     old = store.older_file(new.manifest.image_id, "sqsh")
@@ -343,7 +343,7 @@ def test_an_index_that_names_itself_or_others_without_end_is_an_error(internet: 
     assert len(internet.asked) < 6
 
 
-def test_a_disk_too_small_for_the_layers_is_said_before_they_come(internet: Internet, store: ImageStore) -> None:
+def test_a_disk_too_small_for_the_layers_is_reported_before_they_come(internet: Internet, store: ImageStore) -> None:
     pushed = internet.image()
     pushed.manifest["layers"][0]["size"] = 1 << 50
     internet.serve(pushed)
@@ -453,7 +453,7 @@ def test_a_token_service_that_answers_nonsense_is_an_error(
 
 
 @pytest.mark.parametrize("words", ["", "Negotiate", "Digest realm=x", "Bearer", "\x00"])
-def test_a_login_that_is_not_known_is_said(internet: Internet, store: ImageStore, words: str) -> None:
+def test_a_login_that_is_not_known_is_reported(internet: Internet, store: ImageStore, words: str) -> None:
     internet.answers[f"{ROOT}/manifests/1"] = (401, {"WWW-Authenticate": words}, b"")
     with pytest.raises(ImageError, match=r"login that ftkit does not know|is no address"):
         fetch(store, known=ALICE)

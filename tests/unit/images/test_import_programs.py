@@ -73,7 +73,7 @@ def requested(text: str, registry: str | None, cluster: ClusterProfile, **option
 
 
 class Known:
-    """A source that knows what an image is."""
+    """A source with a known image configuration."""
 
     image_id = Digest("sha256:" + "a" * 64)
     registry_digest = Digest("sha256:" + "b" * 64)
@@ -231,7 +231,7 @@ def import_on(local: Path, tmp_path: Path) -> None:
     import_image("olmo3:25.02", select_source(request, ignore_progress), ImageStore(tmp_path / "images"))
 
 
-def test_what_enroot_says_on_a_node_is_explained_too(
+def test_enroot_errors_on_a_node_are_explained_too(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in("enroot", ENROOT)
@@ -243,7 +243,7 @@ def test_what_enroot_says_on_a_node_is_explained_too(
     assert record.is_dir()
 
 
-def test_what_a_killed_import_left_on_a_node_goes_with_the_next(
+def test_the_next_import_removes_leftovers_of_a_killed_one_on_a_node(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     stand_in("enroot", ENROOT)
@@ -279,7 +279,7 @@ AT_WORK = (
     "fi\n"
     'touch "$RECORD/at-work"; sleep 600\n'
 )
-"""In the middle of an import; on a node, with a program of another process group that goes on writing."""
+"""Stops during an import; on a node, with a program of another process group that continues to write."""
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_an_interrupted_import_cancels_its_job_and_leaves_nothing(
         ("Error response from daemon: No command specified", ("neither CMD nor ENTRYPOINT", "--with ftkit")),
     ],
 )
-def test_what_enroot_says_is_explained(
+def test_enroot_errors_are_explained(
     record: Path,
     stand_in: Callable[[str, str], None],
     tmp_path: Path,
@@ -385,7 +385,7 @@ def test_a_sif_file_of_another_manifest_is_another_one(
     assert record.is_dir()
 
 
-def test_a_sif_build_that_fails_shows_what_was_said(
+def test_a_sif_build_that_fails_shows_the_output(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in("apptainer", APPTAINER)

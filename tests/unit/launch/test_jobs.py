@@ -151,7 +151,7 @@ def test_a_run_on_another_machine_is_not_resumed_here(make_run: RunMaker, monkey
         resume(read_plan(run.layout), os.environ)
 
 
-def test_cancelling_says_so_in_the_folder_before_slurm_ends_the_job(
+def test_canceling_says_so_in_the_folder_before_slurm_ends_the_job(
     make_run: RunMaker, programs: FakePrograms, squeue_line: Callable[..., str]
 ) -> None:
     run = make_run(job_id="77")

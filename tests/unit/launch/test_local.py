@@ -74,7 +74,7 @@ def test_a_killed_script_has_failed_and_says_so(started: Callable[[str], Submitt
     assert "killed" in observe(run).reason
 
 
-def test_what_is_left_of_a_killed_script_still_counts_as_running(started: Callable[[str], SubmittedRun]) -> None:
+def test_remaining_processes_of_a_killed_script_count_as_running(started: Callable[[str], SubmittedRun]) -> None:
     run = started("sleep 3600 & echo ready >ready; wait")
     wait_until((run.layout.root / "ready").exists)
     os.kill(int(run.submission.job_id), signal.SIGKILL)
@@ -84,7 +84,7 @@ def test_what_is_left_of_a_killed_script_still_counts_as_running(started: Callab
     assert observe(run).state is RunState.CANCELLED
 
 
-def test_cancelling_lets_the_script_end_in_its_own_way(started: Callable[[str], SubmittedRun]) -> None:
+def test_canceling_lets_the_script_end_in_its_own_way(started: Callable[[str], SubmittedRun]) -> None:
     run = started(POLITE)
     wait_until((run.layout.root / "ready").exists)
     assert cancel(run) is None

@@ -58,7 +58,7 @@ def test_a_run_that_completed_by_its_own_files_needs_no_scheduler(
     assert programs.calls() == []
 
 
-def test_a_run_that_was_submitted_again_is_looked_at_anew(make_run: RunMaker, slurm_says: Callable[..., None]) -> None:
+def test_a_run_that_was_submitted_again_is_observed_again(make_run: RunMaker, slurm_says: Callable[..., None]) -> None:
     run = make_run()
     slurm_says(run, accounting="FAILED")
     assert observe(run).state is RunState.FAILED
@@ -67,7 +67,7 @@ def test_a_run_that_was_submitted_again_is_looked_at_anew(make_run: RunMaker, sl
     assert observe(again).state is RunState.RUNNING
 
 
-def test_a_run_that_goes_on_after_its_end_was_seen_is_looked_at_anew(
+def test_a_run_that_continues_after_its_end_was_seen_is_observed_again(
     make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
 ) -> None:
     run = make_run()
@@ -135,7 +135,7 @@ def test_a_run_that_completed_just_before_it_was_cancelled_is_completed(make_run
 @pytest.mark.parametrize(
     ("exit_code", "state"), [("0", RunState.COMPLETED), ("9", RunState.FAILED), (None, RunState.UNKNOWN)]
 )
-def test_where_slurm_knows_nothing_any_more_the_exit_code_tells(
+def test_the_exit_code_decides_where_slurm_has_forgotten_the_job(
     make_run: RunMaker, slurm_says: Callable[..., None], exit_code: str | None, state: RunState
 ) -> None:
     run = make_run()

@@ -1,4 +1,4 @@
-"""What can go from a workspace: never what a run could still need."""
+"""Removable files of a workspace; files that a run may still need stay."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_an_image_file_in_the_settings_or_a_recipe_belongs_to_the_file_that_name
     [("pyxis", "docker://r.io#team/x:1"), ("apptainer", "docker://r.io/team/x:1"), ("docker", "r.io/team/x:1")],
 )
 @pytest.mark.parametrize("typed", ["r.io/team/x:1", "docker://r.io/team/x:1", "docker://r.io#team/x:1"])
-def test_an_address_is_given_to_each_runtime_in_its_own_words(
+def test_an_address_is_given_to_each_runtime_in_its_own_syntax(
     project: Path, runtime: str, given: str, typed: str
 ) -> None:
     make_cluster(project, "docker" if runtime == "docker" else "a4-highgpu-8g", runtime)
@@ -135,7 +135,7 @@ def test_all_that_is_wrong_with_the_specs_is_shown_at_once(project: Path) -> Non
         assert part in text
 
 
-def test_one_thing_that_is_not_there_stays_what_it_is(project: Path) -> None:
+def test_a_single_missing_file_keeps_its_error(project: Path) -> None:
     with pytest.raises(NotFoundError, match="no recipe 'dmeo'"):
         resolve(RunArgs(recipe="dmeo"), ctx(project))
 
@@ -155,7 +155,7 @@ def places(words: RunArgs, project: Path) -> list[str]:
     return [f"{problem.where} {problem.key}" for problem in caught.value.problems]
 
 
-def test_what_does_not_fit_together_is_blamed_on_the_line_that_says_it(project: Path) -> None:
+def test_conflicting_settings_are_reported_at_their_line(project: Path) -> None:
     recipe = project / "mine.yaml"
     recipe.write_text("extends: demo\nname: mine\nresources:\n  num_nodes: 3\ntraining:\n  global_batch_size: 25\n")
     here = RunArgs(recipe=str(recipe))
@@ -179,7 +179,7 @@ def test_a_profile_and_the_settings_are_blamed_for_their_own(project: Path) -> N
     ]
 
 
-def test_a_cluster_that_is_not_there_is_blamed_on_the_file_that_names_it(project: Path) -> None:
+def test_a_cluster_that_is_missing_is_blamed_on_the_file_that_names_it(project: Path) -> None:
     (project / "ftkit.yaml").write_text("# ours\ncluster: ourz\n")
     with pytest.raises(NotFoundError, match=rf"{project}/ftkit.yaml:2: cluster: cluster 'ourz' not found"):
         resolve(RunArgs(recipe="demo"), ctx(project))

@@ -1,4 +1,4 @@
-"""What is seen around a run: the machine, files, git, secrets."""
+"""The context of a run: the machine, files, git, secrets."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_generated_data_has_no_stamp() -> None:
     assert data_stamp(load_recipe("demo", NOWHERE)) == ""
 
 
-def test_a_data_file_that_is_not_there_stops_a_run_before_it_queues(plan: RunPlan, tmp_path: Path) -> None:
+def test_a_data_file_that_is_missing_stops_a_run_before_it_queues(plan: RunPlan, tmp_path: Path) -> None:
     here = with_recipe(plan, recipe_with_files(tmp_path).model_copy(update={"model": plan.recipe.model}))
     assert check_sources(here, {}) == []
     (tmp_path / "train.jsonl").unlink()
@@ -279,7 +279,7 @@ def test_a_model_that_only_the_nodes_may_see_is_a_warning(plan: RunPlan, mounts:
         check_sources(replace(elsewhere, cluster=plan.cluster), {})
 
 
-def test_a_misspelt_model_in_a_folder_that_is_here_is_refused(plan: RunPlan, tmp_path: Path) -> None:
+def test_a_misspelled_model_in_a_folder_that_is_here_is_refused(plan: RunPlan, tmp_path: Path) -> None:
     misspelt = with_weights(plan, f"{tmp_path}/modle", scheduler="slurm")
     with pytest.raises(NotFoundError, match=r"model\.weights names .*/modle, which is not there"):
         check_sources(misspelt, {})

@@ -1,4 +1,4 @@
-"""Plans made anew for runs that continue in another way."""
+"""New plans for resumed runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_another_number_of_processes_keeps_everything_that_the_optimizer_sees(pl
     assert [change.key for change in changed.changes] == ["processes per node"]
 
 
-def test_a_plan_that_chose_the_micro_batch_chooses_it_anew(plan: RunPlan, ctx: Context) -> None:
+def test_a_plan_that_chose_the_micro_batch_chooses_it_again(plan: RunPlan, ctx: Context) -> None:
     for chosen in (("micro_batch_size",), ("activation_checkpointing",), ()):
         left_open = replace(plan, execution=replace(plan.execution, chosen=chosen))
         assert replan(left_open, ResumeArgs(gpus_per_node=4), ctx).plan.execution.chosen == chosen
@@ -85,7 +85,7 @@ def test_changes_of_the_result_need_to_be_allowed_by_name(override: str, plan: R
 
 
 @pytest.mark.parametrize("override", ["model.weights=a/b", "data.too_long=drop", "training.method=lora", "name=x"])
-def test_what_no_checkpoint_fits_is_refused_even_if_it_is_allowed(override: str, plan: RunPlan, ctx: Context) -> None:
+def test_changes_that_fit_no_checkpoint_are_refused_even_if_allowed(override: str, plan: RunPlan, ctx: Context) -> None:
     key = override.partition("=")[0]
     assert "can't change" in refusal(plan, ResumeArgs(overrides=(override,), allowed=(key,)), ctx)
 

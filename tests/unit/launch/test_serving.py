@@ -1,4 +1,4 @@
-"""What `ftkit serve` asks of vLLM and of a cluster."""
+"""Arguments for vLLM and the cluster from `ftkit serve`."""
 
 from __future__ import annotations
 

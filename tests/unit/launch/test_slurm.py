@@ -82,7 +82,7 @@ def test_a_job_around_us_does_not_leak_into_the_job(
         ("something that nobody has seen yet", "--dry-run"),
     ],
 )
-def test_a_refusal_is_told_with_what_to_do(message: str, hint: str) -> None:
+def test_a_refusal_is_reported_with_what_to_do(message: str, hint: str) -> None:
     error = explain_refusal(f"sbatch: error: {message}\n")
     assert message in error.what
     assert hint in error.fix
@@ -90,7 +90,7 @@ def test_a_refusal_is_told_with_what_to_do(message: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("message", ["Unable to contact slurm controller (connect failure)", "Socket timed out"])
-def test_no_answer_is_told_apart_from_a_refusal(message: str) -> None:
+def test_no_answer_is_distinguished_from_a_refusal(message: str) -> None:
     assert isinstance(explain_refusal(f"sbatch: error: {message}"), UncertainSubmitError)
 
 

@@ -44,7 +44,7 @@ def overrides_of(ctx: Context, *overrides: str, cluster: str | None = None) -> l
         "training.learning_rate=fast,slow",
     ],
 )
-def test_a_value_that_is_legal_as_it_stands_or_in_no_part_is_one_value(override: str, ctx: Context) -> None:
+def test_a_value_that_is_valid_as_a_whole_is_not_split(override: str, ctx: Context) -> None:
     assert overrides_of(ctx, override) == [(override,)]
 
 

@@ -51,7 +51,7 @@ def test_a_folder_of_adapters_is_the_model_that_they_belong_to(tmp_path: Path) -
         ("an_option_of_tomorrow", 1),
     ],
 )
-def test_what_would_be_left_out_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
+def test_fields_that_would_be_dropped_are_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key):
         continue_adapters(write(tmp_path, **{key: value}))
 

@@ -79,7 +79,7 @@ def taken(suggestion: Suggestion) -> tuple[RecipePlan, int]:
 
 @settings(max_examples=25)
 @given(st.floats(0.1, 400))
-def test_what_is_suggested_can_be_typed_and_is_predicted_to_fit(capacity: float) -> None:
+def test_suggestions_can_be_typed_and_are_predicted_to_fit(capacity: float) -> None:
     suggestions = propose(recipe(*BATCHES), capacity)
     assert len(suggestions) <= NUM_SUGGESTIONS
     for suggestion in suggestions:
@@ -105,7 +105,7 @@ def test_no_part_of_a_suggestion_can_be_left_out(capacity: float) -> None:
             assert total(rest, shards) > capacity
 
 
-def test_what_costs_least_comes_first() -> None:
+def test_the_cheapest_suggestion_comes_first() -> None:
     spec = recipe(*BATCHES)
     room = total(recipe(*BATCHES, "training.activation_checkpointing=selective"), 16)
     suggestions = propose(spec, room)
@@ -171,7 +171,7 @@ def test_nothing_is_suggested_where_nothing_helps() -> None:
 @pytest.mark.parametrize(
     "changes", [{"scheduler": "local"}, {"max_nodes": 3}, {"device": "cpu"}], ids=["one machine", "few nodes", "no GPU"]
 )
-def test_what_the_cluster_has_not_is_not_suggested(changes: dict[str, object]) -> None:
+def test_changes_that_the_cluster_lacks_are_not_suggested(changes: dict[str, object]) -> None:
     cluster = CLUSTER.model_copy(update=changes)
     absent = "offload" if "device" in changes else "--nodes"
     for capacity in range(4, 100, 8):
@@ -256,7 +256,7 @@ def test_the_micro_batch_always_makes_up_the_global_batch(
     assert training.global_batch_size == num_processes * accumulation
 
 
-def test_what_the_recipe_sets_stays() -> None:
+def test_values_set_by_the_recipe_are_kept() -> None:
     both = load_recipe(
         "olmo3-7b-full", NOWHERE, ("training.micro_batch_size=1", "training.activation_checkpointing=full")
     )
@@ -269,7 +269,7 @@ def test_what_the_recipe_sets_stays() -> None:
     assert choose(offloaded, H200)[0].activation_checkpointing == "full"
 
 
-def test_what_an_engine_cannot_do_is_not_chosen() -> None:
+def test_unsupported_settings_of_an_engine_are_not_chosen() -> None:
     for gpu in GPUS.values():
         spec = load_recipe("llama3.3-70b-lora", NOWHERE)
         assert choose(spec, gpu, engine="zero3")[0].activation_checkpointing != "selective"
@@ -323,7 +323,7 @@ def test_a_shipped_recipe_is_as_fast_on_a_shipped_cluster_as_the_plan_knows_how(
         assert plan.speed.tokens_per_second >= 0.95 * best, f"{name} on {cluster.name}"
 
 
-def test_a_run_that_nothing_makes_fit_is_given_up_without_trying_every_combination(
+def test_a_run_that_nothing_makes_fit_is_rejected_without_trying_every_combination(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []

@@ -129,7 +129,7 @@ def test_sql_is_not_asked_of_data_without_any() -> None:
     assert "evaluation.sql_execution: there is no SQL in generator 'malware-analysis'" in found
 
 
-def test_no_more_questions_are_asked_than_are_held_out_of_a_file() -> None:
+def test_no_more_questions_are_asked_than_a_validation_file_has() -> None:
     source = "data.source={kind: files, train: /rows.jsonl, num_heldout: 7}"
     assert "200 questions requested, the validation split has 7 rows" in problems(demo(source))
     plan(demo(source, "data.source.num_heldout=0", "data.source.heldout=/heldout.jsonl"))
@@ -285,7 +285,7 @@ def test_sequences_longer_than_the_models_positions_are_refused() -> None:
         ("data={format: sharegpt, train_on: completion}", "format 'messages' has no prompts and completions"),
     ],
 )
-def test_what_cannot_be_done_with_data_is_said_before_it_is_read(override: str, message: str) -> None:
+def test_impossible_data_settings_are_reported_before_the_data_is_read(override: str, message: str) -> None:
     assert message in problems(demo(override))
 
 
@@ -352,7 +352,7 @@ def test_activations_are_not_offloaded_where_there_is_nowhere_else_or_nothing_ke
         demo("training.activation_checkpointing=none", "training.activation_offload=true")
 
 
-def test_what_zero3_cannot_do_is_refused_and_auto_takes_fsdp2() -> None:
+def test_settings_that_zero3_lacks_are_refused_and_auto_takes_fsdp2() -> None:
     selective = "training.activation_checkpointing=selective"
     assert "'selective' is not supported by engine 'zero3'" in problems(demo(selective, "training.engine=zero3"))
     assert "'adamw8bit' is not supported" in problems(demo("training.optimizer=adamw8bit", "training.engine=zero3"))
@@ -395,7 +395,7 @@ def test_copy_engines_need_several_gpus_of_one_node() -> None:
         demo("training.collectives=copy_engine", "training.offload=all")
 
 
-def test_what_needs_held_out_data_is_refused_without_it() -> None:
+def test_evaluations_without_validation_data_are_refused() -> None:
     found = problems(demo("data.source.num_heldout=0", "evaluation.every_steps=5"))
     assert found.count("no validation split") == 2
 

@@ -61,7 +61,7 @@ def things(made: Path) -> set[str]:
     return {path.name.removeprefix("has-") for path in made.glob("has-*")}
 
 
-def test_what_is_created_is_recorded_and_removed_in_reverse_order_but_what_was_there_stays(made: Path) -> None:
+def test_created_resources_are_removed_in_reverse_order_and_existing_ones_stay(made: Path) -> None:
     (made / "has-small-net").write_text("small-net\n", encoding="utf-8")
     done = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
     assert done.exit_code == 0, done.output
@@ -76,7 +76,7 @@ def test_what_is_created_is_recorded_and_removed_in_reverse_order_but_what_was_t
     assert isinstance(run("status", "small").exception, NotFoundError)
 
 
-def test_a_zone_that_is_out_of_stock_is_said_and_the_same_command_continues(made: Path) -> None:
+def test_a_zone_that_is_out_of_stock_is_reported_and_the_same_command_continues(made: Path) -> None:
     (made / "fail").write_text("instances create", encoding="utf-8")
     failed = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
     assert isinstance(failed.exception, ProvisionError)
@@ -89,7 +89,7 @@ def test_a_zone_that_is_out_of_stock_is_said_and_the_same_command_continues(made
     assert isinstance(other.exception, ConfigError)
 
 
-def test_what_was_begun_and_is_not_there_needs_no_removal(made: Path) -> None:
+def test_a_started_but_missing_resource_needs_no_removal(made: Path) -> None:
     (made / "fail").write_text("instances create", encoding="utf-8")
     run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
     assert run("destroy", "small", "--yes").exit_code == 0

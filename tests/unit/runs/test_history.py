@@ -1,4 +1,4 @@
-"""What a run did, and what its time went into, by its records."""
+"""The history of a run, and its time by activity, from its records."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def leave(layout: RunLayout, holder: Holder, number: int = 1) -> Path:
     return path
 
 
-def test_a_second_holder_on_the_same_machine_is_refused_at_once_and_told_who_holds_it(layout: RunLayout) -> None:
+def test_a_second_holder_on_the_same_machine_is_refused_at_once_with_the_name_of_the_holder(layout: RunLayout) -> None:
     with (
         hold(layout),
         pytest.raises(TrainingError, match=f"process {os.getpid()} on {Holder.here().host}"),
@@ -141,7 +141,7 @@ def test_a_lease_that_can_not_be_read_is_watched_like_any_other(text: str, layou
         assert len(pauses) == NUM_MISSED_BEATS
 
 
-def test_a_revoked_lease_is_free_at_once_and_its_holder_is_told(layout: RunLayout) -> None:
+def test_a_revoked_lease_is_free_at_once_and_its_holder_is_notified(layout: RunLayout) -> None:
     lost: list[TrainingError] = []
     with hold(layout, on_loss=lost.append) as held:
         revoke(layout)

@@ -97,7 +97,7 @@ def test_a_rank_that_only_lost_another_one_did_not_fail_first(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"starts": 3}'])
-def test_a_manifest_that_is_not_there_or_damaged_is_left_alone(text: str | None, tmp_path: Path) -> None:
+def test_a_manifest_that_is_missing_or_damaged_is_left_alone(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     if text is not None:
         path.write_text(text)

@@ -104,7 +104,7 @@ def test_a_run_is_known_by_its_folder_its_manifest_and_its_bundle(
         assert repr(original.run) == repr(expected.run)  # NaN is not equal to itself
 
 
-def test_what_was_kept_of_the_original_is_compared_with_the_run(make_run: RunMaker, records: Any) -> None:
+def test_recorded_data_of_the_original_is_compared_with_the_run(make_run: RunMaker, records: Any) -> None:
     layout = made(make_run(), records)
     assert judge(layout) is None
     layout.original.write_text(original_to_json(read_original(str(layout.root))))

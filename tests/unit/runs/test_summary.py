@@ -21,7 +21,7 @@ def test_a_run_that_has_not_begun_has_nothing_to_sum_up(make_run: RunMaker) -> N
     assert set(vars(summary).values()) == {None}
 
 
-def test_first_and_last_are_told_apart(make_run: RunMaker, records: Any) -> None:
+def test_first_and_last_are_distinguished(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     sample = Sample("q", "r", "a", True)
     before = EvaluationRecord(1.0, 0, "before", 6.0, 400.0, 0.0, ())

@@ -68,7 +68,7 @@ def test_a_rank_ends_in_order_when_its_launcher_asks(launcher: subprocess.Popen[
     assert process.start_time(rank) is None
 
 
-def test_a_rank_goes_on_when_somebody_else_sends_sigterm(launcher: subprocess.Popen[str], rank: int) -> None:
+def test_a_rank_continues_when_another_process_sends_sigterm(launcher: subprocess.Popen[str], rank: int) -> None:
     os.kill(rank, signal.SIGTERM)
     wait_until(lambda: not _is_pending(rank))
     assert process.start_time(rank) is not None

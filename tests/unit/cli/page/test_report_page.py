@@ -31,7 +31,7 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 def trained(run: SubmittedRun, records: Any, num_records: int = 80) -> None:
-    """Write what a whole run writes, with a restart and a loss that is no number."""
+    """Write the files of a whole run, with a restart and a NaN loss."""
     run.layout.manifest.write_text(
         json.dumps({"starts": [{"time": 1.0}, {"time": 60.0, "after": HOSTILE, "host": "n1"}], "command": ["ftkit"]})
     )
@@ -57,7 +57,7 @@ def trained(run: SubmittedRun, records: Any, num_records: int = 80) -> None:
 
 
 class _Checker(HTMLParser):
-    """Collects what a page would load, its ids, and tags that are left open."""
+    """Collects resources that a page loads, its ids, and unclosed tags."""
 
     VOID = ("meta", "path", "use", "rect", "br", "img", "link", "stop")
 
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(ftkit: Callable[..., Res
     assert (result.code, "can't write" in result.err, "--output" in result.err) == (5, True, True)
 
 
-def test_a_live_page_is_served_at_a_secret_address_and_always_anew() -> None:
+def test_a_live_page_is_served_at_a_secret_address_and_rendered_for_each_request() -> None:
     pages = iter(["first", "second"])
     with ThreadingHTTPServer(("127.0.0.1", 0), page_handler(lambda: next(pages), "/secret")) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -170,6 +170,6 @@ def get(address: str) -> str:
         return str(answer.read().decode())
 
 
-def test_a_page_that_is_served_loads_itself_anew(make_run: RunMaker) -> None:
+def test_a_page_that_is_served_loads_itself_again(make_run: RunMaker) -> None:
     page = run_page(read_report(make_run().layout, "running"), refresh_seconds=7)
     assert '<meta http-equiv="refresh" content="7">' in page

@@ -39,7 +39,7 @@ LAYER = Descriptor(digest=digest_of(BLOB), size=len(BLOB))
 
 @dataclass
 class Behavior:
-    """What the stand-in does wrong, and what it was asked."""
+    """Faults of the stand-in, and its recorded requests."""
 
     cut_after: list[int] = field(default_factory=list)
     stops_after: list[int] = field(default_factory=list)
@@ -117,14 +117,14 @@ def registry(behavior: Behavior) -> Iterator[Registry]:
         thread.join()
 
 
-def test_a_download_goes_on_where_it_broke_off(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
+def test_a_download_continues_where_it_broke_off(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
     behavior.cut_after = [1_500_000, 2_200_000]
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
     assert behavior.ranges == ["", "bytes=1048576-", "bytes=3145728-"]
 
 
-def test_a_download_begins_anew_where_ranges_are_not_known(
+def test_a_download_begins_again_where_ranges_are_not_known(
     registry: Registry, behavior: Behavior, tmp_path: Path
 ) -> None:
     behavior.cut_after, behavior.ignores_ranges = [100_000], True
@@ -132,7 +132,7 @@ def test_a_download_begins_anew_where_ranges_are_not_known(
     assert (tmp_path / "blob").read_bytes() == BLOB
 
 
-def test_a_registry_that_is_gone_for_good_is_said(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
+def test_a_registry_that_is_gone_for_good_is_reported(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
     behavior.cut_after = [1000] * 9
     with pytest.raises(ImageError, match=r"lost the connection to 127\.0\.0\.1"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
@@ -195,7 +195,7 @@ def test_when_one_layer_fails_the_others_stop(tmp_path: Path) -> None:
     assert registry.has_stopped
 
 
-def test_a_lost_connection_is_said_in_the_system_s_words() -> None:
+def test_a_lost_connection_is_reported_with_the_system_s_message() -> None:
     with (
         Registry(parse_reference("127.0.0.1:9/x:1"), None, ignore_progress) as made,
         pytest.MonkeyPatch.context() as patch,

@@ -27,7 +27,7 @@ def written(members: list[tuple[Member, bytes]], config: ImageConfig = CONFIG) -
     return {member.path.decode(): member for member, _ in members_of(TarReader(stream))}, contents
 
 
-def test_what_docker_adds_to_an_export_is_left_out() -> None:
+def test_files_that_docker_adds_to_an_export_are_dropped() -> None:
     found, _ = written([(Member(path, FILE), b"") for path in (b".dockerenv", b"dev/console", b"etc/issue")])
     assert set(found) == {"etc", "etc/issue", *OF_ENROOT, "work here"}
 
@@ -60,7 +60,7 @@ def contents_of(members: list[tuple[Member, bytes]], config: ImageConfig) -> dic
     return {member.path.decode(): b"".join(chunks) for member, chunks in members_of(TarReader(stream))}
 
 
-def test_what_enroot_would_run_and_mount_of_the_image_is_replaced() -> None:
+def test_image_files_that_enroot_would_run_or_mount_are_replaced() -> None:
     own = [
         (Member(b"etc/rc.local", FILE, 0o755, size=6), b"exit 0"),
         (Member(b"etc/fstab", FILE, size=9), b"/dev/sda1"),

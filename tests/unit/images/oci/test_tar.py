@@ -51,7 +51,7 @@ def test_every_file_of_an_archive_is_read(files: dict[str, bytes], kind: int) ->
 
 
 @given(st.lists(st.tuples(PATHS, st.sampled_from([FILE, LINK, SYMLINK, FOLDER]), PATHS, st.binary(max_size=1500))))
-def test_what_is_written_is_read_by_tarfile(members: list[tuple[str, bytes, str, bytes]]) -> None:
+def test_tarfile_reads_the_written_members(members: list[tuple[str, bytes, str, bytes]]) -> None:
     stream = io.BytesIO()
     for path, kind, target, data in members:
         content = data if kind == FILE else b""

@@ -1,4 +1,4 @@
-"""What a plan puts into its script."""
+"""The job script of a plan."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_site_s_network_plugin_is_set_up(num_nodes: int, multi_node_only: ob
     assert {trace for trace in TRACES if trace in script} == TRACES
 
 
-def test_a_job_on_one_node_does_without_the_plugin_where_it_is_not_there(make_plan: PlanMaker) -> None:
+def test_a_job_on_one_node_does_without_the_plugin_where_it_is_missing(make_plan: PlanMaker) -> None:
     script = render_job(make_plan("slurm", 1, nccl=NcclSpec.model_validate(PLUGIN)))
     assert not {trace for trace in TRACES if trace in script}
 
@@ -109,7 +109,7 @@ def test_folders_that_the_recipe_names_are_mounted(source: Any, folders: list[st
     assert _mounts(render_job(make_plan("slurm")))[2:] == [f"{folder}:{folder}" for folder in named]
 
 
-def test_lines_of_set_up_stand_as_they_are(make_plan: PlanMaker) -> None:
+def test_setup_lines_are_copied_verbatim(make_plan: PlanMaker) -> None:
     lines = ("module load cuda/12.8", 'source "$HOME/x y.sh" && echo $X')
     assert "\n".join(lines) in render_job(make_plan("dev", setup=lines))
 

@@ -1,4 +1,4 @@
-"""What a script does when it runs, with stand-ins for srun, scontrol and Python."""
+"""Job scripts that run, with stand-ins for srun, scontrol and Python."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_frozen_weights_take_two_bytes_a_parameter_and_4_bit_ones_a_quarter_of_t
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_what_is_offloaded_is_not_on_the_gpu(engine: Any) -> None:
+def test_offloaded_states_are_not_on_the_gpu(engine: Any) -> None:
     shape = architecture("olmo3-7b")
     none, optimizer, everything = (
         predict_memory(Setup(shape, training(offload=offload), 8, engine)) for offload in ("none", "optimizer", "all")

@@ -143,7 +143,7 @@ def test_by_an_estimate_layers_do_not_stay_unsharded(training: Specs) -> None:
     assert not estimated_setup.keeps_weights
 
 
-def test_the_run_decides_anew_by_the_real_model(demo_plan: RunPlan) -> None:
+def test_the_run_decides_again_by_the_real_model(demo_plan: RunPlan) -> None:
     assert plan_for_counts(demo_plan, count_by_config(MIXTRAL)) is demo_plan
     estimated = replace(count_by_config(OLMOE), source="config")
     recipe = demo_plan.recipe.model_copy(

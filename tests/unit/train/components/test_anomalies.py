@@ -1,4 +1,4 @@
-"""What is said of steps that stand out."""
+"""Records of anomalous steps."""
 
 from __future__ import annotations
 
