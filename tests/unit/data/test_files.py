@@ -139,7 +139,7 @@ def test_an_object_over_several_lines_is_one_row(tmp_path: Path) -> None:
         ("a.csv", b"text,text\n1,2\n", r"a\.csv: there are two columns 'text'"),
         ("a.csv", b"id;text\n1;a\n", r"a\.csv: the columns are separated by ';'"),
         ("a.csv", b"id,text\n1,a\0\n", r"a\.csv:2: NUL bytes"),
-        ("a.jsonl", gzip.compress(b"{}"), r"a\.jsonl is compressed by gzip, not JSON Lines"),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), r"a\.jsonl is compressed by gzip, not JSON Lines"),
         ("a.jsonl", b"PAR1\x15", r"a\.jsonl is a Parquet file, not JSON Lines"),
         ("a.jsonl", b'{"a"\0: 1}', r"a\.jsonl:1: not valid JSON: a NUL byte at position 5"),
         ("a.feather", b"FEA1\0\0\0\0", r"a\.feather is a Feather version 1 file"),
