@@ -87,7 +87,7 @@ def test_the_stamp_changes_with_the_content(address: str) -> None:
 @pytest.mark.parametrize(
     "place", ["s3://team/none.jsonl", "s3://team/none/*.jsonl", "s3://nobody/a.jsonl", "s3://nobody"]
 )
-def test_missing_packages_are_listed(place: str) -> None:
+def test_a_missing_object_is_reported_with_its_address(place: str) -> None:
     with pytest.raises(NotFoundError, match=r"data\.source: there is nothing at s3://"):
         find_files(place, "data.source")
 

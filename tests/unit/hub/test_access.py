@@ -152,7 +152,7 @@ def test_a_gated_model_is_refused_without_a_token_and_with_one_that_has_no_right
         ("org/open", "gone", "'org/open' has no revision 'gone'"),
     ],
 )
-def test_missing_packages_are_listed(
+def test_missing_weights_are_reported(
     weights: str, revision: str | None, message: str, environment: dict[str, str]
 ) -> None:
     with pytest.raises(NotFoundError, match=message):

@@ -136,7 +136,7 @@ def test_all_that_is_wrong_with_the_specs_is_shown_at_once(project: Path) -> Non
 
 
 def test_a_single_missing_file_keeps_its_error(project: Path) -> None:
-    with pytest.raises(NotFoundError, match="no recipe 'dmeo'"):
+    with pytest.raises(NotFoundError, match="recipe 'dmeo' not found"):
         resolve(RunArgs(recipe="dmeo"), ctx(project))
 
 

@@ -41,7 +41,7 @@ def test_ranks_share_the_cpus_beside_their_gpus(tmp_path: Path, bound: list[set[
     assert bound[3] == {*range(8, 16), *range(24, 32)}
 
 
-def test_devices_that_slurm_hides_from_a_process_stay_hidden(
+def test_cpus_that_slurm_hides_from_a_process_stay_hidden(
     tmp_path: Path, bound: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = with_layout(tmp_path, dict.fromkeys(BUS_IDS, 1))

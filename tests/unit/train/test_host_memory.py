@@ -46,7 +46,7 @@ def test_a_group_over_its_limit_leaves_nothing(proc: Path, tmp_path: Path) -> No
     assert available_bytes(proc, tmp_path / "groups") == 0
 
 
-def test_unknown_system_values_are_none(tmp_path: Path) -> None:
+def test_unknown_system_values_count_as_zero(tmp_path: Path) -> None:
     assert available_bytes(tmp_path, tmp_path) == 0
     assert resident_bytes(tmp_path) == (0, 0)
     forget_peak(tmp_path)
