@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.cli.main import cli
 from ftkit.errors import NotFoundError, TrainingError
-from ftkit.evaluate.export import ExportRequest, export_run
+from ftkit.evaluate.export import ExportRequest, choose_checkpoint, export_run
 from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
 from ftkit.files import write_json
 from ftkit.model_folder import EXPORT_RECORD
-from ftkit.runs.checkpoints import SavedFile, choose_checkpoint
+from ftkit.runs.checkpoints import SavedFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
