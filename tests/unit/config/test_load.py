@@ -57,7 +57,7 @@ def test_a_wrong_choice_suggests_the_nearest(ctx: Context) -> None:
 
 def test_checkpointing_that_is_on_lists_the_allowed_words(ctx: Context) -> None:
     (found,) = problems(ctx, "training.activation_checkpointing=true")
-    assert "take 'full': it is one of auto, none, selective and full" in found
+    assert "set 'full': it is one of auto, none, selective and full" in found
 
 
 def test_a_micro_batch_is_a_number_or_auto(ctx: Context) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.planning.layout import RunLayout
 from ftkit.runs.records import EndRecord, StageRecord, read_records
 from ftkit.train.components.metrics import Recorder
 
@@ -22,7 +23,7 @@ def test_records_wait_while_the_disk_is_full_and_are_then_written_whole(
     path = tmp_path / "metrics.jsonl"
     world: Any = SimpleNamespace(is_first=True)
     sent: list[Any] = []
-    recorder = Recorder(path, world, sent.append)
+    recorder = Recorder(RunLayout(tmp_path), world, sent.append)
     records = [StageRecord(float(number), f"stage {number}") for number in range(4)]
     recorder.write(records[0])
 
