@@ -177,6 +177,10 @@ class AttentionLayers:
     state: int = 0
 
 
+NO_CAUSAL_CLASS = 9
+"""Exit code of the program that counts parameters, where transformers has no causal language model of a family."""
+
+
 @dataclass(frozen=True)
 class ModelCounts:
     """Parameters of a model, before adapters.

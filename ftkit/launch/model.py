@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit import process
-from ftkit.config.model import ArchitectureSpec, ModelCounts, ModelSpec
+from ftkit.config.model import NO_CAUSAL_CLASS, ArchitectureSpec, ModelCounts, ModelSpec
 from ftkit.config.model_config import check_dequantizable, shipped_config, text_part
 from ftkit.config.paths import is_path
 from ftkit.config.strict import RUN
@@ -176,7 +176,11 @@ def _shipped_config(model: ModelSpec) -> dict[str, Any] | None:
 
 
 def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | None:
-    """Return the counting program's result; None if it can't run here or can't build the model."""
+    """Return the counting program's result; None if it can't run here or can't build the model.
+
+    Raises:
+        ConfigError: transformers has no causal language model of this family.
+    """
     if not all(find_spec(package) for package in NEEDED):
         return None
     text = json.dumps(asked, sort_keys=True)
@@ -190,10 +194,15 @@ def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
             timeout_seconds=TIMEOUT_SECONDS,
             environment={**os.environ, **environment, **quiet},
         )
-        if done.returncode != 0:
-            return None
+    except FtkitError:
+        return None
+    if done.returncode == NO_CAUSAL_CLASS:
+        raise ConfigError([_no_causal_class(asked)])
+    if done.returncode != 0:
+        return None
+    try:
         counted = parse_json(done.stdout.strip().rpartition("\n")[2], CountedModel)
-    except (FtkitError, InvalidJsonError):
+    except InvalidJsonError:
         return None
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
@@ -201,6 +210,16 @@ def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
     except OSError:  # a home without space: it is counted again next time
         pass
     return counted
+
+
+def _no_causal_class(asked: dict[str, Any]) -> Problem:
+    family = asked["config"]["model_type"] if "config" in asked else asked["architecture"]["family"]
+    return Problem(
+        "",
+        "model.weights",
+        f"transformers has no causal language model for '{family}', so ftkit can't train it on text.",
+        "Choose a model of one modality; or of another family, as Gemma 3 or Mistral Small 3.",
+    )
 
 
 def _cache_file(text: str, environment: Mapping[str, str]) -> Path:

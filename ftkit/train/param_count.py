@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from pydantic import TypeAdapter
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized
-from ftkit.config.model import ArchitectureSpec, Linear, ModelCounts
+from ftkit.config.model import NO_CAUSAL_CLASS, ArchitectureSpec, Linear, ModelCounts
 from ftkit.config.model_config import fill_config
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.parameters import Experts, count_attention, read_experts
@@ -152,6 +152,8 @@ def main() -> None:
     else:
         no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         config = make_config(ArchitectureSpec.model_validate(asked["architecture"]), cast("Any", no_tokens))
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        sys.exit(NO_CAUSAL_CLASS)
     with torch.device("meta"):  # accelerate's empty weights have their memory for a moment: 30 GB for some experts
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()

@@ -17,6 +17,7 @@ from ftkit.config.execution import adapter_size
 from ftkit.config.model import ArchitecturePlan, ArchitectureSpec, ModelSpec
 from ftkit.config.model_config import CONFIG_KEYS, fill_config, read_shipped
 from ftkit.config.training import LoraSpec, TrainingPlan
+from ftkit.errors import ConfigError
 from ftkit.families import FAMILIES, MEASURED
 from ftkit.launch.model import resolve_model
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
@@ -138,6 +139,14 @@ def test_a_model_without_a_formula_is_counted_in_a_process_of_its_own(tmp_path: 
     (linear,) = (each for each in counts.linears if each.name == "q_proj")
     assert adapter_size(LoraSpec(rank=1), linear.inputs, linear.outputs) == 64 + 64
     assert [layers.count for layers in counts.attention] == [6]
+
+
+def test_the_plan_refuses_a_family_that_transformers_has_no_causal_language_model_for(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"} | SMALL, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with pytest.raises(ConfigError, match="no causal language model for 'qwen3_vl'"):
+        resolve_model(ModelSpec(weights=str(tmp_path)), environment, Workspace(tmp_path))
 
 
 def test_a_run_acts_on_the_parameters_of_the_real_model(make_run: Callable[..., Any]) -> None:
