@@ -1,10 +1,10 @@
-"""Preparation of data: tokens a second, memory and how full packs are; TRL's preparation of the same file beside it.
+"""Benchmark data preparation: tokens per second, memory, fill of the packs; and TRL's preparation of the same file.
 
     python benchmarks/data.py [--rows 12000] [--case chat] [--workers 1 2] [--peer trl] [--repeat 3] [--large]
 
-Texts are made from a vocabulary of 20,000 words with Zipf's frequencies; the tokenizer is learned from them. Each
-measurement is a process of its own; measurements take turns, so that other load on the machine falls on all alike.
-Times are those of the clock; `CPU µs/token` is the processors' own time without the imports, which load disturbs less.
+Texts are made from a vocabulary of 20,000 words with Zipf's frequencies; the tokenizer is trained on them. Each
+measurement is a separate process; measurements alternate, so that other load on the machine affects all equally.
+Times are wall times; `CPU µs/token` is CPU time without imports, which depends less on other load.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Words:
 
     @classmethod
     def make(cls) -> Words:
-        """Make a vocabulary; always the same."""
+        """Make a deterministic vocabulary."""
         rng = np.random.default_rng(0)
         letters, weights = list("etaoinshrdlucmfwypvbgkjqxz"), 1 / np.arange(1, 27)
         sizes = rng.integers(2, 11, VOCABULARY)
@@ -96,7 +96,7 @@ class Case:
     row: Callable[[Words], dict[str, object]]
     length: int
     rows_of_one: float = 1.0
-    """Rows in place of one chat."""
+    """Rows per chat of the `chat` case."""
 
 
 CASES = {
@@ -109,7 +109,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Result:
-    """What one preparation took."""
+    """Cost of one preparation."""
 
     seconds: float
     cpu_seconds: float
@@ -158,7 +158,7 @@ def measure(folder: Path, source: Path, name: str, workers: int) -> Result:
     again = time.perf_counter()
     prepare(plan, lambda _: None, workers)
     if time.perf_counter() - again > 1:
-        sys.stderr.write("prepared anew although nothing changed\n")
+        sys.stderr.write("prepared again although nothing changed\n")
     manifest = prepared.read_manifest()
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(prepared.train.iterdir()))).hexdigest()
     return Result(seconds, cpu, manifest.num_train_tokens, manifest.fill_ratio, peak_mib(), digest[:12])
@@ -177,7 +177,7 @@ def peak_mib() -> int:
 
 
 def measure_apart(folder: Path, source: Path, name: str, who: str) -> Result:
-    """Measure in a process of its own: ftkit with so many workers, or a peer."""
+    """Measure in a separate process: ftkit with a number of workers, or a peer."""
     program = Path(__file__).parent / "peers" / "trl_data.py" if who == "trl" else Path(__file__)
     command = [sys.executable, str(program), "--measure", str(folder), str(source), name, who]
     here = Path(__file__).parent  # of this module, which peers import
@@ -206,12 +206,16 @@ def show(name: str, who: str, results: list[Result]) -> None:
 def main() -> None:
     """Measure the cases in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=12_000, help="chats; other cases have as many tokens, about")
+    parser.add_argument(
+        "--rows", type=int, default=12_000, help="number of chats; other cases have about as many tokens"
+    )
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--peer", action="append", choices=["trl"], default=[])
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--large", action="store_true", help="the chats twenty times over, for the memory")
+    parser.add_argument(
+        "--large", action="store_true", help="also prepare twenty times as many chats, to measure memory"
+    )
     options = parser.parse_args()
     names = options.case or list(CASES)
     print(COLUMNS.format("case", "by", "tokens", "seconds", "tokens/s", "CPU µs/token", "full", "peak"))

@@ -1,10 +1,10 @@
-"""Merge and export of adapters of a large model: seconds and memory, beside a copy of the same files.
+"""Benchmark merge and export of adapters of a large model: time and memory, beside a copy of the same files.
 
     python benchmarks/export.py [--layers 8] [--folder DIR]
 
 Weights of random numbers with OLMo-3 32B's matrices (64 layers there) are written to DIR in shards of 2 GiB, and
 adapters of rank 16 for all linear layers are merged into them. Both the export and the copy begin without the files in
-the page cache, and end when the disk has them. Memory is the process's own (RssAnon), sampled; to see it within a
+the page cache, and end after fsync. Memory is the process's own (RssAnon), sampled; to see it within a
 limit, start this in a cgroup that has one.
 """
 
@@ -44,7 +44,7 @@ def make_config(layers: int) -> LlamaConfig:
 
 
 def write_base(config: LlamaConfig, folder: Path) -> None:
-    """Write random weights; matrices of one shape are the same numbers."""
+    """Write random weights; matrices of the same shape share their values."""
     shapes = {name: tuple(each.shape) for name, each in build_empty(config, "eager").named_parameters()}
     drawn = {shape: torch.randn(shape, dtype=torch.bfloat16).mul_(0.02) for shape in set(shapes.values())}
     folder.mkdir()
@@ -67,7 +67,7 @@ class PeakMemory(threading.Thread):
 
 
 def forget(folder: Path) -> None:
-    """Have the disk hold a folder's files, and the page cache not."""
+    """Sync a folder's files to disk, and drop them from the page cache."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file.fileno())

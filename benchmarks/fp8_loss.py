@@ -1,8 +1,8 @@
-"""Loss of the demo's task in FP8 beside bf16: the same weights, packs and order, a run on a GPU each.
+"""Compare the demo's loss in FP8 and bf16: the same weights, packs and order, one GPU per run.
 
     python benchmarks/fp8_loss.py [--steps 1000] [--gpus 2] [key=value …]
 
-Prints the mean loss of every hundred steps in both precisions, and by how much they differ.
+Prints the mean loss of every hundred steps in both precisions, and their difference.
 """
 
 from __future__ import annotations

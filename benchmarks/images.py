@@ -1,12 +1,12 @@
-"""How fast an image becomes a squashfs file, side by side in one run.
+"""Benchmark ways to make a squashfs file of an image, side by side in one run.
 
     python benchmarks/images.py                    on a root file system of about 1.5 GB, made of this machine's files
     python benchmarks/images.py --image NAME       on an image of the docker engine
     python benchmarks/images.py --unchanged NAME:TAG
                  instead: build, push and import again, in a project where all three were done
 
-Needs a docker engine, squashfs-tools and squashfs-tools-ng. Without enroot on the machine its way is followed with
-the options that are its defaults: export, unpack, mksquashfs with lzo and uncompressed data.
+Needs a docker engine, squashfs-tools and squashfs-tools-ng. Without enroot on the machine, its steps run with its
+default options: export, unpack, mksquashfs with lzo and uncompressed data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """One way, measured."""
+    """The measurement of one way."""
 
     way: str
     seconds: float
@@ -135,7 +135,7 @@ class PeakMemory:
 
 
 def one_round(image: str) -> tuple[list[Row], float]:
-    """Go every way once, one after another; also return the peak of ftkit's memory."""
+    """Run each way once, one after another; also return ftkit's peak memory."""
     with tempfile.TemporaryDirectory(prefix="ftkit-benchmark-") as place:
         folder = Path(place)
         memory = PeakMemory()
@@ -149,12 +149,12 @@ def one_round(image: str) -> tuple[list[Row], float]:
 
 
 def show(rounds: list[list[Row]], peak: float) -> bool:
-    """Print one table, and what was wanted; return whether that was reached."""
+    """Print a table with the targets; return whether they were reached."""
     medians = [
         Row(rows[0].way, statistics.median(row.seconds for row in rows), rows[0].size)
         for rows in zip(*rounds, strict=True)
     ]
-    print(f"medians of {len(rounds)}; processors: {os.cpu_count()}, load now: {os.getloadavg()[0]:.1f}")
+    print(f"medians of {len(rounds)}; CPUs: {os.cpu_count()}, load now: {os.getloadavg()[0]:.1f}")
     print(f"{'way':40} {'seconds':>8} {'MiB':>7}")
     for row in medians:
         print(f"{row.way:40} {row.seconds:8.1f} {row.size / MIB:7.0f}")
@@ -167,7 +167,7 @@ def show(rounds: list[list[Row]], peak: float) -> bool:
 
 
 def show_unchanged(reference: str, repeats: int) -> bool:
-    """Time the commands that have nothing to do, as a user calls them."""
+    """Time the commands without work to do, as a user calls them."""
     slowest = 0.0
     for words in (("build", reference, "--allow-unpinned"), ("push", reference), ("import", reference)):
         seconds = []
@@ -185,7 +185,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image", help="an image of the docker engine")
     parser.add_argument("--unchanged", metavar="NAME:TAG", help="an image that was built, pushed and imported")
-    parser.add_argument("--repeats", type=int, default=3, help="of which the medians are printed")
+    parser.add_argument("--repeats", type=int, default=3, help="number of rounds for the medians")
     options = parser.parse_args()
     if options.unchanged:
         return 0 if show_unchanged(options.unchanged, options.repeats) else 1

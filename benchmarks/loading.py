@@ -1,4 +1,4 @@
-"""Loading of weights by the ranks of one node: bytes read from disk, memory, seconds; `from_pretrained` beside it.
+"""Benchmark loading of weights by the ranks of a node: bytes read from disk, memory, time; and `from_pretrained`.
 
     python benchmarks/loading.py [--layers 16] [--width 2048] [--ranks 2] [--folder DIR]
 
@@ -46,7 +46,7 @@ def write_model(folder: Path, layers: int, width: int) -> None:
 
 
 def load(case: str, folder: Path) -> None:
-    """Load as a rank does; print what it took."""
+    """Load as a rank does; print bytes, memory and time."""
     held: Any
     if case == "from_pretrained":
         held = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="where the model is written, or is already")
+    parser.add_argument("--folder", type=Path, help="folder of the model; it is written if missing")
     parser.add_argument("--case", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--load", choices=CASES, help=argparse.SUPPRESS)
     asked = parser.parse_args()

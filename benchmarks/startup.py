@@ -1,4 +1,4 @@
-"""Start-up times of the command line, as medians of whole processes beside the imports that it can't do without.
+"""Benchmark start-up of the command line: medians of whole processes, relative to the required imports.
 
 Usage: python benchmarks/startup.py [--repeats 10] [--runs 1000]
 """
@@ -43,7 +43,7 @@ class Case:
 
 
 def _completion(line: str) -> Case:
-    """Return what the shell calls for TAB at the end of a line."""
+    """Return the command that the shell runs for TAB at the end of a line."""
     variables = {"_FTKIT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
     return Case(f"{line}<TAB>", ("-m", "ftkit"), 3, variables)
 

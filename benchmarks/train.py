@@ -63,7 +63,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what is changed in the recipe for it, and which part of a pack each of its documents takes."""
+    """A model, its changes of the recipe, and the fraction of a pack that each document takes."""
 
     architecture: str
     overrides: tuple[str, ...]
@@ -126,7 +126,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Step:
-    """What a trainer says of one step."""
+    """A trainer's record of one step."""
 
     number: int
     seconds: float
@@ -137,7 +137,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What a trainer's steps come to; `failure` says why there are none."""
+    """Summary of a trainer's steps; `failure` is the reason if there are none."""
 
     tokens_per_second: float = 0.0
     memory_gib: float = 0.0
@@ -187,7 +187,7 @@ def document_lengths(case: Case, plan: RunPlan) -> list[int]:
 
 
 def write_data(plan: RunPlan, lengths: list[int]) -> None:
-    """Write packs of random tokens where the trainer looks for prepared data."""
+    """Write packs of random tokens to the folder of the prepared data."""
     length = plan.recipe.training.sequence_length
     vocabulary = plan.recipe.model.architecture.vocab_size
     num_packs = 4 * plan.batch.global_batch_size
@@ -279,7 +279,7 @@ COLUMNS = "{:<16} {:<17} {:<17} {:>12} {:>7} {:>6} {:>9} {:>9} {:>9} {:>10} {:>1
 
 
 def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_token: float) -> str:
-    """Return a row of the table. The ratio is how many times as fast ftkit is."""
+    """Return a row of the table. The ratio is the speed of ftkit over that of the peer."""
     if result.failure:
         return f"{plan.name:<16} {trainer:<17} failed: {result.failure}"
     return COLUMNS.format(
@@ -298,17 +298,19 @@ def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_to
 
 
 def main() -> None:
-    """Measure the cases that are asked for, one after another."""
+    """Measure the requested cases, one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, required=True)
     parser.add_argument("--peer", action="append", choices=PEERS, default=[])
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="processes, with --device cpu")
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="the GPU that it is, which is not looked up")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="model of the GPU, which is not detected")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--warm-up-steps", type=int, default=4, help="how many of them are not counted")
-    parser.add_argument("--limit-seconds", type=float, default=300, help="for each trainer, its start included")
+    parser.add_argument("--warm-up-steps", type=int, default=4, help="number of warm-up steps, which are not counted")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=300, help="time limit of each trainer, including its start"
+    )
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     titles = "case,trainer,attention,tokens/s/GPU,ftkit ×,MFU,peak GiB,predicted,data wait,first loss,last loss"

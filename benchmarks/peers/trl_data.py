@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% else %}{{ turn['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML, with the mark that TRL wants around what is trained."""
+"""ChatML, with the generation blocks that TRL needs for trained tokens."""
 
 
 def measure(folder: Path, source: Path) -> Result:

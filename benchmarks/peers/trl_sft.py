@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node=N benchmarks/peers/trl_sft.py PLAN --steps 16 --results FILE
 
-The model's shape, its first weights and the packs are those that ftkit's trainer has, so that both compute the same;
-all that is done with them is TRL's. Its settings are the fastest ones that it documents: pre-packed data without
-padding, flash-attn-4 where it is there, Liger's kernels, fused AdamW, and FSDP2 through accelerate on several GPUs.
-Full fine-tuning keeps fp32 weights under bf16 autocast, as TRL loads a model by default; adapters sit on bf16 weights,
-or on bitsandbytes' NF4 with double quantisation.
+The model's shape, initial weights and packs are those of ftkit's trainer, so that both compute the same;
+everything else is TRL's, with the fastest settings in its documentation: pre-packed data without padding, flash-attn-4
+if installed, Liger's kernels, fused AdamW, and FSDP2 through accelerate on several GPUs. Full fine-tuning keeps fp32
+weights under bf16 autocast, as TRL loads a model by default; adapters sit on bf16 weights, or on bitsandbytes' NF4 with
+double quantization.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def quantised(model: Any, attention: str, device: torch.device) -> Any:
 
 
 def make_settings(plan: RunPlan, layer: str, folder: Path, options: argparse.Namespace) -> SFTConfig:
-    """Translate the plan into TRL's words."""
+    """Translate the plan into TRL's configuration."""
     training = plan.recipe.training
     on_gpus = plan.placement.device == "cuda"
     sharded = on_gpus and plan.placement.world_size > 1
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warm-up-steps", type=int, default=4)
-    parser.add_argument("--attention", help="default: flash_attention_4 where it is there, or else sdpa")
+    parser.add_argument("--attention", help="default: flash_attention_4 if installed, else sdpa")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), help="default: the plan's")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()

@@ -1,1 +1,1 @@
-"""Clusters and machines made by the provider's own tools: what is run, what it made, and how it is removed."""
+"""Create and remove clusters and machines with the providers' own tools."""

@@ -1,4 +1,4 @@
-"""Create and destroy a cluster, step by step: what is interrupted continues when the same command is typed again."""
+"""Create and destroy a cluster step by step; repeating an interrupted command continues it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SHOWN_LINES = 12
 
 
 def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) -> None:
-    """Make what is not there yet.
+    """Create the missing resources.
 
     Raises:
-        ProvisionError: a check or a command failed; what was made is recorded.
+        ProvisionError: a check or a command failed; created resources are recorded.
         PrerequisiteError: a program is missing.
     """
     for check in provision.checks:
@@ -65,10 +65,10 @@ def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) 
 
 
 def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -> None:
-    """Remove what was made, in reverse order; then the cluster's folder.
+    """Remove created resources in reverse order, then the cluster's folder.
 
     Raises:
-        ProvisionError: a command failed; what is left is recorded.
+        ProvisionError: a command failed; remaining resources are recorded.
     """
     state = read_state(folder)
     for step in reversed(provision.steps):
@@ -88,7 +88,7 @@ def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -
 
 
 def is_there(step: Step, folder: Path) -> bool:
-    """Tell whether what a step makes is there."""
+    """Tell whether the result of a step exists."""
     if not step.existing:
         return False
     output = process.run(placed(step.existing, folder), timeout_seconds=120)
@@ -96,7 +96,7 @@ def is_there(step: Step, folder: Path) -> bool:
 
 
 def run_command(command: Command, provision: Provision, folder: Path, say: Say) -> None:
-    """Run a command, show what it prints, and keep it in a log.
+    """Run a command, show its output, and append it to a log.
 
     Raises:
         ProvisionError: it failed.
@@ -120,8 +120,8 @@ def run_command(command: Command, provision: Provision, folder: Path, say: Say) 
     advice = next((text_of for pattern, text_of in provision.advice.items() if re.search(pattern, text)), None)
     raise ProvisionError(
         f"'{words[0]}' failed with exit status {code}: " + "\n".join(lines[-_SHOWN_LINES:]),
-        meaning=f"the whole output is in {folder / _LOG}; what was made so far is recorded",
+        meaning=f"the whole output is in {folder / _LOG}; created resources are recorded",
         fix=advice
-        or "correct it and type the same command again: it continues here; or remove what there is: "
+        or "fix the cause and repeat the command to continue here; or remove the created resources: "
         f"ftkit cluster destroy {provision.name}",
     )

@@ -1,4 +1,4 @@
-"""Slurm on Google Cloud by the Cluster Toolkit: A3 Mega, A3 Ultra and A4."""
+"""Slurm on Google Cloud with the Cluster Toolkit: A3 Mega, A3 Ultra and A4."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROLES = (
     "iam.serviceAccountUser", "iap.tunnelResourceAccessor", "logging.logWriter", "monitoring.metricWriter",
     "storage.objectAdmin",
 )  # fmt: skip
-"""What the nodes' service account must be allowed to do."""
+"""Required roles of the nodes' service account."""
 _SERVICES = (
     "cloudresourcemanager", "compute", "file", "iam", "iap", "logging", "lustre", "monitoring", "secretmanager",
     "servicenetworking", "storage",
@@ -31,13 +31,13 @@ _FILESTORE_QUOTA = "HighScaleSSDStorageGibPerRegion"
 
 @dataclass(frozen=True)
 class _Blueprint:
-    """What differs between the toolkit's blueprints.
+    """Differences between the toolkit's blueprints.
 
     Attributes:
-        path: in the toolkit.
-        prefix: of the variables that say how the nodes are had.
+        path: path in the toolkit.
+        prefix: prefix of the variables for reservation, flex start and spot.
         image_group: the deployment group that makes the operating system's image.
-        first_groups: those that are deployed in the first phase, up to the image.
+        first_groups: groups of the first phase, up to the image.
         nodeset, home: ids of the modules of the GPU nodes and of /home.
         network: id of the module whose network /home is in.
         has_lustre: whether /home is Managed Lustre, not Filestore.
@@ -134,7 +134,7 @@ def _deployment(name: str, kind: GcpSlurmKind, spec: GcpSlurmSpec, blueprint: _B
 
 
 def _changes(blueprint: _Blueprint, spec: GcpSlurmSpec) -> dict[str, Any]:
-    """Return what is changed in the toolkit's blueprint: fields of modules, by their ids."""
+    """Return the changes to the toolkit's blueprint: fields of modules, by module id."""
     changes: dict[str, Any] = {}
     if spec.reservation is None:  # nodes that come one by one are not placed together
         changes[blueprint.nodeset] = {"settings": {"enable_placement": False}}
@@ -182,7 +182,7 @@ def _checks(spec: GcpSlurmSpec) -> tuple[Check, ...]:
 
 
 def quota_problem(output: str, region: str, wanted: int) -> str | None:
-    """Say what a quota lacks, from what `gcloud beta quotas info describe` prints; None if it is enough."""
+    """Return the shortfall of a quota, from the output of `gcloud beta quotas info describe`; None if it is enough."""
     try:
         infos = json.loads(output)["dimensionsInfos"]
         values = [

@@ -16,7 +16,7 @@ _GPU_CHECK = "for i in $(seq 60); do nvidia-smi && exit 0; sleep 10; done; exit 
 
 
 def plan_gcp_vm(name: str, spec: GcpVmSpec) -> Provision:
-    """Describe a VM with its network: what of it is there already is used, and stays."""
+    """Describe a VM with its network; existing parts are used, and stay when it is destroyed."""
     project, region, zone = f"--project={spec.project}", f"--region={spec.region}", f"--zone={spec.zone}"
     network, router = f"{name}-net", f"{name}-router"
     compute = ("gcloud", "compute")
@@ -104,7 +104,7 @@ def plan_gcp_vm(name: str, spec: GcpVmSpec) -> Provision:
         next_steps=(
             " ".join(ssh),
             "python3 -m venv ~/ftkit && ~/ftkit/bin/pip install 'ftkit[train]'  # on the VM",
-            "ftkit run gemma3-1b-dolly-lora  # there; it trains on if the connection drops: 'ftkit logs last -f'",
+            "ftkit run gemma3-1b-dolly-lora  # there; it continues if the connection drops: 'ftkit logs last -f'",
         ),
     )  # fmt: skip
 

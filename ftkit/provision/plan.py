@@ -1,4 +1,4 @@
-"""From what a user says of a cluster to the steps that make it."""
+"""Turn a cluster's settings into the steps that create it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]{1,19}")
 
 
 def plan_provision(name: str, kind: Kind, spec: AnySpec) -> Provision:
-    """Return how a cluster is made.
+    """Return the steps that create a cluster.
 
     Raises:
         ConfigError: the name is none that all providers take.

@@ -1,4 +1,4 @@
-"""Slurm on Kubernetes at Nebius: Soperator, by the Terraform of Nebius' solutions library."""
+"""Slurm on Kubernetes at Nebius: Soperator, with the Terraform of Nebius' solutions library."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def plan_soperator(name: str, spec: SoperatorSpec) -> Provision:
         advice={
             "quota|limit exceeded|ResourceExhausted": "ask for more quota in Nebius' console, or take fewer nodes",
             "NotEnoughResources|no capacity": "the fabric is full: take another one, or another region",
-            "Unauthenticated|token": "log in anew: nebius iam get-access-token",
+            "Unauthenticated|token": "log in again: nebius iam get-access-token",
         },
         next_steps=(
             "bash terraform.sh output slurm_login_ip   # in the cluster's folder",
