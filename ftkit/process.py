@@ -219,6 +219,45 @@ def run_lines(args: Sequence[str], on_line: Callable[[str], None], *, cwd: Path)
     return started.returncode
 
 
+def run_attached(args: Sequence[str]) -> int:
+    """Run a program on this process's own terminal and streams; return its exit status, negative for a signal.
+
+    Raises:
+        PrerequisiteError: the program is not on PATH.
+    """
+    try:
+        started = subprocess.Popen(list(args))
+    except FileNotFoundError as error:
+        raise _not_found(args[0]) from error
+    with started:
+        return started.wait()
+
+
+def run_passing(args: Sequence[str], stdin: bytes, on_output: Callable[[bytes], None]) -> int:
+    """Run a program, give it `stdin`, and pass on its output as it comes; return its exit status as `run_attached`.
+
+    Its errors go where this process's go.
+
+    Raises:
+        PrerequisiteError: the program is not on PATH.
+    """
+    try:
+        started = subprocess.Popen(list(args), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    except FileNotFoundError as error:
+        raise _not_found(args[0]) from error
+    with started:
+        if started.stdin is None or started.stdout is None:
+            raise AssertionError("pipes were asked for")
+        with contextlib.suppress(BrokenPipeError):  # its exit status tells more
+            started.stdin.write(stdin)
+            started.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            started.stdin.close()
+        while chunk := os.read(started.stdout.fileno(), 2**16):
+            on_output(chunk)
+    return started.returncode
+
+
 def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]) -> int:
     """Start a program that outlives this one and its terminal; return its process id.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run, run_argument
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "bundle",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Put a run's manifest, metrics, and report into one file.",
     examples=(
         "ftkit bundle demo",

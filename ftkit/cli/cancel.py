@@ -5,13 +5,13 @@ from __future__ import annotations
 import click
 
 from ftkit.cli.arguments import RUN_HELP, get_submitted_run, run_argument
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 
 
 @click.command(
     "cancel",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Cancel a run.",
     examples=("ftkit cancel last", "ftkit cancel demo", "ftkit cancel 123456"),
     help=f"""Cancel a run. Its files stay: 'ftkit resume' continues from its newest checkpoint.

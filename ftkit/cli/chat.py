@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_for_generation, model_argument
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import printable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "chat",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Talk to a trained model.",
     examples=(
         "ftkit chat last",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run, json_option, run_argument
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib, plural, short_path
 from ftkit.errors import TrainingError
@@ -42,7 +42,7 @@ class _Listed:
 
 @click.command(
     "checkpoints",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="List the checkpoints of a run, and verify them.",
     examples=("ftkit checkpoints last", "ftkit checkpoints last --verify", "ftkit checkpoints last --json"),
     help=f"""List the complete checkpoints of a run, oldest first. --verify reads all files and compares their digests,

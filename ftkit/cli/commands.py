@@ -11,6 +11,9 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_TYPED = "ftkit.typed"
+"""Key of a context's `meta`: the words of the command line after the command's name."""
+
 
 @dataclass(frozen=True)
 class LazyCommand:
@@ -89,3 +92,21 @@ class ExamplesCommand(click.Command):
         """Write the examples."""
         del ctx
         _write_examples(self.examples, formatter)
+
+
+class ForwardedCommand(ExamplesCommand):
+    """A command that runs on the login node of its cluster or run, if this machine reaches that over ssh."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep what was typed: it is what is forwarded."""
+        ctx.meta[_TYPED] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command there or here."""
+        from ftkit.cli.remote.forward import find_login_node, forward
+
+        place = find_login_node(ctx.params)
+        if place is None:
+            return super().invoke(ctx)
+        return ctx.exit(forward(place, self.name or "", ctx.meta[_TYPED], ctx.params))

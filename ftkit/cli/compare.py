@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import RUN_HELP, get_runs, json_option
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.terminal.console import Column, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, finite, gib, plural, short_path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "compare",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Compare the settings and results of runs.",
     examples=(
         "ftkit compare demo other",

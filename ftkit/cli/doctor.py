@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import json_option
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.shell_completion import complete_cluster, complete_image
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.config.context import Context
@@ -38,7 +38,7 @@ class _NumNodes(click.ParamType[int | str]):
 
 @click.command(
     "doctor",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Check the login node, and GPUs and networks of nodes.",
     examples=("ftkit doctor", "ftkit doctor --cluster mycluster --json"),
 )

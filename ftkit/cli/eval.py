@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import get_run, json_option
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.model_arguments import MODEL_HELP, find_model, load_model, model_argument
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
@@ -27,7 +27,7 @@ _LONGEST = 300
 
 @click.command(
     "eval",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Evaluate a model before and after training.",
     examples=(
         "ftkit eval last --limit 3 --max-new-tokens 8",

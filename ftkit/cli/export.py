@@ -11,7 +11,7 @@ import click
 
 from ftkit import process
 from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, run_argument
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.paths import is_path
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
@@ -28,7 +28,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 
 @click.command(
     "export",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Export a checkpoint for transformers, peft or vLLM.",
     examples=(
         "ftkit export last",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_for_generation, model_argument
 from ftkit.cli.terminal.console import Terminal
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "generate",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Generate completions for prompts, as JSON Lines.",
     examples=(
         "ftkit generate last --input 'CREATE TABLE pets (name TEXT) How many pets?'",

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING
 import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run, get_submitted_run, run_argument
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.cli.terminal.report import failed
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "logs",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Print the log of a run.",
     examples=("ftkit logs last", "ftkit logs demo -f", "ftkit logs demo --rank 3 | less"),
     help=f"""Print the log of a run's job, or of one of its ranks.
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 @run_argument
 @click.option("--follow", "-f", is_flag=True, help="Print new lines until the run ends.")
 @click.option("--rank", metavar="N", type=click.IntRange(min=0), help="Print the log of this rank.")
-def command(reference: str, *, follow: bool, rank: int | None) -> None:
+@click.option("--from-byte", type=click.IntRange(min=0), default=0, hidden=True)  # after a lost connection
+def command(reference: str, *, follow: bool, rank: int | None, from_byte: int) -> None:
     """Print a log."""
     if follow:
         run = get_submitted_run(reference)
-        _follow(run, _path(run.layout, rank))
+        _follow(run, _path(run.layout, rank), from_byte)
         return
     layout = get_run(reference).layout
     path = _path(layout, rank)
@@ -61,12 +62,12 @@ def _path(layout: RunLayout, rank: int | None) -> Path:
     return layout.job_log if rank is None else layout.rank_log(rank)
 
 
-def _follow(run: SubmittedRun, path: Path) -> None:
+def _follow(run: SubmittedRun, path: Path, offset: int) -> None:
     """Copy a log to stdout until the run ends; wait for a log that does not exist yet."""
     from ftkit.cli.follow import poll_states
 
     terminal, output = Terminal(), sys.stdout.buffer
-    offset, shown = 0, ""
+    shown = ""
     for seen in poll_states(run):
         offset = _copy_new(path, offset, output)
         if seen and not offset and str(seen) != shown:

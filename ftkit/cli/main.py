@@ -74,6 +74,7 @@ _SECTIONS = {
         LazyCommand("init", "ftkit.cli.init", "Set up a project on this cluster or machine."),
         LazyCommand("doctor", "ftkit.cli.doctor", "Check the login node, and GPUs and networks of nodes."),
         LazyCommand("cluster", "ftkit.cli.cluster", "Create a cluster or a GPU VM, and remove it."),
+        LazyCommand("remote", "ftkit.cli.remote", "Use a cluster from this machine, over ssh."),
         LazyCommand("config", "ftkit.cli.config", "Show settings and where each one is set."),
         LazyCommand("schema", "ftkit.cli.schema", "Print a JSON schema for editors."),
         LazyCommand("completion", "ftkit.cli.completion", "Print the shell completion script."),
@@ -96,11 +97,14 @@ class _TopGroup(LazyGroup):
 
 @click.group(cls=_TopGroup, sections=_SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
-def cli() -> None:
+@click.option("--cluster", metavar="NAME", help="Cluster of the command, as FTKIT_CLUSTER; before the command's name.")
+def cli(*, cluster: str | None) -> None:
     """Fine-tune language models on Slurm GPU clusters, in versioned containers.
 
     Start with: ftkit run demo
     """
+    if cluster:
+        os.environ["FTKIT_CLUSTER"] = cluster
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ftkit.cli.arguments import current_workspace, json_option
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.format import gib, plural
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "prune",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Remove failed runs and unused prepared data.",
     examples=("ftkit prune", "ftkit prune --dry-run", "ftkit prune --with-checkpoints --yes"),
 )

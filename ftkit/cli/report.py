@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ftkit.cli.arguments import RUN_HELP, get_runs
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
@@ -34,7 +34,7 @@ _SAMPLE_CHARACTERS = 3000
 
 @click.command(
     "report",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Write report.html for a run, or a comparison of several.",
     examples=(
         "ftkit report last",

@@ -17,7 +17,7 @@ from ftkit.cli.arguments import (
     job_environment,
     placement_options,
 )
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.config.paths import is_address
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "rerun",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Repeat a run, and compare its losses with the original's.",
     examples=(
         "ftkit rerun demo",

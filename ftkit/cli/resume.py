@@ -17,7 +17,7 @@ from ftkit.cli.arguments import (
     placement_options,
     run_argument,
 )
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.paths import is_address
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "resume",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Continue a run from its newest checkpoint.",
     examples=(
         "ftkit resume last",

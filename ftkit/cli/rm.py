@@ -5,14 +5,14 @@ from __future__ import annotations
 import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run, run_argument
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Cell, Terminal
 from ftkit.cli.terminal.format import gib, short_path
 
 
 @click.command(
     "rm",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Remove a run's folder.",
     examples=("ftkit rm demo --yes",),
     help=f"""Remove a run's folder with its checkpoints, export, logs and metrics, after asking. A run that may still be

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import follow_option, hf_token_option, job_environment, run_args, run_options
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.config.context import Context
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "run",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Plan a run, submit it, and follow it.",
     examples=(
         "ftkit run demo",

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ftkit.cli.arguments import current_workspace, json_option
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, short_path
 from ftkit.cli.terminal.report import STATE_STYLES
@@ -56,7 +56,7 @@ class _Row:
 
 @click.command(
     "runs",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="List runs, newest first.",
     examples=("ftkit runs", "ftkit runs my-sweep", "ftkit runs | grep running", "ftkit runs --json | jq -r '.[0].id'"),
 )

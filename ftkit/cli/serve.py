@@ -12,7 +12,7 @@ import click
 
 from ftkit import process
 from ftkit.cli.arguments import current_workspace
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.shell_completion import complete_cluster, complete_image, complete_run
 from ftkit.cli.terminal.console import Cell, Terminal
 from ftkit.cli.terminal.format import short_path
@@ -30,7 +30,7 @@ _EXPORT_SECONDS = 6 * 3600
 
 @click.command(
     "serve",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Serve a trained model with vLLM, as a Slurm job.",
     examples=(
         "ftkit serve demo --dry-run",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, get_submitted_run, json_option, run_argument
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, duration, finite, plural, short_path
 from ftkit.cli.terminal.report import (
@@ -70,7 +70,7 @@ class _Status:
 
 @click.command(
     "status",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Show the state and results of a run.",
     examples=("ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json"),
     help=f"""Show a run: its state, progress, results, the error that ended it, and what to do next.

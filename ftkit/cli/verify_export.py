@@ -9,14 +9,14 @@ from pathlib import Path
 import click
 
 from ftkit.cli.arguments import current_workspace, json_option
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.train.quiet import silence_torchao
 
 
 @click.command(
     "verify-export",
-    cls=ExamplesCommand,
+    cls=ForwardedCommand,
     short_help="Verify an export against the trained model.",
     examples=("ftkit verify-export ./my-model",),
 )

@@ -136,6 +136,15 @@ class ClusterProfile(Spec):
     """Port at which each node of a run serves the metrics of its GPUs to Prometheus. None is served if null."""
     recognized_by: RecognitionSpec = RecognitionSpec.model_construct()
     """How `ftkit init` recognizes this kind of cluster."""
+    login: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:%+-]*$")
+    """Login node, as ssh takes it (`user@host`, or a host of its configuration). With it, `ftkit run` and the commands
+    for runs are forwarded from this machine to the ftkit there, which `ftkit remote setup` installs."""
+    ssh_options: tuple[OneLine, ...] = ()
+    """More options for ssh, one word each. Its own configuration (`~/.ssh/config`) applies too."""
+    login_folder: str = Field(default="ftkit", pattern=r"^[A-Za-z0-9_./][A-Za-z0-9_./-]*$")
+    """Folder on the login node for ftkit, projects and sent files, which all nodes see; relative to the home there."""
+    send_limit_gib: PositiveFloat = 1.0
+    """Local files of a run are sent to the login node without a question up to this size."""
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first, unchanged (`module load …`)."""
 

@@ -1,0 +1,297 @@
+"""Run a command on the login node of its cluster, over ssh, as if it ran here."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ftkit.cli.remote.login_side import SERVED
+from ftkit.cli.terminal.console import Terminal
+from ftkit.config.context import Context, search_folders
+from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
+from ftkit.remote.login import (
+    Login,
+    Request,
+    ask,
+    call,
+    call_through_pipe,
+    is_lost,
+    login_of,
+    unreachable,
+    with_project,
+)
+from ftkit.remote.records import Records
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses
+
+SUBMITTING: Final = ("run", "resume", "rerun")
+"""Commands that submit a job, and then follow it."""
+SECRETS: Final = (
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "WANDB_API_KEY",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+)
+"""Variables of this machine that a job elsewhere gets too."""
+_ABOUT_OUTPUT: Final = ("NO_COLOR", "FORCE_COLOR", "FTKIT_DEBUG", "LANG", "LC_ALL")
+_GIB: Final = 2**30
+_LONGEST_WAIT_SECONDS: Final = 30
+
+
+@dataclass(frozen=True)
+class LoginNode:
+    """Where a command is forwarded to, and the project here that it belongs to."""
+
+    login: Login
+    ctx: Context
+
+
+def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
+    """Return where a command with these parameters is to run; None for this machine.
+
+    A run that was submitted from here decides by its name, else the cluster that is chosen.
+
+    Raises:
+        UsageError: a sweep over clusters, one of which is elsewhere.
+    """
+    if SERVED in os.environ:
+        return None
+    ctx = Context.here()
+    reference = params.get("reference") or next(iter(params.get("references") or ()), None)
+    if isinstance(reference, str):
+        found = Records.of(os.environ).find(reference)
+        if found and not _has_newer_run(reference, found.id):
+            return LoginNode(found.login, replace(ctx, project=found.project))
+    names = str(params.get("cluster") or _chosen_cluster(ctx) or "").split(",")
+    logins = [_login_of(name, ctx) for name in names]
+    if len(names) > 1 and any(logins):
+        raise click.UsageError("a sweep over clusters can't be sent elsewhere: give one --cluster that has a 'login'")
+    return LoginNode(logins[0], ctx) if logins[0] else None
+
+
+def _chosen_cluster(ctx: Context) -> str | None:
+    from ftkit.config.context import read_settings_layers
+
+    try:
+        value = read_settings_layers(ctx, ("cluster",)).value(("cluster",))
+    except FtkitError:  # the command itself reports it
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _login_of(name: str, ctx: Context) -> Login | None:
+    """Return the login node of a profile; None also if it can't be read, which the command itself reports."""
+    if "/" not in name and not any(
+        (folder / f"{name}.yaml").is_file() for folder in search_folders("cluster", ctx)[:-1]
+    ):
+        return None  # shipped profiles are no one's login node
+    from ftkit.config.load import load_cluster
+
+    try:
+        login = login_of(load_cluster(name, ctx))
+    except (ConfigError, NotFoundError):
+        return None
+    if login and "/" in name:
+        problem = Problem("--cluster", "login", f"{name} is elsewhere, where a path of this machine means nothing.")
+        raise ConfigError([replace(problem, fix="Move it into clusters/ and give its name.")])
+    return login
+
+
+def _has_newer_run(reference: str, run_id: str) -> bool:
+    """Return whether a run of this machine's workspace is meant, which is newer than one elsewhere."""
+    from ftkit.cli.arguments import get_run
+
+    try:
+        return get_run(reference).created.strftime("%Y%m%dT%H%M%SZ") > run_id.rsplit("-", 2)[1]
+    except FtkitError:
+        return False
+
+
+def forward(place: LoginNode, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:
+    """Run a command on a login node, and return its exit status.
+
+    Raises:
+        FtkitError: it could not be run there.
+    """
+    from ftkit.remote.install import code_identity
+    from ftkit.remote.sending import digest_of, project_files, project_name
+
+    files = project_files(place.ctx)
+    request = Request(
+        "run",
+        code_identity(),
+        project_name(place.ctx.project),
+        digest_of(files),
+        place.login.cluster,
+        (name, *typed),
+        {key: os.environ[key] for key in _ABOUT_OUTPUT if key in os.environ},
+    )
+    forwarded = _Forwarded(place.login, request, files, Terminal())
+    if name in SUBMITTING:
+        return _submit(forwarded, place.ctx, name, typed, params)
+    if params.get("follow"):
+        return forwarded.follow((name, *typed), copies_log=name == "logs")
+    return forwarded.run((name, *typed))
+
+
+@dataclass(frozen=True)
+class _Forwarded:
+    login: Login
+    request: Request
+    files: Mapping[str, str]
+    terminal: Terminal
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run a command there on this terminal."""
+        code = self._call(tuple(words))
+        if is_lost(code):
+            raise unreachable(self.login)
+        return code
+
+    def _call(self, words: tuple[str, ...]) -> int:
+        request = replace(self.request, words=words)
+        has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        return with_project(self.login, request, self.files, lambda: call(self.login, request, terminal=has_terminal))
+
+    def follow(self, words: Sequence[str], *, copies_log: bool) -> int:
+        """Run a command that follows a run; if the connection is lost, connect again and continue."""
+        ask(self.login, replace(self.request, action="missing"), self.files)  # a first failure is final
+        shown = 0
+
+        def show(chunk: bytes) -> None:
+            nonlocal shown
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+            shown += len(chunk)
+
+        def attempt() -> int:
+            if not copies_log:
+                return self._call(tuple(words))
+            request = replace(self.request, words=(*words, f"--from-byte={shown}"))
+            return call_through_pipe(self.login, request, show)
+
+        return self.until_answered(attempt, "the run continues; Ctrl-C stops following it")
+
+    def until_answered(self, attempt: Callable[[], int], meanwhile: str) -> int:
+        """Try again, with longer and longer pauses, until the connection holds to the end."""
+        pause = 1
+        while is_lost(code := attempt()):
+            self.terminal.warn(f"no connection to {self.login.address}: trying again in {pause} s ({meanwhile})")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_WAIT_SECONDS)
+        return code
+
+
+def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:
+    """Send what a run needs, submit it there exactly once, remember it, and follow it."""
+    login, terminal = forwarded.login, forwarded.terminal
+    words, secrets = _without_own_options(typed), _secrets(params.get("hf_token_file"))
+    if name == "run":
+        words = _send_run(forwarded, ctx, words, params)
+    else:
+        ask(login, replace(forwarded.request, action="missing"), forwarded.files)
+    if params.get("dry_run"):
+        return forwarded.run((name, *words))
+    records, output = Records.of(os.environ), bytearray()
+    with records.submission(login, ctx.project, (name, *words)) as submission:
+        request = replace(
+            forwarded.request,
+            action="once",
+            words=(name, *words, "--no-follow"),
+            secrets=secrets,
+            submission=submission,
+        )
+
+        def attempt() -> int:
+            output.clear()
+            return call_through_pipe(login, request, output.extend)
+
+        code = forwarded.until_answered(attempt, "the run is submitted once, however often it is asked for")
+    text = output.decode(errors="replace")
+    ids = records.add(text, login, ctx.project) if not code else []
+    if code or not params.get("follow") or len(ids) != 1:
+        terminal.data(text)
+        return code
+    return forwarded.follow(("status", ids[0], "--follow"), copies_log=False)
+
+
+def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Mapping[str, Any]) -> list[str]:
+    """Send a run's recipe and local files; return its words with the paths of there.
+
+    Raises:
+        ConfigError: the local files are larger than the profile allows, and nobody can be asked.
+    """
+    from ftkit.cli.arguments import run_args
+    from ftkit.launch.resolve import recipe_name
+    from ftkit.launch.sweep import expand
+    from ftkit.remote.sending import list_sent, pack_run, send_files
+
+    login, terminal = forwarded.login, forwarded.terminal
+    names = ("image", "cluster", "name", "num_nodes", "gpus_per_node")
+    words: tuple[str, ...] = params["words"]
+    args = run_args(words, **{key: params[key] for key in names})
+    trials = [trial.args.overrides for trial in expand(args, ctx)]
+    parcel = pack_run(recipe_name(args, ctx), trials, words, login, ctx)
+    files = {parcel.recipe_file: parcel.recipe_text} if parcel.recipe_file else {}
+    wanted = replace(forwarded.request, action="missing", files=files, local_files=list_sent(parcel.local_files))
+    answer = ask(login, wanted, forwarded.files)
+    missing: list[str] = answer["missing"]
+    if missing:
+        num_bytes = sum(Path(path).stat().st_size for path in missing)
+        _confirm_size(num_bytes, len(missing), ctx, login)
+        terminal.say(f"sending {len(missing)} local files ({num_bytes / _GIB:.2f} GiB) to {login.address}")
+        send_files(login, missing, with_rsync=_has_rsync() and answer["rsync"])
+    options = [word for word in typed if word not in words]
+    return [*options, "--", *parcel.words] if parcel.words else options
+
+
+def _has_rsync() -> bool:
+    import shutil
+
+    return shutil.which("rsync") is not None
+
+
+def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: Login) -> None:
+    from ftkit.config.load import load_cluster
+
+    limit = load_cluster(login.cluster, ctx).send_limit_gib
+    if num_bytes <= limit * _GIB:
+        return
+    size = f"{num_files} local files ({num_bytes / _GIB:.1f} GiB)"
+    if sys.stdin.isatty():
+        click.confirm(f"Send {size} to {login.address}?", default=False, abort=True, err=True)
+        return
+    raise ConfigError(
+        [Problem(f"cluster {login.cluster}", "send_limit_gib", f"{size} would be sent, more than {limit:g} GiB.",
+                 "Raise it in the profile, or copy them there and give their paths there.")]
+    )  # fmt: skip
+
+
+def _without_own_options(typed: Sequence[str]) -> list[str]:
+    """Leave out options about following and about a file of this machine."""
+    kept, skips = [], False
+    for word in typed:
+        if skips:
+            skips = False
+        elif word == "--hf-token-file":
+            skips = True
+        elif word not in ("--follow", "--no-follow") and not word.startswith("--hf-token-file="):
+            kept.append(word)
+    return kept
+
+
+def _secrets(token_file: Path | None) -> dict[str, str]:
+    """Return the secrets of the job: they go through ssh's standard input into the environment there alone."""
+    secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
+    if token_file is not None:
+        secrets["HF_TOKEN"] = token_file.read_text(encoding="utf-8").strip()
+    return secrets

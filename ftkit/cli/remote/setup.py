@@ -1,0 +1,42 @@
+"""`ftkit remote setup`: install this ftkit on a cluster's login node."""
+
+from __future__ import annotations
+
+import click
+
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.shell_completion import complete_cluster
+from ftkit.cli.terminal.console import Terminal
+from ftkit.config.context import Context
+
+
+@click.command(
+    "setup",
+    cls=ExamplesCommand,
+    short_help="Install this ftkit on a cluster's login node.",
+    examples=("ftkit remote setup mycluster", "ftkit remote setup mycluster --extra train --extra report"),
+)
+@click.argument("cluster", metavar="CLUSTER", shell_complete=complete_cluster)
+@click.option(
+    "--extra", "extras", metavar="NAME", multiple=True, help="Extra of ftkit to install too: train, images, …"
+)
+def command(cluster: str, *, extras: tuple[str, ...]) -> None:
+    """Install this ftkit, with exactly the code that runs here, on the login node of a cluster.
+
+    It goes into a virtual environment in 'login_folder' there (~/ftkit by default), made by uv, or by Python 3.11 or
+    later. Do this again after ftkit changes here: two different versions do not work together. A profile with runtime
+    'none' needs --extra train.
+    """
+    from ftkit.config.load import load_cluster
+    from ftkit.errors import ConfigError, Problem
+    from ftkit.remote.install import code_identity, install
+    from ftkit.remote.login import login_of
+
+    terminal = Terminal()
+    login = login_of(load_cluster(cluster, Context.here()))
+    if login is None:
+        fix = "Add 'login: user@host' to the profile."
+        raise ConfigError([Problem("", "login", f"the profile '{cluster}' has none, or it is this machine.", fix)])
+    terminal.say(f"installing ftkit {code_identity()} on {login.address}, in {login.folder}/venv …")
+    install(login, extras)
+    terminal.say(f"ready. Try: ftkit run demo --cluster {cluster}")

@@ -1,0 +1,179 @@
+"""The ftkit on a login node, as ssh reaches it, and what it can be asked.
+
+A request goes there as one JSON document: without secrets as an argument, in base64, so that the words mean the same in
+every login shell and the terminal stays free; with secrets or files on standard input.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+import socket
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ftkit import process
+from ftkit.errors import PrerequisiteError
+from ftkit.files import parse_json, to_json
+from ftkit.remote.install import code_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ftkit.config.cluster import ClusterProfile
+
+LOGIN_SIDE: Final = "ftkit.cli.remote.login_side"
+"""The module that answers requests on the login node."""
+NEEDS_PROJECT: Final = 190
+"""Exit status of the login side: it has other files of the project than this machine."""
+OTHER_CODE: Final = 191
+"""Exit status of the login side: it runs other code than this machine."""
+_SSH_FAILED: Final = 255
+_NOT_FOUND: Final = (126, 127)
+
+
+@dataclass(frozen=True)
+class Login:
+    """A login node.
+
+    Args:
+        cluster: name of the profile.
+        address: `user@host`.
+        options: more options for ssh.
+        folder: ftkit's folder there.
+    """
+
+    cluster: str
+    address: str
+    options: tuple[str, ...]
+    folder: str
+
+    def ssh(self, command: str, *, terminal: bool = False) -> list[str]:
+        """Return the command line of ssh that runs a shell command there."""
+        return ["ssh", *self.options, "-t" if terminal else "-T", self.address, command]
+
+
+def login_of(profile: ClusterProfile) -> Login | None:
+    """Return the login node of a profile; None if it has none, or this machine is it."""
+    if profile.login is None or profile.login.rpartition("@")[2] == socket.gethostname():
+        return None
+    return Login(profile.name, profile.login, profile.ssh_options, profile.login_folder.rstrip("/"))
+
+
+@dataclass(frozen=True)
+class SentFile:
+    """A local file as the login node knows it: its path below `files/` there, its size, its time."""
+
+    path: str
+    num_bytes: int
+    mtime: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the login node is asked.
+
+    Args:
+        action: run a command; run it once, whatever happens to the connection; store the project's files; or say what
+            of a run's local files is not there.
+        identity: of the code here.
+        project: name of the project's folder there.
+        digest: of the project's files here.
+        cluster: the cluster of the command.
+        words: the command.
+        environment: variables for it, without secrets.
+        submission: id of a command that is to run once.
+        secrets: variables for it that go through standard input alone.
+        files: by their paths in the project's folder: all for `store`, the run's recipe for `missing`.
+        local_files: of the run, for `missing`.
+    """
+
+    action: Literal["run", "once", "store", "missing"]
+    identity: str
+    project: str
+    digest: str
+    cluster: str
+    words: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    submission: str = ""
+    secrets: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    local_files: tuple[SentFile, ...] = ()
+
+
+def read_request(argument: str, read_stdin: Callable[[], bytes]) -> Request:
+    """Read the request that came as an argument, or on standard input for the argument `-`."""
+    return parse_json(read_stdin() if argument == "-" else base64.b64decode(argument), Request)
+
+
+def call(login: Login, request: Request, *, terminal: bool) -> int:
+    """Make a request without secrets on this process's own streams; return its exit status.
+
+    Raises:
+        PrerequisiteError: ftkit is not set up there.
+    """
+    argument = base64.b64encode(to_json(request).encode()).decode()
+    return _checked(login, process.run_attached(login.ssh(_command(login, argument), terminal=terminal)))
+
+
+def call_through_pipe(login: Login, request: Request, on_output: Callable[[bytes], None]) -> int:
+    """Make a request on standard input; return its exit status. Raises as `call`."""
+    return _checked(login, process.run_passing(login.ssh(_command(login, "-")), to_json(request).encode(), on_output))
+
+
+def _command(login: Login, argument: str) -> str:
+    """Return a shell command that means the same in every login shell; bash reads the site's profile (Slurm's PATH)."""
+    return f"bash -lc 'exec {login.folder}/venv/bin/python -m {LOGIN_SIDE} {argument}'"
+
+
+def _checked(login: Login, code: int) -> int:
+    if code in _NOT_FOUND:
+        raise _not_set_up(login, f"ftkit is not set up on {login.address}")
+    if code == OTHER_CODE:
+        raise _not_set_up(login, f"{login.address} has another ftkit than this machine ({code_identity()})")
+    return code
+
+
+def _not_set_up(login: Login, what: str) -> PrerequisiteError:
+    return PrerequisiteError(what, fix=f"install this one there: ftkit remote setup {login.cluster}")
+
+
+def is_lost(code: int) -> bool:
+    """Return whether ssh ended without the command's own exit status: no connection, or it was lost."""
+    return code == _SSH_FAILED or code < 0
+
+
+def unreachable(login: Login) -> PrerequisiteError:
+    """Return the error for a connection that could not be made, or was lost."""
+    return PrerequisiteError(
+        f"ssh could not reach {login.address}, or lost the connection",
+        meaning="the network is down, the host does not answer, or it does not accept your key",
+        fix=f"try it with: {shlex.join(login.ssh('true'))}",
+    )
+
+
+def ask(login: Login, request: Request, files: Mapping[str, str]) -> dict[str, Any]:
+    """Make a request whose answer is one line of JSON; `files` are the project's.
+
+    Raises:
+        PrerequisiteError: the login node can't be reached, or ftkit is not set up there.
+    """
+    output = bytearray()
+    code = with_project(login, request, files, lambda: call_through_pipe(login, request, output.extend))
+    lines = output.decode(errors="replace").splitlines()
+    if code or not lines:
+        raise unreachable(login)
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def with_project(login: Login, request: Request, files: Mapping[str, str], send: Callable[[], int]) -> int:
+    """Send a request; if the login side lacks the project's files, send these and the request again."""
+    code = send()
+    if code != NEEDS_PROJECT:
+        return code
+    store = replace(request, action="store", files=dict(files), words=(), secrets={})
+    if call_through_pipe(login, store, lambda _: None):
+        raise unreachable(login)
+    return send()

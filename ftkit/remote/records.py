@@ -1,0 +1,97 @@
+"""What this machine remembers of the runs on login nodes: where each is, and which submissions have no answer yet."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ftkit.files import read_json_if_valid, write_json
+from ftkit.remote.login import Login
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_RUN_ID: Final = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
+_NUM_KEPT: Final = 1000
+
+
+@dataclass(frozen=True)
+class RemoteRun:
+    """A run that was submitted on a login node, and the project here that it belongs to."""
+
+    id: str
+    login: Login
+    project: Path
+
+    @property
+    def created(self) -> datetime:
+        """When the run was planned, by the login node's clock."""
+        stamp = self.id.rsplit("-", 2)[1]
+        return datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+
+    def is_named(self, reference: str) -> bool:
+        """Return whether a reference means this run: its id, the beginning or end of that, or its name."""
+        match = _RUN_ID.fullmatch(self.id)
+        return match is not None and (reference in (match["name"], match["suffix"]) or self.id.startswith(reference))
+
+
+@dataclass(frozen=True)
+class _Records:
+    runs: tuple[RemoteRun, ...] = ()
+
+
+@dataclass(frozen=True)
+class Records:
+    """The files of this machine about runs elsewhere."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Records:
+        """Return those of the user: below `$XDG_STATE_HOME` or `~/.local/state`."""
+        return cls(Path(environment.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "ftkit" / "remote")
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "runs.json"
+
+    def runs(self) -> tuple[RemoteRun, ...]:
+        """Return all runs, the newest submission last."""
+        return (read_json_if_valid(self._file, _Records) or _Records()).runs
+
+    def find(self, reference: str) -> RemoteRun | None:
+        """Return the newest run that a reference means."""
+        newest = sorted(self.runs(), key=lambda run: run.created, reverse=True)
+        return next((run for run in newest if reference == "last" or run.is_named(reference)), None)
+
+    def add(self, output: str, login: Login, project: Path) -> list[str]:
+        """Remember the runs whose ids a submission printed, one on a line; return them."""
+        ids = [line.strip() for line in output.splitlines() if _RUN_ID.fullmatch(line.strip())]
+        kept = [run for run in self.runs() if run.id not in ids]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        runs = (*kept, *(RemoteRun(run_id, login, project) for run_id in ids))
+        write_json(self._file, _Records(runs[-_NUM_KEPT:]))
+        return ids
+
+    @contextmanager
+    def submission(self, login: Login, project: Path, words: Sequence[str]) -> Iterator[str]:
+        """Yield the id of a submission: that of an earlier one of the same command that got no answer, or a new one.
+
+        It is forgotten at the end of the block; if the block raises, the answer is still to come.
+        """
+        key = hashlib.sha256(repr((login.address, login.folder, str(project), tuple(words))).encode()).hexdigest()[:16]
+        file = self.folder / "unanswered" / key
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            submission = file.read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            submission = secrets.token_hex(8)
+            file.write_text(submission, encoding="ascii")
+        yield submission
+        file.unlink(missing_ok=True)

@@ -1,0 +1,260 @@
+"""What a run needs on the login node: the project's files, its recipe in one piece, and local data and weights.
+
+A local file lies there below `files/` with the path that it has here, so that it is sent once. Paths of the cluster,
+which do not exist here, stay as they are.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import shlex
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from ftkit import assets, process
+from ftkit.config.context import PROJECT_FILE, list_names, search_folders
+from ftkit.config.load import Loaded, read_cluster, read_recipe
+from ftkit.config.paths import absolute_path, fixed_folder, is_address, is_path
+from ftkit.config.sources import HubSource
+from ftkit.config.yaml_files import parse_override
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, one_line
+from ftkit.remote.login import Login, SentFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from ftkit.config.context import Context
+    from ftkit.config.recipe import RecipeSpec
+
+_OF_THIS_MACHINE: Final = ("login", "ssh_options", "login_folder", "send_limit_gib")
+"""Keys of a profile that the login node must not see: there, the cluster is at hand."""
+_MAX_PROJECT_BYTES: Final = 2**20
+_WITH_PATHS: Final = ("data", "model", "image")
+"""Keys of a recipe that hold paths."""
+
+
+def project_name(project: Path) -> str:
+    """Return the name of a project's folder on login nodes."""
+    digest = hashlib.sha256(str(project).encode()).hexdigest()[:8]
+    return f"{''.join(each if each.isalnum() else '-' for each in project.name) or 'project'}-{digest}"
+
+
+def project_files(ctx: Context) -> dict[str, str]:
+    """Return the files of a project, by their paths in its folder: settings, recipes, images, and cluster profiles.
+
+    The profiles are the project's and the user's, each in one piece and without the keys about ssh.
+    """
+    files: dict[str, str] = {}
+    listed = [ctx.project / PROJECT_FILE]
+    listed += sorted((ctx.project / "recipes").glob("*.yaml"))
+    listed += sorted(path for path in (ctx.project / "containers").rglob("*") if path.is_file())
+    for path in listed:
+        if path.is_file() and path.stat().st_size <= _MAX_PROJECT_BYTES:
+            files[str(path.relative_to(ctx.project))] = path.read_text(encoding="utf-8", errors="surrogateescape")
+    for name in list_names("cluster", ctx):
+        if any((folder / f"{name}.yaml").is_file() for folder in search_folders("cluster", ctx)[:-1]):
+            values = read_cluster(name, ctx).layers.values
+            kept = {key: value for key, value in values.items() if key not in _OF_THIS_MACHINE}
+            files[f"clusters/{name}.yaml"] = _to_yaml(kept)
+    return files
+
+
+def digest_of(files: Mapping[str, str]) -> str:
+    """Return a digest of files."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _to_yaml(values: Mapping[str, Any]) -> str:
+    from ruamel.yaml import YAML  # noqa: PLC0415 - slow to import
+
+    yaml, text = YAML(typ="safe", pure=True), StringIO()
+    yaml.default_flow_style = False
+    yaml.allow_unicode = True
+    yaml.dump(json.loads(json.dumps(values)), text)
+    return text.getvalue()
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What the command line of a run turns into on the login node.
+
+    Args:
+        words: the recipe and the overrides, with the paths of there.
+        recipe_file: the recipe there, by its path in the project's folder; empty if ftkit ships the recipe.
+        recipe_text: its content.
+        local_files: to be sent.
+    """
+
+    words: tuple[str, ...]
+    recipe_file: str
+    recipe_text: str
+    local_files: tuple[Path, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the local files."""
+        return sum(path.stat().st_size for path in self.local_files)
+
+
+def pack_run(
+    recipe: str | None, trials: Sequence[Sequence[str]], words: Sequence[str], login: Login, ctx: Context
+) -> Parcel:
+    """Find the local files that a run names, and write its words with the paths of the login node.
+
+    Args:
+        recipe: name or path of the recipe; None if nothing names one.
+        trials: the overrides of each run that the words stand for.
+        words: the recipe's name and the overrides as they were typed.
+        login: where they go.
+        ctx: of this machine.
+
+    Raises:
+        NotFoundError: a path that belongs to this machine does not exist.
+        ConfigError: with every problem of the recipe.
+    """
+    if recipe is None:
+        return Parcel(tuple(words), "", "", ())
+    roots: dict[str, list[Path]] = {}
+    for overrides in trials:
+        for key, path in _paths(read_recipe(recipe, ctx, overrides)):
+            found = _local_files(key, path)
+            if found:
+                roots[path] = found
+    moved = {path: f"{_files_folder(login)}{path}" for path in roots}
+    overrides = [_moved_override(word, moved) for word in words if "=" in word]
+    plain = read_recipe(recipe, ctx)
+    is_shipped = all(_file_of(origin).is_relative_to(assets.RECIPES) for origin in plain.layers.origins.values())
+    local_files = tuple(dict.fromkeys(file for files in roots.values() for file in files))
+    if is_shipped:
+        return Parcel((recipe, *overrides), "", "", local_files)
+    text = _to_yaml(_moved(plain.layers.values, (), plain.layers.folder, moved))
+    name = f"sent/{plain.spec.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
+    return Parcel((name, *overrides), name, text, local_files)
+
+
+def _file_of(origin: str) -> Path:
+    return Path(origin.rpartition(":")[0])
+
+
+def _files_folder(login: Login) -> str:
+    """Return the folder of sent files there, as a path in a recipe."""
+    return f"{login.folder}/files" if login.folder.startswith("/") else f"~/{login.folder}/files"
+
+
+def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
+    """Yield each path that a recipe names, absolute, after its key."""
+    recipe, layers = loaded.spec, loaded.layers
+    yield from ((key, file) for key, file in recipe.data.files if not is_address(file))
+    for source in recipe.data.sources:
+        if isinstance(source, HubSource) and is_path(source.dataset):
+            yield "data.source.dataset", source.dataset
+    for key, path in (
+        ("model.weights", recipe.model.weights),
+        ("model.tokenizer.source", recipe.model.tokenizer.source),
+    ):
+        if is_path(path):
+            yield key, path
+    template = ("data", "chat_template")
+    if is_path(value := str(layers.value(template) or "")):
+        yield "data.chat_template", str(absolute_path(value, layers.folder(template)))
+
+
+def _local_files(key: str, path: str) -> list[Path]:
+    """Return the files that a path of this machine stands for; none if it is one of the cluster's.
+
+    A path whose folder exists here, while it does not, is a typo.
+    """
+    place = Path(path)
+    if place.is_dir():
+        return sorted(each for each in place.rglob("*") if each.is_file())
+    found = [Path(each) for each in sorted(glob.glob(path, recursive=True))]  # noqa: PTH207 - an absolute pattern
+    files = [each for each in found if each.is_file()]
+    if not files and fixed_folder(path).is_dir():
+        raise NotFoundError(
+            f"{key}: there is no {path} on this machine",
+            meaning=f"its folder {fixed_folder(path)} is here, so it was not taken for a path of the cluster",
+            fix="correct the path",
+        )
+    return files
+
+
+def _moved(
+    value: Any, key: tuple[str, ...], folder: Callable[[tuple[str, ...]], Path], moved: Mapping[str, str]
+) -> Any:
+    """Return a value of a recipe with the paths of the login node."""
+    if isinstance(value, dict):
+        return {name: _moved(each, (*key, name), folder, moved) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_moved(each, key, folder, moved) for each in value]
+    if isinstance(value, str) and key and key[0] in _WITH_PATHS:
+        return moved.get(_absolute(value, folder(key)), value)
+    return value
+
+
+def _absolute(value: str, folder: Path) -> str:
+    try:
+        return str(absolute_path(value, folder))
+    except ConfigError:  # no path at all
+        return value
+
+
+def _moved_override(word: str, moved: Mapping[str, str]) -> str:
+    """Return `key.path=value` with the paths of the login node; a value that holds none stays as it was typed."""
+    key, _, value = word.partition("=")
+    here: Callable[[tuple[str, ...]], Path] = lambda _: Path.cwd()  # noqa: E731
+    path = tuple(key.split("."))
+    parsed = parse_override(word).value(path)
+    changed = _moved(parsed, path, here, moved)
+    if changed != parsed:
+        return f"{key}={changed if isinstance(changed, str) else json.dumps(changed)}"
+    if isinstance(parsed, str) and "," in parsed:  # a sweep
+        return f"{key}={','.join(_moved(part, path, here, moved) for part in value.split(','))}"
+    return word
+
+
+def list_sent(files: Iterable[Path]) -> tuple[SentFile, ...]:
+    """Return local files as the login node compares them."""
+    stats = ((path, path.stat()) for path in files)
+    return tuple(SentFile(str(path), stat.st_size, int(stat.st_mtime)) for path, stat in stats)
+
+
+def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
+    """Send local files into `files/` there: with rsync if both sides have it, which continues a file that was cut.
+
+    Raises:
+        PrerequisiteError: they could not be sent.
+    """
+    goal = f"{login.folder}/files"
+    if with_rsync:
+        with tempfile.NamedTemporaryFile() as listed:
+            listed.write("\0".join(paths).encode())
+            listed.flush()
+            ssh = shlex.join(["ssh", *login.options])
+            options = ["--times", "--perms", "--copy-links", "--partial", "--from0", f"--files-from={listed.name}"]
+            lines: list[str] = []
+            code = process.run_lines(
+                ["rsync", *options, "-e", ssh, "/", f"{login.address}:{goal}/"], lines.append, cwd=Path("/")
+            )
+            said = "\n".join(lines)
+    else:
+        command = login.ssh(f"tar -x -p -C {goal} -f -")
+        done = process.run_with_input(command, lambda stdin: _write_tar(stdin, paths))
+        code, said = done.returncode, done.stderr
+    if code:
+        raise PrerequisiteError(
+            f"the local files could not be sent to {login.address}: {one_line(said) if said.strip() else code}",
+            meaning="the connection was lost, or there is no room there; nothing was submitted",
+            fix="type the command again: what has arrived is not sent again",
+        )
+
+
+def _write_tar(stdin: IO[bytes], paths: Sequence[str]) -> None:
+    with tarfile.open(fileobj=stdin, mode="w|", dereference=True) as archive:
+        for path in paths:
+            archive.add(path, arcname=path.lstrip("/"), recursive=False)

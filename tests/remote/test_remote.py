@@ -1,0 +1,46 @@
+"""Runs on a cluster that is reached over a real ssh, whose connections are cut."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Laptop
+
+pytestmark = pytest.mark.train
+
+TINY = ("training.max_steps=6", "training.log_every_steps=1")
+
+
+def test_a_login_node_without_ftkit_or_with_another_one_is_refused_with_the_command_that_helps(laptop: Laptop) -> None:
+    done = laptop.ftkit("--cluster", "far", "runs", expect=5)
+    assert "ftkit is not set up on" in done.stderr
+    assert "ftkit remote setup far" in done.stderr
+
+
+def test_a_run_goes_there_once_and_is_followed_from_here_though_connections_are_cut(ready: Laptop) -> None:
+    (ready.project / "chats.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n' * 64)
+    ready.cut_when(f"{ready.there}/submissions/*/process.json")
+    done = ready.ftkit(
+        "run", "demo", "--cluster", "far", "--no-follow", "--name", "cut", "data.source=./chats.jsonl", *TINY
+    )
+    assert "no connection to" in done.stderr
+    run = done.stdout.strip()
+    listed = json.loads(ready.ftkit("--cluster", "far", "runs", "--json").stdout)
+    assert [each["id"] for each in listed] == [run]
+
+    ready.cut_when("40")
+    log = ready.ftkit("logs", "cut", "-f").stdout
+    there = next(ready.there.glob(f"projects/*/work/runs/{run}"))
+    assert log == (there / "logs/job.log").read_text()
+    assert not (ready.folder / "cut").exists()
+
+    status = json.loads(ready.ftkit("status", "cut", "--json").stdout)
+    assert status["state"] == "completed"
+    assert [path.name for path in ready.there.glob("files/**/chats.jsonl")] == ["chats.jsonl"]
+    for path in ready.there.rglob("*"):
+        if path.is_file() and "venv" not in path.parts:
+            assert b"hf_secretsecret" not in path.read_bytes(), path
