@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import shlex
 import tarfile
 import tempfile
@@ -123,10 +124,10 @@ def pack_run(
     roots: dict[str, list[Path]] = {}
     for overrides in trials:
         for key, path in _paths(read_recipe(recipe, ctx, overrides)):
-            found = _local_files(key, path)
+            found = _local_files(key, os.path.normpath(path))
             if found:
                 roots[path] = found
-    moved = {path: f"{_files_folder(login)}{path}" for path in roots}
+    moved = {path: f"{_files_folder(login)}{os.path.normpath(path)}" for path in roots}
     overrides = [_moved_override(word, moved) for word in words if "=" in word]
     plain = read_recipe(recipe, ctx)
     is_shipped = all(_file_of(origin).is_relative_to(assets.RECIPES) for origin in plain.layers.origins.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,9 +11,19 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Laptop
 
+CHECKOUT = Path(__file__).parents[2]
+
 pytestmark = pytest.mark.train
 
-TINY = ("training.max_steps=6", "training.log_every_steps=1")
+RECIPE = """\
+extends: {tiny}
+name: mine
+data:
+  source: {{kind: files, train: ../../data/chats.jsonl}}
+  validation: {{count: 8}}
+training: {{max_steps: 4}}
+evaluation: {{sql_execution: null}}
+"""
 
 
 def test_a_login_node_without_ftkit_or_with_another_one_is_refused_with_the_command_that_helps(laptop: Laptop) -> None:
@@ -22,11 +33,15 @@ def test_a_login_node_without_ftkit_or_with_another_one_is_refused_with_the_comm
 
 
 def test_a_run_goes_there_once_and_is_followed_from_here_though_connections_are_cut(ready: Laptop) -> None:
-    (ready.project / "chats.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n' * 64)
+    data = ready.folder / "data/chats.jsonl"
+    data.parent.mkdir()
+    row = {"sql_context": "CREATE TABLE t (a)", "sql": "SELECT a FROM t"}
+    rows = [json.dumps(row | {"sql_prompt": f"question {each}"}) for each in range(200)]
+    data.write_text("\n".join(rows))
+    (ready.project / "recipes").mkdir()
+    (ready.project / "recipes/mine.yaml").write_text(RECIPE.format(tiny=CHECKOUT / "tests/train/tiny.yaml"))
     ready.cut_when(f"{ready.there}/submissions/*/process.json")
-    done = ready.ftkit(
-        "run", "demo", "--cluster", "far", "--no-follow", "--name", "cut", "data.source=./chats.jsonl", *TINY
-    )
+    done = ready.ftkit("run", "mine", "--cluster", "far", "--no-follow", "--name", "cut", "training.seed=3")
     assert "no connection to" in done.stderr
     run = done.stdout.strip()
     listed = json.loads(ready.ftkit("--cluster", "far", "runs", "--json").stdout)

@@ -206,7 +206,7 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
         request = replace(
             forwarded.request,
             action="once",
-            words=(name, *words, "--no-follow"),
+            words=(name, "--no-follow", *words),
             secrets=secrets,
             submission=submission,
         )
@@ -250,8 +250,23 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
         _confirm_size(num_bytes, len(missing), ctx, login)
         terminal.say(f"sending {len(missing)} local files ({num_bytes / _GIB:.2f} GiB) to {login.address}")
         send_files(login, missing, with_rsync=_has_rsync() and answer["rsync"])
-    options = [word for word in typed if word not in words]
-    return [*options, "--", *parcel.words] if parcel.words else options
+    return [*_options(typed, click.get_current_context().command), "--", *parcel.words]
+
+
+def _options(typed: Sequence[str], command: click.Command) -> list[str]:
+    """Return the options of what was typed, with their values and without the arguments."""
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    with_value = {name for each in options if not each.is_flag and not each.count for name in each.opts}
+    kept: list[str] = []
+    rest = iter(typed)
+    for word in rest:
+        if word == "--":
+            break
+        if word.startswith("-"):
+            kept.append(word)
+            if word in with_value:
+                kept.append(next(rest))
+    return kept
 
 
 def _has_rsync() -> bool:
