@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     examples=(
         "ftkit compare demo other",
         "ftkit compare demo other --json | jq .results",
-        "ftkit compare demo-20260102T030405Z",
         "ftkit compare demo other --html comparison.html",
     ),
     help=f"""Show runs side by side: differences in recipe, data, image, versions and cluster; their results; and

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     examples=(
         "ftkit rerun demo",
         "ftkit rerun demo --cluster a4-highgpu-8g",
-        "ftkit rerun demo-20260102T030405Z-ab12.tar",
         "ftkit rerun ../theirs/manifest.json --dry-run",
     ),
     help="""Repeat a run with the same recipe, data, image and global batch. On the same cluster and GPUs all losses
