@@ -32,7 +32,7 @@ def test_a_login_node_without_ftkit_or_with_another_one_is_refused_with_the_comm
     assert "ftkit remote setup far" in done.stderr
 
 
-def test_a_run_is_submitted_there_once_though_the_connection_is_cut(ready: Laptop) -> None:
+def test_a_run_goes_there_once_and_is_followed_from_here_though_connections_are_cut(ready: Laptop) -> None:
     data = ready.folder / "data/chats.jsonl"
     data.parent.mkdir()
     row = {"sql_context": "CREATE TABLE t (a)", "sql": "SELECT a FROM t"}
@@ -46,3 +46,16 @@ def test_a_run_is_submitted_there_once_though_the_connection_is_cut(ready: Lapto
     run = done.stdout.strip()
     listed = json.loads(ready.ftkit("--cluster", "far", "runs", "--json").stdout)
     assert [each["id"] for each in listed] == [run]
+
+    ready.cut_when("40")
+    log = ready.ftkit("logs", "cut", "-f").stdout
+    there = next(ready.there.glob(f"projects/*/work/runs/{run}"))
+    assert log == (there / "logs/job.log").read_text()
+    assert not (ready.folder / "cut").exists()
+
+    status = json.loads(ready.ftkit("status", "cut", "--json").stdout)
+    assert status["state"] == "completed"
+    assert [path.name for path in ready.there.glob("files/**/chats.jsonl")] == ["chats.jsonl"]
+    for path in ready.there.rglob("*"):
+        if path.is_file() and "venv" not in path.parts:
+            assert b"hf_secretsecret" not in path.read_bytes(), path
