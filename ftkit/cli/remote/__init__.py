@@ -16,7 +16,7 @@ _SECTIONS = {
     cls=LazyGroup,
     sections=_SECTIONS,
     short_help="Use a cluster from this machine, over ssh.",
-    examples=("ftkit remote setup mycluster", "ftkit run my-recipe.yaml --cluster mycluster"),
+    examples=("ftkit remote setup --help",),
 )
 def command() -> None:
     """Use a cluster from this machine, over ssh.
