@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     short_help="Put a run's manifest, metrics, and report into one file.",
     examples=(
         "ftkit bundle demo",
-        "ftkit bundle demo -o demo.tar --sign --key ~/.ssh/id_ed25519",
-        "ftkit rerun demo.tar --cluster a4-highgpu-8g",
+        "ftkit bundle demo -o demo.tar",
     ),
     help=f"""Write one file that repeats and compares a run, also on another cluster: manifest, resolved
     recipe, plan, job script, metrics, report, the image's lock, the data's manifest, and local changes to ftkit.

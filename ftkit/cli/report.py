@@ -40,7 +40,6 @@ _SAMPLE_CHARACTERS = 3000
         "ftkit report last",
         "ftkit report demo --output demo.html",
         "ftkit report demo other",
-        "ftkit report demo --live",
     ),
     help=f"""Write an HTML page about a run: the plan beside the measurements, curves, memory, time by activity,
     evaluation, and how to repeat it. The page is one file that needs no network: report.html in the run's

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     short_help="Repeat a run, and compare its losses with the original's.",
     examples=(
         "ftkit rerun demo",
-        "ftkit rerun demo --cluster a4-highgpu-8g",
-        "ftkit rerun ../theirs/manifest.json --dry-run",
+        "ftkit rerun demo --dry-run",
     ),
     help="""Repeat a run with the same recipe, data, image and global batch. On the same cluster and GPUs all losses
     should be equal, bit for bit; on other devices a difference of up to 1 % passes. Each difference is listed;

@@ -58,7 +58,7 @@ class _Row:
     "runs",
     cls=ForwardedCommand,
     short_help="List runs, newest first.",
-    examples=("ftkit runs", "ftkit runs my-sweep", "ftkit runs | grep running", "ftkit runs --json | jq -r '.[0].id'"),
+    examples=("ftkit runs", "ftkit runs | grep running", "ftkit runs --json | jq -r '.[0].id'"),
 )
 @click.argument("sweep", required=False, metavar="[SWEEP]")
 @json_option

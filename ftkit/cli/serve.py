@@ -34,8 +34,8 @@ _EXPORT_SECONDS = 6 * 3600
     short_help="Serve a trained model with vLLM, as a Slurm job.",
     examples=(
         "ftkit serve demo --dry-run",
-        "ftkit serve demo --gpus 2 --time 08:00:00",
-        "ftkit serve demo@best --no-follow -- --max-model-len 8192",
+        "ftkit serve demo --gpus 2 --time 08:00:00 --no-follow",
+        "ftkit serve demo --no-follow -- --max-model-len 8192",
     ),
     help="""Start vLLM's OpenAI-compatible server on the export of a run, in the serving image, and print its address.
 

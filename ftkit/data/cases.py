@@ -91,6 +91,12 @@ def read_evaluation_rows(prepared: PreparedData | None, file: Path | None, limit
         raise DataError(
             "a model that is not a run has no validation split", fix="give rows to evaluate on: --data FILE"
         )
+    elif not prepared.is_complete:
+        raise DataError(
+            f"there is no prepared data in {prepared.root}",
+            meaning="it was removed, or the run was copied without its data",
+            fix="prepare it again: ftkit data prepare RECIPE; or give rows to evaluate on: --data FILE",
+        )
     else:
         rows = prepared.read_validation_rows()
     if not rows:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CHECKOUT = Path(__file__).parents[2]
-REGISTRIES = ("ghcr.io", "nvcr.io", "registry.example.com")
+REGISTRIES = ("ghcr.io", "nvcr.io", "registry-1.docker.io", "registry.example.com")
 
 BASICS = """
 basename bash cat chmod cksum cp cut date dirname env false grep head id kill ln ls mkdir mktemp mv nproc paste ps rm
@@ -47,6 +47,7 @@ sed seq setsid sh sha256sum sleep sort stat tail tee test timeout touch tr true 
 
 PYTHON = """#!/bin/bash
 # The Python of a virtual environment; of the programs in it, those that take long only seem to run.
+DATA_OF_PLAN='import json, sys; p = json.load(open(sys.argv[1])); print(p["workspace"] + "/data/" + p["fingerprint"])'
 case "$*" in
 -c*) exec "$REAL_PYTHON" "$@" ;;
 --version) echo Python 3.11.0 ;;
@@ -64,7 +65,11 @@ case "$*" in
     for rank in 0 1 2 3; do echo "hello from rank $rank" >"$run/logs/rank-0000$rank.log"; done
     while [[ -e $MACHINE/is-busy && -e /proc/$TESTS ]]; do sleep 0.05; done  # tests that are killed tidy nothing up
     outcome=$(cat "$MACHINE/outcome")
-    if [[ -d $MACHINE/export ]]; then cp -r "$MACHINE/export" "$run/export"; fi
+    if [[ -d $MACHINE/export ]]; then
+        cp -r "$MACHINE/export" "$run/export"
+        data=$("$REAL_PYTHON" -c "$DATA_OF_PLAN" "$run/plan.json")
+        mkdir -p "$data" && cp -r "$MACHINE/data/." "$data"
+    fi
     cat "$MACHINE/records-$outcome" >>"$run/metrics.jsonl" ;;
 *) echo "the stand-in for Python knows nothing of: $*" >&2; exit 1 ;;
 esac

@@ -112,6 +112,13 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "doctor": (*LOGIN_NODE, *IMPORTED, "echo 'cluster: mycluster' >>ftkit.yaml"),
     "status": (*ON_SLURM, DEMO),
     "compare": (DEMO, "ftkit run demo --name other"),
+    "report": (DEMO, "ftkit run demo --name other"),
+    "rerun": (DEMO,),
+    "bundle": (DEMO,),
+    "serve": (
+        *EXPORT, "ftkit build vllm:0.33", "ftkit import vllm:0.33", *IMPORTED, f"{ON_SLURM[-1]} --name demo",
+        "cp -r $MACHINE/export /shared/runs/demo*/export",
+    ),
     "checkpoints": (DEMO,),
     "top": (DEMO,),
     "rm": (DEMO,),

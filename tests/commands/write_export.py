@@ -1,13 +1,15 @@
-"""Write the export of an untrained model, as `FOLDER/export`."""
+"""Write the export of an untrained model, as `FOLDER/export`, and its validation rows, as `FOLDER/data`."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
 from ftkit.config.model import ArchitectureSpec
+from ftkit.data.store import DataManifest, PreparedData
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import make_config
@@ -21,3 +23,8 @@ shape = ArchitectureSpec(
 AutoModelForCausalLM.from_config(make_config(shape, tokenizer)).save_pretrained(folder / "export")
 tokenizer.save_pretrained(folder / "export")
 Generation.of(tokenizer, None).save(folder / "export")
+data = PreparedData(folder / "data")
+data.root.mkdir()
+row = {"sql_context": "CREATE TABLE pets (name TEXT)", "sql_prompt": "How many pets are there?", "sql": "SELECT 1"}
+data.validation_rows.write_text(f"{json.dumps(row)}\n" * 4, encoding="utf-8")
+data.write_manifest(DataManifest("untrained", 256, 0, 0, 0, 0, 4, 1, 0, 256))

@@ -291,4 +291,4 @@ def test_flash_attention_gives_sdpas_gradients_compiled_and_kept(
 def test_flash_attention_is_an_operator_as_torch_asks_for(window: int | None) -> None:
     query, key, value = (torch.randn(12, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     borders = torch.tensor([0, 5, 12], dtype=torch.int32)
-    torch.library.opcheck(attention._varlen, (query, key, value, borders, 7, 0.3, window))
+    torch.library.opcheck(attention.varlen_attention, (query, key, value, borders, 7, 0.3, window))
