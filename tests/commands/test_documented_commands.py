@@ -116,7 +116,11 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "rerun": (DEMO,),
     "bundle": (DEMO,),
     "serve": (
-        *EXPORT, "ftkit build vllm:0.33", "ftkit import vllm:0.33", *IMPORTED, f"{ON_SLURM[-1]} --name demo",
+        *EXPORT,
+        "ftkit build vllm:0.33",
+        "ftkit import vllm:0.33",
+        *IMPORTED,
+        f"{ON_SLURM[-1]} --name demo",
         "cp -r $MACHINE/export /shared/runs/demo*/export",
     ),
     "checkpoints": (DEMO,),

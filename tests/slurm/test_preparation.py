@@ -14,7 +14,11 @@ def test_data_is_prepared_without_gpus_before_the_job_that_trains_starts(cluster
     run = cluster.submit("prepared", *SHORT, "data.source.seed=71")
     cluster.wait_for_completion(run)
     log = (cluster.folder(run) / "logs" / "job.log").read_text()
-    assert log.index("preparing data and weights") < log.index("the data is prepared already") < log.index("building the model")
+    assert (
+        log.index("preparing data and weights")
+        < log.index("the data is prepared already")
+        < log.index("building the model")
+    )
     accounts = cluster.execute("sacct", "-X", "-n", "-P", "--format=JobName,State,ReqTRES", "--name=prepared-prepare")
     name, state, resources = accounts.stdout.strip().splitlines()[-1].split("|")
     assert (name, state) == ("prepared-prepare", "COMPLETED")
