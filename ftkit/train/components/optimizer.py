@@ -36,7 +36,13 @@ def _num_dimensions(parameter: torch.Tensor) -> int:
 
 
 class HostStateAdamW(torch.optim.AdamW):
-    """AdamW with its moments in main memory: those of a parameter are on the device only during its update."""
+    """AdamW with its moments in main memory: those of a parameter are on the device only during its update.
+
+    Attributes:
+        found_inf: fp32 scalar on the device, other than 0 to leave a step out; as `torch.amp.GradScaler` sets it.
+    """
+
+    found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
@@ -56,7 +62,10 @@ class HostStateAdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         constants = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
         first, second = ([state[name]] for name in _MOMENTS)
-        adamw([parameter], [gradient], first, second, [], [state["step"]], beta1=beta1, beta2=beta2, **constants)
+        adamw(
+            [parameter], [gradient], first, second, [], [state["step"]], beta1=beta1, beta2=beta2,
+            found_inf=self.found_inf, **constants,
+        )  # fmt: skip
         self._move_moments(parameter, torch.device("cpu"))
 
     def to_host(self) -> None:
