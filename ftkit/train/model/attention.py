@@ -141,6 +141,18 @@ def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str 
     """
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
+    windows = (None,) if getattr(config, "sliding_window", None) is None else (None, FLEX_MINIMUM // 8)
+    try:
+        off = max(_flash4_difference(config, device, window) for window in windows)
+    except Exception as error:  # noqa: BLE001 - many packages, each with errors of its own, may be missing or too old
+        return f"{type(error).__name__}: {one_line(error)}"
+    if off <= _KERNEL_TOLERANCE:
+        return None
+    return f"it computes this model's heads wrongly: results or gradients are off by {off:.0%}"
+
+
+def _flash4_difference(config: PretrainedConfig, device: torch.device, window: int | None) -> float:
+    """Return the largest difference of flash-attn-4 from SDPA, in outputs and gradients, relative to their norm."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -149,22 +161,16 @@ def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str 
         torch.randn(FLEX_MINIMUM, num, width, dtype=torch.bfloat16, device=device, requires_grad=True)
         for num in (heads, key_heads, key_heads, heads)
     )
-    inputs, scale = (query, key, value), 1 / math.sqrt(width)
-    for window in (None,) if getattr(config, "sliding_window", None) is None else (None, FLEX_MINIMUM // 8):
-        try:
-            output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, scale, window)
-            found = (output, *torch.autograd.grad(output, inputs, gradient))
-        except Exception as error:  # noqa: BLE001 - many packages, each with errors of its own, may be missing or too old
-            return f"{type(error).__name__}: {one_line(error)}"
-        output = masked_attention(query, key, value, cu_seqlens, scale, window)
-        expected = (output, *torch.autograd.grad(output, inputs, gradient))
-        # host sync: before step 1
-        off = max(
-            float(((one - other).norm() / other.norm()).detach()) for one, other in zip(found, expected, strict=True)
-        )
-        if not off <= _KERNEL_TOLERANCE:
-            return f"it computes heads of {width} wrongly: results or gradients are off by {off:.0%}"
-    return None
+    scale = 1 / math.sqrt(width)
+    output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, scale, window)
+    expected = masked_attention(query, key, value, cu_seqlens, scale, window)
+    pairs = [(output, expected)]
+    pairs += zip(
+        *(torch.autograd.grad(each, (query, key, value), gradient) for each in (output, expected)), strict=True
+    )
+    return max(
+        float(((one - other).norm() / other.norm()).detach()) for one, other in pairs
+    )  # host sync: before step 1
 
 
 def masked_attention(
