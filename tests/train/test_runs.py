@@ -175,7 +175,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_and_recorded(
     make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("training.on_nonfinite=skip", "training.max_steps=8", "evaluation.sql_execution=null")
-    run = make_run("not finite", *options)
+    run = make_run("not-finite-20260102T030405Z-ab12", *options)
     run.launch(str(KILLED), "6", "behind", "nan")
     assert [step for step, (_, norm) in run.losses().items() if not math.isfinite(norm)] == [6]
     assert sorted(run.losses()) == list(range(1, 9))
