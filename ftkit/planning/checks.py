@@ -6,22 +6,20 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders
 from ftkit.config.data import CHAT_TEMPLATES
-from ftkit.config.evaluation import SCORES
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
-from ftkit.config.sources import GeneratedSource
 from ftkit.errors import Problem
 from ftkit.families import MEASURED, UNPACKED
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import PADDING
+from ftkit.planning.evaluation_checks import check_evaluation
 from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.config.data import Packing
-    from ftkit.config.evaluation import GenerationSpec
     from ftkit.config.image import ImageSpec
     from ftkit.config.model import ArchitecturePlan, CountSource, ModelPlan
     from ftkit.config.request import RunRequest
@@ -51,7 +49,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
         *_targets(recipe, shape, cluster),
         *_lengths(recipe, shape),
         *_data(recipe),
-        *_evaluation(recipe),
+        *check_evaluation(recipe),
         *_profile(recipe, num_nodes * processes_per_node),
         *_image(shape, cluster, image, request),
         *_sinks(recipe, cluster, image),
@@ -254,58 +252,6 @@ def _data(recipe: RecipeSpec) -> Iterator[Problem]:
         yield Problem(
             where, "data.train_on", f"format '{data.format.kind}' has no prompts and completions.",
             "Take 'assistant', 'last' or 'all'.",
-        )  # fmt: skip
-
-
-def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
-    evaluation, where = recipe.evaluation, f"recipe {recipe.name}"
-    without = "there is no validation split.", "Set data.validation, for example data.validation.count=200."
-    if evaluation.every_steps is not None and not recipe.data.has_validation:
-        yield Problem(where, "evaluation.every_steps", *without)
-    asked = evaluation.completions
-    if asked is not None:
-        key = "generation" if evaluation.sql_execution is None else "sql_execution"
-        yield from _completions(recipe, asked, f"evaluation.{key}", without)
-    if evaluation.selection is not None:
-        yield from _selection(recipe, evaluation.selection.metric, asked)
-
-
-def _completions(recipe: RecipeSpec, asked: GenerationSpec, key: str, without: tuple[str, str]) -> Iterator[Problem]:
-    source, where, num_rows = recipe.data.source, f"recipe {recipe.name}", recipe.data.num_validation_rows
-    is_short = key.endswith("sql_execution")
-    if is_short and recipe.data.format.kind != "prompt-completion":
-        yield Problem(where, key, "needs data.format.kind 'prompt-completion'.")
-    if recipe.data.format.kind == "text":
-        yield Problem(
-            where, key, "plain text has no turns to complete.", "Leave it out; every_steps measures the loss."
-        )
-    if "sql" in asked.metrics and isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
-        yield Problem(where, key, f"there is no SQL in generator '{source.generator}'.")
-    if not recipe.data.has_validation:
-        yield Problem(where, key, *without)
-    elif num_rows is not None and asked.num_rows > num_rows and is_short:
-        yield Problem(
-            where, f"{key}.num_questions",
-            f"{asked.num_rows} questions requested, the validation split has {num_rows} rows.",
-        )  # fmt: skip
-
-
-def _selection(recipe: RecipeSpec, metric: str, asked: GenerationSpec | None) -> Iterator[Problem]:
-    """Check that each evaluation during training measures the metric that selects the best one."""
-    where, key = f"recipe {recipe.name}", "evaluation.best.metric"
-    names = [source.name for source in recipe.data.sources]
-    names = [f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
-    losses = ["loss", "perplexity", *(f"loss/{name}" for name in names if len(names) > 1)]
-    chosen = SCORES if asked is None or not asked.metrics else asked.metrics
-    scores = [score for name in chosen for score in SCORES[name]]
-    if metric in losses:
-        return
-    if metric not in scores:
-        yield Problem(where, key, f"'{metric}' is not measured.", f"Take one of {', '.join([*losses, *scores])}.")
-    elif asked is None or not asked.num_rows_during:
-        yield Problem(
-            where, key, f"'{metric}' is not measured during training.",
-            f"Set evaluation.generation, for example evaluation.generation.metrics=[{metric}].",
         )  # fmt: skip
 
 

@@ -1,0 +1,68 @@
+"""Checks of what a recipe evaluates: with its data, its generation and its metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.config.evaluation import SCORES
+from ftkit.config.sources import GeneratedSource
+from ftkit.errors import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.config.evaluation import GenerationSpec
+    from ftkit.config.recipe import RecipeSpec
+
+
+def check_evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
+    """Return what keeps a recipe from being evaluated as it asks."""
+    evaluation, where = recipe.evaluation, f"recipe {recipe.name}"
+    without = "there is no validation split.", "Set data.validation, for example data.validation.count=200."
+    if evaluation.every_steps is not None and not recipe.data.has_validation:
+        yield Problem(where, "evaluation.every_steps", *without)
+    asked = evaluation.completions
+    if asked is not None:
+        key = "generation" if evaluation.sql_execution is None else "sql_execution"
+        yield from _completions(recipe, asked, f"evaluation.{key}", without)
+    if evaluation.selection is not None:
+        yield from _selection(recipe, evaluation.selection.metric, asked)
+
+
+def _completions(recipe: RecipeSpec, asked: GenerationSpec, key: str, without: tuple[str, str]) -> Iterator[Problem]:
+    source, where, num_rows = recipe.data.source, f"recipe {recipe.name}", recipe.data.num_validation_rows
+    is_short = key.endswith("sql_execution")
+    if is_short and recipe.data.format.kind != "prompt-completion":
+        yield Problem(where, key, "needs data.format.kind 'prompt-completion'.")
+    if recipe.data.format.kind == "text":
+        yield Problem(
+            where, key, "plain text has no turns to complete.", "Leave it out; every_steps measures the loss."
+        )
+    if "sql" in asked.metrics and isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
+        yield Problem(where, key, f"there is no SQL in generator '{source.generator}'.")
+    if not recipe.data.has_validation:
+        yield Problem(where, key, *without)
+    elif num_rows is not None and asked.num_rows > num_rows and is_short:
+        yield Problem(
+            where, f"{key}.num_questions",
+            f"{asked.num_rows} questions requested, the validation split has {num_rows} rows.",
+        )  # fmt: skip
+
+
+def _selection(recipe: RecipeSpec, metric: str, asked: GenerationSpec | None) -> Iterator[Problem]:
+    """Check that each evaluation during training measures the metric that selects the best one."""
+    where, key = f"recipe {recipe.name}", "evaluation.best.metric"
+    names = [source.name for source in recipe.data.sources]
+    names = [f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
+    losses = ["loss", "perplexity", *(f"loss/{name}" for name in names if len(names) > 1)]
+    chosen = SCORES if asked is None or not asked.metrics else asked.metrics
+    scores = [score for name in chosen for score in SCORES[name]]
+    if metric in losses:
+        return
+    if metric not in scores:
+        yield Problem(where, key, f"'{metric}' is not measured.", f"Take one of {', '.join([*losses, *scores])}.")
+    elif asked is None or not asked.num_rows_during:
+        yield Problem(
+            where, key, f"'{metric}' is not measured during training.",
+            f"Set evaluation.generation, for example evaluation.generation.metrics=[{metric}].",
+        )  # fmt: skip
