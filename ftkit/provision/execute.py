@@ -88,11 +88,21 @@ def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -
 
 
 def is_there(step: Step, folder: Path) -> bool:
-    """Tell whether the result of a step exists."""
+    """Tell whether the result of a step exists.
+
+    Raises:
+        ProvisionError: the provider does not say: to take that for "no" would leave paid resources behind.
+    """
     if not step.existing:
         return False
     output = process.run(placed(step.existing, folder), timeout_seconds=120)
-    return output.returncode == 0 and bool(output.stdout.strip())
+    if output.returncode != 0:
+        raise ProvisionError(
+            f"can't find out whether there is {step.title}: {one_line(output.stderr or output.stdout)}",
+            meaning="the login has expired, an API is disabled, or the network is down",
+            fix="fix the cause and repeat the command: it continues here",
+        )
+    return bool(output.stdout.strip())
 
 
 def run_command(command: Command, provision: Provision, folder: Path, say: Say) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftkit.files import to_json
+from ftkit.provision.gcloud import ACCOUNT_CHECK, OUT_OF_QUOTA, OUT_OF_STOCK
 from ftkit.provision.steps import FOLDER, Check, Provision, Step
 
 if TYPE_CHECKING:
@@ -90,9 +91,9 @@ def plan_gcp_slurm(name: str, kind: GcpSlurmKind, spec: GcpSlurmSpec) -> Provisi
         ),
         cost="GPU nodes, login node, controller and /home are paid for until 'ftkit cluster destroy', also when idle",
         advice={
-            "ZONE_RESOURCE_POOL_EXHAUSTED|does not have enough resources": f"{spec.zone} is out of {kind}: take "
+            OUT_OF_STOCK: f"{spec.zone} is out of {kind}: take "
             "another zone, a reservation, or flex_start=true, which waits for nodes",
-            "Quota .* exceeded|QUOTA_EXCEEDED": "ask for more quota in the console, under IAM & Admin, Quotas; then "
+            OUT_OF_QUOTA: "ask for more quota in the console, under IAM & Admin, Quotas; then "
             "type the same command again",
             "oauth2|reauth|could not find default credentials": "log in with: gcloud auth application-default login",
         },
@@ -153,12 +154,7 @@ def _changes(blueprint: _Blueprint, spec: GcpSlurmSpec) -> dict[str, Any]:
 
 def _checks(spec: GcpSlurmSpec) -> tuple[Check, ...]:
     checks = [
-        Check(
-            "an account of Google Cloud is active",
-            ("gcloud", "auth", "list", "--filter=status:ACTIVE", "--format=value(account)"),
-            "log in with: gcloud auth login",
-            lambda output: None if output.strip() else "none is",
-        ),
+        ACCOUNT_CHECK,
         Check(
             f"project {spec.project} can be seen",
             ("gcloud", "projects", "describe", spec.project, "--format=value(projectId)"),
@@ -240,7 +236,7 @@ def _toolkit_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tupl
         ),
         Step("gcluster", "the toolkit's program gcluster", ("make", "-C", "toolkit", "gcluster"), minutes=2),
         Step(
-            "blueprint", f"the blueprint, with the changes of {FOLDER}/changes.json",
+            "blueprint", "the blueprint, with the changes of changes.json",
             (sys.executable, "-m", "ftkit.provision.blueprint", f"toolkit/{blueprint.path}", "changes.json",
              _BLUEPRINT),
         ),

@@ -98,7 +98,7 @@ git clone --quiet --depth=1 --branch=v1.95.0 https://github.com/GoogleCloudPlatf
 # the toolkit's program gcluster
 make -C toolkit gcluster
 
-# the blueprint, with the changes of {folder}/changes.json
+# the blueprint, with the changes of changes.json
 python3 -m ftkit.provision.blueprint toolkit/examples/machine-learning/a4-highgpu-8g/a4high-slurm-blueprint.yaml changes.json blueprint.yaml
 
 # the nodes' operating system as an image

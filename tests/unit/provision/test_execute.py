@@ -108,3 +108,12 @@ def test_nothing_is_created_without_a_yes(made: Path) -> None:
     done = CliRunner().invoke(cluster, ["create", "small", "--kind", "gcp-vm-l4", *WORDS], input="n\n")
     assert "created nothing" in done.output
     assert not (made / "calls").exists()
+
+
+def test_a_provider_that_does_not_answer_leaves_nothing_behind_unrecorded(made: Path) -> None:
+    run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
+    (made / "fail").write_text("instances list", encoding="utf-8")
+    assert isinstance(run("destroy", "small", "--yes").exception, ProvisionError)
+    (made / "fail").unlink()
+    assert run("destroy", "small", "--yes").exit_code == 0
+    assert things(made) == set()
