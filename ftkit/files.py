@@ -9,7 +9,7 @@ import secrets
 import shutil
 import stat
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from ftkit.errors import FtkitError, NotFoundError, one_line
 
@@ -235,6 +235,18 @@ class DamagedFileError(FtkitError):
             fix="use the ftkit that submitted the run, or submit the run again",
         )
         self.reason = reason
+
+
+def copy_new(path: Path, offset: int, output: IO[bytes]) -> int:
+    """Copy to `output` what was added to a file after `offset`; return the new offset, the old one without a file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            shutil.copyfileobj(file, output)
+            output.flush()
+            return file.tell()
+    except FileNotFoundError:
+        return offset
 
 
 def read_small(path: Path) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +14,7 @@ from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.cli.terminal.report import failed
 from ftkit.errors import NotFoundError
+from ftkit.files import copy_new
 from ftkit.runs.failure import explain_failure
 from ftkit.runs.states import RunState
 
@@ -69,21 +70,9 @@ def _follow(run: SubmittedRun, path: Path, offset: int) -> None:
     terminal, output = Terminal(), sys.stdout.buffer
     shown = ""
     for seen in poll_states(run):
-        offset = _copy_new(path, offset, output)
+        offset = copy_new(path, offset, output)
         if seen and not offset and str(seen) != shown:
             shown = str(seen)
             terminal.say(shown)
         if seen and seen.is_final and seen.state is not RunState.COMPLETED:
             raise failed(run, seen, explain_failure(run, seen))
-
-
-def _copy_new(path: Path, offset: int, output: IO[bytes]) -> int:
-    """Copy what was added after `offset`, and return the new offset."""
-    try:
-        with path.open("rb") as log:
-            log.seek(offset)
-            shutil.copyfileobj(log, output)
-            output.flush()
-            return log.tell()
-    except FileNotFoundError:
-        return offset

@@ -174,7 +174,7 @@ class ClusterProfile(Spec):
 
 
 def nccl_for(cluster: ClusterProfile, num_nodes: int) -> NcclSpec | None:
-    """Return what NCCL needs from a job on so many nodes; None if it needs nothing."""
+    """Return the settings of NCCL's plug-in for a job of this size; None if it needs none."""
     nccl = cluster.nccl
     is_empty = not (nccl.environment or nccl.profile_script or nccl.library_dir)
     return None if is_empty or (nccl.multi_node_only and num_nodes == 1) else nccl

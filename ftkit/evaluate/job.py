@@ -56,7 +56,7 @@ class CheckpointEvaluations:
 
         Args:
             is_over: whether no further checkpoint will be written.
-            pause: waits for so many seconds.
+            pause: sleeps for a number of seconds.
         """
         while True:
             # In this order: the last checkpoint may be completed in between.

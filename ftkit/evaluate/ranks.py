@@ -69,7 +69,7 @@ def joined_ranks() -> Iterator[Ranks]:
 
 
 def run_ranks(size: int, words: Sequence[str]) -> int:
-    """Run a command of ftkit in so many processes, of which the first one prints; return its exit code.
+    """Run a command of ftkit in several processes, of which the first one prints; return its exit code.
 
     Args:
         size: processes; with GPUs, each has one.

@@ -279,12 +279,16 @@ def _is_lost(seen: Observation) -> bool:
 
 
 def remove_run(folder: RunFolder) -> None:
-    """Remove a run's folder: at once for everyone who lists runs, then file by file.
+    """Remove a run's folder. Raises as `remove_folder` does."""
+    remove_folder(folder.layout.root)
+
+
+def remove_folder(root: Path) -> None:
+    """Remove a folder of the workspace: at once for everyone who looks for it, then file by file.
 
     Raises:
         PrerequisiteError: it, or a part of it, can't be removed.
     """
-    root = folder.layout.root
     doomed = root.with_name(f".{root.name}.deleted")
     try:
         root.rename(doomed)

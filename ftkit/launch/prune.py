@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ftkit.errors import FtkitError, PrerequisiteError, one_line
+from ftkit.errors import FtkitError
 from ftkit.files import read_json_if_valid
-from ftkit.launch.jobs import check_removable, remove_run
+from ftkit.launch.jobs import check_removable, remove_folder, remove_run
 from ftkit.launch.observe import observe_all
 from ftkit.runs.entry import read_entry
 from ftkit.runs.find import RunFolder, list_runs
@@ -118,27 +117,13 @@ def prune(items: Sequence[Prunable]) -> int:
                 check_removable(item.folder)
                 remove_run(item.folder)
             else:
-                _remove_data(item.path)
+                remove_folder(item.path)
             freed += item.size_bytes
         except FtkitError as error:
             errors.append(error)
     if errors:
         raise ExceptionGroup("not all could be removed", errors)
     return freed
-
-
-def _remove_data(path: Path) -> None:
-    """Remove prepared data: at once for everyone who looks for it, then file by file."""
-    doomed = path.with_name(f".{path.name}.deleted")
-    try:
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-    except OSError as error:
-        raise PrerequisiteError(
-            f"can't remove the whole of {path}: {one_line(error)}",
-            meaning="the folder, or a file in it, belongs to somebody else",
-            fix=f"see what is left: ls -la {doomed if doomed.exists() else path}",
-        ) from error
 
 
 def folder_bytes(folder: Path) -> int:

@@ -137,7 +137,7 @@ def _deployment(name: str, kind: GcpSlurmKind, spec: GcpSlurmSpec, blueprint: _B
 def _changes(blueprint: _Blueprint, spec: GcpSlurmSpec) -> dict[str, Any]:
     """Return the changes to the toolkit's blueprint: fields of modules, by module id."""
     changes: dict[str, Any] = {}
-    if spec.reservation is None:  # nodes that come one by one are not placed together
+    if spec.reservation is None:  # nodes are allocated one by one: a compact placement would fail
         changes[blueprint.nodeset] = {"settings": {"enable_placement": False}}
     if spec.filestore_tier is not None:
         size = {"filestore_tier": spec.filestore_tier, "size_gb": spec.filestore_gib}

@@ -168,7 +168,7 @@ def held_lease(
         layout: the run's folder.
         say: called with the reason if this takes a while.
         on_loss: called in a separate thread when another process has taken over the lease. It must end this process.
-        pause: waits for so many seconds.
+        pause: sleeps for a number of seconds.
 
     Raises:
         FolderHeldError: another process holds it.

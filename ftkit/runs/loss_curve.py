@@ -45,7 +45,7 @@ def loss_curve(metrics: Path, last_step: int) -> str | None:
 
 
 def _averaged(points: Sequence[Point]) -> list[Point]:
-    """Return at most so many points as the picture can show, each the mean of its neighbors."""
+    """Return at most as many points as the picture can show, each the mean of its neighbors."""
     size = math.ceil(len(points) / _MOST_POINTS)
     groups = [points[first : first + size] for first in range(0, len(points), size)]
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]

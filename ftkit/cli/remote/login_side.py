@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.cli.main import main as ftkit
-from ftkit.files import write_file
+from ftkit.files import copy_new, write_file
 from ftkit.remote.install import code_identity
 from ftkit.remote.login import LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE, Request, read_request
 
@@ -123,11 +123,11 @@ def _attach(folder: Path) -> int:
     offset, started = 0, time.monotonic()
     while True:
         is_over = (folder / "exit-code").is_file() or _has_died(folder, started)
-        offset = _copy(folder / "stderr", offset, sys.stderr.buffer)
+        offset = copy_new(folder / "stderr", offset, sys.stderr.buffer)
         if is_over:
             break
         time.sleep(_LOOK_SECONDS)
-    _copy(folder / "stdout", 0, sys.stdout.buffer)
+    copy_new(folder / "stdout", 0, sys.stdout.buffer)
     try:
         return int((folder / "exit-code").read_text(encoding="ascii"))
     except FileNotFoundError:
@@ -145,17 +145,6 @@ def _has_died(folder: Path, started: float) -> bool:
         return time.monotonic() > started + _START_SECONDS
     is_alive = host != socket.gethostname() or process.start_time(pid) == start
     return not is_alive and not (folder / "exit-code").is_file()
-
-
-def _copy(path: Path, offset: int, output: IO[bytes]) -> int:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            shutil.copyfileobj(file, output)
-            output.flush()
-            return file.tell()
-    except FileNotFoundError:
-        return offset
 
 
 def _run_submission(folder: Path) -> int:

@@ -93,7 +93,7 @@ class RunCopy:
 
         Args:
             is_over: whether the run's files are what they will be.
-            wait: waits for so many seconds, or until the run is over.
+            wait: sleeps for a number of seconds, or until the run is over.
         """
         pause = POLL_SECONDS
         while True:
