@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,7 +32,10 @@ from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.prepare import prepare
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.planning.plan import RunPlan, plan_run
+from ftkit.planning.planner import plan_run
+
+if TYPE_CHECKING:
+    from ftkit.planning.plan import RunPlan
 
 VOCABULARY = 20_000
 COLUMNS = "{:<8} {:<14} {:>12} {:>9} {:>12} {:>13} {:>8} {:>9}"

@@ -27,7 +27,7 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
-from ftkit.planning.plan import plan_model
+from ftkit.planning.planner import plan_model
 from ftkit.train.components.export import ExportedParts, Exporter, build_whole, write_shards
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import TextConfig, build_empty

@@ -26,7 +26,8 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import FtkitError, one_line
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
-from ftkit.planning.plan import BatchPlan, plan_model
+from ftkit.planning.plan import BatchPlan
+from ftkit.planning.planner import plan_model
 from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation

@@ -24,7 +24,7 @@ from ftkit.hub.access import fetch_config, fetch_files, find_commit
 from ftkit.hub.cache import TOKENIZER_FILE, find_folder
 from ftkit.model_folder import holds_adapters, read_model_config
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import plan_model
+from ftkit.planning.planner import plan_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

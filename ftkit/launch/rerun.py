@@ -18,7 +18,8 @@ from ftkit.errors import ConfigError, Problem
 from ftkit.files import InvalidJsonError, parse_json
 from ftkit.launch.resolve import RunArgs, build_request, detect_hardware, resolve_image_link
 from ftkit.launch.resume import image_definition, open_values
-from ftkit.planning.plan import PlanError, plan_run, plan_to_json
+from ftkit.planning.plan import PlanError, plan_to_json
+from ftkit.planning.planner import plan_run
 from ftkit.runs.compare import ComparedRun, Difference, describe_inputs, find_differences
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ftkit.files import read_json_if_valid
 from ftkit.health.site import answering_partitions
 from ftkit.launch.preparation import data_stamp
 from ftkit.planning.layout import DataLayout, Workspace
-from ftkit.planning.plan import fingerprint, plan_run
+from ftkit.planning.planner import fingerprint, plan_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

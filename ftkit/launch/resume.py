@@ -19,7 +19,8 @@ from ftkit.config.yaml_files import parse_override
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.resolve import detect_hardware, read_packs, resolve_image_link
 from ftkit.planning.layout import DataLayout
-from ftkit.planning.plan import RunPlan, plan_run
+from ftkit.planning.plan import RunPlan
+from ftkit.planning.planner import plan_run
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -21,7 +21,8 @@ from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.parameters import method_counts
-from ftkit.planning.plan import RunPlan, count_steps, plan_for_counts
+from ftkit.planning.plan import RunPlan
+from ftkit.planning.planner import count_steps, plan_for_counts
 from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
 from ftkit.train.components.anomalies import AnomalyWatch

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
-from ftkit.planning.plan import plan_run, plan_to_json
+from ftkit.planning.plan import plan_to_json
+from ftkit.planning.planner import plan_run
 from ftkit.runs.rank_errors import RankError
 from ftkit.runs.records import EndRecord, EvaluationRecord, Sample, StageRecord, StartRecord, StepRecord, to_line
 from ftkit.runs.submission import Submission

@@ -25,7 +25,8 @@ from ftkit.data.prepare import prepare
 from ftkit.data.weights import export_weights
 from ftkit.launch.model import resolve_model
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
+from ftkit.planning.plan import RunPlan, plan_to_json
+from ftkit.planning.planner import plan_run
 from ftkit.runs.records import MemoryRecord, Record, StepRecord, read_records
 from ftkit.runs.summary import first_error
 

@@ -22,7 +22,8 @@ from ftkit.data.prepare import prepare as prepare_in_process
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer
 from ftkit.errors import DataError
-from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
+from ftkit.planning.plan import RunPlan, plan_to_json
+from ftkit.planning.planner import plan_run
 
 if TYPE_CHECKING:
     from pathlib import Path

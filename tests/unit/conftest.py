@@ -19,7 +19,8 @@ from ftkit.config.model_config import read_shape, read_shipped
 from ftkit.config.request import RunRequest
 from ftkit.config.training import TrainingPlan
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import RunPlan, plan_run, plan_to_json
+from ftkit.planning.plan import RunPlan, plan_to_json
+from ftkit.planning.planner import plan_run
 from ftkit.runs.records import EndRecord, StepRecord, to_line
 from ftkit.runs.submission import Submission, SubmittedRun, write_submission
 

@@ -29,7 +29,7 @@ from ftkit.planning.choices import (
 )
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.step_time import predict_step_time
-from ftkit.planning.plan import plan_model, plan_run
+from ftkit.planning.planner import plan_model, plan_run
 from ftkit.planning.setup import GPUS, Setup
 
 if TYPE_CHECKING:

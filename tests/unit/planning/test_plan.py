@@ -17,16 +17,8 @@ from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluste
 from ftkit.config.request import Origins, RunRequest
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.planning.estimates.parameters import count_model
-from ftkit.planning.plan import (
-    PREPARATION_VERSION,
-    RunPlan,
-    count_steps,
-    fingerprint,
-    plan_from_json,
-    plan_model,
-    plan_run,
-    plan_to_json,
-)
+from ftkit.planning.plan import PREPARATION_VERSION, RunPlan, plan_from_json, plan_to_json
+from ftkit.planning.planner import count_steps, fingerprint, plan_model, plan_run
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
@@ -473,7 +465,7 @@ def test_the_fingerprint_changes_with_what_changes_the_packs_and_nothing_else(mo
         assert print_of(demo(other), "") != same
     assert print_of(DEMO, "files changed") != same
     assert print_of(demo("model.architecture.vocab_size=5000"), "") != same
-    monkeypatch.setattr("ftkit.planning.plan.PREPARATION_VERSION", PREPARATION_VERSION + 1)
+    monkeypatch.setattr("ftkit.planning.planner.PREPARATION_VERSION", PREPARATION_VERSION + 1)
     assert print_of(DEMO, "") != same
 
 

@@ -19,7 +19,7 @@ from ftkit.config.image_reference import NamedImage
 from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.launch.render import render_job
-from ftkit.planning.plan import plan_run
+from ftkit.planning.planner import plan_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,8 @@ from ftkit.planning.choices import with_resharding
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts, read_experts
 from ftkit.planning.estimates.step_time import token_flops
-from ftkit.planning.plan import plan_for_counts, plan_from_json, plan_to_json
+from ftkit.planning.plan import plan_from_json, plan_to_json
+from ftkit.planning.planner import plan_for_counts
 from ftkit.planning.setup import GPUS, Setup
 
 if TYPE_CHECKING:

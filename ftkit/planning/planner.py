@@ -1,0 +1,209 @@
+"""From recipe, cluster, image and request to a plan.
+
+`plan_run` is pure: it reads no file and asks no one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
+from ftkit.config.model import ArchitecturePlan, ModelPlan
+from ftkit.config.model_config import resolve_shape
+from ftkit.config.recipe import RecipePlan
+from ftkit.errors import ConfigError
+from ftkit.planning.checks import find_notes, find_problems
+from ftkit.planning.choices import (
+    choose_engine,
+    choose_execution,
+    least_memory,
+    suggest_changes,
+    suggest_faster,
+    with_resharding,
+)
+from ftkit.planning.estimates.memory import predict_memory
+from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
+from ftkit.planning.estimates.step_time import PADDING, predict_step_time
+from ftkit.planning.layout import Workspace
+from ftkit.planning.plan import PLAN_VERSION, PREPARATION_VERSION, BatchPlan, PlacementPlan, RunPlan, setup_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.image import ImageSpec
+    from ftkit.config.image_reference import AnyImage
+    from ftkit.config.model import ModelCounts, ModelSpec
+    from ftkit.config.recipe import RecipeSpec
+    from ftkit.config.request import RunRequest
+    from ftkit.config.training import TrainingSpec
+    from ftkit.planning.estimates.memory import MemoryPlan
+    from ftkit.planning.setup import Setup
+
+
+def plan_run(
+    recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest, *, ftkit_version: str
+) -> RunPlan:
+    """Resolve recipe, cluster, image and request into a plan.
+
+    Raises:
+        ConfigError: with every reason why the combination is impossible.
+    """
+    num_nodes = request.num_nodes or recipe.resources.num_nodes
+    per_node = request.gpus_per_node or recipe.resources.gpus_per_node or cluster.gpus_per_node
+    model = request.model or plan_model(recipe.model, None)
+    shape = model.architecture
+    problems = find_problems(recipe, model, cluster, image, request, num_nodes, per_node)
+    if problems:
+        raise ConfigError(problems)
+    placement = _placement(cluster, num_nodes, per_node)
+    engine = choose_engine(shape, recipe.training, placement.world_size, cluster.gpu)
+    lightest = setup_of(shape, least_memory(recipe.training), engine.name, cluster, placement)
+    training, execution = choose_execution(recipe.training, lightest)
+    setup = with_resharding(replace(lightest, training=training))
+    if setup.keeps_weights:
+        engine = replace(engine, reason=f"{engine.reason}; layers stay unsharded", keeps_weights=True)
+    padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
+    planned, memory = RecipePlan.of(recipe, model, training), predict_memory(setup)
+    name = request.name or recipe.name
+    return RunPlan(
+        version=PLAN_VERSION,
+        ftkit_version=ftkit_version,
+        id=f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
+        name=name,
+        created=request.created,
+        workspace=request.workspace,
+        fingerprint=fingerprint(recipe, model, request.data_stamp),
+        recipe=planned,
+        cluster=cluster,
+        placement=placement,
+        engine=engine,
+        batch=_batch(setup),
+        memory=memory,
+        speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding),
+        num_parameters=count_model(shape).total,
+        num_trained=method_counts(shape, training).trained,
+        num_steps=count_steps(training, request.num_packs),
+        image=str(request.image) if request.image and cluster.runtime != "none" else None,
+        container_image=container_image(cluster, request.image, request.workspace),
+        python=request.python if cluster.runtime == "none" else "python3",
+        notes=(
+            *_notes(setup, cluster, memory),
+            *find_notes(model, cluster, image, recipe.data.packing, request.padding),
+        ),
+        execution=execution,
+    )
+
+
+def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: ModelCounts | None = None) -> ModelPlan:
+    """Resolve a model to its whole shape, with its parameters counted.
+
+    Args:
+        model: the recipe's.
+        config: of its weights, raw; None: there is none, or it can't be read from here.
+        counts: of the model itself, where it was counted; None: they follow from the configuration or the shape.
+
+    Raises:
+        ConfigError: the recipe contradicts the configuration, or neither tells the whole shape.
+    """
+    shape = resolve_shape(model, config)
+    if counts is None and config is not None:
+        counts = count_by_config(config)
+    return ModelPlan.of(model, shape, counts or count_model(shape))
+
+
+def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
+    """Return the plan with what follows from the parameters as they are counted on the real model.
+
+    A plan by an estimate says so, and no layers stay unsharded by it: the counts decide that anew, and how much memory
+    is needed. Micro-batch and checkpointing stay as planned.
+    """
+    shape = plan.recipe.model.architecture
+    if shape.is_measured:
+        return plan
+    counted = ArchitecturePlan.of(shape, counts)
+    setup = with_resharding(replace(plan.setup, shape=counted))
+    return replace(
+        plan,
+        recipe=RecipePlan.of(plan.recipe, ModelPlan.of(plan.recipe.model, counted, counts), setup.training),
+        engine=replace(plan.engine, keeps_weights=setup.keeps_weights),
+        memory=predict_memory(setup),
+        num_parameters=counts.total,
+        num_trained=method_counts(counted, setup.training).trained,
+    )
+
+
+def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
+    """Return the name of the prepared data: the same for whatever leads to the same packs."""
+    parts = (
+        str(PREPARATION_VERSION),
+        recipe.data.model_dump_json(exclude={"packing"}),  # documents are packed on disk in any case
+        model.tokenizer.model_dump_json(),
+        f"{model.weights}@{recipe.model.revision}" if model.tokenizer.source == "model" else "",
+        *model.added_tokens,
+        str(recipe.training.sequence_length),
+        str(model.architecture.vocab_size),  # no token is beyond it
+        data_stamp,
+    )
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def count_steps(training: TrainingSpec, num_packs: int | None) -> int | None:
+    """Return the number of optimizer steps; None as long as it depends on data not yet packed."""
+    if training.max_steps is not None:
+        return training.max_steps
+    if num_packs is None or training.num_epochs is None:
+        return None
+    return -(-num_packs * training.num_epochs // training.global_batch_size)
+
+
+def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: Path) -> str | None:
+    """Return what the runtime is given: a path, the engine's name, or an address in the runtime's words."""
+    if cluster.runtime == "none" or image is None:
+        return None
+    match image:
+        case RegistryImage() as remote:
+            uris = {"docker": remote.pinned, "apptainer": remote.docker_uri}
+            return uris.get(cluster.runtime, remote.enroot_uri)
+        case ImageFile(path):
+            return str(path)
+        case NamedImage() as named if cluster.runtime == "docker":
+            return named.docker_name
+        case NamedImage() as named:
+            return str(Workspace(workspace).image_file(named, cluster.image_format))
+
+
+def _placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> PlacementPlan:
+    if cluster.device == "auto":
+        raise AssertionError("device 'auto' is resolved before a run is planned")
+    threads = max(1, (cluster.cpus_per_node or per_node) // per_node)
+    return PlacementPlan(num_nodes, per_node, cluster.device, threads)
+
+
+def _batch(setup: Setup) -> BatchPlan:
+    training = setup.training
+    return BatchPlan(
+        micro_batch_size=training.micro_batch_size,
+        accumulation_steps=training.global_batch_size // (training.micro_batch_size * setup.num_data_ranks),
+        global_batch_size=training.global_batch_size,
+        tokens_per_step=training.global_batch_size * training.sequence_length,
+    )
+
+
+def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:
+    """Return suggestions for a run that doesn't fit, or that could be much faster."""
+    gpu = setup.gpu
+    if gpu is None:
+        return ()
+    if memory.total <= gpu.usable_gib:
+        faster = suggest_faster(setup, gpu)
+        return () if faster is None else (f"by prediction, faster with the same global batch: {faster}",)
+    note = (
+        f"predicted peak of {memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
+        "expect an out-of-memory error"
+    )
+    fitting = suggest_changes(setup, cluster, gpu.usable_gib)
+    return (note, *(f"would fit, by prediction: {suggestion}" for suggestion in fitting))
