@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ftkit.config.training import LoraSpec, TrainingPlan
-from ftkit.planning.plan import PlacementPlan
+from ftkit.planning.job import PlacementPlan
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import build_empty
 from ftkit.train.model.lora import init_adapters, prepare_method

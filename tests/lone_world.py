@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @contextmanager
 def lone_world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
     """Join a world of one, as torchrun would have it."""
-    from ftkit.planning.plan import PlacementPlan
+    from ftkit.planning.job import PlacementPlan
     from ftkit.train.world import init_world
 
     with socket.socket() as probe:

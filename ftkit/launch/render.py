@@ -18,8 +18,8 @@ from ftkit import assets
 from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
 from ftkit.config.image_reference import image_file
 from ftkit.errors import ConfigError, Problem
+from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import DataLayout
-from ftkit.planning.plan import PlacementPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -96,6 +96,16 @@ class RunLayout:
         return self.root / "code.diff"
 
     @property
+    def code(self) -> Path:
+        """Copies of the user's code that the run carries: a folder for each."""
+        return self.root / "code"
+
+    @property
+    def accelerate_config(self) -> Path:
+        """What a script is told by accelerate, where the run has that."""
+        return self.root / "accelerate.yaml"
+
+    @property
     def original(self) -> Path:
         """The run that this one repeats, as far as it is needed to compare them."""
         return self.root / "original.json"

@@ -6,44 +6,30 @@ plan.json is the only contract between submitting and training: `ftkit.planning.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from ftkit.config.cluster import ClusterProfile
-from ftkit.config.image_reference import image_file
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.files import InvalidJsonError, parse_json, to_json
 from ftkit.planning.choices import EnginePlan, ExecutionPlan
 from ftkit.planning.estimates.memory import MemoryPlan
 from ftkit.planning.estimates.step_time import StepTimePlan
-from ftkit.planning.layout import DataLayout, RunLayout, Workspace
+from ftkit.planning.job import JobPlan
+from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.planning.setup import GPUS, Setup
 
 if TYPE_CHECKING:
+    from ftkit.config.cluster import ClusterProfile
     from ftkit.config.model import ArchitectureSpec, TrainedWeights
-    from ftkit.config.training import EngineName, TrainingPlan
+    from ftkit.config.training import EngineName, ResourcesSpec, TrainingPlan
+    from ftkit.planning.job import PlacementPlan
+    from ftkit.planning.layout import RunLayout
 
 PLAN_VERSION = 1
 PREPARATION_VERSION = 6
 """Part of the data's fingerprint, and of what checkpoints know their data by: raise it when the same spec would be
 prepared into other packs."""
-
-
-@dataclass(frozen=True)
-class PlacementPlan:
-    """Where the processes are: `num_nodes` x `processes_per_node`, one process for each GPU."""
-
-    num_nodes: int
-    processes_per_node: int
-    device: Literal["cpu", "cuda"]
-    threads_per_process: int
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.num_nodes * self.processes_per_node
 
 
 @dataclass(frozen=True)
@@ -71,20 +57,12 @@ class SweepPlan:
     values: dict[str, str]
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """Everything that a run is. Frozen, and written to plan.json as it stands."""
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(JobPlan):
+    """Everything that a run of ftkit's trainer is."""
 
-    version: int
-    ftkit_version: str
-    id: str
-    name: str
-    created: datetime
-    workspace: Path
     fingerprint: str
     recipe: RecipePlan
-    cluster: ClusterProfile
-    placement: PlacementPlan
     engine: EnginePlan
     batch: BatchPlan
     memory: MemoryPlan
@@ -92,30 +70,20 @@ class RunPlan:
     num_parameters: int
     num_trained: int
     num_steps: int | None
-    image: str | None
-    container_image: str | None
-    python: str
-    notes: tuple[str, ...]
     execution: ExecutionPlan = field(default_factory=ExecutionPlan)
     """Plans of earlier versions have none: their recipes set both."""
     sweep: SweepPlan | None = None
     """None for a run of its own."""
 
     @property
+    def resources(self) -> ResourcesSpec:
+        """What the recipe asks of the scheduler."""
+        return self.recipe.resources
+
+    @property
     def training_seconds(self) -> float | None:
         """Predicted time of all steps; None if the GPU or the number of steps is not known yet."""
         return None if self.speed is None or self.num_steps is None else self.num_steps * self.speed.step_seconds
-
-    def cost_of(self, seconds: float) -> float | None:
-        """Return what all GPUs cost in so many seconds, in the profile's currency; None if the price is not known."""
-        price = self.cluster.price_per_gpu_hour
-        return None if price is None else price * self.placement.world_size * seconds / 3600
-
-    @property
-    def has_preflight(self) -> bool:
-        """Whether the nodes are checked before training."""
-        asked, place = self.recipe.resources.preflight, self.placement
-        return place.num_nodes > 1 and place.device == "cuda" if asked is None else asked
 
     @property
     def setup(self) -> Setup:
@@ -123,16 +91,6 @@ class RunPlan:
         recipe, engine = self.recipe, self.engine
         setup = setup_of(recipe.model.architecture, recipe.training, engine.name, self.cluster, self.placement)
         return replace(setup, keeps_weights=engine.keeps_weights)
-
-    @property
-    def layout(self) -> RunLayout:
-        """The run's folder."""
-        return RunLayout(Workspace(self.workspace).runs / self.id)
-
-    @property
-    def image_file(self) -> Path | None:
-        """The image's file; None without a container, or if the runtime gets an address or a docker engine's name."""
-        return image_file(self.container_image)
 
     @property
     def data_directory(self) -> Path:

@@ -26,8 +26,9 @@ from ftkit.planning.choices import (
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
 from ftkit.planning.estimates.step_time import PADDING, predict_step_time
+from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import PLAN_VERSION, PREPARATION_VERSION, BatchPlan, PlacementPlan, RunPlan, setup_of
+from ftkit.planning.plan import PLAN_VERSION, PREPARATION_VERSION, BatchPlan, RunPlan, setup_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +60,7 @@ def plan_run(
     problems = find_problems(recipe, model, cluster, image, request, num_nodes, per_node)
     if problems:
         raise ConfigError(problems)
-    placement = _placement(cluster, num_nodes, per_node)
+    placement = plan_placement(cluster, num_nodes, per_node)
     engine = choose_engine(shape, recipe.training, placement.world_size, cluster.gpu)
     lightest = setup_of(shape, least_memory(recipe.training), engine.name, cluster, placement)
     training, execution = choose_execution(recipe.training, lightest)
@@ -176,7 +177,8 @@ def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: 
             return str(Workspace(workspace).image_file(named, cluster.image_format))
 
 
-def _placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> PlacementPlan:
+def plan_placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> PlacementPlan:
+    """Return where the processes are, with the threads of each."""
     if cluster.device == "auto":
         raise AssertionError("device 'auto' is resolved before a run is planned")
     threads = max(1, (cluster.cpus_per_node or per_node) // per_node)

@@ -16,7 +16,7 @@ from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import method_counts
-from ftkit.planning.plan import PlacementPlan
+from ftkit.planning.job import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.engines import make_engine

@@ -18,7 +18,7 @@ from ftkit.train.cpu_binding import bind_to_gpu
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.planning.plan import PlacementPlan
+    from ftkit.planning.job import PlacementPlan
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for other ranks before the run fails instead of hanging."""

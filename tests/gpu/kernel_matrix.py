@@ -26,7 +26,7 @@ from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import AttentionChoice, LoraSpec, Method, TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
-from ftkit.planning.plan import PlacementPlan
+from ftkit.planning.job import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits
 from ftkit.train.distributed.engines import make_engine

@@ -34,7 +34,7 @@ from ftkit.config.training import (
 )
 from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import method_counts
-from ftkit.planning.plan import PlacementPlan
+from ftkit.planning.job import PlacementPlan
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding

@@ -1,0 +1,102 @@
+"""What every run has, whatever its job starts: ftkit's trainer (`RunPlan`) or a script of the user's (`ScriptPlan`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.image_reference import image_file
+from ftkit.planning.layout import RunLayout, Workspace
+
+if TYPE_CHECKING:
+    from ftkit.config.training import ResourcesSpec
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """Where the processes are: `num_nodes` x `processes_per_node`, one process for each GPU."""
+
+    num_nodes: int
+    processes_per_node: int
+    device: Literal["cpu", "cuda"]
+    threads_per_process: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.num_nodes * self.processes_per_node
+
+
+@dataclass(frozen=True)
+class CodePlan:
+    """A folder of code that the run carries: a copy in its own folder, first on PYTHONPATH.
+
+    Attributes:
+        name: of the copy, in the run's `code`.
+        source: folder that it was copied from.
+        import_from: folder within the copy that is on PYTHONPATH.
+        sha256: digest of the names and contents of its files.
+        commit: of the git checkout around it; null if there is none.
+        has_uncommitted_changes: whether that checkout differed from its commit.
+    """
+
+    name: str
+    source: str
+    import_from: str
+    sha256: str
+    commit: str | None
+    has_uncommitted_changes: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan(ABC):
+    """What scheduler, runtime and run folder need to know of a run. Frozen, and written to plan.json as it stands."""
+
+    version: int
+    ftkit_version: str
+    id: str
+    name: str
+    created: datetime
+    workspace: Path
+    cluster: ClusterProfile
+    placement: PlacementPlan
+    image: str | None
+    container_image: str | None
+    python: str
+    notes: tuple[str, ...]
+    code: tuple[CodePlan, ...] = ()
+
+    @property
+    @abstractmethod
+    def resources(self) -> ResourcesSpec:
+        """What the run asks of the scheduler."""
+
+    @property
+    def layout(self) -> RunLayout:
+        """The run's folder."""
+        return RunLayout(Workspace(self.workspace).runs / self.id)
+
+    @property
+    def image_file(self) -> Path | None:
+        """The image's file; None without a container, or if the runtime gets an address or a docker engine's name."""
+        return image_file(self.container_image)
+
+    @property
+    def python_path(self) -> tuple[Path, ...]:
+        """Folders of the run's copies of code, for PYTHONPATH."""
+        return tuple(self.layout.code / code.name / code.import_from for code in self.code)
+
+    @property
+    def has_preflight(self) -> bool:
+        """Whether the nodes are checked before the run starts."""
+        asked, place = self.resources.preflight, self.placement
+        return place.num_nodes > 1 and place.device == "cuda" if asked is None else asked
+
+    def cost_of(self, seconds: float) -> float | None:
+        """Return what all GPUs cost in so many seconds, in the profile's currency; None if the price is not known."""
+        price = self.cluster.price_per_gpu_hour
+        return None if price is None else price * self.placement.world_size * seconds / 3600
