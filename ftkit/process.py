@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -227,6 +228,22 @@ def run_attached(args: Sequence[str]) -> int:
     """
     try:
         started = subprocess.Popen(list(args))
+    except FileNotFoundError as error:
+        raise _not_found(args[0]) from error
+    with started:
+        return started.wait()
+
+
+def run_asking(args: Sequence[str]) -> int:
+    """Run a program that may ask its user something; return its exit status as `run_attached` does.
+
+    All that it prints goes to stderr: stdout is for this process's own data.
+
+    Raises:
+        PrerequisiteError: the program is not on PATH.
+    """
+    try:
+        started = subprocess.Popen(list(args), stdout=sys.stderr.fileno())
     except FileNotFoundError as error:
         raise _not_found(args[0]) from error
     with started:

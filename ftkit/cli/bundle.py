@@ -9,12 +9,13 @@ import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run, run_argument
 from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.signing_options import required_signer, signing_options
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.bundle import Signer
+    from ftkit.runs.signing import Signer
 
 
 @click.command(
@@ -34,30 +35,13 @@ if TYPE_CHECKING:
 )
 @run_argument
 @click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
-@click.option(
-    "--sign",
-    "signs",
-    is_flag=True,
-    help="Sign the file with minisign, ssh-keygen or cosign; the signature is a file beside it.",
-)
-@click.option(
-    "--key",
-    metavar="FILE",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Private key for --sign; for ssh-keygen, also a public key whose private key the agent holds.",
-)
-@click.option(
-    "--signer", type=click.Choice(["minisign", "ssh-keygen", "cosign"]), help="Default: the first one installed."
-)
+@signing_options("the signature is a file beside it.")
 def command(reference: str, *, output: Path | None, signs: bool, key: Path | None, signer: Signer | None) -> None:
     """Bundle a run."""
-    from ftkit.runs.bundle import find_signer, sign, write_bundle
+    from ftkit.runs.bundle import SIGNED_AS, write_bundle
+    from ftkit.runs.signing import sign
 
-    if signs and key is None:
-        raise click.UsageError("--sign needs --key FILE, the private key", click.get_current_context())
-    if key and not signs:
-        raise click.UsageError("--key is for --sign", click.get_current_context())
-    program = find_signer([signer] if signer else None) if signs else None
+    signing = required_signer(signs=signs, key=key, signer=signer)
     terminal, layout = Terminal(), get_run(reference).layout
     path = output or Path(f"{layout.root.name}.tar")
     members = write_bundle(layout, path, _find_lock(layout))
@@ -65,8 +49,10 @@ def command(reference: str, *, output: Path | None, signs: bool, key: Path | Non
     if layout.report.name not in members:
         terminal.warn(f"the bundle has no report; to write one first: ftkit report {layout.root.name}")
     terminal.data(f"{short_path(path.absolute())}\n")
-    if program and key:
-        terminal.say(f"signed by {program}: {short_path(sign(path, key, program).absolute())}")
+    if signing:
+        program, private_key = signing
+        signature = sign(path, private_key, program, SIGNED_AS)
+        terminal.say(f"signed by {program}: {short_path(signature.absolute())}")
 
 
 def _find_lock(layout: RunLayout) -> Path | None:

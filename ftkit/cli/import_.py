@@ -11,6 +11,7 @@ import click
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_store, registry_of, registry_option
 from ftkit.cli.shell_completion import complete_cluster, complete_image
+from ftkit.cli.signing_options import require_signature_option, required_signer, signing_options
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 from ftkit.config.context import Context
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ftkit.config.image_reference import ImageFormat
     from ftkit.images.import_image import ImportResult
     from ftkit.images.sources import ImportMethod, ImportRequest
+    from ftkit.runs.signing import Signer
 
 
 @click.command(
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
         "ftkit import olmo3:25.02",
         "ftkit import olmo3:25.02 --cluster mycluster --on-node",
         "ftkit import docker://registry.example.com#team/olmo3:25.02",
+        "ftkit import olmo3:25.02 --require-signature team.pub",
     ),
 )
 @click.argument("wanted", metavar="NAME:TAG|URI", shell_complete=complete_image)
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
               help="Program that writes the squashfs file; auto: ftkit, or enroot where ftkit can't.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Import again even if the image is already imported.")
 @registry_option
+@require_signature_option("an image")
+@signing_options("the signature is a file beside the imported one.")
 def command(  # noqa: PLR0913 - its options
     wanted: str,
     *,
@@ -53,23 +58,34 @@ def command(  # noqa: PLR0913 - its options
     method: ImportMethod,
     force: bool,
     registry: str | None,
+    public_key: Path | None,
+    signs: bool,
+    key: Path | None,
+    signer: Signer | None,
 ) -> None:
     """Import an image into the workspace's images/, named by digest, with a readable link and a manifest.
 
-    NAME:TAG comes from the docker engine if it was built here, else from the registry. An image that is already
-    imported is not imported again.
+    NAME:TAG comes from the docker engine if it was built here, else from the registry; with --require-signature always
+    from the registry, which has the signatures. An image that is already imported is not imported again.
     """
     from ftkit.config.image_reference import parse_importable
     from ftkit.config.load import load_cluster
     from ftkit.config.request import load_settings
     from ftkit.images.sources import ImportRequest
 
-    terminal, ctx = Terminal(), Context.here()
+    terminal, ctx, signing = Terminal(), Context.here(), required_signer(signs=signs, key=key, signer=signer)
     profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
     image = parse_importable(wanted, Path.cwd())
-    request = ImportRequest(image, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method)
+    request = ImportRequest(
+        image, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method, public_key=public_key
+    )
     chosen = image_format or profile.image_format
     imported = run_import(request, chosen, terminal, force=force)
+    if signing:
+        from ftkit.images.signatures import sign_file
+
+        program, private_key = signing
+        terminal.say(f"signed by {program}: {short_path(sign_file(imported.file, private_key, program))}")
     terminal.data(f"{imported.link}\n")
 
 
@@ -87,6 +103,8 @@ def run_import(
         source = SifSource(request, view.report) if image_format == "sif" else select_source(request, view.report)
         imported = import_image(name, source, store, force=force, report=view.report)
     where = short_path(imported.link)
+    if request.public_key:
+        terminal.say(f"signed, by {short_path(request.public_key)}")
     if imported.is_new:
         took = duration(time.monotonic() - started)
         terminal.say(Styled(f"imported {name} as {where} ({gib(imported.manifest.size / 2**30)}) in {took}", "bold"))

@@ -10,11 +10,15 @@ import click
 
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_argument, registry_option, required_registry
+from ftkit.cli.signing_options import required_signer, signing_options
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.images.oci.credentials import Credentials
+    from ftkit.runs.signing import Signer
 
 
 @click.command(
@@ -24,13 +28,24 @@ if TYPE_CHECKING:
     examples=(
         "ftkit push olmo3:25.02 --registry registry.example.com/team",
         'printf %s "$TOKEN" | ftkit push olmo3:25.02 --username me --password-stdin',
+        "ftkit push olmo3:25.02 --sign --key ~/.ssh/id_ed25519",
     ),
 )
 @image_argument
 @registry_option
 @click.option("--username", metavar="NAME", help="Registry user; '$oauthtoken' for NGC.")
 @click.option("--password-stdin", is_flag=True, help="Read the password or token from standard input.")
-def command(reference: str, *, registry: str | None, username: str | None, password_stdin: bool) -> None:
+@signing_options("the signature is stored beside the image in the registry.")
+def command(  # noqa: PLR0913 - its options
+    reference: str,
+    *,
+    registry: str | None,
+    username: str | None,
+    password_stdin: bool,
+    signs: bool,
+    key: Path | None,
+    signer: Signer | None,
+) -> None:
     """Push NAME:TAG, which 'ftkit build' made, to HOST/PATH/NAME:TAG.
 
     Uses the credentials of docker's configuration ('docker login', credential helpers).
@@ -38,6 +53,7 @@ def command(reference: str, *, registry: str | None, username: str | None, passw
     from ftkit.config.image_reference import parse_name
     from ftkit.images.oci import credentials
 
+    signing = required_signer(signs=signs, key=key, signer=signer)
     target = required_registry(registry, reference)
     given = None
     if password_stdin:
@@ -45,17 +61,28 @@ def command(reference: str, *, registry: str | None, username: str | None, passw
         given = credentials.from_user(host, username, sys.stdin.read().strip("\r\n"))
     elif username:
         raise click.UsageError("--username requires --password-stdin", click.get_current_context())
-    push_and_report(reference, target, given, Terminal())
+    push_and_report(reference, target, given, Terminal(), signing)
 
 
-def push_and_report(reference: str, registry: str, given: Credentials | None, terminal: Terminal) -> None:
-    """Push an image, and print its address with its digest."""
+def push_and_report(
+    reference: str,
+    registry: str,
+    given: Credentials | None,
+    terminal: Terminal,
+    signing: tuple[Signer, Path] | None = None,
+) -> None:
+    """Push an image, sign it if a program and a private key are given, and print its address with its digest."""
     from ftkit.cli.terminal.progress_view import ProgressView
     from ftkit.config.image_reference import parse_name
-    from ftkit.images.push import push
+    from ftkit.images.push import push, sign_pushed
 
     started = time.monotonic()
     with ProgressView(terminal) as view:
-        pushed = push(parse_name(reference), registry, given=given, report=view.report)
+        image = parse_name(reference)
+        pushed = push(image, registry, given=given, report=view.report)
     terminal.say(Styled(f"pushed {pushed.reference} in {duration(time.monotonic() - started)}", "bold"))
+    if signing:
+        program, private_key = signing
+        sign_pushed(image, pushed, private_key, program, given)
+        terminal.say(f"signed by {program}")
     terminal.data(f"{pushed.reference.repository}@{pushed.digest}\n")

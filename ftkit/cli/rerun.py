@@ -19,6 +19,7 @@ from ftkit.cli.arguments import (
 )
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.shell_completion import complete_run
+from ftkit.cli.signing_options import require_signature_option
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.config.paths import is_address
 from ftkit.errors import RunFailedError
@@ -48,13 +49,7 @@ if TYPE_CHECKING:
 @placement_options
 @click.option("--name", metavar="NAME", help="Name of the new run; default: the recipe's name with -rerun.")
 @click.option("--allow", "allowed", metavar="PART", multiple=True, help="Accept different data, or a different image.")
-@click.option(
-    "--require-signature",
-    "public_key",
-    metavar="KEY",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Refuse a bundle that is not signed by this public key (for ssh-keygen: an allowed-signers file).",
-)
+@require_signature_option("a bundle")
 @click.option("--import", "does_import", is_flag=True, help="Import the image first if it is missing.")
 @click.option("--dry-run", is_flag=True, help="List the differences and print the job script; submit nothing.")
 @hf_token_option
@@ -82,14 +77,15 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.config.context import Context
     from ftkit.launch.render import render_job
     from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun
-    from ftkit.runs.bundle import verify_signature
+    from ftkit.runs.bundle import SIGNED_AS
     from ftkit.runs.repeat import original_to_json, read_original
+    from ftkit.runs.signing import verify_beside
 
     terminal, ctx, workspace = Terminal(), Context.here(), current_workspace()
     path = Path(reference)
     is_own = not (is_address(reference) or path.exists() or path.suffix in (".json", ".tar"))
     if public_key:
-        verify_signature(path, public_key)
+        verify_beside(path, public_key, SIGNED_AS)
     original = read_original(str(get_run(reference).layout.root) if is_own else reference)
     args = RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
     plan = plan_rerun(original, args, ctx, workspace, current_settings().image)

@@ -10,6 +10,7 @@ import click
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_store
 from ftkit.cli.shell_completion import complete_image
+from ftkit.cli.signing_options import require_signature_option
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import gib
 
@@ -25,16 +26,19 @@ if TYPE_CHECKING:
 )
 @click.argument("wanted", metavar="NAME:TAG|FILE|URI", shell_complete=complete_image)
 @click.option("--deep", is_flag=True, help="Run the self-check inside the image too.")
-def command(wanted: str, *, deep: bool) -> None:
+@require_signature_option("a file")
+def command(wanted: str, *, deep: bool, public_key: Path | None) -> None:
     """Recompute the digests of an imported image; list every difference, and exit with code 10 if there is any."""
     from ftkit.cli.terminal.progress_view import ProgressView
     from ftkit.config.image_reference import ImageFile, parse_image
+    from ftkit.images.signatures import require_beside
     from ftkit.images.verify import require_intact, verify, verify_inside
 
     terminal = Terminal()
     image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE|URI")
     file = _file(image)
     with ProgressView(terminal) as view:
+        program = require_beside(file, public_key) if public_key else None
         result = verify(file, view.report, name="NAME:TAG" if isinstance(image, ImageFile) else wanted)
         require_intact(result)
         left = verify_inside(file, result.manifest, view.report) if deep else ""
@@ -50,6 +54,8 @@ def command(wanted: str, *, deep: bool) -> None:
         is_data=True,
     )
     terminal.say(Styled("the file matches its manifest", "green"))
+    if program:
+        terminal.say(Styled(f"the manifest is signed, as {program} says", "green"))
     if left:
         terminal.say(left)
 

@@ -10,6 +10,7 @@ from ftkit.errors import PrerequisiteError
 from ftkit.files import remove
 from ftkit.images import docker_engine
 from ftkit.images.store import manifest_file, read_manifest, sbom_file
+from ftkit.runs.signing import signatures_beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,7 +39,8 @@ def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]
             continue
         manifest = read_manifest(path)
         name = manifest.reference if manifest else path.name
-        belongs = (path, manifest_file(path), sbom_file(path))
+        signatures = signatures_beside(manifest_file(path)).values()
+        belongs = (path, manifest_file(path), sbom_file(path), *signatures)
         found.append(Removable(name, "no name points to it", path.stat().st_size, belongs))
     found += [Removable(path.name, "a killed import left it", _size(path), (path,)) for path in store.leftovers()]
     return found + _dangling_in_docker()

@@ -10,11 +10,16 @@ from ftkit.errors import ImageError
 from ftkit.images import docker_engine
 from ftkit.images.docker_engine import explain_transfer, follow_transfer
 from ftkit.images.oci import credentials as who
+from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.transfer import retry
 from ftkit.images.progress import Report, ignore_progress
+from ftkit.images.signatures import sign_in_registry
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.images.oci.credentials import Credentials
+    from ftkit.runs.signing import Signer
 
 
 @dataclass(frozen=True)
@@ -65,3 +70,17 @@ def push(
     if not digest:
         raise ImageError(f"{wanted.host} took {wanted} without returning its digest", fix="see the registry's log")
     return PushResult(wanted, digest)
+
+
+def sign_pushed(
+    image: NamedImage, pushed: PushResult, key: Path, signer: Signer, given: Credentials | None = None
+) -> Digest:
+    """Sign an image that was pushed; return the digest of the signature in the registry.
+
+    Raises:
+        PrerequisiteError: the program is missing, or refused the key.
+        ImageError: the registry refuses the signature.
+    """
+    known = given or who.find(pushed.reference.host)
+    with Registry(pushed.reference, known, ignore_progress) as registry:
+        return sign_in_registry(registry, image, pushed.digest, key, signer)

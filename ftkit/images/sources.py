@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
@@ -19,11 +20,11 @@ from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.rootfs import SBOM_PATH, Contents, Entry, ImageConfig
 from ftkit.images.oci.tar import TarReader
 from ftkit.images.progress import ByteCounter, ProgressEvent
+from ftkit.images.signatures import require_in_registry
 from ftkit.images.squashfs import MadeFile, build_squashfs, disk_full
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from ftkit.config.image_reference import Digest, ImageFormat
     from ftkit.images.docker_engine import DockerImage
@@ -104,7 +105,8 @@ class RegistrySource:
     def __init__(self, reference: RegistryImage, registry: Registry) -> None:
         self._reference = reference
         self._registry = registry
-        manifest, self.registry_digest = registry.manifest()
+        manifest, self.digests = registry.manifest()
+        self.registry_digest = self.digests[-1]
         self.image_id = manifest.config.digest
         self._layers = manifest.layers
         configuration = registry.configuration(manifest)
@@ -208,6 +210,7 @@ class ImportRequest:
         cluster: the cluster that it is for.
         on_node: let enroot work on a compute node.
         method: which program makes the file.
+        public_key: of the signature that the image must have; signatures are in registries.
     """
 
     image: ImportableImage
@@ -215,6 +218,7 @@ class ImportRequest:
     cluster: ClusterProfile
     on_node: bool = False
     method: ImportMethod = "auto"
+    public_key: Path | None = None
 
     @property
     def name(self) -> NamedImage:
@@ -238,7 +242,7 @@ def select_source(request: ImportRequest, report: Report) -> ImageSource:
     """
     if request.on_node:
         return _on_node(request, report)
-    known = _docker_source(request.image) or _registry_source(request, report)
+    known = (None if request.public_key else _docker_source(request.image)) or _registry_source(request, report)
     is_left_to_enroot = request.method == "auto" and enroot.is_installed() and not squashfs.has_tool()
     return EnrootSource(known) if request.method == "enroot" or is_left_to_enroot else known
 
@@ -276,10 +280,19 @@ def _docker_source(image: ImportableImage) -> DockerSource | None:
 
 def _registry_source(request: ImportRequest, report: Report) -> RegistrySource:
     remote = request.registry_image
+    if remote is None and request.public_key:
+        raise ConfigError(
+            [Problem("", "--require-signature", "signatures of images are in registries, and none is given.",
+                     f"Push it: ftkit push {request.name} --sign --key FILE --registry HOST/PATH")]
+        )  # fmt: skip
     if remote is None:
         raise NotFoundError(
             f"{request.image} was not built on this machine, and nothing says in which registry it is",
             meaning="no docker engine here has it, and neither --registry nor 'registry:' in ftkit.yaml is given",
             fix=f"ftkit build {request.image} here, or ftkit import {request.image} --registry HOST/PATH",
         )
-    return RegistrySource(remote, Registry(remote, credentials.find(remote.host), report))
+    registry = Registry(remote, credentials.find(remote.host), report)
+    source = RegistrySource(remote, registry)
+    if request.public_key:
+        require_in_registry(registry, None if remote.digest else request.name, source.digests, request.public_key)
+    return source

@@ -311,3 +311,34 @@ def test_pyxis_starts_the_imported_file(project: Project) -> None:
     link = project.ok("import", "tiny:1", "--with", "ftkit").stdout.strip()
     done = subprocess.run(["srun", f"--container-image={link}", "cat", "/etc/issue"], capture_output=True, check=True)
     assert done.stdout == b"fake\n"
+
+
+def test_only_an_image_that_its_maker_signed_is_imported(project: Project, tmp_path: Path, bases: APIClient) -> None:
+    for name in ("ours", "theirs"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    wanted = ("import", "tiny:1", "--require-signature", str(tmp_path / "ours.pub"))
+    project.ok("build", "tiny:1", "--allow-unpinned")
+    project.ok("push", "tiny:1")
+    unsigned = project.call(*wanted)
+    assert unsigned.returncode == 10
+    assert "is not signed" in unsigned.stderr
+    assert not project.images.exists()
+    project.ok("push", "tiny:1", "--sign", "--key", str(tmp_path / "theirs"), "--signer", "ssh-keygen")
+    foreign = project.call(*wanted)
+    assert foreign.returncode == 10
+    assert "no signature of tiny:1 fits" in foreign.stderr
+    pushed = project.ok("push", "tiny:1", "--sign", "--key", str(tmp_path / "ours"), "--signer", "ssh-keygen")
+    link = project.ok(*wanted, "--sign", "--key", str(tmp_path / "ours"), "--signer", "ssh-keygen").stdout.strip()
+    manifest = (project.root / link).resolve()
+    manifest = manifest.with_name(f"{manifest.name}.json")
+    assert json.loads(manifest.read_text())["registry_digest"] == pushed.stdout.strip().partition("@")[2]
+    checked = ("verify", "tiny:1", "--require-signature")
+    project.ok(*checked, str(tmp_path / "ours.pub"))
+    assert project.call(*checked, str(tmp_path / "theirs.pub")).returncode == 10
+    manifest.write_text(manifest.read_text().replace("tiny:1", "tiny:2"))
+    assert project.call(*checked, str(tmp_path / "ours.pub")).returncode == 10
+    bases.tag("fake:1", pushed.stdout.strip().partition("@")[0], "1", force=True)
+    list(bases.push(pushed.stdout.strip().partition("@")[0], tag="1", stream=True))
+    moved = project.call(*wanted)
+    assert moved.returncode == 10
+    assert "is not signed" in moved.stderr

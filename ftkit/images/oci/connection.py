@@ -22,7 +22,7 @@ from ftkit.images.oci.documents import read_answer
 from ftkit.images.oci.transfer import DeadlineError, StalledError, TransientError, within
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import requests
 
@@ -38,6 +38,8 @@ _CHUNK: Final = 1 << 20
 _MAX_REDIRECTS: Final = 5
 _MAX_TOKEN_ANSWER: Final = 1 << 20
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
+_READ: Final = (200, 206)
+_WRITTEN: Final = (200, 201, 202, 204)
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _TRANSIENT: Final = (408, 425, 429, 500, 502, 503, 504)
 _PARAMETER: Final = re.compile(r'(\w+)="([^"]*)"')
@@ -95,6 +97,38 @@ class Connection:
             except StalledError:
                 stack.pop_all()  # the thread that still reads holds the answer: closing it would wait for that
                 raise
+
+    def send(self, method: str, address: str, content: bytes, media_type: str) -> dict[str, str]:
+        """Write to the repository and return the answer's headers, their names in small letters.
+
+        Args:
+            method: `POST` or `PUT`.
+            address: below the repository, or an address that the registry gave for an upload.
+            content: what to send.
+            media_type: of it.
+
+        Raises:
+            TransientError: the registry can't be reached, or is busy.
+            ImageError: access is denied, or the answer breaks the protocol.
+        """
+        url = urljoin(f"{self._root.geturl()}/v2/{self._reference.path}/", address)
+        if not self._is_ours(url):
+            url = self._next(url, url, has_digest=False)
+        headers = {"Content-Type": media_type}
+
+        def request() -> requests.Response:
+            authorization = self._authorization if self._is_ours(url) else ""
+            return self._request(method, url, headers, authorization, data=content)
+
+        answer = self._within_chunk_time(request)
+        if answer.status_code == _UNAUTHORIZED and self._is_ours(url):
+            challenge = answer.headers.get("WWW-Authenticate", "")
+            answer.close()
+            self._log_in(challenge)
+            answer = self._within_chunk_time(request)
+        with answer:
+            self._explain(answer, _WRITTEN)
+            return {name.lower(): value for name, value in answer.headers.items()}
 
     def _authorized(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
         """Get an address; log in if the registry asks for it."""
@@ -191,7 +225,7 @@ class Connection:
     def _follow(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
         """Get an address, and follow its redirects."""
         for _ in range(_MAX_REDIRECTS + 1):
-            answer = self._get(url, headers, self._authorization if self._is_ours(url) else "")
+            answer = self._request("GET", url, headers, self._authorization if self._is_ours(url) else "")
             if answer.status_code not in _REDIRECTS:
                 return answer
             answer.close()
@@ -217,12 +251,14 @@ class Connection:
             raise self.protocol_error(f"redirects to {shortened(host)} without TLS, where anyone can change the answer")
         return target.geturl()
 
-    def _get(self, url: str, headers: dict[str, str], authorization: str, **options: Any) -> requests.Response:
+    def _request(
+        self, method: str, url: str, headers: dict[str, str], authorization: str, **options: Any
+    ) -> requests.Response:
         direct = {"http": None, "all": None} if url.startswith("http:") and is_loopback(urlsplit(url).netloc) else None
         try:
-            return self._session.get(
-                url, headers={"Accept-Encoding": "identity", **headers}, auth=_Header(authorization), stream=True,
-                timeout=_TIMEOUT, allow_redirects=False, proxies=direct, **options,
+            return self._session.request(
+                method, url, headers={"Accept-Encoding": "identity", **headers}, auth=_Header(authorization),
+                stream=True, timeout=_TIMEOUT, allow_redirects=False, proxies=direct, **options,
             )  # fmt: skip
         except self._library.exceptions.SSLError as error:
             raise ImageError(
@@ -235,7 +271,7 @@ class Connection:
         except (self._library.exceptions.RequestException, ValueError) as error:
             raise self.protocol_error(f"can't be asked: {_last_reason(error)}") from error
 
-    def _explain(self, answer: requests.Response) -> None:
+    def _explain(self, answer: requests.Response, accepted: Sequence[int] = _READ) -> None:
         code, host = answer.status_code, self._reference.host
         said = f"{code} {responses.get(code, '')}".rstrip()
         if code in (_UNAUTHORIZED, _FORBIDDEN):
@@ -248,7 +284,7 @@ class Connection:
             )
         if code in _TRANSIENT:
             raise TransientError(f"{host} answers {said}", fix="try again later")
-        if code not in (200, 206):
+        if code not in accepted:
             raise self.protocol_error(f"answers {said}")
 
     def _log_in(self, challenge: str) -> None:
@@ -277,7 +313,7 @@ class Connection:
         return token
 
     def _ask_token_service(self, realm: str, authorization: str, parameters: dict[str, str]) -> bytes:
-        with self._get(realm, {}, authorization, params=parameters) as answer:
+        with self._request("GET", realm, {}, authorization, params=parameters) as answer:
             code = answer.status_code
             if code in _TRANSIENT:
                 raise TransientError(

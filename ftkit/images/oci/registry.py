@@ -70,19 +70,21 @@ class Registry:
         """Return the digest of the reference: that of the index, if the image has several architectures."""
         return self._document(self._reference.wanted, self._reference.digest)[1]
 
-    def manifest(self) -> tuple[Manifest, Digest]:
-        """Return the image's manifest for this machine's architecture, and its digest.
+    def manifest(self) -> tuple[Manifest, tuple[Digest, ...]]:
+        """Return the image's manifest for this machine's architecture, and the digests that lead to it, its own last.
 
         Raises:
             NotFoundError: the registry has no such image.
             ImageError: access is denied, or the answer is not the requested document.
         """
         document, digest = self._document(self._reference.wanted, self._reference.digest)
+        digests = [digest]
         for _ in range(_MAX_NESTED):
             if isinstance(document, Manifest):
-                return document, digest
+                return document, tuple(digests)
             entry = self._entry_for_here(document)
             document, digest = self._document(entry.digest, entry.digest, entry.size)
+            digests.append(digest)
         raise ImageError(f"{self._reference} is an index of indexes that leads to no image", fix="push it again")
 
     def configuration(self, manifest: Manifest) -> Configuration:
@@ -104,6 +106,22 @@ class Registry:
                 fix="push the image again, and tell whoever runs the registry",
             )
         return configuration
+
+    def document(self, path: str, digest: Digest | None = None, limit: int = _MAX_MANIFEST) -> bytes:
+        """Return a document of the repository as it is (`manifests/…`, `blobs/…`), of at most `limit` bytes.
+
+        Raises:
+            NotFoundError: there is none.
+            ImageError: access is denied, or it does not have this digest.
+        """
+        return self._whole(path, digest, limit)
+
+    def send(self, method: str, address: str, content: bytes, media_type: str) -> dict[str, str]:
+        """Write to the repository and return the answer's headers; raises as `Connection.send`."""
+        stage = f"writing to {self._reference.host}"
+        return retry(
+            lambda: self._connection.send(method, address, content, media_type), self._report, stage, self._waits
+        )
 
     def download(self, layer: Descriptor, path: Path, advance: Callable[[int], None]) -> None:
         """Download a layer into `path`; continue where a connection was lost; never write more than the layer's size.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import shutil
-import subprocess
 import tarfile
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +11,7 @@ import pytest
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.files import DamagedFileError, write_json
 from ftkit.planning.plan import read_plan
-from ftkit.runs.bundle import (
-    NAMESPACE,
-    PRINCIPAL,
-    SignatureError,
-    find_signer,
-    is_bundle,
-    sign,
-    unpack,
-    verify_signature,
-    write_bundle,
-)
+from ftkit.runs.bundle import is_bundle, unpack, write_bundle
 from ftkit.runs.manifest import build_manifest
 
 if TYPE_CHECKING:
@@ -96,32 +83,3 @@ def test_a_damaged_bundle_is_refused(bundle: Path, tmp_path: Path, damage: str) 
     with pytest.raises(DamagedFileError):
         unpack(bundle, tmp_path / "there")
     assert not is_bundle(tmp_path)
-
-
-def test_a_signature_holds_for_the_file_the_key_and_the_purpose(bundle: Path, tmp_path: Path) -> None:
-    if shutil.which("ssh-keygen") is None:
-        pytest.skip("needs ssh-keygen")
-    key, other, signers = tmp_path / "key", tmp_path / "other", tmp_path / "signers"
-    for each in (key, other):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", each], check=True)
-    signers.write_text(f'{PRINCIPAL} namespaces="{NAMESPACE}" {key.with_suffix(".pub").read_text()}')
-    with pytest.raises(NotFoundError, match="no signature"):
-        verify_signature(bundle, signers)
-    sign(bundle, key, "ssh-keygen")
-    assert verify_signature(bundle, signers) == "ssh-keygen"
-    sign(bundle, other, "ssh-keygen")
-    with pytest.raises(SignatureError):
-        verify_signature(bundle, signers)
-    sign(bundle, key, "ssh-keygen")
-    content = bundle.read_bytes()
-    bundle.write_bytes(content.replace(json.dumps("ftkit").encode(), json.dumps("ftkid").encode(), 1))
-    with pytest.raises(SignatureError, match="not as its signer left it"):
-        verify_signature(bundle, signers)
-    with pytest.raises(PrerequisiteError, match="did not sign"):
-        sign(bundle, signers, "ssh-keygen")
-
-
-def test_without_a_program_that_signs_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(PrerequisiteError, match="nothing here can sign"):
-        find_signer()

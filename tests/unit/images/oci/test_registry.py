@@ -171,8 +171,8 @@ def test_when_one_layer_fails_the_others_stop(tmp_path: Path) -> None:
         stage = "downloading"
         has_stopped = False
 
-        def manifest(self) -> tuple[Manifest, Digest]:
-            return Manifest(config=config, layers=(first, second)), digest_of(b"manifest")
+        def manifest(self) -> tuple[Manifest, tuple[Digest, ...]]:
+            return Manifest(config=config, layers=(first, second)), (digest_of(b"manifest"),)
 
         def configuration(self, manifest: Manifest) -> Configuration:
             return Configuration(rootfs=RootFilesystem(diff_ids=tuple(layer.digest for layer in manifest.layers)))

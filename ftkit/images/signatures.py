@@ -1,0 +1,157 @@
+"""Signatures of images: in a registry beside the image, and of imported files in files beside them.
+
+Signed is a short statement, `NAME:TAG has this digest`, so that nobody can pass off a signed image as another one.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pydantic import BaseModel, ConfigDict
+
+from ftkit.config.image_reference import Digest  # noqa: TC001 - pydantic reads it at run time
+from ftkit.errors import ImageError, NotFoundError
+from ftkit.images.oci.documents import read_answer
+from ftkit.images.oci.referrers import Blob, attach, attached
+from ftkit.images.store import manifest_file
+from ftkit.runs.signing import SIGNERS, Purpose, SignatureError, Signer, key_kind, sign, verify, verify_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.config.image_reference import NamedImage
+    from ftkit.images.oci.registry import Registry
+
+SIGNED_AS: Final[Purpose] = "ftkit-image"
+_ARTIFACT_TYPE: Final = "application/vnd.ftkit.image-signature.v1"
+_STATEMENT_TYPE: Final = "application/vnd.ftkit.image-statement.v1+json"
+_SIGNATURE_TYPE: Final = "application/vnd.ftkit.signature."
+
+
+class Statement(BaseModel):
+    """The signed text.
+
+    Attributes:
+        type: what kind of statement this is, and its version.
+        image: `NAME:TAG`.
+        digest: of its manifest or index.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: str = "ftkit image signature v1"
+    image: str
+    digest: Digest
+
+    def to_bytes(self) -> bytes:
+        """Return the text, the same for the same statement."""
+        return json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()
+
+
+def sign_in_registry(registry: Registry, image: NamedImage, digest: Digest, key: Path, signer: Signer) -> Digest:
+    """Sign an image in a registry, and return the digest of the artifact with the signature.
+
+    Args:
+        registry: the image's repository.
+        image: the name that it was pushed under.
+        digest: that the registry gave it.
+        key: the private key.
+        signer: the program.
+
+    Raises:
+        PrerequisiteError: the program is missing, or refused.
+        ImageError: the registry refuses the signature.
+    """
+    statement = Statement(image=image.reference, digest=digest).to_bytes()
+    with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:
+        path = Path(folder, "statement.json")
+        path.write_bytes(statement)
+        signature = sign(path, key, signer, SIGNED_AS).read_bytes()
+    blobs = (Blob(_STATEMENT_TYPE, statement), Blob(f"{_SIGNATURE_TYPE}{signer}", signature))
+    return attach(registry, digest, _ARTIFACT_TYPE, blobs)
+
+
+def require_in_registry(registry: Registry, name: NamedImage | None, digests: Sequence[Digest], key: Path) -> None:
+    """Refuse an image in a registry that is not signed.
+
+    Args:
+        registry: the image's repository.
+        name: that it is to have; None if it was asked for by its digest, which no name can change.
+        digests: of its manifest and of the index that leads there: a signature of either is enough.
+        key: the public key, or allowed signers.
+
+    Raises:
+        ImageError: no signature fits, and why.
+        PrerequisiteError: the key can't be read, or its program is missing.
+    """
+    program, refused = key_kind(key), list[str]()
+    for digest in digests:
+        for blobs in attached(registry, digest, _ARTIFACT_TYPE):
+            reason = _reason_to_refuse(blobs, name, digest, key, program)
+            if reason is None:
+                return
+            refused.append(reason)
+    image = f"{name or digests[0]}"
+    if not refused:
+        raise ImageError(
+            f"{image} is not signed: the registry has no signature of {digests[0]}",
+            meaning="it was pushed without --sign, the tag was moved to another image, or the copy lacks signatures",
+            fix=f"sign it where it was built: ftkit push {name or 'NAME:TAG'} --sign --key FILE",
+        )
+    raise ImageError(
+        "\n    ".join((f"no signature of {image} fits {key}:", *refused)),
+        meaning="somebody else signed it, or the image or its signature was changed",
+        fix="don't use it before you know who pushed it; or give the right public key",
+    )
+
+
+def _reason_to_refuse(
+    blobs: Sequence[Blob], name: NamedImage | None, digest: Digest, key: Path, program: Signer
+) -> str | None:
+    """Return why an artifact's signature does not count; None if it does."""
+    found = {blob.media_type: blob.content for blob in blobs}
+    signed, content = found.get(_STATEMENT_TYPE, b""), found.get(f"{_SIGNATURE_TYPE}{program}")
+    if content is None:
+        others = [each for each in SIGNERS if f"{_SIGNATURE_TYPE}{each}" in found]
+        return f"made with {', '.join(others) or 'an unknown program'}; the public key is for {program}"
+    with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:
+        path, signature = Path(folder, "statement.json"), Path(folder, "signature")
+        path.write_bytes(signed)
+        signature.write_bytes(content)
+        try:
+            verify(path, signature, key, SIGNED_AS)
+            statement = read_answer(Statement, signed, "the statement")
+        except (SignatureError, ImageError) as error:
+            return error.what
+    if statement != Statement(image=statement.image, digest=digest):
+        return f"signs {statement.digest}, which is another image"
+    if name is not None and statement.image != name.reference:
+        return f"signs this image as {statement.image}"
+    return None
+
+
+def sign_file(file: Path, key: Path, signer: Signer) -> Path:
+    """Sign the manifest of an imported file, which has the file's digest; return the signature's file.
+
+    Raises:
+        PrerequisiteError: the program is missing, or refused.
+    """
+    return sign(manifest_file(file.resolve()), key, signer, SIGNED_AS)
+
+
+def require_beside(file: Path, key: Path) -> Signer:
+    """Refuse an imported file whose manifest is not signed; return the program that checked it.
+
+    That the file is as its manifest says is for `ftkit.images.verify`.
+
+    Raises:
+        ImageError: there is no signature, or it does not fit.
+        PrerequisiteError: the key can't be read, or its program is missing.
+    """
+    try:
+        return verify_beside(manifest_file(file.resolve()), key, SIGNED_AS)
+    except (NotFoundError, SignatureError) as error:
+        raise ImageError(error.what, meaning=error.meaning, fix=error.fix) from error

@@ -1,0 +1,108 @@
+"""Signatures hold for the file, the key, and the purpose; made by the real programs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.runs.signing import (
+    PRINCIPAL,
+    SUFFIXES,
+    SignatureError,
+    Signer,
+    find_signer,
+    key_kind,
+    sign,
+    verify_beside,
+)
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """Keys of one program."""
+
+    signer: Signer
+    private: Path
+    public: Path
+
+
+def make_keys(signer: Signer, folder: Path, name: str) -> KeyPair:
+    if shutil.which(signer) is None:
+        pytest.skip(f"needs {signer}")
+    private, public = folder / name, folder / f"{name}.pub"
+    commands = {
+        "ssh-keygen": ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", private],
+        "minisign": ["minisign", "-G", "-W", "-s", private, "-p", public],
+    }
+    subprocess.run(commands[signer], check=True, capture_output=True)
+    return KeyPair(signer, private, public)
+
+
+@pytest.fixture(params=["ssh-keygen", "minisign"])
+def keys(request: pytest.FixtureRequest, tmp_path: Path) -> KeyPair:
+    return make_keys(request.param, tmp_path, "key")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a file"
+    path.write_bytes(b"content")
+    return path
+
+
+def test_a_signature_holds_for_the_file_and_the_key(keys: KeyPair, file: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no signature"):
+        verify_beside(file, keys.public, "ftkit-bundle")
+    signature = sign(file, keys.private, keys.signer, "ftkit-bundle")
+    assert signature == file.with_name(file.name + SUFFIXES[keys.signer])
+    assert verify_beside(file, keys.public, "ftkit-bundle") == keys.signer
+    file.write_bytes(b"contents")
+    with pytest.raises(SignatureError, match="not as its signer left it"):
+        verify_beside(file, keys.public, "ftkit-bundle")
+    sign(file, make_keys(keys.signer, tmp_path, "other").private, keys.signer, "ftkit-bundle")
+    with pytest.raises(SignatureError, match="not as its signer left it"):
+        verify_beside(file, keys.public, "ftkit-bundle")
+
+
+def test_a_public_key_does_not_sign_and_a_private_one_does_not_verify(keys: KeyPair, file: Path) -> None:
+    keys.private.rename(keys.private.with_suffix(".moved"))
+    with pytest.raises(PrerequisiteError, match="did not sign"):
+        sign(file, keys.public, keys.signer, "ftkit-bundle")
+    file.with_name(file.name + SUFFIXES[keys.signer]).write_text("x")
+    with pytest.raises(PrerequisiteError, match="is a private key"):
+        verify_beside(file, keys.private.with_suffix(".moved"), "ftkit-bundle")
+
+
+def test_a_signature_by_ssh_keygen_holds_for_its_purpose_and_for_the_allowed_signers(
+    file: Path, tmp_path: Path
+) -> None:
+    keys, signers = make_keys("ssh-keygen", tmp_path, "key"), tmp_path / "signers"
+    sign(file, keys.private, "ssh-keygen", "ftkit-bundle")
+    with pytest.raises(SignatureError):
+        verify_beside(file, keys.public, "ftkit-image")
+    signers.write_text(f'# ours\n{PRINCIPAL} namespaces="ftkit-bundle" {keys.public.read_text()}')
+    verify_beside(file, signers, "ftkit-bundle")
+    signers.write_text(f"somebody@else {keys.public.read_text()}")
+    with pytest.raises(SignatureError):
+        verify_beside(file, signers, "ftkit-bundle")
+
+
+def test_a_key_of_another_program_than_the_signature_is_reported_as_such(file: Path, tmp_path: Path) -> None:
+    sign(file, make_keys("ssh-keygen", tmp_path, "key").private, "ssh-keygen", "ftkit-bundle")
+    key = tmp_path / "minisign.pub"
+    key.write_text("untrusted comment: minisign public key 0\nRWQ\n")
+    with pytest.raises(SignatureError, match=r"signed with ssh-keygen, and .* is a public key of minisign"):
+        verify_beside(file, key, "ftkit-bundle")
+    key.write_text("-----BEGIN PUBLIC KEY-----\n")
+    assert key_kind(key) == "cosign"
+
+
+def test_without_a_program_that_signs_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PrerequisiteError, match="nothing here can sign"):
+        find_signer()
