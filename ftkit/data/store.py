@@ -189,8 +189,8 @@ class PackWriter:
         """Append packs with the given number of documents each."""
         ends = self.num_tokens + np.cumsum(documents.lengths, dtype=np.int64)
         last = np.cumsum(pack_sizes, dtype=np.int64) - 1
-        trained = np.concatenate([[0], np.cumsum(documents.tokens >= TRAINED, dtype=np.int64)])
-        targets = np.diff(trained[ends[last] - self.num_tokens], prepend=0)
+        starts = np.concatenate([[0], ends[last[:-1]] - self.num_tokens])
+        targets = np.add.reduceat(documents.tokens >= TRAINED, starts, dtype=np.int64)
         arrays = (
             documents.tokens.astype("<u4", copy=False),
             ends.astype("<i8", copy=False),
@@ -199,7 +199,7 @@ class PackWriter:
             targets.astype("<i8", copy=False),
         )
         for file, array in zip(self._files.values(), arrays, strict=True):
-            file.write(array.tobytes())
+            file.write(array.data)
         self.num_documents += len(documents.lengths)
         self.num_packs += len(pack_sizes)
         self.num_tokens += len(documents.tokens)

@@ -1,7 +1,12 @@
 """Families' chat templates, in our own words: the texts and trained spans are those of the published templates.
 
-`⟦` and `⟧` stand around what is trained. Where a published template has sentences of instruction for tools, ours has
-"TOOLS" and their JSON; all else is the same, letter for letter.
+`⟦` and `⟧` stand around what is trained. Where a published template has sentences of its own (instructions for tools, a
+default system turn), ours has a word in capitals; all else is the same, letter for letter.
+
+The texts were compared in November 2026 with what the published templates render, as these projects store them:
+Llama 3.1, 3.2, 3.3: TRL 1.16 and llama.cpp; Qwen 3: TRL, llama.cpp (Qwen3-0.6B); Gemma 3: TRL; gpt-oss: TRL, llama.cpp
+(gpt-oss-120b); Mistral: llama.cpp (plain turns: Small 3.2; tools: Nemo, and Small 3.1 read); Phi-4-mini: the Berkeley
+function calling leaderboard; OLMo 3 Think: open-instruct. OLMo 3 Instruct: Ollama's and rLLM's renderers, read.
 """
 
 from __future__ import annotations
@@ -89,12 +94,31 @@ GEMMA = """
 {{- '<start_of_turn>model\n' if add_generation_prompt }}
 """
 OLMO = """
+{%- if messages[0].role != 'system' %}
+    {{- '<|im_start|>system\nDEFAULT' + ('TOOLS' if tools else '') }}
+    {{- '<functions>' + (tools | tojson if tools else '') + '</functions><|im_end|>\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role.replace('tool', 'environment') + '\n' + m.content }}
+    {{- '<functions>' + tools | tojson + '</functions>' if tools and m.role == 'system' }}
+    {%- for call in m.tool_calls or [] %}
+        {{- ('<function_calls>' if loop.first else '\n') + call.function.name + '(' }}
+        {%- for name, value in call.function.arguments.items() %}
+            {{- ('' if loop.first else ', ') + name + '=' + value | tojson }}
+        {%- endfor %}
+        {{- ')' + ('</function_calls>' if loop.last else '') }}
+    {%- endfor %}
+    {{- eos_token if loop.last and m.role == 'assistant' else '<|im_end|>\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\n' if add_generation_prompt }}
+"""
+OLMO_THINK = """
 {%- for m in messages %}
     {{- '<|im_start|>' + m.role + '\n' + m.content }}
     {{- ' NO FUNCTIONS' if m.role == 'system' }}
     {{- eos_token if loop.last and m.role == 'assistant' else '<|im_end|>\n' }}
 {%- endfor %}
-{{- '<|im_start|>assistant\n' if add_generation_prompt }}
+{{- '<|im_start|>assistant\n<think>' if add_generation_prompt }}
 """
 MISTRAL = """
 {{- bos_token }}
@@ -129,7 +153,8 @@ GPT_OSS = """
 {{- '<|start|>system<|message|>TODAY ' + strftime_now('%Y-%m-%d') + '<|end|>' }}
 {%- set first = messages[0] %}
 {%- if first.role == 'system' or tools %}
-    {{- '<|start|>developer<|message|>' + (first.content if first.role == 'system' else '') }}
+    {{- '<|start|>developer<|message|>' }}
+    {{- '# Instructions\n\n' + first.content + '\n\n' if first.role == 'system' }}
     {{- ('TOOLS' + tools | tojson if tools else '') + '<|end|>' }}
 {%- endif %}
 {%- set called = namespace(name='') %}
@@ -141,8 +166,8 @@ GPT_OSS = """
         {{- m.content | tojson + '<|end|>' }}
     {%- elif m.tool_calls %}
         {%- set later = messages[messages.index(m) + 1:] | selectattr('role', 'equalto', 'assistant') %}
-        {%- if m.thinking and not later | rejectattr('tool_calls') | list %}
-            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- if (m.thinking or m.content) and not later | rejectattr('tool_calls') | list %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.thinking or m.content) + '<|end|>' }}
         {%- endif %}
         {%- set called.name = m.tool_calls[0].function.name %}
         {{- '<|start|>assistant to=functions.' + called.name + '<|channel|>commentary json<|message|>' }}
@@ -173,6 +198,19 @@ CALLING = [
     {"role": "tool", "content": "12", "tool_call_id": "call_1"},
     {"role": "assistant", "content": "A1"},
 ]
+PARALLEL = [
+    CALLING[0],
+    {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL | {"id": "call_2"}]},
+    CALLING[2],
+    CALLING[2] | {"tool_call_id": "call_2"},
+    CALLING[3],
+]
+SAYING = [CALLING[0], {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}, *CALLING[2:]]
+SILENT = [CALLING[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}, *CALLING[2:]]
+TAGGED = [
+    turn | ({"content": f"<think>R{n}</think>{turn['content']}"} if turn["role"] == "assistant" else {})
+    for n, turn in enumerate(PLAIN)
+]
 TOOL = {"type": "function", "function": {"name": "weather", "description": "w", "parameters": {"type": "object"}}}
 
 
@@ -194,6 +232,7 @@ FAMILIES = {
     "qwen3-no-thinking": Family(QWEN, "<|im_end|>", options={"enable_thinking": False}),
     "gemma3": Family(GEMMA, "<end_of_turn>"),
     "olmo3": Family(OLMO, "<|endoftext|>"),
+    "olmo3-think": Family(OLMO_THINK, "<|endoftext|>"),
     "mistral": Family(MISTRAL, "</s>", "<s>"),
     "phi4-mini": Family(PHI_MINI, "<|endoftext|>", end="<|end|>"),
     "gpt-oss": Family(GPT_OSS, "<|return|>"),
@@ -205,6 +244,11 @@ L, LS = (
 LU, LA, LT = L.format("user"), L.format("assistant"), L.format("ipython")
 LLAMA_SYSTEM = "<|begin_of_text|>" + L.format("system")
 QU, QA = "<|im_start|>user\n", "<|im_start|>assistant\n"
+QC = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+QR = "<tool_response>\n12\n</tool_response>"
+OLMO_SYSTEM = "<|im_start|>system\nBe brief. NO FUNCTIONS<|im_end|>\n"
+OLMO_TOOLS = f"<|im_start|>system\nDEFAULTTOOLS<functions>{json.dumps([TOOL])}</functions><|im_end|>\n"
+OLMO_CALLS = '<function_calls>weather(city="Ulm")\nweather(city="Ulm")</function_calls>'
 NO_THINKING = "<think>\n\n</think>\n\n"
 GS, GU, GA = "<|start|>system<|message|>TODAY 2025-01-01<|end|>", "<|start|>user<|message|>", "<|start|>assistant"
 GD = "<|start|>developer<|message|>"
@@ -231,18 +275,31 @@ GOLDEN: list[tuple[str, str, list[str]]] = [
     ("gemma3", "plain", [
         ("<bos><start_of_turn>user\nBe brief.\n\nOne?<end_of_turn>\n<start_of_turn>model\n⟦A1<end_of_turn>⟧\n"
         "<start_of_turn>user\nTwo?<end_of_turn>\n<start_of_turn>model\n⟦A2<end_of_turn>⟧")]),
+    ("qwen3", "parallel", [
+        (f"<|im_start|>system\n{TOOLS}<|im_end|>\n{QU}One?<|im_end|>\n{QA}⟦{NO_THINKING}Let me see.\n{QC}\n{QC}"
+        "<|im_end|>⟧"),
+        (f"<|im_start|>system\n{TOOLS}<|im_end|>\n{QU}One?<|im_end|>\n{QA}Let me see.\n{QC}\n{QC}<|im_end|>\n"
+        f"{QU}{QR}\n{QR}<|im_end|>\n{QA}⟦{NO_THINKING}A1<|im_end|>⟧")]),
     ("olmo3", "plain", [
-        f"<|im_start|>system\nBe brief. NO FUNCTIONS<|im_end|>\n{QU}One?<|im_end|>\n{QA}⟦A1<|endoftext|>⟧",
-        (f"<|im_start|>system\nBe brief. NO FUNCTIONS<|im_end|>\n{QU}One?<|im_end|>\n{QA}A1<|im_end|>\n"
+        f"<|im_start|>system\nBe brief.<|im_end|>\n{QU}One?<|im_end|>\n{QA}⟦A1<|endoftext|>⟧",
+        (f"<|im_start|>system\nBe brief.<|im_end|>\n{QU}One?<|im_end|>\n{QA}A1<|im_end|>\n"
         f"{QU}Two?<|im_end|>\n{QA}⟦A2<|endoftext|>⟧")]),
+    ("olmo3", "parallel", [
+        f"{OLMO_TOOLS}{QU}One?<|im_end|>\n{QA}⟦Let me see.{OLMO_CALLS}<|endoftext|>⟧",
+        (f"{OLMO_TOOLS}{QU}One?<|im_end|>\n{QA}Let me see.{OLMO_CALLS}<|im_end|>\n<|im_start|>environment\n12"
+        f"<|im_end|>\n<|im_start|>environment\n12<|im_end|>\n{QA}⟦A1<|endoftext|>⟧")]),
+    ("olmo3-think", "tagged", [
+        f"{OLMO_SYSTEM}{QU}One?<|im_end|>\n{QA}<think>⟦R2</think>A1<|endoftext|>⟧",
+        (f"{OLMO_SYSTEM}{QU}One?<|im_end|>\n{QA}<think>R2</think>A1<|im_end|>\n"
+        f"{QU}Two?<|im_end|>\n{QA}<think>⟦R4</think>A2<|endoftext|>⟧")]),
     ("mistral", "plain", [
         "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]One?[/INST]⟦A1</s>⟧[INST]Two?[/INST]⟦A2</s>⟧"]),
     ("phi4-mini", "plain", [
         ("<|system|>Be brief.<|end|><|user|>One?<|end|><|assistant|>⟦A1<|end|>⟧"
         "<|user|>Two?<|end|><|assistant|>⟦A2<|end|>⟧")]),
     ("gpt-oss", "plain", [
-        f"{GS}{GD}Be brief.<|end|>{GU}One?<|end|>{GA}⟦<|channel|>final<|message|>A1<|return|>⟧",
-        (f"{GS}{GD}Be brief.<|end|>{GU}One?<|end|>{GA}<|channel|>final<|message|>A1<|end|>"
+        f"{GS}{GD}# Instructions\n\nBe brief.\n\n<|end|>{GU}One?<|end|>{GA}⟦<|channel|>final<|message|>A1<|return|>⟧",
+        (f"{GS}{GD}# Instructions\n\nBe brief.\n\n<|end|>{GU}One?<|end|>{GA}<|channel|>final<|message|>A1<|end|>"
         f"{GU}Two?<|end|>{GA}⟦<|channel|>final<|message|>A2<|return|>⟧")]),
     ("gpt-oss", "thinking", [
         f"{GS}{GU}One?<|end|>{GA}⟦<|channel|>analysis<|message|>R2<|end|>{GA}<|channel|>final<|message|>A1<|return|>⟧",
@@ -252,8 +309,14 @@ GOLDEN: list[tuple[str, str, list[str]]] = [
         (f"{GS}{GD}{TOOLS}<|end|>{GU}One?<|end|>{GA}⟦<|channel|>analysis<|message|>R<|end|>{GA} to=functions.weather"
         '<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>⟧<|start|>functions.weather to=assistant'
         f'<|channel|>commentary<|message|>"12"<|end|>{GA}⟦<|channel|>final<|message|>A1<|return|>⟧')]),
+    ("gpt-oss", "saying", [
+        (f"{GS}{GD}{TOOLS}<|end|>{GU}One?<|end|>{GA}⟦<|channel|>analysis<|message|>Let me see.<|end|>{GA} "
+        'to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>⟧<|start|>functions.weather '
+        f'to=assistant<|channel|>commentary<|message|>"12"<|end|>{GA}⟦<|channel|>final<|message|>A1<|return|>⟧')]),
 ]  # fmt: skip
-TALKS = {"plain": PLAIN, "thinking": THINKING, "calling": CALLING}
+TALKS = {
+    "plain": PLAIN, "thinking": THINKING, "calling": CALLING, "parallel": PARALLEL, "saying": SAYING, "tagged": TAGGED,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -293,20 +356,19 @@ def test_each_turn_is_trained_as_the_published_template_shows_it(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_completions_end_with_the_last_trained_token(tokenizer: Any, name: str) -> None:
     family = FAMILIES[name]
-    (*_, last) = rendered(tokenizer, family, PLAIN)
+    (*_, last) = rendered(tokenizer, family, TAGGED if name == "olmo3-think" else PLAIN)
     end = tokenizer.convert_ids_to_tokens(find_answer_end(tokenizer))
     assert end == (family.end or family.eos)
     assert last.endswith(f"{end}⟧")
 
 
 def test_tools_of_llama_and_mistral_are_rendered_with_ids_that_mistral_takes(tokenizer: Any) -> None:
-    talk = [CALLING[0], {key: value for key, value in CALLING[1].items() if key != "reasoning_content"}, *CALLING[2:]]
-    (llama,) = rendered(tokenizer, FAMILIES["llama3"], talk)
+    (llama,) = rendered(tokenizer, FAMILIES["llama3"], SILENT)
     assert (
         f'{LU}{TOOLS}One?<|eot_id|>{LA}⟦{{"name": "weather", "parameters": {{"city": "Ulm"}}}}<|eot_id|>⟧{LT}"12"'
         in llama
     )
-    (mistral,) = rendered(tokenizer, FAMILIES["mistral"], talk)
+    (mistral,) = rendered(tokenizer, FAMILIES["mistral"], SILENT)
     start = mistral.index('"id": "') + len('"id": "')
     call_id = mistral[start : start + 9]
     assert f'⟦[TOOL_CALLS] [{{"name": "weather", "arguments": {{"city": "Ulm"}}, "id": "{call_id}"}}]</s>⟧' in mistral
