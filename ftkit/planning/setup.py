@@ -22,6 +22,8 @@ class Gpu:
         device_name: what torch calls it. Variants of other speed (PCIe, NVL) have other names, and are unknown.
         memory_gib: GiB.
         bf16_flops: dense bf16 floating-point operations a second, on tensor cores.
+        matmul_efficiency: part of `bf16_flops` that the best of single matmuls reaches.
+        flex_efficiency: part of `bf16_flops` that flex attention reaches, forward and backward.
         fp32_flops: fp32 operations a second, on CUDA cores: the trainer keeps TF32 off
             (`ftkit.train.world`).
         memory_bandwidth: bytes a second.
@@ -38,6 +40,8 @@ class Gpu:
     link_bandwidth: float
     has_fast_attention: bool
     has_fp8: bool = True
+    matmul_efficiency: float = 0.803
+    flex_efficiency: float = 0.34
 
     def peak_flops(self, precision: Precision) -> float:
         """Return the operations a second of matrix products in the precision of forward and backward."""
@@ -50,18 +54,24 @@ class Gpu:
 
 
 # bf16 and fp32 from NVIDIA's data sheets: A100 (2021), H100 SXM, H200 SXM, L4; of HGX B200, an eighth of eight GPUs.
+# The best matmuls: "Maximum Achievable Matmul FLOPS" of stas00/ml-engineering (2026): 271.2 TFLOP/s on A100, 794.5 on
+# H100 and H200, 1,745 on B200. Flex was measured on H200 (docs/reference/benchmarks.md); on A100 it has 85 to 90 % of
+# the speed of FlashAttention-2 (PyTorch's article on FlexAttention, 2024), which has 60 % of the peak there (Dao 2023,
+# figure 4). Nothing of the kind was found for L4, which has Hopper's parts.
 GPUS: dict[GpuModel, Gpu] = {
     "a100-40gb": Gpu(
-        "NVIDIA A100-SXM4-40GB", 40.0, 312e12, 19.5e12, 1.555e12, 300e9, has_fast_attention=False, has_fp8=False
+        "NVIDIA A100-SXM4-40GB", 40.0, 312e12, 19.5e12, 1.555e12, 300e9, has_fast_attention=False, has_fp8=False,
+        matmul_efficiency=0.869, flex_efficiency=0.52,
     ),
     "a100-80gb": Gpu(
-        "NVIDIA A100-SXM4-80GB", 80.0, 312e12, 19.5e12, 2.039e12, 300e9, has_fast_attention=False, has_fp8=False
+        "NVIDIA A100-SXM4-80GB", 80.0, 312e12, 19.5e12, 2.039e12, 300e9, has_fast_attention=False, has_fp8=False,
+        matmul_efficiency=0.869, flex_efficiency=0.52,
     ),
-    "b200": Gpu("NVIDIA B200", 178.0, 2250e12, 75e12, 8.0e12, 900e9, has_fast_attention=True),
+    "b200": Gpu("NVIDIA B200", 178.0, 2250e12, 75e12, 8.0e12, 900e9, has_fast_attention=True, matmul_efficiency=0.776),
     "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", 79.6, 989e12, 67e12, 3.35e12, 450e9, has_fast_attention=True),
     "h200": Gpu("NVIDIA H200", 140.4, 989e12, 67e12, 4.8e12, 450e9, has_fast_attention=True),
     "l4": Gpu("NVIDIA L4", 22.5, 121e12, 30.3e12, 0.3e12, 16e9, has_fast_attention=False),
-}
+}  # fmt: skip
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:

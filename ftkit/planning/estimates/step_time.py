@@ -5,8 +5,9 @@ a token forward, as many again for the gradient of its input, and as many for it
 sees k keys costs 4k operations a dimension and head forward, twice that backward (Dao et al. 2022, appendix B).
 
 Four things can hold a step up: the GPU's arithmetic and memory, the network, and the host that starts the kernels.
-The parts of a peak that are reached were fitted to runs on H200 (docs/reference/benchmarks.md); other GPUs take the
-same parts of theirs.
+The parts of a peak that are reached were fitted to runs on H200; of other GPUs, measurements of single matmuls and of
+attention say how theirs differ (`ftkit.planning.setup`). docs/reference/benchmarks.md has the runs, and compares with
+what others have published for H100, B200 and A100, to which nothing was fitted.
 """
 
 from __future__ import annotations
@@ -88,15 +89,19 @@ def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int)
     )
 
 
-MATRIX_EFFICIENCY = 0.63
-"""Part of the peak that matrix products reach, what is started around them included."""
+MATRIX_EFFICIENCY = 0.785
+"""Part of the rate of the best single matmuls (`Gpu.matmul_efficiency`) that a step's reach, what is started around
+them included."""
 FP8_SPEEDUP = {True: 1.36, False: 1.73}
 """Of linear layers in FP8 against bf16, rounding included: trained weights (rounded each time), and frozen ones (stored
 in FP8). Fitted to single layers of Llama 3 8B, OLMo 3 7B and Llama 3 70B on an H200."""
-ATTENTION_EFFICIENCY = {True: 0.56, False: 0.34}
-"""Part of the peak that attention reaches: with flash-attn-4, and with flex (throughput of forward and backward)."""
-ELEMENTWISE_PASSES = 10
-"""How often what is kept of a layer is read or written, by all that is no matrix product and no attention."""
+FLASH4_EFFICIENCY = 0.56
+"""Part of the peak that flash-attn-4 reaches, forward and backward."""
+SDPA_EFFICIENCY = 0.30
+"""The same of SDPA, which has a mask for packs and so computes all pairs of tokens, visible or not."""
+ELEMENTWISE_PASSES = {True: 10, False: 20}
+"""How often what is kept of a layer is read or written, by all that is no matrix product and no attention: if layers
+are compiled, and if they are not."""
 OPTIMIZER_BYTES = 28
 """Read and written of a trained parameter in AdamW's step: weight, gradient and two states, and the norm's pass."""
 CAST_BYTES = 26
@@ -105,6 +110,12 @@ DEQUANTIZE_BYTES = 11
 """Read and written of a 4-bit weight in a micro-batch, to have it in the compute precision forward and backward."""
 NETWORK_EFFICIENCY = 0.75
 """Part of a link's bandwidth that collectives reach."""
+NCCL_SLOWDOWN = 0.28
+"""Part of the time of FSDP2's collectives over NVLink by NCCL that is lost: matmuls beside them take up to 39 % longer,
+beside copies no longer (docs/adr/0024-copy-engines-between-gpus-of-one-host.md). Taken to go with the bytes that are
+moved: a slower network between nodes does not add to it."""
+ZERO3_EXPOSED = 0.5
+"""Part of the time of ZeRO-3's collectives that nothing hides."""
 HOST_BANDWIDTH = 50e9
 """Bytes a second between a GPU and main memory (PCIe 5, 16 lanes)."""
 PADDING: Final = 2 * log(2)
@@ -146,14 +157,11 @@ def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0) -> StepTimeP
     accumulation = max(1, training.global_batch_size // (training.micro_batch_size * setup.num_data_ranks))
     accumulation = ceil(padding * accumulation)
     micro = {
-        "gpu": _gpu_seconds(setup, gpu, tokens) + _exchange_seconds(setup, gpu),
-        "network": _network_seconds(setup, gpu),
+        "gpu": _gpu_seconds(setup, gpu, tokens) + _exchange_seconds(setup, gpu) + _exposed_seconds(setup, gpu),
+        "network": max(_link_seconds(setup, gpu), _network_seconds(setup)),
         "host": setup.shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[setup.engine],
         "main memory": _offload_seconds(setup, tokens),
     }
-    if setup.engine == "zero3":  # whose collectives hide behind little of the arithmetic
-        longer = max(("gpu", "network"), key=lambda name: micro[name])
-        micro[longer] = micro["gpu"] + micro["network"]
     slowest = max(micro, key=lambda name: micro[name])
     bound: Bound = slowest  # type: ignore[assignment] # the keys are the words
     step = accumulation * micro[slowest] + _optimizer_seconds(setup, gpu)
@@ -164,22 +172,33 @@ def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0) -> StepTimeP
 
 def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     shape, training = setup.shape, setup.training
-    flops = document_flops(shape, training, training.sequence_length)
     again = {"none": 0.0, "selective": 0.0, "full": 1.0}[training.activation_checkpointing]
+    flops = document_flops(shape, training, training.sequence_length)
     # A third of full training is its forward pass; with frozen weights it is a half.
     matrices = flops.matrices * (1 + again / (3 if training.adapters is None else 2))
     matrices *= _fp8_time(shape, training)
-    attention = flops.attention * (1 + again / 3)
-    fast = gpu.has_fast_attention and training.attention in {"auto", "flash4"} and training.compute_precision == "bf16"
     compiled = setup.engine == "fsdp2" and training.compile != "none"
     saved = layer_bytes(shape, compute_width(training), compiled=compiled)
-    moved = shape.num_hidden_layers * saved * ELEMENTWISE_PASSES
-    seconds = matrices / MATRIX_EFFICIENCY + attention / ATTENTION_EFFICIENCY[fast]
+    moved = shape.num_hidden_layers * saved * ELEMENTWISE_PASSES[compiled]
+    seconds = matrices / (MATRIX_EFFICIENCY * gpu.matmul_efficiency)
+    seconds += _attention_flops(setup, gpu) * (1 + again / 3)
     seconds /= gpu.peak_flops(training.compute_precision)
     seconds += moved / gpu.memory_bandwidth
     counts = method_counts(shape, training)
     weights = CAST_BYTES * counts.trained + DEQUANTIZE_BYTES * counts.quantized
     return tokens * seconds + weights / gpu.memory_bandwidth
+
+
+def _attention_flops(setup: Setup, gpu: Gpu) -> float:
+    """Return the operations of a token's attention, divided by the part of the peak that its kernel reaches."""
+    shape, training, length = setup.shape, setup.training, setup.training.sequence_length
+    if training.attention in {"sdpa", "eager"}:
+        return token_flops(shape, training, length, length).attention / SDPA_EFFICIENCY
+    is_possible = gpu.has_fast_attention and training.compute_precision == "bf16"
+    has_flash4 = is_possible and training.attention in {"auto", "flash4"}
+    return document_flops(shape, training, length).attention / (
+        FLASH4_EFFICIENCY if has_flash4 else gpu.flex_efficiency
+    )
 
 
 def _fp8_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
@@ -192,14 +211,27 @@ def _fp8_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
     return 1 - share + share / FP8_SPEEDUP[training.precision == "fp8"]
 
 
-def _network_seconds(setup: Setup, gpu: Gpu) -> float:
-    """Weights are all-gathered for the forward and perhaps for the backward pass, gradients are reduce-scattered."""
-    if setup.num_shards == 1:
+def _link_seconds(setup: Setup, gpu: Gpu) -> float:
+    """Return how long the links between a node's GPUs carry weights and gradients in a micro-batch.
+
+    Weights are all-gathered for the forward and perhaps for the backward pass, gradients are reduce-scattered.
+    """
+    return (1 - 1 / setup.num_shards) * _carried_bytes(setup) / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
+
+
+def _network_seconds(setup: Setup) -> float:
+    """Return the same of the network between nodes: what others have comes to a node once."""
+    if setup.num_nodes == 1 or setup.node_bandwidth is None:
         return 0.0
-    bandwidth = gpu.link_bandwidth
-    if setup.num_nodes > 1 and setup.node_bandwidth is not None:
-        bandwidth = min(bandwidth, setup.node_bandwidth)
-    return _carried_bytes(setup, 1 if setup.keeps_weights else 2) / (NETWORK_EFFICIENCY * bandwidth)
+    return (1 - 1 / setup.num_nodes) * _carried_bytes(setup) / (NETWORK_EFFICIENCY * setup.node_bandwidth)
+
+
+def _exposed_seconds(setup: Setup, gpu: Gpu) -> float:
+    """Return how much longer all else takes for the collectives beside it."""
+    if setup.engine == "zero3":
+        return ZERO3_EXPOSED * max(_link_seconds(setup, gpu), _network_seconds(setup))
+    has_copies = setup.num_nodes == 1 and setup.training.collectives != "nccl"
+    return 0.0 if has_copies else NCCL_SLOWDOWN * _link_seconds(setup, gpu)
 
 
 def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
@@ -211,10 +243,10 @@ def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
     return shape.num_hidden_layers * passes * moved / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
 
 
-def _carried_bytes(setup: Setup, times: int) -> int:
-    """Count the bytes of weights that come so many times in a micro-batch, and of gradients that go."""
+def _carried_bytes(setup: Setup) -> int:
+    """Count the bytes of weights that come, once or twice in a micro-batch, and of gradients that go."""
     shape, training = setup.shape, setup.training
-    weights = times * compute_width(training) * count_parameters(shape)
+    weights = (1 if setup.keeps_weights else 2) * compute_width(training) * count_parameters(shape)
     return weights + reduce_width(training) * method_counts(shape, training).trained
 
 
@@ -224,7 +256,7 @@ def _offload_seconds(setup: Setup, tokens: int) -> float:
     if training.activation_offload:  # out and in again
         moved += 2 * compute_width(training) * tokens * shape.hidden_size * shape.num_hidden_layers
     if training.offload == "all":
-        moved += _carried_bytes(setup, 2)
+        moved += _carried_bytes(setup)
     return moved / HOST_BANDWIDTH
 
 
