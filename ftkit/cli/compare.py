@@ -13,7 +13,7 @@ from ftkit.cli.arguments import RUN_HELP, get_runs, json_option
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.terminal.console import Column, Styled, Terminal
-from ftkit.cli.terminal.format import count, duration, finite, gib, plural, short_path
+from ftkit.cli.terminal.format import count, duration, energy, finite, gib, plural, short_path
 from ftkit.runs.compare import align_losses, compare_curves, find_differences, read_run
 
 if TYPE_CHECKING:
@@ -163,6 +163,9 @@ def _result(run: ComparedRun) -> dict[str, str]:
         "memory, measured": show(found.measured_gib, gib),
         "training time": show(found.training_seconds, duration),
         "time with start-up": show(found.held_seconds, duration),
+        "GPU utilization": show(found.gpu_utilization, "{:.0f} %".format),
+        "GPU power": show(found.gpu_power, "{:,.0f} W".format),
+        "energy": show(found.energy_kwh, energy),
         "cost": show(found.cost, "{:,.2f}".format),
         "restarts": str(found.num_restarts),
     }

@@ -11,7 +11,7 @@ import click
 from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, get_submitted_run, json_option, run_argument
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
-from ftkit.cli.terminal.format import age, duration, finite, plural, short_path
+from ftkit.cli.terminal.format import age, duration, energy, finite, plural, short_path
 from ftkit.cli.terminal.report import (
     advice,
     file_facts,
@@ -217,7 +217,7 @@ def _gpu_facts(gpus: GpuSummary | None) -> list[tuple[str, Cell]]:
     parts = [
         f"{value:,.0f}{unit}" for value, unit in (*known, (gpus.peak_temperature, " °C at most")) if value is not None
     ]
-    parts += [] if gpus.energy_kwh is None else [f"{gpus.energy_kwh:,.3g} kWh in all"]
+    parts += [] if gpus.energy_kwh is None else [f"{energy(gpus.energy_kwh)} in all"]
     parts += [f"clocks limited by {name} {share:.0%} of the time" for name, share in gpus.throttled.items()]
     return [("GPUs", f"{gpus.num_gpus}: {', '.join(parts)}")]
 

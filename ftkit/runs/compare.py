@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.files import read_json_if_valid
 from ftkit.planning.layout import DataLayout, Workspace
+from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import read_history
 from ftkit.runs.progress import list_restarts
 
@@ -47,6 +48,9 @@ class RunResults:
         num_processes: of the newest start.
         cost: of all GPUs in that time, by the cluster's `price_per_gpu_hour`, in its currency.
         num_restarts: of the training.
+        gpu_utilization: mean, in percent, as the node's samplers saw it; so are the next two.
+        gpu_power: mean of a GPU, in W.
+        energy_kwh: of all GPUs.
     """
 
     step: int | None
@@ -63,6 +67,9 @@ class RunResults:
     held_seconds: float | None = None
     num_processes: int | None = None
     cost: float | None = None
+    gpu_utilization: float | None = None
+    gpu_power: float | None = None
+    energy_kwh: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,7 @@ def read_run(layout: RunLayout) -> ComparedRun:
     history = read_history(layout)
     last = history.last_step
     after = history.last_evaluation
+    gpus = summarize_samples(read_samples(layout))
     results = RunResults(
         step=last.step if last else None,
         tokens=last.tokens if last else None,
@@ -126,6 +134,9 @@ def read_run(layout: RunLayout) -> ComparedRun:
         held_seconds=history.held_seconds,
         num_processes=history.starts[-1].world_size if history.starts else None,
         cost=_cost(plan, history),
+        gpu_utilization=gpus.utilization if gpus else None,
+        gpu_power=gpus.power if gpus else None,
+        energy_kwh=gpus.energy_kwh if gpus else None,
     )
     curve = tuple(LossPoint(step, each.tokens, each.loss) for step, each in history.steps.items())
     start = history.starts[-1] if history.starts else None

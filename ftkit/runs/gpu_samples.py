@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 _LONGEST_GAP_SECONDS: Final = 300.0
 """Between two samples of one node; over longer ones, energy is not counted: the job did not run."""
 _TAIL_BYTES: Final = 2**16
+_MAX_PARTS: Final = 240
+"""Of a curve: about as many as can be told apart on a page."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,23 @@ class GpuSummary:
     throttled: dict[str, float]
 
 
+@dataclass(frozen=True)
+class GpuCurve:
+    """One number of all GPUs over a run's time, in equal parts of it; NaN where nothing was sampled.
+
+    Attributes:
+        seconds: the middle of each part, since `begin` of `gpu_curve`.
+        mean: over the samples of all GPUs.
+        lowest: of the GPUs' own means: how idle the least busy GPU was.
+        highest: as `lowest`, of the most busy one.
+    """
+
+    seconds: tuple[float, ...] = ()
+    mean: tuple[float, ...] = ()
+    lowest: tuple[float, ...] = ()
+    highest: tuple[float, ...] = ()
+
+
 def to_line(sample: NodeSample) -> str:
     """Return a sample as a line of JSON."""
     return json.dumps(asdict(sample), separators=(",", ":")) + "\n"
@@ -124,6 +144,48 @@ def summarize_samples(samples: Sequence[NodeSample]) -> GpuSummary | None:
         energy_kwh=None if energy is None else energy / 3.6e6,
         throttled={reason: fmean(reason in gpu.throttle for gpu in gpus) for reason in reasons},
     )
+
+
+def gpu_curve(
+    samples: Sequence[NodeSample], value: Callable[[GpuSample], float | None], begin: float | None = None
+) -> GpuCurve:
+    """Return one number of all GPUs over time; empty if no sample has it.
+
+    Args:
+        samples: of all nodes, oldest first.
+        value: the number of a sample.
+        begin: where time starts, in seconds since the epoch; at the first sample if null.
+    """
+    known = [
+        (sample.time, (sample.host, gpu.index), number)
+        for sample in samples
+        for gpu in sample.gpus
+        if (number := value(gpu)) is not None
+    ]
+    if not known:
+        return GpuCurve()
+    start, end = known[0][0], known[-1][0]
+    width = max((end - start) / _MAX_PARTS, 2 * _usual_gap(samples), 1e-3)
+    parts: list[dict[tuple[str, int], list[float]]] = [{} for _ in range(int((end - start) / width) + 1)]
+    for time, gpu, number in known:
+        parts[int((time - start) / width)].setdefault(gpu, []).append(number)
+    means = [[fmean(numbers) for numbers in part.values()] for part in parts]
+    offset = start - (start if begin is None else begin)
+    return GpuCurve(
+        seconds=tuple(offset + (index + 0.5) * width for index in range(len(parts))),
+        mean=tuple(fmean(each) if each else math.nan for each in means),
+        lowest=tuple(min(each, default=math.nan) for each in means),
+        highest=tuple(max(each, default=math.nan) for each in means),
+    )
+
+
+def _usual_gap(samples: Sequence[NodeSample]) -> float:
+    """Return the median time between two samples of one node; 0 if no node has two."""
+    by_host: dict[str, list[float]] = {}
+    for sample in samples:
+        by_host.setdefault(sample.host, []).append(sample.time)
+    gaps = [after - before for times in by_host.values() for before, after in pairwise(times)]
+    return median(gaps) if gaps else 0.0
 
 
 def _energy(samples: Sequence[NodeSample]) -> float | None:

@@ -15,6 +15,8 @@ from ftkit.cli.page.charts import require_matplotlib
 from ftkit.cli.page.report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.planning.layout import RunLayout
+from ftkit.runs import gpu_samples
+from ftkit.runs.gpu_samples import GpuSample, NodeSample
 from ftkit.runs.records import EvaluationRecord, MemoryRecord, Sample, StageRecord, StartRecord, StepRecord, to_line
 
 if TYPE_CHECKING:
@@ -69,6 +71,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         EvaluationRecord(300.0, 90, "after", 0.5, 1.6, 1.0, samples),
     ]
     (folder / "metrics.jsonl").write_text("".join(to_line(each) + "\n" for each in records))
+    RunLayout(folder).gpu_samples.mkdir()
+    samples_of_gpus = [
+        NodeSample(10.0 + n, "n1", 0.0, tuple(GpuSample(gpu, 90.0 + gpu, power=600.0 + gpu * n) for gpu in range(2)))
+        for n in range(90)
+    ]
+    (RunLayout(folder).gpu_samples / "n1.jsonl").write_text("".join(map(gpu_samples.to_line, samples_of_gpus)))
     require_matplotlib()
     path = folder / "report.html"
     path.write_text(run_page(read_report(RunLayout(folder), "completed")))
@@ -85,7 +93,7 @@ def test_nothing_is_cut_off_on_a_phone_or_a_wide_screen(page: Path) -> None:
     found = json.loads(re.search(r"<pre>(.*)</pre>", chromium(page.parent, "--dump-dom", harness.as_uri()))[1])  # type: ignore[index]
     for name, width in WIDTHS.items():
         assert found[name]["width"] <= width, name
-        assert len(found[name]["charts"]) == 6  # of two forms of a chart, one is shown
+        assert len(found[name]["charts"]) == 8  # of two forms of a chart, one is shown
         assert min(each[0] for each in found[name]["charts"]) >= 300, name
         assert found[name]["text"] >= 8, name  # pixels
         assert found[name]["stroke"].startswith("rgb("), name  # a placeholder became a color

@@ -56,7 +56,7 @@ _STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart; `is_raw` draws it thin, with its mean over it."""
+    """A line of a chart; `is_raw` draws it thin, with its mean over it; `band` is an area from lowest to highest."""
 
     name: str
     x: Sequence[float]
@@ -64,6 +64,7 @@ class Line:
     is_raw: bool = False
     has_points: bool = False
     color: int = 0
+    band: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 def require_matplotlib() -> None:
@@ -85,7 +86,7 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Line chart over the tokens of a run.
+    """Line chart over the tokens of a run, or over its time.
 
     Attributes:
         name: prefix of the chart's ids on the page.
@@ -96,6 +97,8 @@ class LineChart:
         form: formats a value of the vertical axis.
         from_zero: start the vertical axis at 0.
         height: height in pixels of a chart that is drawn once; at least the default.
+        is_over_time: whether the horizontal axis is time, in seconds.
+        limit: end of the vertical axis; by the values if null.
     """
 
     name: str
@@ -106,6 +109,8 @@ class LineChart:
     form: Callable[[float], str] | None = None
     from_zero: bool = False
     height: int = _HEIGHT - 40
+    is_over_time: bool = False
+    limit: float | None = None
 
 
 def draw_lines(chart: LineChart, *, is_wide: bool = False) -> str:
@@ -124,14 +129,17 @@ def draw_lines(chart: LineChart, *, is_wide: bool = False) -> str:
             _draw_line(axes, line, SERIES[line.color % len(SERIES)])
         if chart.expected is not None:
             axes.axhline(chart.expected, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), label="plan")
-        axes.set_xlabel("tokens")
+        axes.set_xlabel("time" if chart.is_over_time else "tokens")
         axes.set_title(chart.y, loc="left", fontsize=11, color=MUTED, pad=8)
         axes.margins(x=0.01, y=0.08)
         if chart.from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, chart.limit)
         elif _spans_decades([value for line in lines for value in line.y]):
             axes.set_yscale("log")
-        _format(axes.xaxis, count)
+        if chart.is_over_time:
+            _format_time(axes, max(line.x[-1] for line in lines))
+        else:
+            _format(axes.xaxis, count)
         _format(axes.yaxis, chart.form or _short)
         if len(lines) > 1 or chart.expected is not None:
             place = "lower right" if chart.from_zero else "upper right"
@@ -154,6 +162,8 @@ def _both(name: str, description: str, draw: Callable[[Axes], None], height: int
 
 def _draw_line(axes: Axes, line: Line, color: str) -> None:
     x, y = list(line.x), list(line.y)
+    if line.band:
+        axes.fill_between(x, *line.band, color=color, alpha=0.18, linewidth=0)
     if line.has_points:
         axes.plot(x, y, color=color, marker="o", markersize=6, label=line.name, linewidth=1.2, linestyle=":")
     elif line.is_raw and len(y) >= _SMOOTH_FROM:
@@ -218,8 +228,6 @@ def time_line(name: str, description: str, spans: Sequence[Span]) -> str:
     """Draw a run's time by activity, from its first record to its last."""
     if not spans:
         return ""
-    from matplotlib.ticker import MultipleLocator
-
     begin, end = spans[0].begin, spans[-1].end
 
     def draw(axes: Axes) -> None:
@@ -229,10 +237,20 @@ def time_line(name: str, description: str, spans: Sequence[Span]) -> str:
         axes.set_xlim(0, max(end - begin, 1e-3))
         axes.grid(visible=False)
         axes.set_yticks([])
-        axes.xaxis.set_major_formatter(lambda value, _: duration(value))
-        axes.xaxis.set_major_locator(MultipleLocator(_tick_seconds(end - begin)))
+        _format_time(axes, end - begin)
 
     return _both(name, description, draw, 70)
+
+
+def _format_time(axes: Axes, total: float) -> None:
+    """Make the horizontal axis one of time, of `total` seconds."""
+    from matplotlib.ticker import MultipleLocator
+
+    def form(value: float, _: int) -> str:
+        return duration(value).removesuffix(" 00 s").removesuffix(" 00 min") if value else "0"
+
+    axes.xaxis.set_major_formatter(form)
+    axes.xaxis.set_major_locator(MultipleLocator(_tick_seconds(total)))
 
 
 def _tick_seconds(total: float) -> float:

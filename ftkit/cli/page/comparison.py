@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ftkit.cli.page.charts import Line, LineChart, draw_lines
 from ftkit.cli.page.report import Chart
 from ftkit.cli.terminal.format import count
+from ftkit.runs.gpu_samples import gpu_curve, read_samples
 from ftkit.runs.history import read_history
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list[
         Line(name, [each.tokens for each in found.steady], found.speeds, is_raw=True, color=index)
         for index, (name, found) in pairs
     ]  # fmt: skip
+    power = [
+        Line(name, curve.seconds, curve.mean, color=index)
+        for index, (name, layout) in enumerate(zip(names, layouts, strict=True))
+        if (curve := gpu_curve(read_samples(layout), lambda gpu: gpu.power)).seconds
+    ]
     listed = ", ".join(names)
     charts = [
         Chart("Loss", draw_lines(LineChart("losses", f"Training loss of {listed}", "loss", losses), is_wide=True),
@@ -63,6 +69,8 @@ def draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list[
                                                       validation))),
         Chart("Throughput", draw_lines(LineChart("speeds", f"Throughput of {listed}", "tokens/s per process", speeds,
                                                  form=count, from_zero=True))),
+        Chart("GPU power", draw_lines(LineChart("power", f"Mean power of a GPU of {listed}", "W per GPU", power,
+                                                form="{:,.0f}".format, from_zero=True, is_over_time=True))),
     ]  # fmt: skip
     return [chart for chart in charts if chart.svg]
 

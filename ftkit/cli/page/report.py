@@ -7,10 +7,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ftkit.cli.page.charts import Line, LineChart, bar_chart, bars_height, draw_lines, time_line
-from ftkit.cli.terminal.format import count, duration, gib, plural
+from ftkit.cli.terminal.format import count, duration, energy, gib, plural
 from ftkit.files import read_json_if_valid
 from ftkit.planning.plan import PlanError, read_plan
 from ftkit.planning.setup import GPUS
+from ftkit.runs.gpu_samples import gpu_curve, read_samples, summarize_samples
 from ftkit.runs.history import History, merge_spans, read_history
 from ftkit.runs.manifest import explain_missing_digests
 from ftkit.runs.progress import Restart, list_restarts
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan
+    from ftkit.runs.gpu_samples import GpuSummary, NodeSample
     from ftkit.runs.history import Span
     from ftkit.runs.records import StepRecord
 
 _NUM_EXAMPLES = 6
 _NUM_ANOMALIES = 12
+_MAX_TILES_A_ROW = 6
 _NARROWEST = 1 / 600
 """Smallest visible fraction of a run's time on the timeline."""
 _TIME_USE = {
@@ -96,6 +99,12 @@ class RunReport:
     samples: list[Any] = field(default_factory=list)
 
     @property
+    def tile_columns(self) -> int:
+        """In how many columns the tiles are shown on a wide screen: one row of them, or two that are as long."""
+        num_rows = 1 if len(self.tiles) <= _MAX_TILES_A_ROW else 2
+        return max(1, -(-len(self.tiles) // num_rows))
+
+    @property
     def score_names(self) -> list[str]:
         """The scores of completions that any evaluation has, beside the accuracy of SQL, which is one of its own."""
         return sorted({name for each in self.evaluations for name in each.scores} - {"sql"})
@@ -110,7 +119,7 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
         samples: trained documents (`ftkit.data.inspection.Sample`), if they can be read.
         verdict: for a rerun, whether it reproduced the original.
     """
-    history = read_history(layout)
+    history, gpus = read_history(layout), read_samples(layout)
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     try:
         plan = read_plan(layout)
@@ -123,8 +132,8 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
         state=state,
         summary=_summary(plan) if plan else "the plan of this run can't be read",
         created=f"{plan.created:%Y-%m-%d %H:%M} UTC" if plan else "",
-        tiles=_tiles(plan, history),
-        charts=_charts(plan, history),
+        tiles=[*_tiles(plan, history), *_gpu_tiles(summarize_samples(gpus), history)],
+        charts=_charts(plan, history, gpus),
         comparisons=_comparisons(plan, history) if plan else [],
         time_use=_time_use(history),
         evaluations=validation,
@@ -185,7 +194,45 @@ def _tiles(plan: RunPlan | None, history: History) -> list[Tile]:
     return tiles
 
 
-def _charts(plan: RunPlan | None, history: History) -> list[Chart]:
+def _gpu_tiles(summary: GpuSummary | None, history: History) -> list[Tile]:
+    """Return how busy the GPUs were, and their energy."""
+    if summary is None:
+        return []
+    tiles = []
+    if summary.utilization is not None:
+        active = "" if summary.sm_activity is None else f"{summary.sm_activity:.0f} % of the SMs"
+        tiles.append(Tile("GPU utilization", f"{summary.utilization:.0f} %", active))
+    if summary.power is not None:
+        hottest = "" if summary.peak_temperature is None else f", {summary.peak_temperature:.0f}\u00a0°C at most"
+        tiles.append(Tile("GPU power", f"{summary.power:,.0f} W", f"mean of each{hottest}"))
+    if summary.energy_kwh is not None:
+        last = history.last_step
+        per_token = energy(summary.energy_kwh * 1e6 / last.tokens) if last and last.tokens else ""
+        tiles.append(Tile("Energy", energy(summary.energy_kwh), per_token and f"{per_token} per 1M tokens"))
+    return tiles
+
+
+def _gpu_charts(samples: Sequence[NodeSample], history: History) -> list[Chart]:
+    """Return utilization and power of the GPUs over time: their mean, within the lowest and the highest GPU."""
+    begin = history.spans[0].begin if history.spans else None
+    several = len({(sample.host, gpu.index) for sample in samples for gpu in sample.gpus}) > 1
+    shown = "mean; area: lowest to highest GPU" if several else "mean"
+    charts = []
+    for title, unit, color, limit, value in (
+        ("GPU utilization", "%", 2, 104.0, lambda gpu: gpu.utilization),
+        ("GPU power", "W", 1, None, lambda gpu: gpu.power),
+    ):
+        curve = gpu_curve(samples, value, begin)
+        line = Line(shown, curve.seconds, curve.mean, color=color, band=(curve.lowest, curve.highest))
+        chart = LineChart(
+            title.replace(" ", "-").lower(), f"{title} over time: {shown}", f"{unit} ({shown})", [line],
+            form="{:,.0f}".format, from_zero=True, is_over_time=True, limit=limit,
+        )  # fmt: skip
+        charts.append(Chart(title, draw_lines(chart)))
+    return [chart for chart in charts if chart.svg]
+
+
+def _charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) -> list[Chart]:
     on_gpus = plan is not None and plan.placement.device == "cuda"
     device = "GPU" if on_gpus else "process"
     kept = [
@@ -211,6 +258,7 @@ def _charts(plan: RunPlan | None, history: History) -> list[Chart]:
         Chart("Gradient norm", _over_tokens("gradient norm", history, lambda each: each.grad_norm, 3, is_raw=True)),
         Chart("Throughput", draw_lines(speed)),
         Chart("Memory by stage", memory),
+        *_gpu_charts(gpus, history),
         Chart("Time line", time_line("time", f"Time by activity: {kinds}", _visible(history)), is_wide=True),
     ]
     return [chart for chart in charts if chart.svg]

@@ -33,6 +33,15 @@ def gib(amount: float) -> str:
     return f"{amount:.1f} GiB"
 
 
+def energy(amount: float) -> str:
+    """Write an amount of energy, given in kWh, with three digits: `0.52 Wh`, `41.3 kWh`, `2.05 MWh`."""
+    if amount < 0.9995:  # noqa: PLR2004 - below, Wh are easier to read
+        return f"{amount * 1e3:.3g} Wh"
+    if amount < 999.5:  # noqa: PLR2004
+        return f"{amount:.3g} kWh"
+    return f"{float(f'{amount:.2e}') / 1e3:,.4g} MWh"
+
+
 def duration(seconds: float) -> str:
     """Write a length of time: `0.45 s`, `45 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`; 1,000 years are `ages`."""
     if not seconds < _AGES:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from ftkit.files import write_json
 from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
+from ftkit.runs.gpu_samples import GpuSample, NodeSample, to_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +57,22 @@ def test_a_comparison_is_complete_as_json(ftkit: Callable[..., Result], make_run
     assert found["results"][two.id]["loss"] is None
     assert found["losses"] == [{"tokens": 8192, "losses": [2.0, None]}]
     assert "from 8.19 k tokens on" in ftkit("compare", "one", "two").out
+
+
+def test_power_and_energy_are_compared_where_they_were_sampled(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    runs = [make_run(name) for name in ("one", "two")]
+    for run in runs:
+        records.write(run, records.step(1, 2.0))
+    samples = [NodeSample(float(10 * n), "n1", 0, (GpuSample(0, 90.0, power=720.0),)) for n in range(101)]
+    runs[0].layout.gpu_samples.mkdir()
+    (runs[0].layout.gpu_samples / "n1.jsonl").write_text("".join(map(to_line, samples)))
+    out = ftkit("compare", "one", "two").out
+    assert re.search(r"^GPU power +720 W +-$", out, re.MULTILINE)
+    assert re.search(r"^energy +200 Wh +-$", out, re.MULTILINE)
+    results = json.loads(ftkit("compare", "one", "two", "--json").out)["results"]
+    assert [results[run.id]["energy_kwh"] for run in runs] == [0.2, None]
 
 
 def test_one_run_alone_is_not_compared(ftkit: Callable[..., Result], make_run: RunMaker) -> None:

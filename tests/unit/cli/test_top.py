@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import socket
 import sys
@@ -14,9 +15,19 @@ import pytest
 from waiting import wait_until
 
 import ftkit
+from ftkit.cli.terminal.format import energy
 from ftkit.health import sampler
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.gpu_samples import GpuSample, NodeSample, read_last_samples, read_samples, summarize_samples, to_line
+from ftkit.runs.gpu_samples import (
+    GpuCurve,
+    GpuSample,
+    NodeSample,
+    gpu_curve,
+    read_last_samples,
+    read_samples,
+    summarize_samples,
+    to_line,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +102,35 @@ def test_energy_is_that_of_the_time_in_which_the_job_ran() -> None:
     assert summary.energy_kwh == pytest.approx(2 * 30 * 600 / 3.6e6)  # by counter, and by power
     assert (summary.num_gpus, summary.utilization, summary.peak_memory_gib) == (2, 90.0, 60.0)
     assert summarize_samples([]) is None
+
+
+def test_a_curve_has_the_mean_and_the_range_of_the_gpus_and_gaps_where_nothing_ran() -> None:
+    times = (*range(0, 100, 10), *range(200, 300, 10))
+    samples = [node(time, host, power=watts) for time in times for host, watts in (("n1", 500.0), ("n2", 700.0))]
+    curve = gpu_curve(samples, lambda gpu: gpu.power, begin=-50)
+    assert curve.seconds[:2] == (60.0, 80.0)  # parts of two samples each
+    known = [index for index, value in enumerate(curve.mean) if not math.isnan(value)]
+    assert len(known) == 10
+    assert known != list(range(10))
+    assert {(curve.lowest[each], curve.mean[each], curve.highest[each]) for each in known} == {(500, 600, 700)}
+    assert gpu_curve(samples, lambda gpu: gpu.sm_activity) == GpuCurve()
+    long = [node(10 * index, power=float(index % 7)) for index in range(5000)]
+    assert len(gpu_curve(long, lambda gpu: gpu.power).mean) <= 241
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [
+        (0.00052, "0.52 Wh"),
+        (0.99949, "999 Wh"),
+        (1, "1 kWh"),
+        (41.27, "41.3 kWh"),
+        (999.6, "1 MWh"),
+        (2.05e6, "2,050 MWh"),
+    ],
+)
+def test_energy_is_written_with_three_digits(amount: float, text: str) -> None:
+    assert energy(amount) == text
 
 
 def test_bytes_of_adapters_are_counted_in_units_of_four(tmp_path: Path) -> None:
