@@ -246,7 +246,7 @@ def _format_time(axes: Axes, total: float) -> None:
     """Make the horizontal axis one of time, of `total` seconds."""
     from matplotlib.ticker import MultipleLocator
 
-    def form(value: float, _: int) -> str:
+    def form(value: float, _: float) -> str:
         return duration(value).removesuffix(" 00 s").removesuffix(" 00 min") if value else "0"
 
     axes.xaxis.set_major_formatter(form)
