@@ -1,14 +1,14 @@
 # Every training image: an NVIDIA base, locked packages, ftkit. Run by `ftkit build NAME:TAG`, which adds the
-# image's own variables and labels at the end. What images of one release share comes first, so that the second
-# one costs seconds. Only words that docker's classic builder knows: it is in every engine (docs/adr/0010).
+# image's own variables and labels at the end. Steps that images of one release share come first, so that building
+# a second image takes seconds. Only instructions of docker's classic builder, which every engine has (docs/adr/0010).
 ARG BASE_IMAGE
 FROM ${BASE_IMAGE}
 
-# What the base has, to prove afterwards that none of it that counts was replaced.
+# The base's packages, to verify afterwards that none of those that matter was replaced.
 RUN mkdir -p /opt/ftkit && python3 -m pip list --format=freeze >/opt/ftkit/base-packages.txt
 
-# --no-deps: the lock is complete, and nothing beyond it may come in. PIP_CONSTRAINT is emptied because the
-# base's own constraints have no hashes. Certificates are there only where the build's site needs its own.
+# --no-deps: the lock is complete, and nothing else may be installed. PIP_CONSTRAINT is emptied because the
+# base's constraints have no hashes. Certificates are copied only if the build's site needs its own.
 COPY requirements.lock certificates* /opt/ftkit/
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL

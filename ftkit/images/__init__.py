@@ -1,1 +1,1 @@
-"""Images: build, push, import and verify. Only this layer uses docker, registries, squashfs and SIF."""
+"""Images: build, push, import and verify. Only this package uses docker, registries, squashfs and SIF."""

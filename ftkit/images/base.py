@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BaseRequest:
-    """Options of a build about its base.
+    """How a build selects its base.
 
     Args:
-        name: another base than the definition's.
+        name: a base to use instead of the definition's.
         repin: resolve the tag again, whatever digest is recorded.
-        from_docker: take the image that the docker engine has under this name, and ask no registry for its digest.
+        from_docker: use the image that the docker engine has under this name, without a digest from its registry.
     """
 
     name: str | None = None
@@ -144,8 +144,8 @@ def record(definition: ImageDefinition, base: RegistryImage) -> Path:
     for before in definition.base_locks[: definition.base_locks.index(path)]:
         if base.tagged in read_base_lock(before):
             raise ImageError(
-                f"{before} records another digest of {base.tagged}, and is not yours to change",
-                fix="ask its owner to pin the base again, or define an image of your own with 'extends:'",
+                f"{before} records another digest of {base.tagged}, and you may not change it",
+                fix="ask its owner to pin the base again, or define your own image with 'extends:'",
             )
     write_lock_file(path, base_lock_text({**read_base_lock(path), base.tagged: base.digest}))
     return path

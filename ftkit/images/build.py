@@ -59,7 +59,7 @@ def build(
     """Build an image, unless its inputs are unchanged since the last build.
 
     Raises:
-        ConfigError: no image can have the name, or the base's digest is fixed and can't be resolved again.
+        ConfigError: the name is not legal, or the base's digest is fixed and can't be resolved again.
         ImageError: the base's digest can't be resolved, the lock is stale, a step failed, or the image fails its
             self-check.
         NotFoundError: there is no such base.
@@ -125,7 +125,7 @@ def check_inside(client: APIClient, image: str, reference: str) -> None:
     """Run the self-check in an image.
 
     Raises:
-        ImageError: with everything that is wrong.
+        ImageError: the check failed; the message lists every difference.
     """
     code, output = docker_engine.run_inside(client, image, list(SELF_CHECK))
     output = output.strip() or f"the self-check ended with exit status {code} and no output"
@@ -146,7 +146,7 @@ _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass
 class BuildFollower:
-    """Follow the engine's events of a build."""
+    """The docker engine's events during a build."""
 
     report: Report
     step: str = "sending the build context"

@@ -35,7 +35,7 @@ _LATEST = (1 << 32) - 1
 """The latest time that squashfs can hold, in seconds since 1970."""
 
 _OWNER = "ftkit.process"
-"""Label of a container that lives no longer than the process that it names."""
+"""Label with the process that a container must not outlive."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ fi
 if command -v unsquashfs >/dev/null && unsquashfs -lls "$output" | grep '^[bc]'; then exit {_HAS_DEVICES}; fi
 """
 """Arguments: the file, the exact address, the address for releases that know no digests, the hexadecimal digest of the
-image's configuration, those of its layers as `BLOB:CONTENT`, a folder of one's own.
+image's configuration, those of its layers as `BLOB:CONTENT`, a temporary folder.
 
 enroot compares each blob that it downloads with its digest, and keeps it in its cache under that digest: layers packed
 anew, the configuration as it is. It compares no manifest with the digest that it was asked for. The cache is empty at
@@ -80,8 +80,8 @@ wait "$import"
 
 The import is waited for in the background, because bash acts on a signal only when its foreground program has ended,
 and Slurm kills after KillWait. It is killed at once, so that nothing writes into what is being removed; programs in
-groups of their own get the signal from Slurm, and fail a moment later: hence several attempts. What a killed
-import left is removed by the next one on that node.
+other process groups get the signal from Slurm, and fail a moment later: hence several attempts. The next import
+on that node removes what a killed one left.
 """
 
 
@@ -177,7 +177,7 @@ def _here(words: list[str], output: Path, address: Address) -> process.ProgramOu
 
 
 def _on_node(words: list[str], node: ComputeNode, output: Path, address: Address) -> process.ProgramOutput:
-    """Run on a compute node, as a batch job: one of srun's own is killed at once when it is canceled."""
+    """Run on a compute node, as a batch job: srun's own job would be killed immediately on cancellation."""
     job, log = f"ftkit-import-{secrets.token_hex(4)}", output.with_name(f"{output.name}.log")
     script = shlex.join(["exec", "bash", "-c", _ON_NODE, "ftkit", node.local_folder, *words])
     command = ["sbatch", "--wait", "--no-requeue", *node.options, f"--job-name={job}"]
@@ -216,7 +216,7 @@ def _environment(address: Address) -> dict[str, str]:
 
 
 def _explain(address: Address, done: process.ProgramOutput, output: Path) -> ImageError:
-    """Turn enroot's output into an error: with wrong credentials it has none."""
+    """Turn enroot's output into an error; with wrong credentials there is no output."""
     said = done.stdout + done.stderr
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
@@ -261,6 +261,6 @@ def _not_the_image(address: Address, code: int) -> ImageError:
         )
     return ImageError(
         f"enroot imported another image than {address.uri}",
-        meaning=f"this enroot knows no digests (4.0 does), and {address.by_tag} is another image by now",
+        meaning=f"this enroot does not support digests (4.0 does), and {address.by_tag} is another image by now",
         fix="import with --with ftkit and without --on-node: it goes by the digest",
     )

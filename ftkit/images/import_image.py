@@ -82,9 +82,9 @@ def _explain_full_disk(folder: Path) -> Iterator[None]:
 
 
 def _existing(reference: str, source: ImageSource, store: ImageStore) -> ImportResult | None:
-    """Return a former import of the same image, with a link of this name.
+    """Return an earlier import of the same image, linked to this name.
 
-    Only reading the layers of a registry's image shows that they are those of its configuration. Without that, a former
+    Only reading the layers of a registry's image shows that they match its configuration. Without that, an earlier
     import is the same image only if it came from the same manifest.
     """
     manifest = manifest_if_intact(store.file(source.image_id, source.format))
@@ -94,7 +94,7 @@ def _existing(reference: str, source: ImageSource, store: ImageStore) -> ImportR
 
 
 def _under_another_manifest(reference: str, source: ImageSource, store: ImageStore) -> ImportResult | None:
-    """Return a former import of the same image, once the layers showed that only the manifest differs.
+    """Return an earlier import of the same image, once the layers showed that only the manifest differs.
 
     The file is not replaced: jobs may have it open.
     """
@@ -107,7 +107,7 @@ def _under_another_manifest(reference: str, source: ImageSource, store: ImageSto
 
 
 def _found(reference: str, source: ImageSource, store: ImageStore, manifest: ImportManifest) -> ImportResult:
-    """Point the link of this name to the file of a former import."""
+    """Point the link of this name to the file of an earlier import."""
     final = store.file(source.image_id, source.format)
     link = store.link(reference, source.format)
     if not link.is_symlink() or link.readlink().name != final.name:

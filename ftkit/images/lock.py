@@ -60,7 +60,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
             fix=f"change 'packages:' in {definition.lock_file.with_suffix('.yaml')}",
         )
     head = (
-        f"# What {spec.base.reference} is given by ftkit; written by 'ftkit lock {spec.reference}'.\n"
+        f"# Packages that ftkit adds to {spec.base.reference}; written by 'ftkit lock {spec.reference}'.\n"
         f"{_INPUTS}{inputs_digest(spec)}\n"
     )
     write_lock_file(definition.lock_file, head + done.stdout)
@@ -102,7 +102,7 @@ def read_lock(definition: ImageDefinition) -> str:
     if f"{_INPUTS}{inputs_digest(spec)}\n" not in text:
         raise ImageError(
             f"{path} was not made from the packages that {spec.reference} lists now",
-            meaning="'packages:', 'provided:' or 'python:' changed, or ftkit needs other packages than it did",
+            meaning="'packages:', 'provided:' or 'python:' changed, or ftkit's own dependencies did",
             fix=fix,
         )
     hashed = parse_pins("\n".join(_HASHED.findall(text)))

@@ -61,7 +61,7 @@ def _import_issues(modules: list[str]) -> list[str]:
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001 - whatever an import can do wrong is a fault of the image
+        except Exception as error:  # noqa: BLE001 - any exception of an import is an issue of the image
             issues.append(f"import {module}: {type(error).__name__}: {error}")
     return issues
 

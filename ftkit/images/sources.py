@@ -40,7 +40,7 @@ class ImageSource(Protocol):
     Attributes:
         format: of the file that it makes.
         image_id: digest of its configuration, which identifies it everywhere, as the configuration lists the layers.
-        is_vouched_for: whether its holder compared the layers with the configuration.
+        is_vouched_for: whether the engine or registry compared the layers with the configuration.
         config: how it is run.
     """
 

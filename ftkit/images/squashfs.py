@@ -26,7 +26,7 @@ ENROOT_OPTIONS: Final = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"
 """Options for enroot, whose defaults take six times as long for a larger file.
 
 They replace the defaults of 4.1, of which `-exit-on-error` is one: without it mksquashfs replaces a file that it can't
-read by an empty one, with exit status 0.
+read with an empty one, with exit status 0.
 """
 
 _SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
@@ -45,7 +45,7 @@ class SquashfsTool:
         options: for compression, threads and modes.
         reads_from: arguments that make it read standard input.
         clamps_times: whether it needs the newest time of a file in SOURCE_DATE_EPOCH: folders that are not in the
-            stream, as the root, get the time at which it runs.
+            stream, such as the root, get the time at which it runs.
     """
 
     program: str

@@ -131,7 +131,7 @@ class ImageStore:
 
     @contextmanager
     def partial(self, final: Path) -> Iterator[Path]:
-        """Yield a temporary name beside `final`; what is left there is removed afterwards."""
+        """Yield a temporary name next to `final`; it is removed afterwards if it still exists."""
         self.remove_leftovers(final)
         path = final.with_name(f"{_PARTIAL}{final.name}.{secrets.token_hex(4)}")
         try:

@@ -171,15 +171,15 @@ mount --rbind /dev "$0/dev"
 mount -t proc proc "$0/proc"
 exec chroot "$0" /usr/bin/env -i "$@"
 """
-"""In a mount namespace of its own, so that nothing stays mounted; `env -i` because the host's variables don't count."""
+"""In a private mount namespace, so that nothing stays mounted; `env -i` keeps the host's variables out."""
 
 
 def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
-    """Run the self-check inside the imported file; return what has to be cleaned up by hand, mostly nothing.
+    """Run the self-check inside the imported file; return leftovers to be cleaned up by hand, mostly none.
 
     Raises:
         PrerequisiteError: no program on this machine can start the file.
-        ImageError: with everything that is wrong.
+        ImageError: the check failed; the message lists every difference.
     """
     report(ProgressEvent(f"checking {file.name} from inside"))
     done, left = _run_inside(file.resolve(), report)
@@ -201,7 +201,7 @@ def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
 
 
 def _run_inside(file: Path, report: Report) -> tuple[process.ProgramOutput, str]:
-    """Return the output of the check, and what has to be cleaned up by hand."""
+    """Return the output of the check, and the leftovers to be cleaned up by hand."""
     for program in ("apptainer", "singularity"):
         if shutil.which(program):
             command = [program, "exec", "--contain", "--cleanenv", "--no-home", str(file), *SELF_CHECK]
@@ -218,7 +218,7 @@ def _run_inside(file: Path, report: Report) -> tuple[process.ProgramOutput, str]
 
 
 def _with_enroot(file: Path, report: Report) -> tuple[process.ProgramOutput, str]:
-    """Run the check in a container of its own."""
+    """Run the check in a temporary container."""
     name = f"ftkit-verify-{file.stem[-12:]}-{os.getpid()}"
     try:
         done = process.run_stoppable(
@@ -236,13 +236,13 @@ def _with_enroot(file: Path, report: Report) -> tuple[process.ProgramOutput, str
 
 
 def _for_enroot() -> dict[str, str]:
-    """Return enroot's own variables: it hands all others on, and a PYTHONPATH of the host would be checked instead."""
+    """Return only enroot's own variables: it passes on all others, and the host's PYTHONPATH would be checked."""
     own = {key: value for key, value in os.environ.items() if key in _KEPT or key.startswith(("ENROOT_", "XDG_"))}
     return own | {"ENROOT_LOGIN_SHELL": "no"}  # /etc/profile would reset the image's PATH
 
 
 def _remove_container(name: str) -> str:
-    """Remove a container, which takes minutes on a slow disk; what it can't do says nothing of the image."""
+    """Remove a container, which takes minutes on a slow disk; a failure says nothing about the image."""
     command = ["enroot", "remove", "--force", "--", name]
     try:
         done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS)
@@ -256,7 +256,7 @@ def _remove_container(name: str) -> str:
 
 
 def _with_chroot(file: Path) -> process.ProgramOutput:
-    """Unpack the file into a temporary folder and start the check there: for root, where nothing better is."""
+    """Unpack the file into a temporary folder and start the check there: for root, without a container runtime."""
     with tempfile.TemporaryDirectory(prefix="ftkit-verify-") as folder:
         root = Path(folder, "root")
         unpacked = process.run(["unsquashfs", "-q", "-n", "-d", str(root), str(file)], timeout_seconds=_TIMEOUT_SECONDS)

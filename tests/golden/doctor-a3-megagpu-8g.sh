@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks of nodes, written by 'ftkit doctor'. salloc runs it on the machine that it was typed on.
+# Checks nodes; written by 'ftkit doctor'. salloc runs it on the machine where it was typed.
 set -euo pipefail
 
 readonly RUN_DIR=/shared/ftkit/checks
@@ -41,7 +41,7 @@ if [[ -z ${HF_TOKEN:-} ]]; then
 fi
 export HF_HOME="${HF_HOME:-$WORKSPACE/huggingface}"
 
-# The site's settings of the network between the nodes, for NCCL.
+# The site's NCCL settings for the network between nodes.
 export NCCL_LIB_DIR=/var/lib/tcpxo/lib64
 export NCCL_FASTRAK_CTRL_DEV=enp0s12
 export NCCL_FASTRAK_IFNAME=enp6s0,enp7s0,enp13s0,enp14s0,enp134s0,enp135s0,enp141s0,enp142s0
@@ -49,7 +49,7 @@ export NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY=/dev/aperture_devices
 export NCCL_SOCKET_IFNAME=enp0s12
 export GLOO_SOCKET_IFNAME=enp0s12
 export FTKIT_LIBRARY_DIR=/var/lib/tcpxo/lib64
-export FTKIT_NCCL_PROFILE=/var/lib/tcpxo/lib64/nccl-env-profile.sh # on the nodes: not here
+export FTKIT_NCCL_PROFILE=/var/lib/tcpxo/lib64/nccl-env-profile.sh # sourced on the nodes, not here
 
 # --- Rendezvous ----------------------------------------------------------------------------------
 # Resolved outside the container, which has no scontrol.
@@ -58,7 +58,7 @@ readonly MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # below Linux' ephemeral 
 
 # --- Tasks ---------------------------------------------------------------------------------------
 readonly CONTAINER_IMAGE=/shared/ftkit/images/olmo3+25.02.sqsh
-export FTKIT_CONTAINER_IMAGE=$CONTAINER_IMAGE # for the trainer to write down
+export FTKIT_CONTAINER_IMAGE=$CONTAINER_IMAGE # recorded by the trainer
 if [[ ! -f $CONTAINER_IMAGE ]]; then
     say "error: the container image $CONTAINER_IMAGE is not there, seen from $HOSTNAME"
     say "import it first, to a file system that all nodes share; or name another with --image"
@@ -112,7 +112,7 @@ srun_options=(
     --container-env="$(join , "${container_env[@]}")"
 )
 
-# What runs on a node ends with 0 whatever it finds. If it does not run at all, the other nodes need not wait for it.
+# The check on a node exits with 0 whatever it finds. If it can't run at all, the other nodes don't wait for it.
 check_node() { # HOST FOLDER OPTION...
     # shellcheck disable=SC2016
     timeout --kill-after=10 300 srun --nodes=1 --ntasks=1 --nodelist="$1" "${srun_options[@]}" \
@@ -128,8 +128,8 @@ check_node() { # HOST FOLDER OPTION...
         "${@:3}" || : >"$2/$1.absent"
 }
 
-# Each node is checked by a step of its own: one whose container does not start must not end the others'. They meet by
-# themselves. What a node prints is left in FOLDER/HOST.out, and what went wrong with its step in FOLDER/HOST.err.
+# Each node is checked in a separate job step, so that a container that does not start can't end the other checks.
+# The checks rendezvous by themselves. A node's output is in FOLDER/HOST.out, the errors of its step in FOLDER/HOST.err.
 check_nodes() { # FOLDER OPTION...
     local folder=$1 host hosts=${nodes//$'\n'/,} pids=()
     shift
@@ -141,7 +141,7 @@ check_nodes() { # FOLDER OPTION...
     wait "${pids[@]}" || true
 }
 
-# Prints a line for each node that is out of order: its name, a tab, and why.
+# Prints a line for each unhealthy node: its name, a tab, the reason.
 list_bad_nodes() { # FOLDER
     local host verdict
     for host in $nodes; do
@@ -156,7 +156,7 @@ list_bad_nodes() { # FOLDER
     done
 }
 
-# How a check begins on its node. The node's own disk may be full, so that nothing is made there.
+# Start of the check on its node. It writes nothing to the node's disk, which may be full.
 # shellcheck disable=SC2016
 IN_CHECK='
 set -eu

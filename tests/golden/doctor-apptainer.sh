@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks of nodes, written by 'ftkit doctor'. salloc runs it on the machine that it was typed on.
+# Checks nodes; written by 'ftkit doctor'. salloc runs it on the machine where it was typed.
 set -euo pipefail
 
 readonly RUN_DIR=/shared/ftkit/checks
@@ -46,7 +46,7 @@ readonly MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # below Linux' ephemeral 
 
 # --- Tasks ---------------------------------------------------------------------------------------
 readonly CONTAINER_IMAGE=/shared/ftkit/images/olmo3+25.02.sif
-export FTKIT_CONTAINER_IMAGE=$CONTAINER_IMAGE # for the trainer to write down
+export FTKIT_CONTAINER_IMAGE=$CONTAINER_IMAGE # recorded by the trainer
 if [[ ! -f $CONTAINER_IMAGE ]]; then
     say "error: the container image $CONTAINER_IMAGE is not there, seen from $HOSTNAME"
     say "import it first, to a file system that all nodes share; or name another with --image"
@@ -106,7 +106,7 @@ srun_options=(
     --wait=60
 )
 
-# What runs on a node ends with 0 whatever it finds. If it does not run at all, the other nodes need not wait for it.
+# The check on a node exits with 0 whatever it finds. If it can't run at all, the other nodes don't wait for it.
 check_node() { # HOST FOLDER OPTION...
     # shellcheck disable=SC2016
     timeout --kill-after=10 300 srun --nodes=1 --ntasks=1 --nodelist="$1" "${srun_options[@]}" \
@@ -120,8 +120,8 @@ check_node() { # HOST FOLDER OPTION...
         "${@:3}" || : >"$2/$1.absent"
 }
 
-# Each node is checked by a step of its own: one whose container does not start must not end the others'. They meet by
-# themselves. What a node prints is left in FOLDER/HOST.out, and what went wrong with its step in FOLDER/HOST.err.
+# Each node is checked in a separate job step, so that a container that does not start can't end the other checks.
+# The checks rendezvous by themselves. A node's output is in FOLDER/HOST.out, the errors of its step in FOLDER/HOST.err.
 check_nodes() { # FOLDER OPTION...
     local folder=$1 host hosts=${nodes//$'\n'/,} pids=()
     shift
@@ -133,7 +133,7 @@ check_nodes() { # FOLDER OPTION...
     wait "${pids[@]}" || true
 }
 
-# Prints a line for each node that is out of order: its name, a tab, and why.
+# Prints a line for each unhealthy node: its name, a tab, the reason.
 list_bad_nodes() { # FOLDER
     local host verdict
     for host in $nodes; do
@@ -148,7 +148,7 @@ list_bad_nodes() { # FOLDER
     done
 }
 
-# How a check begins on its node. The node's own disk may be full, so that nothing is made there.
+# Start of the check on its node. It writes nothing to the node's disk, which may be full.
 # shellcheck disable=SC2016
 IN_CHECK=$(declare -p container_start)'
 set -eu

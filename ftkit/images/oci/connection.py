@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 _TIMEOUT: Final = (10, 60)
 DOCUMENT_SECONDS: Final = 300.0
-"""For a whole document, whose largest is 16 MiB: time enough at half a megabit a second."""
+"""For a whole document of up to 16 MiB: enough at half a megabit per second."""
 CHUNK_SECONDS: Final = 120.0
-"""For each MiB of a layer, and for an answer to begin: a registry that is slower for so long counts as lost."""
+"""For each MiB of a layer, and for the first byte of an answer: a slower registry counts as lost."""
 _CHUNK: Final = 1 << 20
 _MAX_REDIRECTS: Final = 5
 _MAX_TOKEN_ANSWER: Final = 1 << 20
@@ -80,10 +80,10 @@ class Connection:
     def open(
         self, path: str, headers: dict[str, str] | None = None, *, has_digest: bool = False
     ) -> Iterator[requests.Response]:
-        """Get something of the repository; `has_digest`: the caller compares the content with a digest.
+        """Get a document or blob of the repository; `has_digest`: the caller compares the content with a digest.
 
         Raises:
-            NotFoundError: the registry has no such thing.
+            NotFoundError: the registry does not have it.
             TransientError: it can't be reached, or is busy.
             ImageError: access is denied, or the answer breaks the protocol.
         """

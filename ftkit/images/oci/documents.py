@@ -98,7 +98,7 @@ class _Kind(_Answer):
 
 
 def read_document(body: bytes, whose: str) -> Index | Manifest:
-    """Read an index or a manifest.
+    """Parse an index or a manifest.
 
     Raises:
         ImageError: it is neither, or could be read as both.

@@ -1,7 +1,7 @@
 """The root file system of an image, read from its layers without unpacking them.
 
-The topmost layer is read first. A path that a higher layer has or deletes is skipped in the layers below. So nothing is
-written twice, and each layer is read once.
+The topmost layer is read first. A path that a higher layer has or deletes is skipped in the layers below. Each path is
+written once, and each layer is read once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GZIP_MAGIC: Final = b"\x1f\x8b"
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: its blob, and the digest that its tar stream has by the image's configuration."""
+    """A layer: its blob, and the digest of its tar stream according to the image's configuration."""
 
     blob: Path
     diff_id: Digest
@@ -85,21 +85,21 @@ def flatten(layers: Sequence[Layer]) -> Iterator[Entry]:
 
 @dataclass
 class _HardLinks:
-    """The hard links of a layer, of which some lead to what layers above hide."""
+    """The hard links of a layer; the target of some is hidden by the layers above."""
 
     origins: dict[bytes, bytes] = field(default_factory=dict)
     hidden: set[bytes] = field(default_factory=set)
     orphans: dict[bytes, list[Member]] = field(default_factory=dict)
 
     def see(self, member: Member, *, is_hidden: bool) -> None:
-        """Remember where a link leads in the end, and what is hidden."""
+        """Record where a link finally leads, and what is hidden."""
         if member.kind == LINK:
             self.origins[member.path] = self.origins.get(member.target, member.target)
         if is_hidden and member.kind in (FILE, LINK):
             self.hidden.add(member.path)
 
     def resolve(self, link: Member) -> Member | None:
-        """Return a link to something that can be seen; None: there is nothing, and it waits to become a file.
+        """Return a link to a visible file; None: there is none yet, and the link waits to become a file.
 
         Raises:
             ImageError: it leads to itself.
@@ -138,7 +138,7 @@ def _members(reader: TarReader, layer: Layer, above: _Above) -> Iterator[Entry]:
 
 
 def _adopted(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[Entry]:
-    """Yield hard links whose file a layer above hides: the first of each becomes the file, others link to that one.
+    """Yield hard links whose file is hidden by a layer above: the first one becomes the file, the others link to it.
 
     The layer is read once more, however many there are.
     """
@@ -167,7 +167,7 @@ class _LayerStream:
         self._running = hashlib.sha256()
 
     def read(self, size: int, /) -> bytes:
-        """Read at most so many bytes.
+        """Read at most `size` bytes.
 
         Raises:
             ImageError: what it is compressed with ends in the middle, or is damaged.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ftkit.images.oci.tar import Writable
 
 SBOM_PATH: Final = "opt/ftkit/sbom.cdx.json"
-"""Where the Dockerfile leaves the list of what is in the image."""
+"""Where the Dockerfile writes the image's SBOM."""
 
 _MAX_SBOM_BYTES = 64 << 20
 _KEPT = (FILE, LINK, SYMLINK, FOLDER)
@@ -97,12 +97,12 @@ class _WantedFolders:
                                            for end in range(1, len(parts) + 1)}  # fmt: skip
 
     def see(self, member: Member) -> None:
-        """Note what the image itself has there."""
+        """Record the folders that the image itself has."""
         if member.path in self._kinds:
             self._kinds[member.path] = member.kind
 
     def missing(self) -> Iterator[bytes]:
-        """Yield each folder that no member was; below a link or a file there is none to be made."""
+        """Yield each folder that no member created, except below a link or a file."""
         for parts in self._paths:
             for end in range(1, len(parts) + 1):
                 path = b"/".join(parts[:end])
@@ -142,7 +142,7 @@ def _write(
     contents: Contents,
     advance: Callable[[int], None],
 ) -> None:
-    """Write one member, no newer than the image itself: what is newer was made by docker for the export."""
+    """Write one member, no newer than the image itself: docker made newer ones for the export."""
     mode, mtime = _owner_can(member), min(member.mtime, newest)
     write_member(sink, Member(member.path, member.kind, mode, mtime, member.size, member.target))
     keeps = member.path == SBOM_PATH.encode() and member.size <= _MAX_SBOM_BYTES
@@ -157,7 +157,7 @@ def _write(
 
 
 def _owner_can(member: Member) -> int:
-    """Return the mode with the rights that the owner needs: in the container he is no root, who needs none."""
+    """Return the mode with the permissions that the owner needs: in the container the user is not root."""
     if member.kind == FOLDER:
         return member.mode | 0o700
     if member.kind == SYMLINK:
@@ -166,7 +166,7 @@ def _owner_can(member: Member) -> int:
 
 
 def fstab_file(config: ImageConfig) -> str:
-    """Return what enroot is to mount: each volume over itself, so that it is its own file system as with docker."""
+    """Return enroot's mounts: each volume over itself, so that it is a separate file system as with docker."""
     paths = [b"/".join(parts).decode() for volume in config.volumes if (parts := _parts(volume))]
     volumes = [f"/{path}".translate(_FSTAB_ESCAPES) for path in paths]
     return "".join(

@@ -1,6 +1,6 @@
 """Read and write the members of a tar stream one after the other.
 
-tarfile has a tenth of the speed. A member has what an image needs: path, type, mode, time, size and link. Owners,
+tarfile is ten times slower. A member has what an image needs: path, type, mode, time, size and link. Owners,
 extended attributes and devices are left out, as images are unpacked without root.
 """
 
@@ -136,7 +136,7 @@ class TarReader:
 
 
 def write_member(sink: Writable, member: Member) -> None:
-    """Write the header of a member; its content is to follow, then `write_padding`."""
+    """Write the header of a member; the caller writes its content next, then `write_padding`."""
     records = b""
     if len(member.path) >= 100:  # noqa: PLR2004 - the field's width
         records += _pax_record(b"path", member.path)
@@ -194,7 +194,7 @@ def _member(header: bytes, path: bytes, target: bytes, size: int) -> Member:
 
 
 def _clean(path: bytes) -> bytes:
-    """Take `./` and slashes off; a path that climbs out is refused, and one that no system can open."""
+    """Strip `./` and slashes; refuse paths that lead out of the image and those that no system can open."""
     if len(path) > _MAX_PATH:
         raise _damaged(f"a path of {len(path)} bytes")
     parts = [part for part in path.split(b"/") if part not in (b"", b".")]

@@ -25,11 +25,11 @@ class TransientError(ImageError):
 
 
 class StalledError(TransientError):
-    """A server sends too slowly, or nothing at all any more."""
+    """A server sends too slowly, or has stopped sending."""
 
 
 def retry(attempt: Callable[[], ResultT], report: Report, stage: str, waits: Sequence[float] | None = None) -> ResultT:
-    """Return what `attempt` returns; repeat it while it raises TransientError, at most so often."""
+    """Return what `attempt` returns; after each TransientError wait the next of `waits` and retry."""
     for wait in RETRY_SECONDS if waits is None else waits:
         try:
             return attempt()
@@ -46,7 +46,7 @@ class DeadlineError(Exception):
 def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
     """Return what `work` returns, or raise what it raises.
 
-    It runs in a thread that is left behind when the time is over: a blocked read can't be interrupted, whether it
+    It runs in a thread that is abandoned when the time is over: a blocked read can't be interrupted, whether it
     waits for a header, a body or TLS. The thread does not keep the process from ending.
 
     Raises:

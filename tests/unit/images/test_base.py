@@ -131,7 +131,7 @@ def test_a_lock_that_is_not_the_user_s_to_change_is_not_shadowed(ctx: Context, t
     blocked = replace(shipped, base_locks=(definition.base_locks[0], tmp_path / "none" / "bases.lock"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.access", lambda *_: False)
-        with pytest.raises(ImageError, match="not yours to change"):
+        with pytest.raises(ImageError, match="you may not change it"):
             record(blocked, parse_reference(f"{BASE}@sha256:{'2' * 64}"))
 
 
