@@ -99,6 +99,10 @@ CASES = {
         ),
         context_parallel=2,
     ),
+    "qwen3-30b-a3b-lora": Case("qwen3-30b-a3b", ("training.method=lora", SHORT, "training.learning_rate=1e-4")),
+    "qwen3.5-9b-lora": Case(
+        "qwen3.5-9b", ("training.method=lora", SHORT, "training.learning_rate=1e-4", CHECKPOINTED), UNEVEN
+    ),
     "olmo3-32b": Case("olmo3-32b", (SHORT, CHECKPOINTED)),
     "olmo3-32b-65k": Case("olmo3-32b", (LONG, CHECKPOINTED)),
     "tiny": Case("olmo3-7b", TINY, QUARTERS),
@@ -134,11 +138,16 @@ class Step:
     loss: float
     memory_gib: float
     data_wait_ratio: float | None = None
+    time: float | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """Summary of a trainer's steps; `failure` is the reason if there are none."""
+    """Summary of a trainer's steps; `failure` is the reason if there are none.
+
+    Attributes:
+        start_seconds: from the start of torchrun to the end of step 1, where the trainer records it.
+    """
 
     tokens_per_second: float = 0.0
     memory_gib: float = 0.0
@@ -146,6 +155,7 @@ class Result:
     last_loss: float = 0.0
     attention: str = ""
     data_wait_ratio: float | None = None
+    start_seconds: float | None = None
     failure: str = ""
 
 
@@ -216,7 +226,14 @@ def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
     def read_steps() -> list[Step]:
         records = [record for record in read_records(plan.layout.metrics) if isinstance(record, StepRecord)]
         return [
-            Step(record.step, record.step_seconds, record.loss, record.memory_gib or 0.0, record.data_wait_ratio)
+            Step(
+                record.step,
+                record.step_seconds,
+                record.loss,
+                record.memory_gib or 0.0,
+                record.data_wait_ratio,
+                record.time,
+            )
             for record in records
         ]
 
@@ -248,7 +265,7 @@ def measure(
     """Run a trainer until it has taken the steps, has ended or has had its time."""
     output = plan.layout.root / "output"
     paths = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    limit = time.monotonic() + options.limit_seconds
+    began, limit = time.time(), time.monotonic() + options.limit_seconds
     with output.open("w") as file:
         trainer = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"PYTHONPATH": paths})
         while trainer.poll() is None and len(read_steps()) < options.steps and time.monotonic() < limit:
@@ -273,16 +290,17 @@ def measure(
         last_loss=steps[-1].loss,
         attention=(attention.group(1) if attention else "") + ("" if is_whole else ", in parts"),
         data_wait_ratio=statistics.median(waits) if waits else None,
+        start_seconds=None if steps[0].time is None else steps[0].time - began,
     )
 
 
-COLUMNS = "{:<16} {:<17} {:<17} {:>12} {:>7} {:>6} {:>9} {:>9} {:>9} {:>10} {:>10}"
+COLUMNS = "{:<18} {:<17} {:<17} {:>12} {:>7} {:>6} {:>9} {:>9} {:>9} {:>10} {:>10} {:>8}"
 
 
 def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_token: float) -> str:
     """Return a row of the table. The ratio is the speed of ftkit over that of the peer."""
     if result.failure:
-        return f"{plan.name:<16} {trainer:<17} failed: {result.failure}"
+        return f"{plan.name:<18} {trainer:<17} failed: {result.failure}"
     return COLUMNS.format(
         plan.name,
         trainer,
@@ -295,6 +313,7 @@ def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_to
         "" if result.data_wait_ratio is None else f"{result.data_wait_ratio:.2%}",
         f"{result.first_loss:.5f}",
         f"{result.last_loss:.5f}",
+        "" if result.start_seconds is None else f"{result.start_seconds:.1f}",
     )
 
 
@@ -314,7 +333,7 @@ def main() -> None:
     )
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    titles = "case,trainer,attention,tokens/s/GPU,ftkit ×,MFU,peak GiB,predicted,data wait,first loss,last loss"
+    titles = "case,trainer,attention,tokens/s/GPU,ftkit ×,MFU,peak GiB,predicted,data wait,first loss,last loss,start s"
     print(COLUMNS.format(*titles.split(",")))
     with tempfile.TemporaryDirectory() as folder:
         for name in options.case:
