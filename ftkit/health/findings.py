@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+ResultT = TypeVar("ResultT")
 
 Status = Literal["ok", "warning", "failed", "unknown"]
 
@@ -37,3 +41,22 @@ class Finding:
 def failures(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings that failed."""
     return [each for each in findings if each.status == "failed"]
+
+
+def start_all(works: Sequence[Callable[[], ResultT]]) -> list[Future[ResultT]]:
+    """Start functions side by side, and return what each will return.
+
+    Their threads do not keep the process from ending: a name server or a file system that never answers can't be
+    interrupted, but has to be waited for no longer than the caller wants.
+    """
+
+    def run(work: Callable[[], ResultT], result: Future[ResultT]) -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is read
+            result.set_exception(error)
+
+    results = [Future[ResultT]() for _ in works]
+    for work, result in zip(works, results, strict=True):
+        threading.Thread(target=run, args=(work, result), name="check", daemon=True).start()
+    return results

@@ -8,28 +8,26 @@ import shutil
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage
 from ftkit.errors import FtkitError, one_line
 from ftkit.files import mode_of_new_files
-from ftkit.health.findings import Finding
+from ftkit.health.findings import Finding, start_all
 from ftkit.health.site import Site
 from ftkit.hub.client import DEFAULT_ENDPOINT, read_token
 from ftkit.planning.layout import Workspace
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
 _TIMEOUT_SECONDS: Final = 2.0
+CHECK_SECONDS: Final = 3.0
+"""For all checks together; a name server or a file system may answer much later, or never."""
 _FEW_GIB: Final = 100
 """A run writes checkpoints, prepared data and an export: below this, a warning."""
 _CLOCK_SECONDS: Final = 5.0
@@ -50,18 +48,16 @@ class LoginNode:
 
 
 def check_login_node(node: LoginNode) -> list[Finding]:
-    """Run all checks, those that wait for a network side by side."""
-    checks: tuple[Callable[[LoginNode], list[Finding]], ...] = (
-        _check_slurm,
-        _check_partition,
-        _check_runtime,
-        _check_workspace,
-        _check_image,
-        _check_registry,
-        _check_hub,
-    )
-    with ThreadPoolExecutor(len(checks)) as pool:
-        return [finding for found in pool.map(lambda check: check(node), checks) for finding in found]
+    """Run all checks side by side; one that takes longer than `CHECK_SECONDS` is reported as such."""
+    deadline = time.monotonic() + CHECK_SECONDS
+    results = start_all([partial(check, node) for check in _CHECKS.values()])
+    findings: list[Finding] = []
+    for (subject, fix), result in zip(_CHECKS, results, strict=True):
+        try:
+            findings += result.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            findings.append(Finding(subject, "warning", f"no answer within {CHECK_SECONDS:g} s", fix))
+    return findings
 
 
 # --- Programs ------------------------------------------------------------------------------------
@@ -273,3 +269,17 @@ def _ask(url: str, environment: Mapping[str, str]) -> _Answer:
     except ValueError:
         skew = None
     return _Answer(is_there=True, text="answers", skew=skew)
+
+
+_NO_FILES: Final = "its file system does not answer: see 'df' and 'mount', or tell the site"
+_NO_NETWORK: Final = "the network or the name server does not answer: set a proxy, or ask the site"
+_CHECKS: Final[dict[tuple[str, str], Callable[[LoginNode], list[Finding]]]] = {
+    ("slurm", _NO_FILES): _check_slurm,
+    ("partition", _NO_FILES): _check_partition,
+    ("containers", _NO_FILES): _check_runtime,
+    ("workspace", _NO_FILES): _check_workspace,
+    ("image", _NO_FILES): _check_image,
+    ("registry", _NO_NETWORK): _check_registry,
+    ("hub", _NO_NETWORK): _check_hub,
+}
+"""The checks, each with its subject, and what to do if it does not end."""

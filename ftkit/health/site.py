@@ -9,19 +9,23 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.config.cluster import parse_time_limit
 from ftkit.errors import FtkitError
+from ftkit.health.findings import start_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from concurrent.futures import Future
 
 _TIMEOUT_SECONDS: Final = 2.0
+_SITE_SECONDS: Final = 2.5
 _SHARED_TYPES: Final = re.compile(
     r"nfs4?|lustre|gpfs|beegfs|wekafs|ceph|glusterfs|panfs|pvfs2|orangefs|virtiofs|9p|cifs|smb3|fuse\.(juicefs|sshfs|ceph.*)"
 )
@@ -106,8 +110,9 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
         "singularity": ("singularity", "--version"),
         "docker": ("docker", "version", "--format", "{{.Server.Version}}"),
     }
-    with ThreadPoolExecutor(len(asked)) as pool:
-        said = dict(zip(asked, pool.map(lambda words: _ask(words, environment), asked.values()), strict=True))
+    deadline = time.monotonic() + _SITE_SECONDS
+    answers = start_all([partial(_ask, words, environment) for words in asked.values()])
+    said = {name: _in_time(answer, deadline) for name, answer in zip(asked, answers, strict=True)}
     partitions = parse_partitions(said["sinfo"])
     settings = dict(re.findall(r"(?m)^(\w+)\s*= (.*)$", said["config"]))
     mounts = _read(root / "proc/mounts")
@@ -145,6 +150,14 @@ def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str:
     except FtkitError:
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+def _in_time(answer: Future[str], deadline: float) -> str:
+    """Return a program's answer; empty if it does not come: a program on a dead file system can't even be killed."""
+    try:
+        return answer.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        return ""
 
 
 def _unknown(said: Mapping[str, str], partitions: Sequence[Partition], settings: Mapping[str, str]) -> list[str]:
