@@ -98,7 +98,7 @@ class ForwardedCommand(ExamplesCommand):
     """A command that runs on the login node of its cluster or run, if this machine reaches that over ssh."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep what was typed: it is what is forwarded."""
+        """Keep the typed words, which are forwarded unchanged."""
         ctx.meta[_TYPED] = list(args)
         return super().parse_args(ctx, args)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     help=f"""Show runs side by side: differences in recipe, data, image, versions and cluster; their results; and
     their losses after the same numbers of tokens. The last line says whether the losses are equal, bit for bit.
 
-    {RUN_HELP} The id or the name of a sweep stands for all of its runs.
+    {RUN_HELP} The id or the name of a sweep selects all of its runs.
     """,
 )
 @click.argument("references", metavar="RUN RUN...", nargs=-1, required=True, shell_complete=complete_run)

@@ -80,7 +80,7 @@ _LONGEST = 300
 @click.option("--harness", metavar="TASK,...", default="", help="Tasks of lm-evaluation-harness in place of --metrics.")
 @click.option(
     "--harness-tasks", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder with tasks of your own for --harness, as YAML files.",
+    help="Folder with your own tasks for --harness, as YAML files.",
 )  # fmt: skip
 @click.option(
     "--as-job", is_flag=True,

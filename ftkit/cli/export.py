@@ -65,7 +65,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 )  # fmt: skip
 @click.option(
     "--push", "destination", metavar="hf://ORG/NAME|s3://…|gs://…|FOLDER",
-    help="Copy the export there too. A hub repository that is made for it is private.",
+    help="Copy the export there too. A hub repository that this creates is private.",
 )  # fmt: skip
 @click.option(
     "--verify/--no-verify", "verifies", default=True,
@@ -102,7 +102,7 @@ def _check_format(form: Any, layout: RunLayout, *, merges: bool) -> None:
 
 
 def _finish_format(form: str, exported: Path, layout: RunLayout, terminal: Terminal) -> None:
-    """Convert an export, or check that others load it."""
+    """Convert an export, or check that vLLM loads it."""
     from ftkit.evaluate.formats import read_precision, verify_vllm_lora, write_gguf
 
     if form == "vllm-lora":

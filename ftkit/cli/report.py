@@ -45,7 +45,7 @@ _SAMPLE_CHARACTERS = 3000
     evaluation, and how to repeat it. The page is one file that needs no network: report.html in the run's
     folder or, for several runs, comparison.html in the current folder. Prints its path.
 
-    {RUN_HELP} The id or the name of a sweep stands for all of its runs.
+    {RUN_HELP} The id or the name of a sweep selects all of its runs.
     """,
 )
 @click.argument("references", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run)
@@ -111,7 +111,7 @@ def _run_page(layout: RunLayout, state: str, refresh_seconds: int | None = None)
 
 @cache
 def _samples(layout: RunLayout) -> tuple[Sample, ...]:
-    """Return documents of a run's first pack, as they are trained; none where its data or a tokenizer is not here."""
+    """Return documents of a run's first pack, as they are trained; none if its data or tokenizer is not here."""
     from importlib.util import find_spec
 
     from ftkit.errors import FtkitError
@@ -133,7 +133,7 @@ def _samples(layout: RunLayout) -> tuple[Sample, ...]:
 
 
 def _shortened(sample: Sample) -> Sample:
-    """Cut a document's text after some screens; sequences can be books."""
+    """Truncate a document's text to a few screens; sequences can be books."""
     segments, left = [], _SAMPLE_CHARACTERS
     for segment in sample.segments:
         if left <= 0:

@@ -209,7 +209,7 @@ def _progress_facts(status: _Status) -> list[tuple[str, Cell]]:
 
 
 def _gpu_facts(gpus: GpuSummary | None) -> list[tuple[str, Cell]]:
-    """Return how busy the GPUs were, and the energy that they took."""
+    """Return how busy the GPUs were, and the energy that they used."""
     if gpus is None:
         return []
     busy = gpus.utilization if gpus.sm_activity is None else gpus.sm_activity

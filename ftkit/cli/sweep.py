@@ -59,7 +59,7 @@ def check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
     """Refuse to start several runs on this machine at once.
 
     Raises:
-        ConfigError: they are to be trained here, and nobody would wait for one before the next.
+        ConfigError: they train on this machine, and no process would wait for one before it starts the next.
     """
     if not follow and any(plan.cluster.scheduler == "local" for plan in plans):
         raise ConfigError(

@@ -26,7 +26,7 @@ _REPORT: Final = "ftkit-report "
 
 @dataclass(frozen=True)
 class NodeResult:
-    """What came of one node: its report as `ftkit.health.node` prints it, and why it can't be used."""
+    """The result of one node: its report as `ftkit.health.node` prints it, and why it can't be used."""
 
     host: str
     report: dict[str, Any] | None
@@ -34,7 +34,7 @@ class NodeResult:
 
 
 def check_nodes(checks: NodeChecks, hosts: Sequence[str], environment: Mapping[str, str]) -> list[NodeResult]:
-    """Wait for nodes, run the checks on them, and read what they found.
+    """Wait for nodes, run the checks on them, and read the results.
 
     Args:
         checks: what to run.

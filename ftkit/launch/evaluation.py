@@ -92,6 +92,6 @@ def write_and_submit(plan: RunPlan, path: Path, script: str, environment: Mappin
         raise PrerequisiteError(
             f"can't write {path}: {error.strerror}",
             meaning="the run is somebody else's, or its file system is full or read-only",
-            fix="try it with a run of your own",
+            fix="use one of your own runs",
         ) from error
     return submit_script(plan.layout, path.name, environment)

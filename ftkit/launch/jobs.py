@@ -54,7 +54,7 @@ def submit(
         files: more files of the folder, by name.
 
     Raises:
-        SubmitError: the scheduler refused it, and nothing is left of the run; or it gave no clear answer.
+        SubmitError: the scheduler refused it, and the run's folder was removed; or its answer was unclear.
         PrerequisiteError: the workspace or the scheduler can't be used.
     """
     contents = {plan.layout.script.name: script, **(files or {})}
@@ -148,7 +148,7 @@ def resume(
     needs_work = needs_preparation(new, environment)
     has_script = not changed and layout.preparation_script.is_file()
     preparation = render_preparation(new) if needs_work and not has_script else None
-    revoke(layout)  # nobody trains any more: the next job need not find that out by watching
+    revoke(layout)  # no process trains anymore: the next job need not wait to detect that
     ended = [layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state]
     if submission:
         job_id = submission.job_id
@@ -169,7 +169,7 @@ def resume(
 
 @contextmanager
 def _restored_if_refused(*paths: Path) -> Iterator[None]:
-    """Write files back as they were if the block raises, unless there may be a job that reads them."""
+    """Restore files if the block raises, unless a job may read them."""
     former = {path: path.read_bytes() if path.is_file() else None for path in paths}
     try:
         yield
@@ -236,7 +236,7 @@ def _to_train_on(layout: RunLayout) -> str:
 def cancel(run: SubmittedRun) -> Observation | None:
     """Cancel a run; return its final state if it had already ended, else None.
 
-    The file that says so is written first: the job's script must not ask to be requeued.
+    The file that marks the run as canceled is written first, so that the job script does not requeue itself.
 
     Raises:
         FtkitError: the scheduler could not end it.
@@ -284,7 +284,7 @@ def remove_run(folder: RunFolder) -> None:
 
 
 def remove_folder(root: Path) -> None:
-    """Remove a folder of the workspace: at once for everyone who looks for it, then file by file.
+    """Remove a folder of the workspace: rename it first, so that it disappears for others, then remove its files.
 
     Raises:
         PrerequisiteError: it, or a part of it, can't be removed.

@@ -61,7 +61,7 @@ class LocalScheduler:
             ask(pid)
             if _wait_until_gone(run.submission, self.grace_seconds):
                 break
-        if current_holder(run.layout):  # in a container, say: no signal from here reaches it, but a file does
+        if current_holder(run.layout):  # perhaps in a container: signals don't reach it, the stop file does
             run.layout.job_stop_request(run.submission.job_id).touch()
 
 

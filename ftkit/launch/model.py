@@ -1,4 +1,4 @@
-"""What a model is: its shape and its parameters, from its config.json or from its own class."""
+"""Resolve a model: its shape and parameter counts, from its config.json or its class."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ class CountedModel:
 
 
 def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: Workspace) -> ModelPlan:
-    """Find out a model's shape, count its parameters, and resolve its revision to a commit where that is known here.
+    """Resolve a model's shape, parameter counts, and, if the hub's cache has it, the commit of its revision.
 
-    `run:NAME` is what that run has trained: its export, or its adapters on the model that they belong to; a folder of
-    adapters is the model that they belong to, and they.
+    `run:NAME` is the result of that run: its export, or its adapters on their base model. A folder of adapters means
+    its base model with these adapters.
 
-    The configuration is that in its folder, in the hub's cache, in what ftkit ships, or on the hub. Families with a
-    formula need nothing else. Others are counted on their own class, without weights, where torch is installed: in a
-    process of its own, as neither the plan nor the command line imports torch. What it says is cached by the digest of
-    the configuration. Elsewhere the parameters are estimated by config.json.
+    The configuration comes from its folder, the hub's cache, ftkit's shipped configurations, or the hub. Families with
+    a formula need nothing else. Others are counted on their class, without weights, if torch is installed: in another
+    process, as neither the plan nor the command line imports torch. The counts are cached by the digest of the
+    configuration. Otherwise the parameters are estimated from config.json.
 
     Raises:
         ConfigError: the recipe contradicts the configuration, or nothing tells the whole shape.
         NotFoundError: the hub has no such model, the configuration can't be read, or there is no such run or export.
-        PrerequisiteError: the model is gated, or there is no right to it.
+        PrerequisiteError: the model is gated, or access to it is denied.
     """
     is_run = model.weights.startswith(RUN)
     if not is_run and not (is_path(model.weights) and holds_adapters(Path(model.weights))):
@@ -97,9 +97,9 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
 
 
 def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:
-    """Resolve the revision of a model of the hub to a commit: a job loads what its run was submitted with.
+    """Resolve the revision of a hub model to a commit, so that the job loads the weights of the submission.
 
-    Where the hub can't be asked, the plan stays as it is. Raises as `resolve_model` does.
+    If the hub does not answer, the plan does not change. Raises as `resolve_model` does.
     """
     model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
     pinned = _pinned(model, find_commit(model, {**environment, **plan.cluster.environment}, home))
@@ -156,7 +156,7 @@ def _with_added_tokens(
 
 def _read_vocabulary(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Vocabulary:
     tokenizer = model.tokenizer
-    if tokenizer.vocab_size is not None:  # it will be learned: all but its own marks are new
+    if tokenizer.vocab_size is not None:  # it will be trained: all but its own special tokens are new
         return Vocabulary({}, tokenizer.vocab_size)
     owner = model if tokenizer.source == "model" else ModelSpec(weights=tokenizer.source)
     is_folder = is_path(owner.weights)
@@ -207,7 +207,7 @@ def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_json(cache, counted)
-    except OSError:  # a home without space: it is counted again next time
+    except OSError:  # no space in the home folder: it is counted again next time
         pass
     return counted
 
@@ -223,7 +223,7 @@ def _no_causal_class(asked: dict[str, Any]) -> Problem:
 
 
 def _cache_file(text: str, environment: Mapping[str, str]) -> Path:
-    """Return where the counts of a configuration are kept, for this version of transformers."""
+    """Return where the counts of a configuration are cached, for this version of transformers."""
     from importlib.metadata import version  # noqa: PLC0415 - tens of milliseconds, for models without a formula alone
 
     home = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache"

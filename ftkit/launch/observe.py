@@ -98,7 +98,7 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
     stopped_at = f"checkpoint of step {end.step} written" if end and end.outcome == "stopped" else ""
     if seen and not seen.is_final:
         if seen.state is RunState.PENDING and stopped_at:
-            waits = f"{stopped_at}; waits to go on" + (f" ({seen.reason})" if seen.reason else "")
+            waits = f"{stopped_at}; waits to continue" + (f" ({seen.reason})" if seen.reason else "")
             return replace(seen, state=RunState.STOPPED, reason=waits)
         return seen
     last = seen or _by_its_files(run, stopped_at)
@@ -142,7 +142,7 @@ def _still_trains(run: SubmittedRun, seen: Observation | None) -> Holder | None:
 
 
 def _by_its_files(run: SubmittedRun, stopped_at: str) -> Observation:
-    """Judge a job that its scheduler does not know."""
+    """Derive the state of a job that its scheduler does not know."""
     exit_code = _exit_code(run)
     if exit_code is not None or stopped_at:
         state = RunState.FAILED if exit_code else RunState.COMPLETED
@@ -155,7 +155,7 @@ def _by_its_files(run: SubmittedRun, stopped_at: str) -> Observation:
 
 
 def _completed_by_its_files(run: SubmittedRun) -> Observation | None:
-    """Recognize a completed run by its own files, without asking the scheduler, and record that."""
+    """Recognize a completed run by its files, without asking the scheduler, and record that."""
     if _exit_code(run) != 0:
         return None
     end = _end(run.layout)

@@ -229,13 +229,13 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
 
     Args:
         plan: with the predicted memory.
-        main_gib: the main memory of this machine.
+        main_gib: host memory of this machine.
 
     Returns:
         A warning if the prediction is uncertain. For GPUs, the plan's notes say so.
 
     Raises:
-        MemoryExhaustedError: less than half of it exists; suggests changes that would fit.
+        MemoryExhaustedError: there is less than half of the predicted memory; suggests changes that would fit.
     """
     cluster, place, shape = plan.cluster, plan.placement, plan.recipe.model.architecture
     if place.device == "cuda":
@@ -256,14 +256,14 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
 
 
 def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
-    """Raise if a path should exist here and does not; return a warning if it may exist on the nodes only.
+    """Raise if a path should exist here but does not; return a warning if it may exist on the nodes only.
 
     Those are models on a file system that is not mounted here. Data must be here, where its changes are noticed.
     """
     mounts = [Path(mount.partition(":")[0]) for mount in cluster.mounts]
     within = next((mount for mount in mounts if path.is_relative_to(mount)), path.parent)
     if cluster.scheduler == "slurm" and key.startswith("model.") and not within.exists():
-        return [f"{key}: {path} is not to be seen from here, nor is {within}: the job will look for it on its nodes"]
+        return [f"{key}: {path} is not visible from here, nor is {within}: the job will look for it on its nodes"]
     raise NotFoundError(
         f"{key} names {path}, which is not there",
         meaning="the path is wrong, or its file system is not mounted here",
@@ -283,5 +283,5 @@ def _check_packages(plan: RunPlan) -> list[str]:
 
 
 def host_memory_gib() -> float:
-    """Return the main memory of this machine."""
+    """Return the host memory of this machine, in GiB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

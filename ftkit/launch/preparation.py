@@ -1,4 +1,4 @@
-"""What a run needs before it trains: a recipe's local files, tokenized data, and weights in the hub's cache."""
+"""Inputs of a run before training: the recipe's local files, tokenized data, and weights in the hub's cache."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def data_stamp(recipe: RecipeSpec) -> str:
 
 
 def local_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
-    """Yield the files and folders that a recipe names, each with its key."""
+    """Yield the files and folders in a recipe, each with its key."""
     model = recipe.model
     for key, place in recipe.data.files:
         if not is_address(place):

@@ -1,4 +1,4 @@
-"""Find what a workspace no longer needs: runs that failed with nothing to continue from, and data that no run uses."""
+"""Find unused folders of a workspace: failed runs without a checkpoint, and data that no run uses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Prunable:
 
     Attributes:
         folder: of a run; None for prepared data.
-        reason: why it can go.
+        reason: why it can be removed.
     """
 
     kind: Literal["run", "data"]
@@ -45,14 +45,14 @@ class Prunable:
 
 @dataclass(frozen=True)
 class Findings:
-    """What can go, and why some things were not looked at."""
+    """Folders that can be removed, and why some folders were not checked."""
 
     items: list[Prunable]
     warnings: list[str]
 
 
 def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: float | None = None) -> Findings:
-    """Look through a workspace. Nothing is changed.
+    """Find the folders that can be removed. Changes nothing.
 
     Args:
         workspace: where.
@@ -77,7 +77,7 @@ def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: 
     kept = [entry for entry in entries if entry.folder.id not in going]
     unreadable = [entry.folder.id for entry in kept if _fingerprint(entry) is None]
     if unreadable:
-        warnings.append(f"prepared data is left alone: nobody can tell what {', '.join(unreadable)} uses")
+        warnings.append(f"prepared data is kept: it is unknown what {', '.join(unreadable)} uses")
     else:
         used = {_fingerprint(entry) for entry in kept}
         items += _unused_data(workspace, used, time.time() if now is None else now)
@@ -105,7 +105,7 @@ def _unused_data(workspace: Workspace, used: set[str | None], now: float) -> Ite
 
 
 def prune(items: Sequence[Prunable]) -> int:
-    """Remove what was found, and return the bytes that were freed. A run that was resumed meanwhile stays.
+    """Remove the folders, and return the freed bytes. Keeps a run that was resumed meanwhile.
 
     Raises:
         ExceptionGroup: of errors: some could not be removed.

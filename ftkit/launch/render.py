@@ -1,7 +1,7 @@
 """From a plan to the script of its job.
 
-`render_job` is pure, apart from reading the templates in sbatch/. No value gets into a script without
-passing through one of the filters below: Jinja refuses any other.
+`render_job` is pure, apart from reading the templates in sbatch/. Every value in a script passes through one of the
+filters below: Jinja refuses any other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TEMPLATES = {"local": "local.sh.j2", "slurm": "slurm.sbatch.j2"}
 
 @dataclass(frozen=True)
 class SideJob:
-    """What is asked of Slurm for a job beside a run.
+    """Slurm options of a job that accompanies a run.
 
     Attributes:
         name: follows the run's in the name of the job.
@@ -58,7 +58,7 @@ _FROM_THE_JOB = (
     "TRITON_CACHE_DIR",
     "XDG_CACHE_HOME",
 )
-"""Variables that the script sets, and that an image may have as well."""
+"""Variables that the script sets, and that the image may also set."""
 
 _TAKEN_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
 """Variables that the script looks for when it runs, because a site's script or the user may have set them."""
@@ -116,8 +116,8 @@ class NodeChecks:
         placement: nodes, and the processes on each.
         workspace: the shared folder.
         python: Python of a cluster without containers, else that of the image.
-        container_image: in the runtime's words; None without containers.
-        folder: where the script leaves what it finds.
+        container_image: as the runtime expects it; None without containers.
+        folder: where the script writes the results.
     """
 
     cluster: ClusterProfile
@@ -129,7 +129,7 @@ class NodeChecks:
 
 
 def render_checks(checks: NodeChecks) -> str:
-    """Render the script that salloc runs on the machine that `ftkit doctor` was typed on. Raises as `render_job`."""
+    """Render the script that salloc runs on the machine where `ftkit doctor` was typed. Raises as `render_job`."""
     cluster, num_nodes = checks.cluster, checks.placement.num_nodes
     nccl = nccl_for(cluster, num_nodes)
     return _environment().get_template("doctor.sh.j2").render(
@@ -154,13 +154,13 @@ def render_preparation(plan: RunPlan) -> str:
 
 
 def render_side_job(template: str, plan: RunPlan, job: SideJob, **values: object) -> str:
-    """Render the script of a job beside a run, on some GPUs of one node. Raises as `render_job` does.
+    """Render the script of a job that accompanies a run, on GPUs of one node. Raises as `render_job` does.
 
     Args:
         template: its name.
         plan: of the run.
-        job: what is asked of Slurm for it.
-        values: what the template has besides.
+        job: its Slurm options.
+        values: additional values of the template.
     """
     cluster, num_gpus = plan.cluster, job.num_gpus
     cpus = cluster.cpus_per_node
@@ -193,7 +193,7 @@ def _container_environment(cluster: ClusterProfile, nccl: NcclSpec | None) -> li
 
 
 def _mounts(cluster: ClusterProfile, folders: Iterable[str]) -> list[str]:
-    """Return the mounts as FROM:TO, without what lies in a folder that is mounted as it stands anyway."""
+    """Return the mounts as FROM:TO, without folders inside one that is mounted at the same path anyway."""
     mounts: list[str] = []
     mounted: list[PurePosixPath] = []
     for wanted in (*cluster.mounts, *folders) if cluster.runtime != "none" else ():
@@ -211,7 +211,7 @@ def _mounts(cluster: ClusterProfile, folders: Iterable[str]) -> list[str]:
 
 
 class _Safe(str):
-    """Text that went through a filter."""
+    """Text that passed through a filter."""
 
     __slots__ = ()
 
@@ -249,12 +249,12 @@ def quote_log_path(value: object) -> str:
 
 
 def show_in_comment(value: object) -> str:
-    """Pass a value into a comment: on one line."""
+    """Reduce a value to one line, for a comment."""
     return _Safe(" ".join(str(value).split()))
 
 
 def pass_verbatim(value: object) -> str:
-    """Pass lines of bash that the site's profile holds, as they stand."""
+    """Pass lines of bash from the site's profile unchanged."""
     return _Safe(value)
 
 

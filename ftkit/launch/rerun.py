@@ -35,14 +35,14 @@ _SAME = {
     "data": ("train sha256", "validation sha256", "tokenizer sha256"),
     "image": ("image_id", "image_lock_sha256"),
 }
-"""What must be as it was, by section, for a run to be a repetition; where it is known of both."""
+"""Keys that must be equal in a repetition, by section, if both runs have them."""
 _EXPECTED = ("ftkit has uncommitted changes", "fingerprint", "image_sha256", "image_size", "image_modified")
-"""What differs without a difference in content, or is told by another value."""
+"""Keys that may differ without a difference in content, or that follow from another key."""
 
 
 @dataclass(frozen=True)
 class RerunArgs:
-    """What was typed after `ftkit rerun RUN`.
+    """Arguments of `ftkit rerun RUN`.
 
     Args:
         is_own: whether the original is a run of this workspace. The profile in a manifest from elsewhere is not used:
@@ -57,15 +57,15 @@ class RerunArgs:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the run is to be repeated in another place than the original's."""
+        """Whether the run is repeated in another place than the original's."""
         return any((self.cluster, self.num_nodes, self.gpus_per_node))
 
 
 def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Workspace, default: str | None) -> RunPlan:
     """Plan a run that repeats `original`.
 
-    In the original's place, what `auto` stood for stays as it was, so that losses can be equal bit for bit. Elsewhere
-    it is chosen anew; the global batch stays.
+    In the original's place, the resolved values of `auto` stay, so that losses can be equal bit for bit. Elsewhere they
+    are chosen again; the global batch stays.
 
     Args:
         original: the run.
@@ -98,13 +98,13 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
     plan = plan_run(loaded.spec, profile, image_definition(image, ctx), request, ftkit_version=__version__)
     file = Path(str(manifest.get("container_image")))
     is_same = plan.image_file and plan.image_file.suffix == file.suffix and plan.image == manifest.get("image")
-    if is_same and file.is_file():  # named by its digest: the tag may be that of another image by now
+    if is_same and file.is_file():  # by digest: the tag may be that of another image by now
         return replace(plan, container_image=str(file))
     return resolve_image_link(plan)
 
 
 def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any]) -> list[Difference]:
-    """Return how a planned run differs from the one that it repeats, as far as that is known before it starts.
+    """Return the differences between a planned run and its original that are known before it starts.
 
     Args:
         original: the run.

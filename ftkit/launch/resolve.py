@@ -122,8 +122,8 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
     """Make a plan from the arguments.
 
     Raises:
-        NotFoundError: something named does not exist.
-        ConfigError: with every problem of recipe, cluster and image, or every reason why they don't fit together.
+        NotFoundError: a selected recipe, cluster, image, or file does not exist.
+        ConfigError: with every problem of recipe, cluster and image, or every reason why they are incompatible.
     """
     loaded = read_settings(words, ctx)
     _check_cluster_is_chosen(loaded, ctx)

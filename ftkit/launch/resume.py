@@ -1,4 +1,4 @@
-"""Plan a run anew from where it stopped: other nodes, another cluster, other values of its recipe.
+"""Plan the continuation of a run: other nodes, another cluster, other values of its recipe.
 
 Model, data, and the format of the checkpoints stay. The order of the data follows from the seed and the global batch,
 so a run that keeps both consumes the same packs at any number of processes.
@@ -63,11 +63,11 @@ _HARMLESS = (
 
 @dataclass(frozen=True)
 class ResumeArgs:
-    """What was typed after `ftkit resume RUN`.
+    """Arguments of `ftkit resume RUN`.
 
     Args:
         overrides: `key.path=value`, the time limit among them.
-        allowed: keys that may change although that changes the result.
+        allowed: keys that may change although they affect the result.
     """
 
     num_nodes: int | None = None
@@ -78,7 +78,7 @@ class ResumeArgs:
 
     @property
     def asks_for_changes(self) -> bool:
-        """Return whether the run is to continue with another plan."""
+        """Return whether the run continues with another plan."""
         return self != ResumeArgs()
 
 
@@ -93,7 +93,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ResumedPlan:
-    """A plan made anew, the differences, and notes about them for the user."""
+    """A new plan, the differences, and notes about them for the user."""
 
     plan: RunPlan
     changes: tuple[Change, ...] = ()
@@ -101,11 +101,11 @@ class ResumedPlan:
 
 
 def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImage | None = None) -> ResumedPlan:
-    """Plan a run anew with the same id, model, and data.
+    """Plan a run again with the same id, model, and data.
 
     Args:
         plan: the run's.
-        args: what is to change.
+        args: the changes.
         ctx: where cluster profiles are searched for.
         default_image: from the settings, for a run without a container so far.
 
@@ -171,7 +171,7 @@ def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dic
 
 
 def _typed_keys(args: ResumeArgs) -> list[str]:
-    """Return the keys that were typed, each once, down to single values."""
+    """Return the typed keys, each once, down to single values."""
     keys = [key for override in args.overrides for key in _leaves(parse_override(override).values)]
     return list(dict.fromkeys(keys))
 
@@ -205,7 +205,7 @@ def _check_changes(changes: Sequence[Change], args: ResumeArgs) -> None:
     changed = {change.key for change in changes}
     refused = [
         Problem(COMMAND_LINE, change.key, f"changes the result: from {change.before!r} to {change.after!r}.",
-                f"Leave it out; or accept that the run is not the same: --allow {change.key}")
+                f"Omit it; or accept that the run is not the same: --allow {change.key}")
         for change in changes
         if change.key not in args.allowed and not _is_harmless(change)
     ]  # fmt: skip

@@ -19,7 +19,7 @@ class Scheduler(Protocol):
     """Submits job scripts, reports the states of jobs, and cancels them."""
 
     poll_seconds: ClassVar[float]
-    """Pause between two queries for states that does not burden it."""
+    """Pause between two queries for states, long enough not to burden the scheduler."""
 
     def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
         """Submit the script of a run, with these variables for its job; first that of its preparation, if it has one.
@@ -30,7 +30,7 @@ class Scheduler(Protocol):
         """
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-        """Ask for the states of all `runs` at once; runs that it does not know are missing from the result.
+        """Return the states of all `runs` in one query; runs that the scheduler does not know are left out.
 
         Raises:
             FtkitError: the scheduler does not answer.

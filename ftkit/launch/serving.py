@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SERVING_IMAGE: Final = "vllm:0.33"
 _WEIGHTS_PART = 0.5
-"""Of a GPU's memory at most; the rest is for the keys and values of requests."""
+"""Maximum fraction of a GPU's memory for weights; the rest is for the KV cache."""
 _POLL_SECONDS = 3.0
 
 
@@ -41,7 +41,7 @@ class ServingJob:
     """The script of a serving job.
 
     Attributes:
-        address_file: where the job writes its address once it answers, with `-JOB_ID` behind it.
+        address_file: prefix of the file to which the job writes its address once it answers; `-JOB_ID` follows.
     """
 
     plan: RunPlan
@@ -52,7 +52,7 @@ class ServingJob:
 
 @dataclass(frozen=True)
 class ServeArgs:
-    """What was typed after `ftkit serve RUN`; null: chosen here. `words` go to vLLM as they stand."""
+    """Arguments of `ftkit serve RUN`; null: chosen here. `words` are passed to vLLM unchanged."""
 
     num_gpus: int | None = None
     port: int | None = None
@@ -68,14 +68,14 @@ def plan_serving(
     Args:
         plan: of the run.
         cluster: where it is served: one that sees the run's workspace.
-        image: to serve with; the shipped one if null. Unused where the cluster has no containers.
+        image: to serve with; the shipped one if null. Unused if the cluster has no containers.
         folder: the export, weights or adapters.
-        args: what was typed.
+        args: the command's arguments.
         ctx: where images are defined.
 
     Raises:
         PrerequisiteError: the cluster has no Slurm.
-        ConfigError: the model can't be served so, or the image is not for serving.
+        ConfigError: the model can't be served with these arguments, or the image is not for serving.
         NotFoundError: the image is not defined, or not imported.
     """
     plan = replace(plan, cluster=cluster)
@@ -84,7 +84,7 @@ def plan_serving(
         plan = replace(plan, **_image(plan, image or NamedImage(SERVING_IMAGE), ctx))
     num_gpus = args.num_gpus or _choose_gpus(plan, cluster)
     if num_gpus > cluster.gpus_per_node:
-        what = f"{num_gpus} GPUs asked for, a node of '{cluster.name}' has {cluster.gpus_per_node}."
+        what = f"{num_gpus} GPUs requested, a node of '{cluster.name}' has {cluster.gpus_per_node}."
         raise ConfigError([Problem("command line", "--gpus", what, "A model is served on one node.")])
     heads = plan.recipe.model.architecture.num_attention_heads
     if heads % num_gpus:
@@ -98,7 +98,7 @@ def plan_serving(
 
 
 def _image(plan: RunPlan, image: AnyImage, ctx: Context) -> dict[str, Any]:
-    """Return what a plan says of its image, for the serving image."""
+    """Return the plan's fields about its image, for the serving image."""
     if isinstance(image, NamedImage):
         spec = load_image(image.reference, ctx)
         if spec.purpose != "serving":
@@ -198,6 +198,6 @@ def _last_line(log: Path) -> str:
 
 
 def tunnel(address: str, login: str, user: str) -> str:
-    """Return the command that makes a server of a cluster's node reachable at the same port of a laptop."""
+    """Return the command that forwards the server's port to the same port of a laptop."""
     host, _, port = address.removeprefix("http://").rpartition(":")
     return f"ssh -L {port}:{host}:{port} {user}@{login}"

@@ -88,7 +88,7 @@ def submit_script(layout: RunLayout, name: str, environment: Mapping[str, str]) 
 
 
 def _sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the job id, and what else sbatch printed."""
+    """Return the job id, and sbatch's other output."""
     answer = _ask(["sbatch", "--parsable", *args], environment, cwd=layout.root)
     lines = answer.stdout.split()
     job_id = lines[-1].partition(";")[0] if lines else ""
@@ -145,11 +145,11 @@ def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     return read_sacct(answer.stdout, runs) if answer.returncode == 0 else {}
 
 
-# --- What squeue and sacct print ---------------------------------------------------------------
+# --- Output of squeue and sacct ---------------------------------------------------------------
 # Both print each job's folder too: job ids start anew when a cluster is set up again, and another cluster on the
 # same file system has its own. A job in another folder than the run's is not the run's.
 
-# The folder stands last: it alone may hold the separator.
+# The folder is last: only it may contain the separator.
 SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
 SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
 
@@ -214,7 +214,7 @@ def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observatio
 def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     """Parse sacct's output: the final state of each run.
 
-    A job that it calls active while squeue does not know it was lost; sacct's reason is why a job once waited.
+    A job that sacct lists as active but squeue does not list is lost; sacct's reason is why the job once waited.
     """
     states = {}
     for run, (state, start, end, nodes, exit_code) in _rows(text, 7, runs):

@@ -1,7 +1,7 @@
-"""Sweeps: one command line that stands for several runs, one for each combination of values and clusters.
+"""Sweeps: one command line for several runs, one for each combination of values and clusters.
 
-`training.learning_rate=1e-5,3e-5` is two values, as a learning rate is no text with a comma. A value that is legal as
-it stands is one value: commas in lists, mappings, quotes and texts divide nothing.
+`training.learning_rate=1e-5,3e-5` is two values, since a learning rate is not a text with a comma. A value that is
+valid as a whole is one value: commas in lists, mappings, quotes and texts don't split it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 MAX_RUNS = 200
-"""Of one sweep: more are most likely a mistake."""
+"""Maximum number of runs in a sweep: more are probably a mistake."""
 _BEFORE_QUOTE = ("", "[", "{", ",", ":")
-"""Elsewhere a quotation mark is a character like others."""
+"""Characters before an opening quotation mark; elsewhere it is an ordinary character."""
 _PAIRS = {"[": "]", "{": "}"}
 
 
@@ -37,11 +37,11 @@ class Trial:
 
 
 def expand(args: RunArgs, ctx: Context) -> list[Trial]:
-    """Return the runs that a command line stands for, in the order of its values: the last one changes fastest.
+    """Return the runs of a command line, in the order of its values: the last key changes fastest.
 
     Raises:
-        ConfigError: they are too many, or one that differs is there twice.
-        NotFoundError: the recipe, or the image that brings it, does not exist.
+        ConfigError: there are too many, or a key is given twice with different values.
+        NotFoundError: the recipe, or the image that sets it, does not exist.
     """
     axes = [(override, _alternatives(override, args, ctx)) for override in args.overrides]
     clusters = (args.cluster or "").split(",")
@@ -64,7 +64,7 @@ def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
 
     Raises:
         ConfigError: with the problems of all that are impossible; then none is submitted.
-        NotFoundError: something named does not exist.
+        NotFoundError: a selected recipe, cluster, image, or file does not exist.
     """
     plans: list[RunPlan] = []
     problems: list[Problem] = []
@@ -87,7 +87,7 @@ def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
 
 
 def _alternatives(override: str, args: RunArgs, ctx: Context) -> list[str]:
-    """Return the overrides that one override stands for: itself, unless only its parts are legal values."""
+    """Return the overrides in one override: itself, unless only its parts are valid values."""
     key, equals, value = override.partition("=")
     parts = [part.strip() for part in split(value)]
     if len(parts) == 1 or not equals or not all(parts):
@@ -99,7 +99,7 @@ def _alternatives(override: str, args: RunArgs, ctx: Context) -> list[str]:
 
 
 def _is_legal(recipe: str, override: str, ctx: Context) -> bool:
-    """Whether a recipe takes a value; what is wrong with other values does not matter."""
+    """Return whether a recipe accepts a value; problems of other values don't matter."""
     key = override.partition("=")[0]
     try:
         read_recipe(recipe, ctx, (override,))
@@ -110,7 +110,7 @@ def _is_legal(recipe: str, override: str, ctx: Context) -> bool:
 
 
 def split(text: str) -> list[str]:
-    """Divide a text at commas that are in no brackets, braces or quotes."""
+    """Split a text at commas outside brackets, braces and quotes."""
     parts, closing, quote = [""], [], ""
     for char in text:
         if quote:
@@ -131,9 +131,7 @@ def split(text: str) -> list[str]:
 def _check(trials: Sequence[Trial]) -> None:
     problems = []
     if len(trials) > MAX_RUNS:
-        problems.append(
-            Problem("", "", f"the values stand for {len(trials)} runs, more than {MAX_RUNS}.", "Take fewer.")
-        )
+        problems.append(Problem("", "", f"the values make {len(trials)} runs, more than {MAX_RUNS}.", "Take fewer."))
     seen: list[dict[str, str]] = []
     for trial in trials:
         if trial.values in seen:

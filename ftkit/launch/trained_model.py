@@ -1,4 +1,4 @@
-"""What was trained before, to train on: an earlier run's export, one of its checkpoints, or peft's adapters."""
+"""Trained models to continue from: an earlier run's export, one of its checkpoints, or peft adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ftkit.config.training import LoraSpec
 
 _LORA_KEYS = {"rank": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
-"""Keys of `training.lora`, and what peft calls them."""
+"""Keys of `training.lora`, and their names in peft."""
 _WITHOUT_EFFECT = frozenset(
     [
         "arrow_config", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
@@ -32,20 +32,20 @@ _WITHOUT_EFFECT = frozenset(
         "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
     ]
 )  # fmt: skip
-"""Of adapter_config.json: what says where adapters come from, how they began, or what is compared otherwise."""
+"""Keys of adapter_config.json about the adapters' origin or initialization, and those that are compared separately."""
 _BEGAN_AS_USUAL = (None, True, False, "gaussian", "eva", "orthogonal", "mini_ca")
-"""`init_lora_weights` that left the base model's weights as they were."""
+"""Values of `init_lora_weights` that do not change the base model's weights."""
 
 
 @dataclass(frozen=True)
 class Continued:
-    """What a recipe that continues training means.
+    """The model of a recipe that continues training.
 
     Attributes:
-        model: the model to load, as another recipe would name it.
-        adapter: folder of the adapters that belong on it.
-        trained: what of an earlier run this is.
-        plan: of a checkpoint whose export is made later: the model as that run's plan has it.
+        model: the model to load, as another recipe would specify it.
+        adapter: folder of the adapters on it.
+        trained: run and step of the result.
+        plan: the model in the plan of an earlier run, if its checkpoint is exported later.
     """
 
     model: ModelSpec
@@ -55,7 +55,7 @@ class Continued:
 
 
 def continue_run(model: ModelSpec, workspace: Workspace) -> Continued:
-    """Return what `run:NAME` or `run:NAME@STEP` means.
+    """Resolve `run:NAME` or `run:NAME@STEP`.
 
     A checkpoint is exported when the data is prepared, into a folder with its digest in the name.
 
@@ -114,7 +114,7 @@ def _sha256(file: Path) -> str:
 
 
 def _on_base(model: ModelSpec, base: ModelPlan, folder: Path) -> ModelSpec:
-    """Return the model under a run's adapters, with what the recipe changes of it."""
+    """Return the base model of a run's adapters, with the recipe's changes."""
     if base.weights == "random":
         what = "these are adapters on random weights, which only that run has."
         raise ConfigError(
@@ -130,7 +130,7 @@ def _on_base(model: ModelSpec, base: ModelPlan, folder: Path) -> ModelSpec:
 
 
 def _plan_of_export(model: ModelSpec, base: ModelPlan, trained: TrainedWeights) -> ModelPlan:
-    """Return the plan of a model whose files are not there yet: it has the shape that the run trained."""
+    """Return the plan of a model that is not exported yet: it has the shape that the run trained."""
     changed = [key for key in ("architecture", "added_tokens") if key in model.model_fields_set]
     if changed:
         what = f"it can't be changed before the checkpoint of step {trained.step} is exported."
@@ -147,10 +147,10 @@ def _plan_of_export(model: ModelSpec, base: ModelPlan, trained: TrainedWeights) 
 
 
 def continue_adapters(model: ModelSpec) -> Continued:
-    """Return the model that a folder of peft's adapters belongs to.
+    """Return the base model of a folder of peft adapters.
 
     Raises:
-        ConfigError: they are of a kind that ftkit does not train, or don't say which model they are for.
+        ConfigError: they are of a kind that ftkit does not train, or their configuration lacks the base model.
         NotFoundError: their configuration can't be read.
     """
     folder = Path(model.weights)
@@ -183,13 +183,13 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _not_trained(stored: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield what of peft's options ftkit would have to leave out: key, what it is, what to do."""
+    """Yield peft options that ftkit does not support: key, problem, fix."""
     merge = "Merge the adapters into their model with peft, and give model.weights that folder."
     if stored.get("peft_type") != "LORA":
         yield "peft_type", f"these are adapters of kind {stored.get('peft_type')}; ftkit trains LORA.", merge
         return
     reasons = {
-        "target_parameters": "it adapts parameters that are no linear layers, such as the experts of a layer.",
+        "target_parameters": "it adapts parameters that are not linear layers, such as the experts of a layer.",
         "modules_to_save": "it trains whole modules beside the adapters.",
         "trainable_token_indices": "it trains rows of the embedding beside the adapters.",
         "rank_pattern": "it has adapters of several ranks.",

@@ -1,1 +1,1 @@
-"""The folder of a run, as both the submitting side and the trainer know it."""
+"""The folder of a run, shared by the submitting side and the trainer."""

@@ -1,7 +1,7 @@
-"""One file that holds what a run was and what came of it, without weights and data: to hand over, and to repeat.
+"""Bundles: one file with a run's inputs and results, without weights and data, to share and to repeat the run.
 
-It is a tar archive of plain files. The same run folder gives the same bytes: members are sorted, and have neither owner
-nor time. A signature is a file beside it.
+A bundle is a tar archive of plain files. The same run folder gives the same bytes: members are sorted, and have neither
+owner nor time. A signature is a separate file next to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOCK = "requirements.lock"
 
 
 def bundled_files(layout: RunLayout) -> list[Path]:
-    """Return the files of a run's folder that go into its bundle, as far as they are there."""
+    """Return the existing files of a run's folder that belong in its bundle."""
     wanted = (
         layout.manifest, layout.plan, layout.script, layout.preparation_script, layout.submission, layout.metrics,
         layout.report, layout.code_changes, layout.original,
@@ -41,7 +41,7 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
     Args:
         layout: the run's folder.
         path: of the bundle.
-        lock: of the image's packages, where it is here.
+        lock: of the image's packages, if it is on this machine.
 
     Raises:
         NotFoundError: the run has no manifest.
@@ -49,7 +49,7 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
     """
     manifest = read_json(layout.manifest, dict[str, Any])
     if manifest is None:
-        raise NotFoundError(f"{layout.root.name} has no manifest.json", meaning="nobody could repeat it from a bundle")
+        raise NotFoundError(f"{layout.root.name} has no manifest.json", meaning="a bundle without it can't be repeated")
     data = DataLayout(Workspace(layout.root.parents[1]).data / str(manifest.get("data_fingerprint")))
     try:
         contents = {file.name: file.read_bytes() for file in bundled_files(layout)}
@@ -80,10 +80,10 @@ def is_bundle(path: Path) -> bool:
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Write the files of a bundle to a folder. Only plain files with the names of a run folder's are taken.
+    """Write the files of a bundle to a folder. Only plain files with the names of a run's files are extracted.
 
     Raises:
-        DamagedFileError: it is no bundle, or damaged.
+        DamagedFileError: it is not a bundle, or damaged.
     """
     layout = RunLayout(folder)
     known = {layout.manifest.name, layout.plan.name, layout.metrics.name, layout.original.name, layout.report.name}

@@ -1,4 +1,4 @@
-"""What an export says of itself, made from the files of the run: model card, loss curve, and recipe.
+"""Describe an export: model card, loss curve, and recipe, from the files of the run.
 
 The card is README.md as the Hugging Face hub shows it.
 """
@@ -46,7 +46,7 @@ def write_card(
 
     Args:
         folder: the export's.
-        layout: the run's folder: its manifest and its records, as far as they are there.
+        layout: the run's folder with its manifest and its records, if they exist.
         recipe: what was trained, and how.
         step: training steps that the weights have seen.
         kind: what is exported.
@@ -64,7 +64,7 @@ def typed_recipe(recipe: RecipePlan) -> dict[str, Any]:
     """Return a recipe as `ftkit run FILE` takes it: all values, since defaults may change with versions."""
     values = recipe.model_dump(mode="json", include=set(_REPEATED))
     shape, model = values["model"].pop("architecture"), values["model"]
-    kept: set[str] = set()  # pretrained weights bring their shape
+    kept: set[str] = set()  # pretrained weights define the shape
     if recipe.model.weights == "random":
         kept = set(ArchitectureSpec.model_fields)
     elif recipe.model.architecture.rope_scaling is not None:

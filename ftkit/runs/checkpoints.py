@@ -1,4 +1,4 @@
-"""What a checkpoint's marker says of its files, read and compared without torch."""
+"""Read a checkpoint's marker and compare its files with it, without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARKER = "COMPLETE.json"
 
 
 class DamagedCheckpointError(Exception):
-    """A file of a checkpoint is not what it was, or can't be read; the message names it."""
+    """A file of a checkpoint is changed or unreadable; the message has its name."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class BestEvaluation:
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a run continues from besides weights and optimizer states.
+    """State of a run besides weights and optimizer states.
 
     Attributes:
         step: steps done.
@@ -60,7 +60,7 @@ class SavedFile:
 
     @classmethod
     def of(cls, path: Path) -> SavedFile:
-        """Read a file, and return what it is.
+        """Read a file, and return its size and digest.
 
         Raises:
             OSError: it can't be read.
@@ -72,7 +72,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Marker:
-    """What a checkpoint holds: COMPLETE.json."""
+    """The content of a checkpoint's COMPLETE.json."""
 
     progress: TrainState
     world_size: int
@@ -85,10 +85,10 @@ class Marker:
 
 
 def read_marker(folder: Path, step: int) -> Marker:
-    """Read what the checkpoint of a step should hold.
+    """Read the marker of a step's checkpoint.
 
     Raises:
-        DamagedCheckpointError: the marker is missing, can't be read, or is not that of such a checkpoint.
+        DamagedCheckpointError: the marker is missing, can't be read, or does not belong to this checkpoint.
     """
     try:
         marker = read_json(folder / MARKER, Marker)
@@ -104,7 +104,7 @@ def read_marker(folder: Path, step: int) -> Marker:
 
 
 def find_damage(folder: Path, marker: Marker, names: Iterable[str]) -> list[str]:
-    """Return which of some files of a checkpoint differ from what the marker says."""
+    """Return which of some files of a checkpoint differ from the marker."""
     return [name for name in names if not _is_as_written(folder / name, marker.files[name])]
 
 
@@ -137,7 +137,7 @@ def read_selection(layout: RunLayout) -> BestEvaluation | None:
 
 
 def find_best(layout: RunLayout) -> BestEvaluation | None:
-    """Return what `RUN@best` means: by `evaluation.best`, else the checkpoint with the lowest validation loss.
+    """Resolve `RUN@best`: the best by `evaluation.best`, else the checkpoint with the lowest validation loss.
 
     None if no checkpoint was evaluated.
 
@@ -154,17 +154,17 @@ def find_best(layout: RunLayout) -> BestEvaluation | None:
 
 
 def choose_step(layout: RunLayout, wanted: str, steps: Iterable[int]) -> int:
-    """Return the step that is meant: a number, `last`, `best`, or empty.
+    """Resolve a step: a number, `last`, `best`, or empty.
 
     Empty means the best by `evaluation.best`, or the last if the recipe does not set that.
 
     Args:
         layout: the run's folder.
-        wanted: as it was typed.
-        steps: those that there are.
+        wanted: as typed.
+        steps: the existing ones.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such step.
     """
     there = sorted(steps)
     listed = ", ".join(map(str, there))

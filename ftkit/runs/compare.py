@@ -1,4 +1,4 @@
-"""Runs side by side: what differs in what they were made from, and what came of them."""
+"""Compare runs: differences of their inputs, their results, and their loss curves."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class RunResults:
-    """What came of a run; None where it is not known.
+    """The results of a run; None if unknown.
 
     Attributes:
         tokens_per_second_per_process: the median over the records of steps; a process has one GPU.
-        mfu: the median, a part of 1.
+        mfu: the median, from 0 to 1.
         predicted_gib: peak of a GPU's memory, by the plan.
         measured_gib: peak of a device's memory, the largest over ranks and stages.
         training_seconds: between the first and the last record of each start, without time in the queue.
-        held_seconds: in which the run held its processes: start-up and what was trained twice included.
+        held_seconds: in which the run occupied its processes, including start-up and steps that were trained twice.
         num_processes: of the newest start.
         cost: of all GPUs in that time, by the cluster's `price_per_gpu_hour`, in its currency.
         num_restarts: of the training.
@@ -74,10 +74,10 @@ class RunResults:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run as it is compared.
+    """A run in a comparison.
 
     Attributes:
-        inputs: of each section, the values by key: what the run was made from.
+        inputs: the run's inputs, by section and key.
         curve: the loss by step, without the steps that were lost and taken again.
     """
 
@@ -98,11 +98,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class CurveComparison:
-    """A run's loss curve beside the first run's.
+    """A run's loss curve compared with the first run's.
 
     Attributes:
         num_common: points after the same number of tokens.
-        largest_difference: of the loss there, where both are finite; None if they nowhere are.
+        largest_difference: of the loss at these points, if both are finite; None if there is no such point.
         first_difference: tokens after which the losses differ for the first time; None: they are equal.
     """
 
@@ -112,7 +112,7 @@ class CurveComparison:
 
 
 def read_run(layout: RunLayout) -> ComparedRun:
-    """Read all that is compared of a run, from its folder alone. What is missing or damaged is not known."""
+    """Read a run for a comparison, from its folder alone. Missing or damaged values are unknown."""
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     plan = read_json_if_valid(layout.plan, dict[str, Any]) or _plan_of(manifest)
     history = read_history(layout)
@@ -156,9 +156,9 @@ def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
 
 
 def align_losses(runs: Sequence[ComparedRun], num_points: int = NUM_POINTS) -> list[tuple[int, tuple[float, ...]]]:
-    """Return the losses of runs after the same numbers of tokens, evenly spread over what all runs have trained.
+    """Return the losses of runs after the same numbers of tokens, evenly spaced over the range that all runs cover.
 
-    Between two records a loss is interpolated linearly. Steps of one run may hold more tokens than those of another.
+    Losses between two records are interpolated linearly, since the steps of runs may have different numbers of tokens.
     """
     if not all(run.curve for run in runs):
         return []
@@ -171,7 +171,7 @@ def align_losses(runs: Sequence[ComparedRun], num_points: int = NUM_POINTS) -> l
 
 
 def compare_curves(first: ComparedRun, other: ComparedRun) -> CurveComparison:
-    """Compare two loss curves where both have a record after the same number of tokens."""
+    """Compare two loss curves at the numbers of tokens at which both have a record."""
     losses = {point.tokens: point.loss for point in first.curve}
     common = [(point.tokens, losses[point.tokens], point.loss) for point in other.curve if point.tokens in losses]
     differing = [tokens for tokens, one, two in common if repr(one) != repr(two)]  # two NaN are equal
@@ -190,13 +190,13 @@ def _loss_at(curve: Sequence[LossPoint], tokens: int) -> float:
     return left.loss + weight * (right.loss - left.loss)
 
 
-# --- What a run was made from --------------------------------------------------------------------
+# --- Inputs of a run -----------------------------------------------------------------------------
 
 
 def describe_inputs(
     layout: RunLayout, plan: Mapping[str, Any], manifest: Mapping[str, Any], start: StartRecord | None
 ) -> dict[str, dict[str, Any]]:
-    """Return what a run was made from, by section and key.
+    """Return a run's inputs, by section and key.
 
     Args:
         layout: the run's folder, in whose workspace the data's digests are looked up if the manifest has none yet.
@@ -232,7 +232,7 @@ def describe_inputs(
 
 
 def _plan_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a manifest alone says of the plan."""
+    """Return the plan's values from the manifest alone."""
     return {
         "recipe": manifest.get("resolved_recipe"),
         "engine": {"name": manifest.get("engine")},

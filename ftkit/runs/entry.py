@@ -1,4 +1,4 @@
-"""What a listing shows of a run: the values of its plan and its newest submission."""
+"""A run in a listing: some values of its plan, and its newest submission."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ClusterEntry:
 
 @dataclass(frozen=True)
 class SweepEntry:
-    """The sweep that a run belongs to, and the values that are its own."""
+    """The sweep that a run belongs to, and this run's values."""
 
     id: str
     name: str
@@ -52,7 +52,7 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """What a run's own files say; `damage` describes what is wrong with them."""
+    """A run according to its own files; `damage` describes what is wrong with them."""
 
     folder: RunFolder
     plan: PlanEntry | None
@@ -61,7 +61,7 @@ class RunEntry:
 
 
 def read_entry(folder: RunFolder) -> RunEntry:
-    """Read what a listing needs of a run. Damage is listed, not raised."""
+    """Read a run for a listing. Damage is recorded, not raised."""
     plan, run, damages = None, None, []
     try:
         plan = read_json(folder.layout.plan, PlanEntry)
@@ -76,7 +76,7 @@ def read_entry(folder: RunFolder) -> RunEntry:
 
 
 def find_sweep(reference: str, workspace: Workspace) -> list[RunEntry]:
-    """Return the runs of the sweep that `reference` means, in their order: its id, or its name for the newest one.
+    """Return the runs of a sweep in their order; `reference` is its id, or its name for the newest one.
 
     Empty if there is no such sweep.
     """

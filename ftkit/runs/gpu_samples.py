@@ -1,4 +1,4 @@
-"""How busy the GPUs of a run were: a file of samples from each node, merged when they are read."""
+"""Samples of a run's GPUs: one file per node, merged when they are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 _LONGEST_GAP_SECONDS: Final = 300.0
-"""Between two samples of one node; over longer ones, energy is not counted: the job did not run."""
+"""Maximum seconds between two samples of a node; longer gaps have no energy, since the job did not run."""
 _TAIL_BYTES: Final = 2**16
 _MAX_PARTS: Final = 240
 """Of a curve: about as many as can be told apart on a page."""
@@ -24,10 +24,10 @@ _MAX_PARTS: Final = 240
 
 @dataclass(frozen=True)
 class GpuSample:
-    """How busy a GPU is at one moment; None is what it does not measure.
+    """Utilization of a GPU at one time; None for values that it does not measure.
 
     Attributes:
-        index: as NVML counts.
+        index: NVML's.
         utilization: percent of the time in which a kernel ran, of the last moments.
         sm_activity: percent of the SMs that were busy since the last sample (Hopper and newer).
         memory_gib: used.
@@ -35,7 +35,7 @@ class GpuSample:
         temperature: in degrees Celsius.
         clock: of the SMs, in MHz.
         energy: in J since the driver was loaded.
-        throttle: why clocks are below what was asked for.
+        throttle: why clocks are below the requested ones.
         nvlink_bytes: sent and received since the driver was loaded.
     """
 
@@ -53,7 +53,7 @@ class GpuSample:
 
 @dataclass(frozen=True)
 class NodeSample:
-    """The GPUs of one node at one moment.
+    """The GPUs of one node at one time.
 
     Attributes:
         time: in seconds since the epoch.
@@ -70,7 +70,7 @@ class NodeSample:
 
 @dataclass(frozen=True)
 class GpuSummary:
-    """What a run's samples come to; None is what was not measured.
+    """Summary of a run's samples; None for values that were not measured.
 
     Attributes:
         num_gpus: that were sampled.
@@ -80,7 +80,7 @@ class GpuSummary:
         peak_memory_gib: most that a GPU used.
         peak_temperature: of the hottest, in degrees Celsius.
         energy_kwh: of all GPUs.
-        throttled: share of the samples in which clocks were limited, by reason.
+        throttled: fraction of the samples in which clocks were limited, by reason.
     """
 
     num_gpus: int
@@ -189,7 +189,7 @@ def _usual_gap(samples: Sequence[NodeSample]) -> float:
 
 
 def _energy(samples: Sequence[NodeSample]) -> float | None:
-    """Return the energy in J of all GPUs: by their counters, and where they have none, by power and time."""
+    """Return the energy in J of all GPUs: from their counters, or from power and time if they have none."""
     by_gpu: dict[tuple[str, int], list[tuple[float, GpuSample]]] = {}
     for sample in samples:
         for gpu in sample.gpus:

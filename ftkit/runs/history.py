@@ -1,4 +1,4 @@
-"""What a run did, from its first record to its last: its steps, its stages, and where its time went."""
+"""The history of a run: its steps, its stages, and its time by activity."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SpanKind = Literal["start-up", "training", "repeated", "evaluation", "checkpoint
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a run's time.
+    """An interval of a run's time.
 
     Attributes:
         begin: in seconds since the epoch, as `end`.
@@ -56,11 +56,11 @@ class History:
     """The records of a run, in the order of time.
 
     Attributes:
-        steps: those that count, by step: what an interrupted start lost and the next one took again is here once.
-        steady: the records that speed is read off: all but the first of each start, which compiles and allocates.
+        steps: by step; a step that an interrupted start lost and the next one repeated is here once.
+        steady: the records for the throughput: all but the first of each start, which compiles and allocates.
         speeds: tokens a second of one process, by these records.
         memory: of each stage, the record with the highest peak.
-        spans: what the time went into, without gaps.
+        spans: the time by activity, without gaps.
     """
 
     starts: tuple[StartRecord, ...] = ()
@@ -78,7 +78,7 @@ class History:
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The newest step that counts."""
+        """The newest step."""
         return next(reversed(self.steps.values()), None)
 
     @property
@@ -93,7 +93,7 @@ class History:
 
     @property
     def mfu(self) -> float | None:
-        """The median, a part of 1."""
+        """The median, from 0 to 1."""
         found = [each.mfu for each in self.steady if each.mfu is not None]
         return median(found) if found else None
 
@@ -104,12 +104,12 @@ class History:
 
     @property
     def held_seconds(self) -> float | None:
-        """How long the run held its processes: start-up, and what was trained twice, included."""
+        """Seconds in which the run occupied its processes, including start-up and steps that were trained twice."""
         return sum(span.seconds for span in self.spans if span.kind != "down") if self.starts else None
 
     @property
     def time_use(self) -> dict[str, float]:
-        """Seconds by what they went into; the steps' own time is divided as their records say."""
+        """Seconds by activity; the time of steps is divided according to their records."""
         found: dict[str, float] = {}
         for span in self.spans:
             parts: dict[str, float] = {span.kind: span.seconds}
@@ -127,7 +127,7 @@ class History:
 
 
 def read_history(layout: RunLayout) -> History:
-    """Read what a run did from its folder. What is missing or damaged is left out."""
+    """Read the history of a run from its folder. Missing or damaged records are left out."""
     records = list(read_records(layout.metrics))
     timeline = _Timeline(_start_times(layout))
     starts: list[StartRecord] = []
@@ -194,7 +194,7 @@ class _Timeline:
         self._has_started = False
 
     def add(self, record: Record) -> None:
-        """Add what lies between the last record and this one."""
+        """Add the time between the last record and this one."""
         self._begin_start(record.time)
         if self._cursor is None:
             self._cursor = record.time
@@ -217,7 +217,7 @@ class _Timeline:
                 pass
 
     def _begin_start(self, time: float) -> None:
-        """Where processes were started again before `time`, the time until then was down."""
+        """Add the downtime until the processes were restarted, if that was before `time`."""
         while self._start_times and self._start_times[0] <= time:
             begin = self._start_times.pop(0)
             if self._has_started and self._cursor is not None and begin > self._cursor:
@@ -228,7 +228,7 @@ class _Timeline:
             self._stage = self._stage or "starting processes"
 
     def _close(self, time: float) -> None:
-        """End what lasts since the cursor."""
+        """End the activity that lasts since the cursor."""
         if self._cursor is not None and time > self._cursor:
             kind: SpanKind = "other" if not self._stage else "start-up"
             if self._stage.startswith("evaluating"):
@@ -252,7 +252,7 @@ class _Timeline:
         self._cursor, self._stalled, self._step, self._stage = max(begin, record.time), 0.0, record.step, ""
 
     def _give_up_steps_after(self, step: int) -> None:
-        """What was trained beyond the checkpoint that a start continues from is trained again."""
+        """Mark the steps after the checkpoint that a start continues from as repeated."""
         self.spans = [
             replace(span, kind="repeated") if span.kind == "training" and span.step > step else span
             for span in self.spans

@@ -1,12 +1,12 @@
 """The lease of a run's folder: one trainer at a time, on any node.
 
 Not every shared file system has locks, so this is a lease with a heartbeat. Leases are numbered files, and the
-highest number is the one that counts. A lease is taken by creating the next number, which exactly one of several
-processes can do. Its holder touches the file every few seconds; one whose file stays as it is for long is dead, and
-the next number may be taken. A holder that only seemed dead finds the higher number and ends.
+highest number is the valid one. A lease is taken by creating the next number, which exactly one of several processes
+can do. Its holder touches the file every few seconds; a holder whose file does not change for long is dead, and the
+next number may be taken. A holder that only seemed dead finds the higher number and ends.
 
-Ages are not compared between nodes, whose clocks differ: who wants the lease watches whether it is touched. On the
-holder's own machine none of this takes time, because there the process can be seen.
+Ages are not compared between nodes, whose clocks differ: a process that wants the lease watches whether it is touched.
+On the holder's machine this takes no time, because the process can be looked up there.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 10.0
 NUM_MISSED_BEATS = 12
-"""As many without a touch, and the holder is dead: file systems and Python's lock can stall for a minute."""
+"""Missed touches after which the holder counts as dead: file systems and Python's lock can stall for a minute."""
 
 _SURELY_DEAD_SECONDS = 600.0
-"""Of age by this machine's clock. Slurm's nodes can't even talk to each other if their clocks differ by 5 minutes."""
+"""Age in seconds by this machine's clock. Slurm's nodes can't communicate if their clocks differ by 5 minutes."""
 
 
 class FolderHeldError(TrainingError):
-    """The run's folder belongs to another process: this process must not write its records, not even this error."""
+    """Another process holds the run's folder: this process must not write records there, not even this error."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Holder:
         host: name of its machine.
         machine: identifies the machine and the process namespace of `pid`.
         pid: its process id.
-        process_start: tells it from a later process with the same id.
+        process_start: distinguishes it from a later process with the same id.
         job_id: its Slurm job; empty: none.
         since: when it acquired the lease, in seconds since the epoch.
     """
@@ -147,7 +147,7 @@ def revoke(layout: RunLayout) -> None:
 
 
 def revoke_if_dead(layout: RunLayout) -> None:
-    """End the lease of a process of this machine that is gone, so that the next start need not watch it die."""
+    """End the lease of a dead process of this machine, so that the next start need not wait for its expiry."""
     lease = _look(layout.leases)
     if lease and lease.holder and lease.holder.machine == _machine() and not lease.is_running_here:
         with contextlib.suppress(OSError):
@@ -199,7 +199,7 @@ class HeldLease:
         """Mark the file as released, so that the next holder need not wait."""
         self._ended.set()
         path = _path(self._folder, self._number)
-        with contextlib.suppress(OSError):  # one that can't be released dies with this process
+        with contextlib.suppress(OSError):  # a lease that can't be released expires after this process
             write_json(path, Released(is_released=True))
 
     def beat(self) -> None:
@@ -210,9 +210,9 @@ class HeldLease:
         except FileNotFoundError:
             is_there = False
             if not self._folder.is_dir():
-                return  # nor is its folder: the file system is gone, for now
+                return  # the folder is missing too: the file system is unavailable for now
         except OSError:
-            return  # the file system stalls: whether someone took the lease meanwhile is seen afterwards
+            return  # the file system stalls: the next heartbeat detects a takeover
         newest = _look(self._folder)
         if not is_there or (newest is not None and newest.number > self._number):
             self._on_loss(_lost(newest))
@@ -235,7 +235,7 @@ def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], Non
     except FileExistsError:
         raise _refusal(_newest(folder)) from None
     newest = _newest(folder)
-    if newest is not None and newest.number > number:  # others came and went between the first look and now
+    if newest is not None and newest.number > number:  # other processes took and released it since the first read
         path.unlink(missing_ok=True)
         raise _refusal(newest)
     for lease in _numbers(folder):
@@ -265,7 +265,7 @@ def _watch_it_die(folder: Path, lease: Lease, say: Callable[[str], None], pause:
 
 def _newest(folder: Path) -> Lease | None:
     while numbers := _numbers(folder):
-        with contextlib.suppress(FileNotFoundError):  # the next holder has just cleared it away
+        with contextlib.suppress(FileNotFoundError):  # the next holder has just removed it
             return _read(folder, max(numbers))
     return None
 

@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture: an SVG without scripts and fonts of its own, for a model card."""
+"""The loss curve of a run as an SVG without scripts or fonts, for a model card."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loss_curve(metrics: Path, last_step: int) -> str | None:
     """
     trained: dict[float, float] = {}
     validated: dict[float, float] = {}
-    for record in read_records(metrics):  # of a step that was repeated after a restart, the last one counts
+    for record in read_records(metrics):  # the last record of a step that was repeated after a restart
         if not isinstance(record, StepRecord | EvaluationRecord) or record.step > last_step:
             continue
         if math.isfinite(record.loss):
@@ -45,7 +45,7 @@ def loss_curve(metrics: Path, last_step: int) -> str | None:
 
 
 def _averaged(points: Sequence[Point]) -> list[Point]:
-    """Return at most as many points as the picture can show, each the mean of its neighbors."""
+    """Downsample to the resolution of the picture; each point is the mean of its neighbors."""
     size = math.ceil(len(points) / _MOST_POINTS)
     groups = [points[first : first + size] for first in range(0, len(points), size)]
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
@@ -94,7 +94,7 @@ def _legend(x: int, kind: str, text: str) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return round numbers that lie evenly between two numbers, the numbers themselves included if they are round."""
+    """Return evenly spaced round numbers between two numbers, including these if they are round."""
     span = max(high - low, 1e-6 * max(1.0, abs(high)))
     unit = 10 ** math.floor(math.log10(span / _NUM_TICKS))
     step = next(unit * factor for factor in (1, 2, 5, 10) if span / (unit * factor) <= _NUM_TICKS)

@@ -1,4 +1,4 @@
-"""manifest.json: what a run was made from, to repeat it elsewhere, and what each of its jobs started."""
+"""manifest.json: the inputs of a run, to repeat it elsewhere, and its submissions and starts."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao", "flash-attn-4")
 _MODEL_KEYS = {"weights", "revision", "requested_revision", "source", "adapter", "trained"}
 _IMAGE = Path("/opt/ftkit")
-"""Where an image that ftkit built says what it is."""
+"""Metadata file in an image that ftkit built."""
 
 
 def build_manifest(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, Any]:
-    """Return what manifest.json holds of a run that is about to be submitted."""
+    """Return the content of manifest.json for a run that is about to be submitted."""
     return {
         "run": plan.id,
         "created": plan.created.isoformat(),
@@ -52,14 +52,14 @@ def build_manifest(plan: RunPlan, command: Sequence[str], project: Path) -> dict
 def add_submission(
     plan: RunPlan, command: Sequence[str], changes: Mapping[str, tuple[Any, Any]], image_facts: Mapping[str, str]
 ) -> None:
-    """Add another submission of a run to its manifest, which then says what its newest plan says.
+    """Add a submission of a run to its manifest, which then has the values of the newest plan.
 
-    Nothing is written if the run has no manifest that can be read.
+    Writes nothing if the run has no readable manifest.
 
     Args:
-        plan: the plan from now on.
-        command: what was typed.
-        changes: the values that differ from the plan so far: before, and after.
+        plan: the new plan.
+        command: the command line.
+        changes: values that differ from the previous plan: before, and after.
         image_facts: digests of the image; another cluster's format has another file.
 
     Raises:
@@ -95,7 +95,7 @@ def _describe_submission(
 
 
 def _describe_plan(plan: RunPlan) -> dict[str, Any]:
-    """Return what the manifest copies from the plan."""
+    """Return the manifest's values from the plan."""
     recipe = plan.recipe
     return {
         "ftkit": {"version": plan.ftkit_version, "git": _own_commit()},
@@ -134,7 +134,7 @@ def git_commit(folder: Path) -> dict[str, Any] | None:
 
 
 def _own_commit() -> dict[str, Any] | None:
-    """Return the commit of the checkout that ftkit runs from; an installed wheel has none of its own."""
+    """Return the commit of the checkout that ftkit runs from; None for an installed wheel."""
     checkout = _own_checkout()
     return git_commit(checkout) if checkout else None
 
@@ -147,12 +147,12 @@ def _own_checkout() -> Path | None:
 def uncommitted_changes(checkout: Path | None = None) -> str:
     """Return the difference between a checkout, ftkit's own if none is given, and its commit; new files included.
 
-    `git apply` makes of the commit what ran. Empty if nothing differs, or there is no checkout.
+    `git apply` on the commit restores the code that ran. Empty if nothing differs, or there is no checkout.
     """
     checkout = checkout or _own_checkout()
     if checkout is None:
         return ""
-    with tempfile.TemporaryDirectory() as folder:  # an index of its own: the user's stays as it is
+    with tempfile.TemporaryDirectory() as folder:  # a separate index: the user's does not change
         environment = {**os.environ, "GIT_INDEX_FILE": str(Path(folder, "index"))}
         for words in (["read-tree", "HEAD"], ["add", "--intent-to-add", "--all"], ["diff", "--binary", "HEAD"]):
             try:
@@ -165,7 +165,7 @@ def uncommitted_changes(checkout: Path | None = None) -> str:
 
 
 def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0) -> None:
-    """Add this start to the `starts` of a run's manifest. Only who holds the run's lease may.
+    """Add this start to the `starts` of a run's manifest. Requires the run's lease.
 
     Args:
         manifest: the run's manifest.json; without one nothing is written.
@@ -173,8 +173,8 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
         num_restarts: how often training was started again within this job.
 
     Raises:
-        TrainingError: the container holds another image than the manifest says; or the two starts before this one, in
-            this job, failed in the same way at the same step.
+        TrainingError: the container has another image than the manifest; or the last two starts of this job failed in
+            the same way at the same step.
     """
     values = read_json_if_valid(manifest, dict[str, Any])
     earlier = None if values is None else values.get("starts", [])
@@ -208,10 +208,10 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
 
 
 def _check_repeats(repeats: Any, found: Mapping[str, str]) -> None:
-    """Check that a run that repeats another has its data, now that it is prepared.
+    """Check that the prepared data of a repetition is that of the original.
 
     Raises:
-        TrainingError: it has other data, and that was not allowed.
+        TrainingError: the data differs, and that was not allowed.
     """
     if not isinstance(repeats, dict) or "data" in repeats.get("allowed", []):
         return
@@ -246,7 +246,7 @@ def _installed_versions() -> dict[str, str]:
 
 
 def _data_digests(layout: RunLayout, fingerprint: object) -> dict[str, str]:
-    """Return the digests of packs and tokenizer that preparation left; none if an earlier version prepared them."""
+    """Return the digests of packs and tokenizer; none if an earlier version prepared them."""
     data = DataLayout(Workspace(layout.root.parents[1]).data / str(fingerprint))
     digests = (read_json_if_valid(data.manifest, dict[str, Any]) or {}).get("digests")
     return digests if isinstance(digests, dict) else {}
@@ -257,9 +257,9 @@ class _End:
     """How the previous start ended.
 
     Args:
-        reason: for people; empty if this is the first start.
-        failure: what is the same if it comes again: the error, and the step; None if no rank left an error.
-        failure_before: the failure of the start before that.
+        reason: as text; empty if this is the first start.
+        failure: identifies a recurring failure: the error, and the step; None if no rank left an error.
+        failure_before: the failure of the start before the previous one.
     """
 
     reason: str = ""
@@ -268,7 +268,7 @@ class _End:
 
 
 def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
-    """Find out how the previous start ended, before the errors of its ranks are removed."""
+    """Determine how the previous start ended, before the errors of its ranks are removed."""
     if not earlier:
         return _End()
     start = earlier[-1] if isinstance(earlier[-1], dict) else {}
@@ -283,13 +283,13 @@ def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
     step = read_last_step(layout.metrics)
     where = f"after step {step.step}" if step and step.time >= since else "before its first step"
     reason = f"rank {error.rank} on {error.host} failed: {error.type}: {one_line(error.message)}"
-    # Addresses, ports and process ids differ each time, and where all ranks fail alike any of them may be the first.
+    # Addresses, ports and process ids differ each time; if all ranks fail alike, any of them may be first.
     same = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{error.type}: {one_line(error.message)}")
     return _End(reason, {"where": where, "error": same}, start.get("failure"))
 
 
 def explain_missing_digests(layout: RunLayout) -> list[str]:
-    """Return why a run can't be repeated exactly: everything of which its manifest has no digest."""
+    """Return why a run can't be repeated exactly: the inputs without a digest in its manifest."""
     values = read_json_if_valid(layout.manifest, dict[str, Any])
     if values is None:
         return ["there is no manifest"]

@@ -1,4 +1,4 @@
-"""How a run advances: restarts and why, the time that is left, and whether it has stalled."""
+"""Progress of a run: restarts with their reasons, the time left, and whether it has stalled."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Restart:
 
     Attributes:
         time: when, in seconds since the epoch.
-        step: of the checkpoint that it continued from; None if it did not get that far.
+        step: of the checkpoint that it continued from; None if it ended before.
         job_id: its Slurm job; empty without Slurm.
         host: of rank 0.
-        reason: why the start before it had ended; empty if it was not recorded.
+        reason: why the previous start ended; empty if it was not recorded.
     """
 
     time: float
@@ -67,7 +67,7 @@ def _is_start(value: object) -> bool:
 
 
 def list_anomalies(layout: RunLayout) -> list[AnomalyRecord]:
-    """Return the steps that stood out, each once although it may have been repeated, in the order of their steps."""
+    """Return the anomalous steps in order; a repeated step only once."""
     found = {(each.step, each.kind): each for each in read_outline(layout.metrics) if isinstance(each, AnomalyRecord)}
     return [found[key] for key in sorted(found)]
 
@@ -82,11 +82,11 @@ def seconds_left(summary: TrainingSummary) -> float | None:
 
 @dataclass(frozen=True)
 class Silence:
-    """How long a running job has written no record.
+    """A running job that has written no record for some time.
 
     Attributes:
         seconds: since the last record.
-        is_stalled: whether that is much longer than the run's own pace explains.
+        is_stalled: whether that is much longer than the run's pace explains.
         is_alive: whether its trainer still renews its lease.
     """
 
@@ -96,7 +96,7 @@ class Silence:
 
 
 def measure_silence(layout: RunLayout, seen: Observation, log_every_steps: int, now: float) -> Silence | None:
-    """Return how long a running job has been silent; None if it does not run, or has ended its training.
+    """Return how long a running job has written no record; None if it does not run, or has ended its training.
 
     Args:
         layout: of the run.
@@ -115,7 +115,7 @@ def measure_silence(layout: RunLayout, seen: Observation, log_every_steps: int, 
 
 
 def excluded_nodes(layout: RunLayout) -> dict[str, str]:
-    """Return the nodes that preflights have left out so far, with the reason."""
+    """Return the nodes that preflights have excluded so far, with the reason."""
     try:
         lines = layout.excluded_nodes.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

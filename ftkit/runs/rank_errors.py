@@ -1,4 +1,4 @@
-"""What ended a rank: an error that it, or its launcher, leaves beside its log."""
+"""Errors that end ranks: the rank, or its launcher, writes one next to its log."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _LOST_PEER = re.compile(
 class RankError:
     """The error that ended a rank.
 
-    `exit_code` is that of the error's class if a user can act on it, else 1; `can_resume` tells whether the run may
-    go on as it was planned.
+    `exit_code` is that of the error's class if a user can act on it, else 1; `can_resume` tells whether the run can
+    continue as planned.
     """
 
     time: Seconds
@@ -47,7 +47,7 @@ class RankError:
 
     @property
     def is_actionable(self) -> bool:
-        """Whether the message alone is enough, and the traceback of no use to the user."""
+        """Whether the message suffices, and the traceback does not help the user."""
         return self.exit_code != 1
 
     @property
@@ -71,7 +71,7 @@ class RankError:
 
 
 def write_rank_error(path: Path, error: RankError) -> None:
-    """Write a rank's error beside its log."""
+    """Write a rank's error next to its log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, error)
 

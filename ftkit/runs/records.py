@@ -1,7 +1,7 @@
 """The records of metrics.jsonl: the trainer writes them, everything else reads them.
 
-Reading them never raises and takes bounded memory, whatever the files hold: run folders are shared, and a
-damaged one must not hide the others.
+Reading them never raises and takes bounded memory, for any content of the files: run folders are shared, and a damaged
+one must not hide the others.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class StepRecord:
     """The state after an optimizer step.
 
     `loss` is the mean over the target tokens of this step, `tokens` counts all input tokens so far,
-    `tokens_per_second` is over all processes, `overhead_ratio` is the part of the time since the last
-    record that was not forward, backward or optimizer, `data_wait_ratio` the part in which there was no
-    batch to work on, `mfu` the part of the GPUs' peak that the work comes to (none: their peak is not known).
-    `sources` has the loss of this step by source, where several are mixed: those that it has target tokens of.
+    `tokens_per_second` is over all processes, `overhead_ratio` is the fraction of the time since the last
+    record that was not forward, backward or optimizer, `data_wait_ratio` the fraction in which there was no
+    batch to work on, `mfu` the model FLOPs utilization (None if the GPUs' peak is unknown). For a mixture,
+    `sources` has the loss of this step for each source with target tokens in it.
     """
 
     event: ClassVar[str] = "step"
@@ -119,10 +119,10 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class AnomalyRecord:
-    """A step that stands out, with the packs that it was of.
+    """An anomalous step, with its packs.
 
-    `nonfinite`: its loss or gradient was, and the optimizer step was left out. `spike`: its loss or gradient is far
-    above those of the steps before it.
+    `nonfinite`: its loss or gradient is not finite, and the optimizer step was skipped. `spike`: its loss or gradient
+    is far above those of the steps before it.
     """
 
     event: ClassVar[str] = "anomaly"
@@ -148,9 +148,9 @@ class Sample:
 class EvaluationRecord:
     """A measurement on the validation split.
 
-    `execution_accuracy` is in [0, 1] and the score `sql`, `sources` is as in a `StepRecord`, and `scores` has the mean
-    of each score of completions (those of `ftkit eval`) that applies to the data. `when` is `job` if a job of its own
-    evaluated a checkpoint (`ftkit eval --as-job`).
+    `execution_accuracy` is the score `sql`, in [0, 1]; `sources` is as in a `StepRecord`; `scores` has the mean of each
+    metric of completions (as in `ftkit eval`) that applies to the data. `when` is `job` if a separate job evaluated a
+    checkpoint (`ftkit eval --as-job`).
     """
 
     event: ClassVar[str] = "evaluation"
@@ -239,7 +239,7 @@ def _adapter(event: str) -> TypeAdapter[Record]:
 def to_line(record: Record) -> str:
     """Return a record as one line of JSON, without the line break."""
     values = {"event": record.event, **asdict(record)}
-    for optional in ("sources", "scores"):  # of a single source, and without completions, there is nothing to say
+    for optional in ("sources", "scores"):  # left out for a single source, and without completions
         if not values.get(optional):
             values.pop(optional, None)
     return json.dumps(values, allow_nan=True)
@@ -260,7 +260,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRecord]:
-    """Return what jobs of their own measured and the trainer has not yet taken over into metrics.jsonl."""
+    """Return evaluations by separate jobs that the trainer has not yet copied into metrics.jsonl."""
     records = [record for record in read_records(evaluations) if isinstance(record, EvaluationRecord)]
     if not records:
         return []

@@ -1,7 +1,7 @@
-"""Runs that repeat another one: what is kept of the original, and whether the repetition came out as that one.
+"""Repetitions of runs: the data kept from the original, and whether the repetition reproduced it.
 
-On the same devices, and as many of them, losses are equal bit for bit, where kernels are deterministic. Elsewhere sums
-are taken in another order: losses within `TOLERANCE` of the original's count as repeated.
+On the same number of the same devices, losses are equal bit for bit if kernels are deterministic. Elsewhere the order
+of summation differs: losses within `TOLERANCE` of the original's count as repeated.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOLERANCE = 0.01
-"""Of a loss, as a part of the original's, on other devices or another number of them."""
+"""Largest relative difference of a loss from the original's, on other devices or another number of them."""
 _PLACE_KEYS = ("num_nodes", "processes_per_node", "device")
-"""Values of a run's place that decide in which order sums are taken."""
+"""Values of a run's placement that determine the order of summation."""
 
 
 @dataclass(frozen=True)
 class Original:
-    """What is known of a run that is to be repeated; `run.curve` is empty if its metrics are not at hand."""
+    """A run that is to be repeated; `run.curve` is empty without its metrics."""
 
     run: ComparedRun
     manifest: dict[str, Any]
@@ -41,17 +41,17 @@ class Original:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run came out as the one that it repeats.
+    """Whether a run reproduced its original.
 
     Attributes:
         original: the id of that run.
-        num_common: records of both runs after as many tokens.
-        is_whole: whether these are all of the original's.
-        is_same_size: whether both trained on as many devices of one kind.
-        first_step: the first step whose loss is another; None if all are equal, bit for bit.
-        largest_ratio: the largest difference of a loss, as a part of the original's; infinite if one is no number.
-        beyond_step: the first step whose loss is beyond the tolerance; None if all are within.
-        differences: what else differs between the runs.
+        num_common: records of both runs after the same number of tokens.
+        is_whole: whether these are all records of the original.
+        is_same_size: whether both trained on the same number of devices of the same kind.
+        first_step: the first step with a different loss; None if all are equal, bit for bit.
+        largest_ratio: the largest relative difference of a loss; infinite if one is NaN.
+        beyond_step: the first step whose loss is outside the tolerance; None if all are within.
+        differences: other differences between the runs.
     """
 
     original: str
@@ -65,7 +65,7 @@ class Verdict:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether all losses of the original came again, as nearly as they can."""
+        """Whether all losses of the original were reproduced, within the tolerance."""
         return self.is_whole and self.num_common > 0 and self.beyond_step is None
 
     def __str__(self) -> str:
@@ -86,10 +86,10 @@ class Verdict:
 
 @contextmanager
 def opened(place: str) -> Iterator[RunLayout]:
-    """Open what a run is known by: its folder, its manifest.json, a bundle, or the address of its copy.
+    """Open a run from its folder, its manifest.json, a bundle, or the address of its copy.
 
     Raises:
-        NotFoundError: there is nothing of that kind.
+        NotFoundError: there is no such run.
         DamagedFileError: a bundle is damaged.
         PrerequisiteError: a copy can't be read.
     """
@@ -115,7 +115,7 @@ def opened(place: str) -> Iterator[RunLayout]:
 
 
 def _fetch(address: str, layout: RunLayout) -> None:
-    """Bring the small files of a run's copy here."""
+    """Download the small files of a run's copy."""
     store = Store(address)
     names = store.sizes()
     layout.root.mkdir(parents=True)
@@ -125,10 +125,10 @@ def _fetch(address: str, layout: RunLayout) -> None:
 
 
 def read_original(place: str) -> Original:
-    """Read what is needed to repeat a run and to compare with it.
+    """Read a run that is to be repeated and compared with.
 
     Raises:
-        NotFoundError: there is nothing there, or it has no manifest.
+        NotFoundError: there is no such run, or it has no manifest.
         DamagedFileError: the manifest or a bundle is damaged.
         PrerequisiteError: a copy can't be read.
     """
@@ -137,7 +137,7 @@ def read_original(place: str) -> Original:
         if manifest is None or not isinstance(manifest.get("run"), str):
             raise NotFoundError(
                 f"{place} has no manifest of a run",
-                meaning="it is of an early version of ftkit, or is no run",
+                meaning="an early version of ftkit wrote it, or it is not a run",
                 fix="give a run, its manifest.json, a bundle of 'ftkit bundle', or the address of a copy",
             )
         found = read_run(layout)
@@ -145,13 +145,13 @@ def read_original(place: str) -> Original:
 
 
 def judge(layout: RunLayout) -> Verdict | None:
-    """Compare a run with the one that it repeats; None if it repeats none."""
+    """Compare a run with its original; None if it is not a repetition."""
     original = read_json_if_valid(layout.original, Original)
     return None if original is None else compare_with(original.run, read_run(layout))
 
 
 def compare_with(original: ComparedRun, run: ComparedRun) -> Verdict:
-    """Compare a run's losses with those of the run that it repeats."""
+    """Compare a run's losses with those of its original."""
     expected = {point.tokens: point.loss for point in original.curve}
     common = [(point.step, point.loss, expected[point.tokens]) for point in run.curve if point.tokens in expected]
     unequal = [(step, _ratio(loss, wanted)) for step, loss, wanted in common if repr(loss) != repr(wanted)]
@@ -176,5 +176,5 @@ def _ratio(loss: float, wanted: float) -> float:
 
 
 def original_to_json(original: Original) -> str:
-    """Return what original.json holds."""
+    """Return the content of original.json."""
     return json.dumps(asdict(original)) + "\n"

@@ -1,4 +1,4 @@
-"""Detached signatures of files, by a program that is installed: minisign, ssh-keygen, or cosign."""
+"""Detached signatures of files, with an installed program: minisign, ssh-keygen, or cosign."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 Signer = Literal["minisign", "ssh-keygen", "cosign"]
 SIGNERS: tuple[Signer, ...] = ("minisign", "ssh-keygen", "cosign")
 Purpose = Literal["ftkit-bundle", "ftkit-image"]
-"""Namespace of ssh-keygen's signatures: one for another purpose is not valid."""
+"""Namespace of ssh-keygen's signatures: a signature with another namespace is not valid."""
 PRINCIPAL: Final = "ftkit"
-"""Who signs, by ssh-keygen's file of allowed signers."""
+"""Identity of the signer in ssh-keygen's allowed-signers file."""
 SUFFIXES: dict[Signer, str] = {"minisign": ".minisig", "ssh-keygen": ".sig", "cosign": ".sigstore.json"}
 _MAX_KEY_BYTES: Final = 1 << 20
 
 
 class SignatureError(FtkitError):
-    """A signature does not fit the file that it is beside, or the key."""
+    """A signature does not match its file, or the key."""
 
     exit_code = PrerequisiteError.exit_code
 
 
 def find_signer(name: Signer | None = None) -> Signer:
-    """Return the named program, or the first of `SIGNERS`, that is installed.
+    """Return the requested program if it is installed, or the first installed one of `SIGNERS`.
 
     Raises:
         PrerequisiteError: none is.
@@ -41,19 +41,19 @@ def find_signer(name: Signer | None = None) -> Signer:
         if shutil.which(each):
             return each
     raise PrerequisiteError(
-        f"nothing here can sign: {', '.join(wanted)}",
+        f"no program to sign with: {', '.join(wanted)}",
         meaning="signatures are made by one of these programs",
         fix="install one; on Debian and Ubuntu: apt-get install openssh-client, or minisign",
     )
 
 
 def sign(path: Path, key: Path, signer: Signer, purpose: Purpose) -> Path:
-    """Sign a file with a private key and return the signature's file, which is beside it.
+    """Sign a file with a private key and return the signature's file, which is in the same folder.
 
     On a terminal, the program may ask for the key's passphrase.
 
     Raises:
-        PrerequisiteError: the program is missing, or refused.
+        PrerequisiteError: the program is missing, or failed.
     """
     signature = path.with_name(path.name + SUFFIXES[signer])
     signature.unlink(missing_ok=True)
@@ -70,44 +70,44 @@ def sign(path: Path, key: Path, signer: Signer, purpose: Purpose) -> Path:
     if code != 0 or not signature.is_file():
         raise PrerequisiteError(
             f"{signer} did not sign {path.name}: {one_line(output) if output else f'exit code {code}'}",
-            meaning=f"{key} is no private key of {signer}, or needs a passphrase that nobody typed",
+            meaning=f"{key} is not a private key of {signer}, or needs a passphrase that was not typed",
             fix="give another key: --key FILE; choose its program: --signer NAME; or load the key into an agent",
         )
     return signature
 
 
 def signatures_beside(path: Path) -> dict[Signer, Path]:
-    """Return the signatures beside a file, by the program that made them."""
+    """Return the signatures of a file, by the program that made them."""
     beside = {signer: path.with_name(path.name + suffix) for signer, suffix in SUFFIXES.items()}
     return {signer: signature for signer, signature in beside.items() if signature.is_file()}
 
 
 def verify_beside(path: Path, key: Path, purpose: Purpose) -> Signer:
-    """Check the signature beside a file with a public key and return the program that did.
+    """Verify the signature of a file with a public key and return the program that did.
 
     Raises:
         NotFoundError: there is no signature.
-        SignatureError: it does not fit, or is of another program than the key.
+        SignatureError: it does not match, or another program made it than the key's.
         PrerequisiteError: the key can't be read, or the program is missing.
     """
     found, signer = signatures_beside(path), key_kind(key)
     if not found:
         raise NotFoundError(
-            f"{path} has no signature beside it",
+            f"{path} has no signature next to it",
             meaning="it was not signed, or the signature was not copied along",
-            fix=f"get the file {path.name}{SUFFIXES[signer]}, or leave --require-signature out",
+            fix=f"get the file {path.name}{SUFFIXES[signer]}, or omit --require-signature",
         )
     if signer not in found:
         raise SignatureError(
             f"{path.name} is signed with {', '.join(found)}, and {key} is a public key of {signer}",
-            fix=f"give the public key of who signed it, or get the file {path.name}{SUFFIXES[signer]}",
+            fix=f"give the public key of its signer, or get the file {path.name}{SUFFIXES[signer]}",
         )
     verify(path, found[signer], key, purpose)
     return signer
 
 
 def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
-    """Check one signature of a file.
+    """Verify one signature of a file.
 
     Args:
         path: the file.
@@ -116,7 +116,7 @@ def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
         purpose: of the signature.
 
     Raises:
-        SignatureError: it does not fit.
+        SignatureError: it does not match.
         PrerequisiteError: the key can't be read, or the program is missing.
     """
     signer = key_kind(key)
@@ -131,16 +131,16 @@ def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
         }  # fmt: skip
 
         def feed(stdin: IO[bytes]) -> None:
-            if signer == "ssh-keygen":  # which reads what was signed
+            if signer == "ssh-keygen":  # which reads the signed file
                 with path.open("rb") as file:
                     shutil.copyfileobj(file, stdin)
 
         done = process.run_with_input(commands[signer], feed)
     if done.returncode != 0:
         raise SignatureError(
-            f"{path.name} is not as its signer left it: {one_line(done.stderr)}",
+            f"{path.name} does not match its signature: {one_line(done.stderr)}",
             meaning=f"the file or its signature was changed, or somebody else signed it than {key} says",
-            fix="get both files again from who made them",
+            fix="get both files again from their author",
         )
 
 
@@ -169,7 +169,7 @@ def _key_text(key: Path) -> str:
 
 
 def _allowed_signers(key: Path, folder: Path) -> Path:
-    """Return a file of allowed signers: the one given, or one made of a plain public key (`id_ed25519.pub`)."""
+    """Return an allowed-signers file: the given one, or one made from a plain public key (`id_ed25519.pub`)."""
     lines = [line for line in _key_text(key).splitlines() if line.strip() and not line.startswith("#")]
     if not lines or not all(_is_public_key(line.split()) for line in lines):
         return key
@@ -179,5 +179,5 @@ def _allowed_signers(key: Path, folder: Path) -> Path:
 
 
 def _is_public_key(words: Sequence[str]) -> bool:
-    """Whether words are a line of a public key's file: its type, and the key in base64, which repeats the type."""
+    """Return whether words are a line of a public key file: its type, and the key in base64, which repeats the type."""
     return len(words) > 1 and words[0].startswith(("ssh-", "ecdsa-", "sk-")) and words[1].startswith("AAAA")

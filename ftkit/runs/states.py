@@ -1,4 +1,4 @@
-"""What state a run is in."""
+"""States of runs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ FAILURES = frozenset(
 
 @dataclass(frozen=True)
 class Observation:
-    """A state as it was seen. Times are seconds since the epoch.
+    """An observed state. Times are seconds since the epoch.
 
     Args:
         state: the state.
         is_final: whether the job has ended and will not continue by itself.
-        reason: why it waits or failed, by the scheduler or by ftkit.
+        reason: why it waits or failed, according to the scheduler or ftkit.
         exit_code: of the job script, once it ended.
         nodes: names of the nodes, as the scheduler writes them.
         started: when the job started, or is expected to.

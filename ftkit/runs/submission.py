@@ -1,4 +1,4 @@
-"""Which scheduler has a run's job, and under which id: what submission.json holds."""
+"""submission.json: the scheduler and the id of a run's job."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Submission:
         job_id: Slurm's job id, or a process id.
         submitted: when, in seconds since the epoch.
         host: the machine that it was submitted on; for `local`, the one that it runs on.
-        process_start: tells the process from a later one with the same id (`ftkit.process.start_time`).
-        messages: what the scheduler said when it took the job.
-        earlier_job_ids: jobs of this run that came before.
-        preparation_job_id: the job that it waits for, which prepares data and weights.
+        process_start: distinguishes the process from a later one with the same id (`ftkit.process.start_time`).
+        messages: the scheduler's output at submission.
+        earlier_job_ids: earlier jobs of this run.
+        preparation_job_id: the job that prepares data and weights, which this one waits for.
     """
 
     scheduler: SchedulerName

@@ -1,4 +1,4 @@
-"""What a run has done so far, read from its folder."""
+"""Summary of a run's progress, read from its folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOG_TAIL_BYTES = 2**16
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """The records that summarize a run; None where there is none yet."""
+    """The records that summarize a run; None for those that don't exist yet."""
 
     start: StartRecord | None = None
     first_step: StepRecord | None = None
@@ -67,7 +67,7 @@ def summarize(layout: RunLayout) -> TrainingSummary:
 
 
 def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
-    """Return the complete checkpoints with their steps, oldest first; none where they can't be listed."""
+    """Return the complete checkpoints with their steps, oldest first; none if they can't be listed."""
     try:
         return layout.list_checkpoints()
     except OSError:
@@ -77,7 +77,7 @@ def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
 def first_error(layout: RunLayout, *, since: float) -> RankError | None:
     """Return the error of the rank that failed first, of those that failed after `since`.
 
-    Other ranks mostly report that they lost the first one: those did not fail first, whatever their clocks say.
+    Other ranks mostly report that they lost the first one: these did not fail first, even if their clocks say so.
     """
     try:
         paths = list(layout.logs.glob("error-*.json"))

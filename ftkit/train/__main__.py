@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 
 def main(plan_path: Path, num_restarts: int = 0) -> int:
-    """Run this rank; leave its error beside its log, for `ftkit status` to show."""
+    """Run this rank; write its error next to its log, for `ftkit status`."""
     layout = RunLayout(plan_path.parent)
     rank = int(os.environ["RANK"])
-    at_end = ExitStack()  # closed by whatever comes first: the end of the work, or torchrun's SIGTERM
+    at_end = ExitStack()  # closed by whichever comes first: the end of training, or torchrun's SIGTERM
     follow_launcher(at_end.close)
     _start_logs(layout, rank)
     try:
-        if rank == 0:  # before anything of the run is touched; the others wait for this rank
-            # Once another job has taken the run over, this one ends at once.
+        if rank == 0:  # before the run's files are touched; the other ranks wait for this one
+            # Ends immediately if another job takes over the run.
             held = held_lease(layout, say=log.info, on_loss=lambda error: os._exit(_fail(layout, rank, error)))
             at_end.enter_context(held)
             record_start(layout.manifest, num_restarts=num_restarts)
@@ -49,13 +49,11 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             if plan.placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
                 at_end.enter_context(sampling(layout))
             context_parallel = plan.recipe.training.context_parallel
-            with init_world(
-                plan.placement, context_parallel
-            ) as world:  # which rank 0 joins with the lease in its hands
+            with init_world(plan.placement, context_parallel) as world:  # which rank 0 joins once it holds the lease
                 layout.rank_error(rank).unlink(missing_ok=True)  # of an earlier start
                 with copied_beside(plan) if rank == 0 else nullcontext():
                     run_training(plan, world)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is left for `ftkit status`
+    except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
         return _fail(layout, rank, error)
     return 0
 
@@ -81,7 +79,7 @@ def _forbid_restart() -> None:
 
 
 def check() -> int:
-    """Try whether this environment can train."""
+    """Check whether this environment can train."""
     from ftkit.train.self_check import self_check  # noqa: PLC0415 - its imports are part of what is tried
 
     try:
@@ -122,6 +120,6 @@ if __name__ == "__main__":
     code = check() if sys.argv[1] == "--self-check" else main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
     logging.shutdown()
     sys.stdout.flush()
-    # Past this point only the interpreter's and libraries' exit handlers would run; gloo's threads can abort in
-    # them after all the work is done, and turn a success into a failure.
+    # Only exit handlers of the interpreter and of libraries would follow; gloo's threads can abort in them, and turn a
+    # success into a failure.
     os._exit(code)

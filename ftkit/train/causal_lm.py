@@ -1,4 +1,4 @@
-"""The model as it is trained: decoder, output projection and loss in one module, whichever engine shards it."""
+"""The trained module: decoder, output projection and loss, for all engines."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one process computes at a time: B packs of T tokens, or B padded rows of one document each, with N labels.
+    """A micro-batch of one process: B packs of T tokens, or B padded rows of one document each, with N labels.
 
     Attributes:
         input_ids: int64 [B, T].
-        position_ids: int64 [B, T]; they restart at 0 with each document, which is all that keeps documents apart.
-        label_index: int64 [N], indices into the flattened tokens of those whose next token counts.
+        position_ids: int64 [B, T]; they restart at 0 with each document, which alone separates documents.
+        label_index: int64 [N], indices into the flattened tokens of those whose next token is a label.
         labels: int64 [N], these next tokens.
-        cu_seqlens: int32, where each document begins in the flattened tokens, and B * T at the end; with context
+        cu_seqlens: int32, offset of each document in the flattened tokens, and B * T at the end; with context
             parallelism those of the whole packs, of which this process has a part.
-        max_seqlen: no document is longer.
+        max_seqlen: upper bound of the documents' lengths.
         attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
         label_sources: int64 [N], the source of each label, as its place in `data.source`; None for a single source.
     """
@@ -62,16 +62,16 @@ class MicroBatch:
 
 
 class SourceLosses:
-    """The losses of each of S sources, added up on the device from micro-batch to micro-batch.
+    """The losses of each of S sources, accumulated on the device over micro-batches.
 
-    No dataclass: FSDP2 casts the tensors in those that are passed to `forward` to the dtype of the computations.
+    Not a dataclass: FSDP2 casts tensors in dataclasses that are passed to `forward` to the compute dtype.
 
     Attributes:
         sums: fp32 [2, S], the losses of each source's labels, and the number of its labels (exact up to 2**24).
     """
 
     def __init__(self, num_sources: int, device: torch.device) -> None:
-        """Begin at zero; with no sources, only micro-batches without `label_sources` can be added."""
+        """Start at zero; with no sources, only micro-batches without `label_sources` can be added."""
         self.sums = torch.zeros((2, num_sources), dtype=torch.float32, device=device)
 
     def add(self, losses: torch.Tensor, label_sources: torch.Tensor) -> None:
@@ -82,13 +82,13 @@ class SourceLosses:
 class CausalLM(nn.Module):
     """A transformers model with its loss.
 
-    FSDP2 and DeepSpeed gather weights in hooks around `forward`. So everything that is computed with whole weights goes
-    through `forward`: the loss by default, else what its argument `compute` computes.
+    FSDP2 and DeepSpeed all-gather weights in hooks around `forward`. So every computation with unsharded weights goes
+    through `forward`: the loss by default, else its argument `compute`.
 
     Attributes:
         hf_model: the model as transformers has it. Its parameters have the names of the files; those of this module
             have a prefix, which is in no file.
-        logit_transform: what the model does to its logits before the loss.
+        logit_transform: scaling and soft cap of the logits before the loss.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class CausalLM(nn.Module):
             hf_model: a causal language model of transformers.
             by_weight: read the output projection's weight, and compute the loss from a chunk of logits at a time;
                 otherwise call the projection as a module, for an engine that gathers weights around every module.
-            autocast: makes the context of the computations, where their dtype is not that of the parameters.
+            autocast: creates the autocast context if the compute dtype is not that of the parameters.
         """
         super().__init__()
         self.hf_model = hf_model
@@ -123,7 +123,7 @@ class CausalLM(nn.Module):
 
         Args:
             batch: the labels are its.
-            source_losses: the losses are added to it too, where the labels are of several sources.
+            source_losses: the losses are added to it too, if the labels are of several sources.
         """
         hidden = self.hidden_states(batch).flatten(0, 1).index_select(0, batch.label_index)
         projection: Any = self.hf_model.get_output_embeddings()
@@ -144,17 +144,17 @@ class CausalLM(nn.Module):
         return hidden
 
     def generate(self, **inputs: Any) -> torch.Tensor:
-        """Return what transformers' `generate` does: int64 [B, T + new]. Within `forward` only."""
+        """Return the result of transformers' `generate`: int64 [B, T + new]. Within `forward` only."""
         tokens: torch.Tensor = self.hf_model.generate(**inputs)
         return tokens
 
 
 def model_inputs(module: Any, batch: MicroBatch) -> dict[str, Any]:
-    """Return the keyword arguments with which a transformers model computes a micro-batch, of those that it takes.
+    """Return the arguments of a transformers model for a micro-batch, of those that it accepts.
 
-    Packs come without an attention mask and without a cache: with either, transformers ignores where packed documents
-    end. Attention kernels find the ends in the positions or in `cu_seqlens`; layers that carry a state along the row
-    take all packs as one row, since their kernels want `cu_seqlens` of a single one.
+    Packs have no attention mask and no cache: with either, transformers ignores where packed documents end. Attention
+    kernels find the ends in the positions or in `cu_seqlens`; recurrent layers get all packs as one row, since their
+    kernels need `cu_seqlens` of a single row.
     """
     inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
     if batch.attention_mask is not None:

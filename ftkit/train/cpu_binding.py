@@ -1,4 +1,4 @@
-"""The CPUs of a rank: those beside its GPU, and as many threads as are its share of them."""
+"""Bind a rank to the CPUs of its GPU's NUMA node, with its share of threads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def bind_to_gpu(bus_ids: Sequence[str], local_rank: int, root: Path = Path("/")) -> int:
-    """Keep this process on the CPUs of its GPU's NUMA node; return its share of them, in threads.
+    """Bind this process to the CPUs of its GPU's NUMA node; return its share of them, in threads.
 
-    Memory that it allocates from then on is of that NUMA node too, which pinned copies to the GPU depend on. What Slurm
-    or a container already keeps from it stays kept; where the layout can't be read, nothing is bound.
+    Memory that it allocates afterwards is on that NUMA node too, which matters for pinned copies to the GPU. Limits of
+    Slurm or a container stay; if the layout can't be read, nothing is bound.
 
     Args:
         bus_ids: PCI addresses of the GPUs of all ranks on this node, by local rank.
@@ -34,7 +34,7 @@ def bind_to_gpu(bus_ids: Sequence[str], local_rank: int, root: Path = Path("/"))
 
 
 def _numa_node(bus_id: str, root: Path) -> int:
-    """Return the NUMA node of a PCI device; -1: none, as the kernel has it."""
+    """Return the NUMA node of a PCI device; -1 (the kernel's value) for none."""
     try:
         return int((root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -53,7 +53,7 @@ def parse_cpu_list(text: str) -> set[int]:
     """Parse the kernel's list format: `0-3,8,10-11`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such a list.
     """
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):

@@ -27,15 +27,15 @@ class ShardingStats:
 
     Attributes:
         num_layers: decoder layers.
-        num_units: parts whose parameters are gathered together.
+        num_units: modules whose parameters are all-gathered together.
         num_sharded_layers: decoder layers that are such a unit.
         checkpointed_layers: how many decoder layers have each mode of activation checkpointing.
-        total_elements: of the whole model; 4-bit matrices count as the weights that they stand for.
+        total_elements: of the whole model; 4-bit matrices count as their weights.
         local_elements: on this rank.
-        max_local_elements: the most that may be on this rank: an even share.
-        trainable_elements: of the whole model, those that are trained.
-        quantized_elements: of the whole model, those that are kept in 4 bits.
-        is_unsharded: nothing is sharded; right on one process alone, whose even share is everything.
+        max_local_elements: the maximum on this rank: an even share.
+        trainable_elements: of the whole model, with gradients.
+        quantized_elements: of the whole model, stored in 4 bits.
+        is_unsharded: nothing is sharded; valid only on one process, whose even share is everything.
     """
 
     num_layers: int
@@ -61,7 +61,7 @@ class Engine(Protocol):
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         """Return the loss summed over a micro-batch's labels: a scalar in fp32, with its graph.
 
-        The losses are added to `source_losses` too, where the labels are of several sources.
+        The losses are added to `source_losses` too, if the labels are of several sources.
         """
 
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
@@ -74,25 +74,25 @@ class Engine(Protocol):
         """
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to a global norm, update the weights and clear the gradients.
+        """Clip the global gradient norm, update the weights and clear the gradients.
 
         If the norm is not finite, weights and optimizer states stay as they are, on all ranks.
 
         Returns:
-            The norm that the gradients had: a scalar on the device.
+            The norm before clipping: a scalar on the device.
         """
 
     def inference(self) -> AbstractContextManager[CausalLM]:
-        """Give the model for evaluation, without gradients."""
+        """Yield the model for evaluation, without gradients."""
 
     def probe(self) -> AbstractContextManager[CausalLM]:
-        """Give the model as it is trained, with gradients; none of them reaches the parameters.
+        """Yield the model in training mode; gradients don't reach the parameters.
 
-        One forward pass, and no backward pass or one by `torch.autograd.grad`.
+        For one forward pass, and at most one backward pass with `torch.autograd.grad`.
         """
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return what this rank keeps between steps: shards of parameters, gradients, and optimizer states."""
+        """Return the tensors that this rank keeps between steps: parameters, gradients, and optimizer states."""
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: trained weights and optimizer states, as shards, not copied."""
@@ -101,4 +101,4 @@ class Engine(Protocol):
         """Load a state from a checkpoint's folder, written at any world size."""
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
+        """Return the trained weights, unsharded and in host memory, on rank 0; an empty dictionary elsewhere."""

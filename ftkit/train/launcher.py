@@ -1,10 +1,10 @@
-"""`python -m ftkit.train.launcher ...`: torchrun, as job scripts start it; and how a rank follows its torchrun.
+"""`python -m ftkit.train.launcher ...`: torchrun, as job scripts start it; and how a rank ends with its torchrun.
 
-Slurm may send a signal that asks to stop (before it pre-empts a job, or `scancel --signal`) to every process of a
-job. The task's shell turns it into the stop file, which leads to a checkpoint; torchrun would end all ranks, so it
-must not hear of it. A rank, in turn, tells by the sender whether SIGTERM comes from its torchrun.
+Slurm may send a stop request (before preemption, or by `scancel --signal`) as a signal to every process of a job. The
+task's shell turns it into the stop file, which leads to a checkpoint; torchrun would end all ranks, so it ignores the
+signal. A rank, in turn, checks by the sender whether SIGTERM comes from its torchrun.
 
-A rank that a signal ends can't say so itself: the launcher leaves that as its error.
+A rank that a signal ends can't record that: the launcher writes its error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a rank that its torchrun ended, as a shell would report it."""
+"""Exit code of a rank that its torchrun ended, in a shell's convention."""
 
 
 _REPORT_SECONDS = 120
@@ -50,7 +50,7 @@ _ENDED_BY = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run torchrun; it ignores stop requests unless the first argument is --heed-signals; what it starts inherits that.
+    """Run torchrun; it and its children ignore stop requests unless the first argument is --heed-signals.
 
     Returns:
         The exit code: 1 if a rank failed.
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _write_report(layout: RunLayout) -> None:
-    """Write the page about a run that is completed, where matplotlib is there; its failure is not the run's."""
+    """Write the page of a completed run if matplotlib is installed; a failure does not fail the run."""
     last = read_last_record(layout.metrics)
     is_wanted = os.environ.get("FTKIT_REPORT", "1") != "0" and find_spec("matplotlib") is not None
     if not (is_wanted and isinstance(last, EndRecord) and last.outcome == "completed"):
@@ -96,11 +96,11 @@ def _write_report(layout: RunLayout) -> None:
 
 
 def _stage_weights(layout: RunLayout) -> None:
-    """Bring the weights to this node's own disk, if its cluster has that, and tell the ranks where they are."""
+    """Copy the weights to this node's own disk, if the cluster has one, and pass the ranks the path."""
     cache = os.environ.get("FTKIT_CACHE_DIR")
     try:
         plan = read_plan(layout)
-    except FtkitError:  # the ranks say what is wrong
+    except FtkitError:  # the ranks report the error
         return
     if cache is None or plan.cluster.stage != "local":
         return
@@ -115,7 +115,7 @@ def _stage_weights(layout: RunLayout) -> None:
 
 
 def _record_deaths(layout: RunLayout, error: ChildFailedError) -> None:
-    """Leave an error for each rank that a signal ended."""
+    """Write an error for each rank that a signal ended."""
     for rank, failure in error.failures.items():
         if failure.exitcode < 0:
             name = failure.signal_name()
@@ -128,9 +128,9 @@ def _record_deaths(layout: RunLayout, error: ChildFailedError) -> None:
 
 
 def follow_launcher(on_end: Callable[[], None]) -> None:
-    """Let this process end with the one that started it, and at that one's SIGTERM. Call it before threads are started.
+    """End this process with its parent, and at its parent's SIGTERM. Call it before threads are started.
 
-    torchrun starts its ranks in sessions of their own: killed itself, it would leave them training.
+    torchrun starts its ranks in new sessions: if it is killed, they would continue to train.
 
     Args:
         on_end: called, in another thread, before SIGTERM ends this process.

@@ -43,7 +43,7 @@ Outcome = Literal["completed", "stopped"]
 
 @dataclass
 class TrainingLoop:
-    """The optimizer steps of a run. What changes from step to step is in the engine, and in `state`."""
+    """The optimizer steps of a run. The state that changes from step to step is in the engine, and in `state`."""
 
     plan: RunPlan
     world: World
@@ -97,12 +97,12 @@ class TrainingLoop:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is no step left to take."""
+        """Whether all steps are done."""
         return self.state.step == self.num_steps or self.is_stopped_early
 
     @property
     def is_stopped_early(self) -> bool:
-        """Whether the recipe's patience is exhausted: so many evaluations in a row without improvement."""
+        """Whether the recipe's patience is exhausted by consecutive evaluations without improvement."""
         patience = self.plan.recipe.evaluation.early_stopping_patience
         return patience is not None and self.state.evaluations_without_improvement >= patience
 
@@ -154,11 +154,11 @@ class TrainingLoop:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def _is_asked_to_stop(self) -> bool:
-        """Look for a stop request on rank 0; the step's all-reduce tells the others."""
+        """Check for a stop request on rank 0; the step's all-reduce passes it to the others."""
         return self.world.is_first and any(map(_is_there, _stop_files(self.plan.layout)))
 
     def _judge(self, reporter: StepReporter, result: StepResult | None) -> bool:
-        """Report a step, and see whether it went wrong; return whether a stop was requested."""
+        """Report a step, and check it for anomalies; return whether a stop was requested."""
         stopped = self._report(reporter, result)
         if result is not None:
             self.anomalies.check(result)
@@ -178,12 +178,12 @@ class TrainingLoop:
         evaluation, step = self.plan.recipe.evaluation, self.state.step
         if evaluation.every_steps is None:
             return False
-        if step == self.num_steps:  # it is evaluated once more, and in full, after training
+        if step == self.num_steps:  # it is evaluated again, completely, after training
             return evaluation.selection is not None
         return step % evaluation.every_steps == 0
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate if it is time to; return whether it is the best evaluation so far, on all ranks alike."""
+        """Evaluate if it is due; return whether it is the best evaluation so far, the same on all ranks."""
         if not self._is_evaluation_due():
             return False
         record = self.evaluator.evaluate(self.engine, self.state.step, "during")
@@ -206,9 +206,9 @@ class TrainingLoop:
 
 
 def compared(state: TrainState, record: EvaluationRecord, wanted: BestSpec, threshold: float) -> TrainState:
-    """Compare an evaluation with the best one before it, and count those in a row that brought no improvement.
+    """Compare an evaluation with the best one, and count consecutive ones without improvement.
 
-    As in transformers: any better value is the best one, and one that is better by no more than `threshold` does not
+    As in transformers: any better value becomes the best one, but one that is better by at most `threshold` does not
     count as an improvement. A value that is not finite is never better.
     """
     value, best = record.value_of(wanted.metric), state.best

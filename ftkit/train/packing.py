@@ -1,4 +1,4 @@
-"""Whether a model is trained on packs or on padded rows: on packs, wherever it keeps their documents apart."""
+"""Choose packs or padded rows: packs if the model keeps their documents apart."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackingChoice:
-    """How documents are computed, why, and the probe that was run so.
+    """Packs or padded rows, the reason, and the probe that was run with them.
 
     Attributes:
-        reason: why not as packs; None for packs.
+        reason: why not packs; None for packs.
     """
 
     is_packed: bool

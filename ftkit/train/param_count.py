@@ -1,7 +1,7 @@
-"""Count a model's parameters, and those that a method trains, on the model itself before it has weights and shards.
+"""Count a model's parameters, and those that a method trains, on the model before it has weights and shards.
 
-As a program (`python -m ftkit.train.param_count JSON`) it counts for a plan, which does without torch: it prints the
-configuration and the `ModelCounts` of a model that it builds without weights.
+As a program (`python -m ftkit.train.param_count JSON`) it counts for a plan, which does not import torch: it prints the
+configuration and the `ModelCounts` of a model without weights.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 _OF_AN_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
-"""Within a decoder layer, where each expert is a module, as in transformers 4."""
+"""Names of experts within a decoder layer if each is a module, as in transformers 4."""
 
 
 def count_modules(model: Any, feed_forward: int) -> ModelCounts:
     """Count the parameters of a model; those of experts also per token (the active ones).
 
     Args:
-        model: whole, with or without its weights, and without adapters.
+        model: unsharded, with or without its weights, and without adapters.
         feed_forward: width of its feed-forward layers without experts.
     """
     layers, config = find_decoder_layers(model), _with_heads(fill_config(model.config.to_dict()))
@@ -70,20 +70,20 @@ def count_modules(model: Any, feed_forward: int) -> ModelCounts:
 
 
 def _with_heads(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the number and the width of heads, where the class has no keys for them."""
+    """Add the number and the size of heads if the class has no keys for them."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     told = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
     return {"num_key_value_heads": heads, "head_dim": hidden // heads} | told if heads and hidden else told
 
 
 def _widest(model: Any) -> int:
-    """Return the widest side of the decoder layers' matrices, for classes without an `intermediate_size`."""
+    """Return the largest dimension of the decoder layers' matrices, for classes without an `intermediate_size`."""
     matrices = (each.shape for layer in find_decoder_layers(model) for each in layer.parameters() if each.ndim > 1)
     return max((max(shape) for shape in matrices), default=0)
 
 
 def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> float:
-    """Return how many weights of a parameter a token is multiplied by: of experts, only the active ones."""
+    """Return the number of a parameter's weights that are active per token: for experts, only the active ones."""
     if parameter.ndim == 1 or name.endswith("bias"):
         return 0
     is_stacked = experts is not None and parameter.ndim > 2 and parameter.shape[0] == experts.num  # noqa: PLR2004
@@ -93,7 +93,7 @@ def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> floa
 
 
 def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
-    """Count the parameters of a model as a method will train it, before adapters are added and it is sharded.
+    """Count the parameters of a model for a training method, before adapters are added and it is sharded.
 
     Raises:
         TrainingError: `training.lora.targets` has a projection that the model lacks.
@@ -111,7 +111,7 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> list[nn.Linear]:
     """Return the linear layers that get an adapter.
 
     Raises:
-        TrainingError: the model has none of such a name.
+        TrainingError: the model has no linear layer of a target's name.
     """
     found: dict[str, list[nn.Linear]] = {}
     for name, module in model.named_modules():
@@ -154,7 +154,7 @@ def main() -> None:
         config = make_config(ArchitectureSpec.model_validate(asked["architecture"]), cast("Any", no_tokens))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         sys.exit(NO_CAUSAL_CLASS)
-    with torch.device("meta"):  # accelerate's empty weights have their memory for a moment: 30 GB for some experts
+    with torch.device("meta"):  # accelerate's empty weights are allocated for a moment: 30 GB for some experts
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     saved = json.loads(config.to_json_string(use_diff=False))

@@ -1,7 +1,7 @@
 """Every private or undocumented name of torch, transformers, DeepSpeed, bitsandbytes, peft and flash-attn.
 
-The rest of the trainer reaches them through this module. Each entry says which versions have the name, and what to do
-when it goes; `tests/train/test_private_apis.py` has a test for each, so that an upgrade fails there first.
+The rest of the trainer uses them through this module. Each entry lists the versions that have the name, and what to do
+when it disappears; `tests/train/test_private_apis.py` has a test for each, so that an upgrade fails there first.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 FSDP2_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
 """Whether FSDP2 trains on several processes without GPUs.
 
-Not in torch 2.6, nor in NGC's 2.7.0a0, which is of its line: autograd refuses weights that are gathered again, and gloo
-sums gradients where NCCL averages them. The missing stream methods are the third thing, and the one that can be seen.
+Not in torch 2.6, nor in NGC's 2.7.0a0 of the same line: autograd refuses weights that are all-gathered again, and gloo
+sums gradients where NCCL averages them. Stream methods are missing too, which is what this checks.
 """
 
 CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
-"""Whether FSDP2 takes collectives from outside (from torch 2.10 on), and symmetric memory was tried with them."""
+"""Whether FSDP2 supports custom collectives (from torch 2.10 on), and symmetric memory was tested with them."""
 
 CONVERTS_WEIGHTS = int(transformers.__version__.split(".")[0]) >= 5  # noqa: PLR2004
-"""Whether transformers holds some tensors in another form than files on the hub."""
+"""Whether transformers stores some tensors in another form than files on the hub."""
 
 
 def complete_cpu_streams() -> None:
-    """Add two methods that FSDP2 calls, and that do nothing, to torch 2.6's stand-in for streams on CPUs.
+    """Add two no-op methods that FSDP2 calls to torch 2.6's CPU streams.
 
-    torch 2.6 alone lacks them, and fails in FSDP2's first forward on a CPU without them. When torch 2.6 is no longer
-    supported: delete this.
+    Only torch 2.6 lacks them; without them FSDP2's first forward on a CPU fails. When torch 2.6 is no longer supported:
+    delete this.
     """
     for method in ("record_event", "wait_event"):
         if not hasattr(torch.cpu.Stream, method):
@@ -57,9 +57,9 @@ def complete_cpu_streams() -> None:
 
 
 def compile_failures() -> tuple[type[Exception], type[Exception]]:
-    """Return what a compiled function raises if it can't be one graph, and if it is called in too many ways.
+    """Return the exceptions of a compiled function that can't be one graph, and of one with too many recompilations.
 
-    `torch._dynamo.exc`, torch 2.6 to 2.15. If one goes: compile without `fullgraph`, and lose the warning.
+    `torch._dynamo.exc`, torch 2.6 to 2.15. If one disappears: compile without `fullgraph`, and lose the warning.
     """
     from torch._dynamo import exc  # noqa: PLC0415 - loads the compiler
 
@@ -79,7 +79,7 @@ def raise_recompile_limit(num_layers: int) -> None:
 
 
 def process_group(name: str) -> ProcessGroup:
-    """Return a process group by its name, which is all that an operator can be given of it.
+    """Return a process group by its name, the only form in which an operator can take it.
 
     `torch.distributed.distributed_c10d._resolve_process_group`, torch 2.2 to 2.15. If it goes: functional collectives
     with a public way to give them a group.
@@ -117,17 +117,17 @@ def leave_out_step(optimizer: torch.optim.Optimizer, is_left_out: torch.Tensor) 
 
 
 def record_collectives() -> None:
-    """Have torch remember the last collectives of each process group made from now on (its flight recorder).
+    """Enable torch's flight recorder: the last collectives of each process group created from now on.
 
-    A few hundred bytes each. torch 2.6 knows the second name, torch 2.13 both. If they go: a hang is told without
-    collectives.
+    A few hundred bytes each. torch 2.6 has the second name, torch 2.13 both. If they disappear: a hang is reported
+    without collectives.
     """
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "2000")
 
 
 def dump_collectives() -> bytes | None:
-    """Return what torch remembers of the last collectives, as its `torchfrtrace` reads it; None if it can't.
+    """Return torch's record of the last collectives in the format of `torchfrtrace`; None if unavailable.
 
     `torch._C._distributed_c10d._dump_nccl_trace` in builds with CUDA; `_dump_fr_trace` in those without, torch 2.13.
     """
@@ -139,15 +139,15 @@ def dump_collectives() -> bytes | None:
 
 
 def checkpoint_index_names() -> tuple[Any, ...]:
-    """Return the private classes that a checkpoint's index refers to: the unpickler admits no others.
+    """Return the private classes in a checkpoint's index: the unpickler allows no others.
 
-    torch 2.6 to 2.15. If one moves: checkpoints written before still name its old place, so keep both.
+    torch 2.6 to 2.15. If one moves: earlier checkpoints still have its old module, so keep both.
     """
     return metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.serialization._get_layout  # noqa: SLF001
 
 
 def record_memory_history(max_entries: int) -> None:
-    """Begin to record CUDA allocations with Python stacks; 0 entries end it.
+    """Start to record CUDA allocations with Python stacks; 0 entries stop it.
 
     `torch.cuda.memory._record_memory_history`, torch 2.1 to 2.15; torch's own tutorials use it. If it goes: leave the
     snapshot out of profiles.
@@ -173,7 +173,7 @@ def scaled_mm(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.
 
 @dataclass(frozen=True)
 class WeightConversions:
-    """How transformers converts the tensors of files as it loads a class of model.
+    """transformers' conversions of the tensors in files when it loads a model class.
 
     `transformers.conversion_mapping` and `transformers.core_model_loading`, transformers 5.0 to 5.23, undocumented; 4
     has neither, and converts nothing. If they go: the mapping of each family is in the code of its model in
@@ -181,7 +181,7 @@ class WeightConversions:
 
     Attributes:
         renamings: tensors that only have another name in files.
-        converters: tensors that are put together from several of the files'.
+        converters: tensors that are assembled from several of the files'.
     """
 
     renamings: list[Any]
@@ -199,7 +199,7 @@ class WeightConversions:
         return cls(*([one for one in known if isinstance(one, kind)] for kind in (WeightRenaming, WeightConverter)))
 
     def rename(self, stored: str) -> tuple[str, str | None]:
-        """Return the name of the tensor that a stored one becomes (a part of), and the pattern of that part."""
+        """Return the name of the tensor that a stored one is converted to, and the pattern of its part in it."""
         if not self.renamings and not self.converters:
             return stored, None
         from transformers.core_model_loading import rename_source_key  # noqa: PLC0415 - transformers 5
@@ -209,7 +209,7 @@ class WeightConversions:
 
 
 def revert_weight_conversion(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a model's weights as files hold them.
+    """Return a model's weights in the layout of files.
 
     `transformers.core_model_loading.revert_weight_conversion`, transformers 5.0 to 5.23. If it goes: see
     `WeightConversions`.
@@ -264,7 +264,7 @@ def import_bitsandbytes(needed_by: str) -> Any:
 
 
 def compute_in_input_dtype(model: nn.Module) -> None:
-    """Have peft's layers compute in the dtype of their inputs, under autocast, instead of that of the adapters.
+    """Make peft's layers compute in the dtype of their inputs, under autocast, instead of that of the adapters.
 
     `BaseTunerLayer.cast_input_dtype_enabled`, peft 0.14 to 0.21. If it goes: `peft.helpers.disable_input_dtype_casting`
     around each forward.
@@ -278,12 +278,12 @@ def compute_in_input_dtype(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Zero3Partition:
-    """This rank's part of a parameter that DeepSpeed has partitioned.
+    """This rank's partition of a parameter of DeepSpeed.
 
     Attributes:
         shape: of the whole parameter.
-        values: flat; the last rank's is padded. What is written to it is the parameter's.
-        is_persistent: every rank also holds the whole parameter, since it is small.
+        values: flat view of the partition, padded on the last rank; writing to it changes the parameter.
+        is_persistent: every rank also has the whole parameter, since it is small.
     """
 
     shape: torch.Size
@@ -292,7 +292,7 @@ class Zero3Partition:
 
 
 def zero3_partition(parameter: torch.Tensor) -> Zero3Partition | None:
-    """Return this rank's part of a parameter; None if DeepSpeed did not partition it.
+    """Return this rank's partition of a parameter; None if DeepSpeed did not partition it.
 
     `ds_tensor`, `ds_shape` and `ds_persist`, DeepSpeed 0.19. If one goes: `deepspeed.utils.safe_get_local_fp32_param`
     has the values, and the shapes can be kept from before `zero.Init`.
@@ -316,7 +316,7 @@ class Zero3Optimizer:
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """This rank's fp32 weights, flat, a tensor per group of parameters."""
+        """This rank's fp32 weights, one flat tensor per parameter group."""
         return list(self._optimizer.fp32_partitioned_groups_flat)
 
     @property
@@ -327,13 +327,13 @@ class Zero3Optimizer:
 
     @property
     def states(self) -> Mapping[torch.Tensor, dict[str, torch.Tensor]]:
-        """The states of the torch optimizer underneath, by master."""
+        """The states of the wrapped torch optimizer, by master."""
         states: Mapping[torch.Tensor, dict[str, torch.Tensor]] = self._optimizer.optimizer.state
         return states
 
     @property
     def grad_norm(self) -> Any:
-        """The global norm that the gradients of the last step had; None where DeepSpeed left the step out."""
+        """The global gradient norm of the last step; None if DeepSpeed skipped the step."""
         return None if self._optimizer.overflow else self._optimizer._global_grad_norm  # noqa: SLF001
 
     def set_step(self, learning_rate: float, max_norm: float) -> None:
@@ -343,13 +343,13 @@ class Zero3Optimizer:
             group["lr"] = learning_rate
 
     def init_states(self, names: tuple[str, ...]) -> None:
-        """Make the states that torch would make with the first step, so that a checkpoint can be loaded into them."""
+        """Create the states that torch would create in the first step, so that a checkpoint can be loaded into them."""
         for master in self.masters:
             states = {name: torch.zeros_like(master) for name in names}
             self._optimizer.optimizer.state[master] = states | {"step": torch.zeros((), device=master.device)}
 
     def gather_persistent(self) -> None:
-        """Gather the parameters again that every rank holds whole, from partitions that were written to."""
+        """All-gather the persistent parameters again, after their partitions were written."""
         persistent = self._optimizer.persistent_parameters
         if persistent:
             persistent[0].partition(persistent)
@@ -357,7 +357,7 @@ class Zero3Optimizer:
 
 
 def forget_pending_gradients(model: nn.Module) -> None:
-    """Have DeepSpeed expect no gradients of a forward pass that no backward pass follows.
+    """Make DeepSpeed expect no gradients for a forward pass without a backward pass.
 
     It counts the outputs of each module whose gradients are to come (`ds_grads_remaining`, DeepSpeed 0.19), and frees
     weights after the last. If it goes: probe without gradients.
@@ -369,7 +369,7 @@ def forget_pending_gradients(model: nn.Module) -> None:
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Return DeepSpeed, set up for a device and without operators that are compiled at start.
+    """Return DeepSpeed, set up for a device, without compiling operators at the start.
 
     `deepspeed.ops.__compatible_ops__`, DeepSpeed 0.19. If it goes: install a C++ compiler where ZeRO-3 trains on CPUs;
     shared memory for gloo is compiled there, for a minute.
@@ -388,9 +388,7 @@ def import_deepspeed(device: torch.device) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.WARNING)
-    logger.addFilter(
-        lambda record: "leaf module configuration" not in record.getMessage()
-    )  # there are none, on purpose
+    logger.addFilter(lambda record: "leaf module configuration" not in record.getMessage())  # deliberately none
     # torch 2.13 warns at each of DeepSpeed's collectives, several times a step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed

@@ -1,4 +1,4 @@
-"""Quiet the libraries that others import; without importing any of them."""
+"""Silence warnings of indirectly imported libraries, without importing them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import logging
 
 
 def silence_torchao() -> None:
-    """Drop torchao's warnings of kernels for other GPUs: transformers and peft import it where it is installed."""
+    """Drop torchao's warnings about kernels for other GPUs: transformers and peft import it if it is installed."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -33,7 +33,7 @@ LENGTH = 256
 
 
 def self_check() -> str:
-    """Take a training step with each family, on the first GPU if there is one; return what was done.
+    """Take a training step with each family, on the first GPU if there is one; return the families with their losses.
 
     Raises:
         TrainingError: a check failed.

@@ -1,4 +1,4 @@
-"""Carry out a plan on one rank: from joining the process group to the end of the run."""
+"""Execute a plan on one rank: from joining the process group to the end of the run."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What is known of a built model, besides its weights.
+    """Facts about a built model, besides its weights.
 
     Attributes:
-        pretrained: the folder of the weights that it begins with; None if they are random.
+        pretrained: the folder of the initial weights; None if they are random.
         num_parameters: without adapters.
-        expected: what the checks must find once it is sharded.
+        expected: numbers that the checks must find once it is sharded.
     """
 
     config: TextConfig
@@ -87,7 +87,7 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains as a plan says: build, verify, resume or begin, train, evaluate, export."""
+    """Executes a plan: build, verify, resume or start, train, evaluate, export."""
 
     plan: RunPlan
     world: World
@@ -97,10 +97,10 @@ class Trainer:
     trace: MemoryTrace
 
     def run(self) -> None:
-        """Build, verify, resume or begin, train, evaluate, export.
+        """Build, verify, resume or start, train, evaluate, export.
 
         Raises:
-            MemoryExhaustedError: with what to change.
+            MemoryExhaustedError: with changes that would fit.
         """
         began = time.time()
         store = self.data.read_train()
@@ -113,7 +113,7 @@ class Trainer:
         log.info("%s after %d steps, %.0f s in all", outcome, last_step, time.time() - began)
 
     def _train(self, engine: Engine, built: BuiltModel, store: PackStore, num_steps: int) -> tuple[Outcome, int]:
-        """Do all that follows once there is an engine; return how it ended, and after which step."""
+        """Verify, train, evaluate and export with an engine; return the outcome, and the last step."""
         is_packed = self._verify(engine, built.expected, store)
         manifest = self.data.read_manifest()
         identity = manifest.identity
@@ -303,12 +303,12 @@ class Trainer:
 
 
 def run_training(plan: RunPlan, world: World) -> None:
-    """Train as a plan says, in this process.
+    """Execute a plan in this process.
 
     Raises:
         TrainingError: a check failed, or a checkpoint can't be loaded.
         DataError: the data is not prepared.
-        PrerequisiteError: a package, or what a tracker needs, is missing.
+        PrerequisiteError: a package, or a tracker's key or address, is missing.
     """
     data = PreparedData(plan.data_directory)
     data.read_manifest()

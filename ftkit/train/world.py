@@ -1,4 +1,4 @@
-"""The process group of a run, and this process's place in it."""
+"""The process group of a run, and this process's rank in it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ContextGroup:
         return "" if self.group is None else self.group.group_name
 
     def part(self, length: int) -> slice:
-        """Return which of a pack's `length` tokens are this process's; each rank has as many."""
+        """Return this process's range of a pack's `length` tokens; ranges of all ranks have the same size."""
         tokens = length // self.size
         return slice(self.rank * tokens, (self.rank + 1) * tokens)
 
@@ -61,7 +61,7 @@ class World:
         device: of this process.
         mesh: all processes, for tensors on their devices.
         host_mesh: all processes, for tensors in main memory.
-        context: this process among those that work on the same packs: neighbors by rank.
+        context: this process in its context-parallel group, whose ranks are consecutive.
     """
 
     rank: int
@@ -75,12 +75,12 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which part of a batch's packs this process works on, of `data_size` parts."""
+        """Index of this process's part of a batch's packs, of `data_size` parts."""
         return self.rank // self.context.size
 
     @property
     def data_size(self) -> int:
-        """Number of groups of processes with packs of their own."""
+        """Number of context-parallel groups, each with different packs."""
         return self.size // self.context.size
 
     @property
@@ -121,7 +121,7 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1) -> Iterator[
         context_parallel: processes that divide the tokens of a pack; a divisor of all.
 
     Raises:
-        TrainingError: the processes or devices are not those of the plan.
+        TrainingError: the processes or devices differ from the plan's.
     """
     size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if size != placement.world_size:
@@ -153,9 +153,9 @@ def _context_group(device: torch.device, size: int, context_parallel: int) -> Co
 
 
 def _num_threads(placement: PlacementPlan, local_rank: int) -> int:
-    """Bind this rank to the CPUs beside its GPU, and return the number of its threads.
+    """Bind this rank to the CPUs of its GPU's NUMA node, and return the number of its threads.
 
-    The plan has one thread where the profile does not say how many CPUs a node has.
+    The plan has one thread if the profile does not set the CPUs of a node.
     """
     if placement.device == "cpu":
         return placement.threads_per_process
@@ -168,7 +168,7 @@ def _num_threads(placement: PlacementPlan, local_rank: int) -> int:
 
 
 def _device(placement: PlacementPlan, local_rank: int) -> torch.device:
-    """Return this rank's device. A plan for GPUs never falls back to CPUs: the run would take weeks."""
+    """Return this rank's device. A plan for GPUs never falls back to CPUs, where the run would take weeks."""
     if placement.device == "cpu":
         return torch.device("cpu")
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0

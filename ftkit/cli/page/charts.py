@@ -1,7 +1,7 @@
 """Charts as inline SVG, drawn by matplotlib in the colors and fonts of their page.
 
-matplotlib draws with placeholder colors, which become CSS variables: one SVG is right in light, dark and print. Texts
-stay texts, so they can be read aloud, searched and copied.
+matplotlib draws with placeholder colors, which become CSS variables: one SVG works in light, dark and print. Text stays
+text, so it can be read aloud, searched and copied.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _tick_seconds(total: float) -> float:
 
 
 def _short(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 1e4 else count(value)  # noqa: PLR2004 - four digits are read at once
+    return f"{value:.3g}" if abs(value) < 1e4 else count(value)  # noqa: PLR2004 - four digits are readable without separator
 
 
 def _format(axis: Any, form: Callable[[float], str]) -> None:

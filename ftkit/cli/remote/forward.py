@@ -41,7 +41,7 @@ SECRETS: Final = (
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
 )
-"""Variables of this machine that a job elsewhere gets too."""
+"""Variables of this machine that a job on a remote cluster gets too."""
 _ABOUT_OUTPUT: Final = ("NO_COLOR", "FORCE_COLOR", "FTKIT_DEBUG", "LANG", "LC_ALL")
 _GIB: Final = 2**30
 _LONGEST_WAIT_SECONDS: Final = 30
@@ -56,12 +56,12 @@ class LoginNode:
 
 
 def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
-    """Return where a command with these parameters is to run; None for this machine.
+    """Return where a command with these parameters runs; None for this machine.
 
-    A run that was submitted from here decides by its name, else the cluster that is chosen.
+    The run decides if its name is that of one submitted from here, else the selected cluster.
 
     Raises:
-        UsageError: a sweep over clusters, one of which is elsewhere.
+        UsageError: a sweep over clusters, one of which is remote.
     """
     if SERVED in os.environ:
         return None
@@ -74,7 +74,7 @@ def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
     names = str(params.get("cluster") or _chosen_cluster(ctx) or "").split(",")
     logins = [_login_of(name, ctx) for name in names]
     if len(names) > 1 and any(logins):
-        raise click.UsageError("a sweep over clusters can't be sent elsewhere: give one --cluster that has a 'login'")
+        raise click.UsageError("a sweep over clusters can't be forwarded: give one --cluster that has a 'login'")
     return LoginNode(logins[0], ctx) if logins[0] else None
 
 
@@ -101,13 +101,13 @@ def _login_of(name: str, ctx: Context) -> Login | None:
     except (ConfigError, NotFoundError):
         return None
     if login and "/" in name:
-        problem = Problem("--cluster", "login", f"{name} is elsewhere, where a path of this machine means nothing.")
+        problem = Problem("--cluster", "login", f"{name} is remote, where a path of this machine does not exist.")
         raise ConfigError([replace(problem, fix="Move it into clusters/ and give its name.")])
     return login
 
 
 def _has_newer_run(reference: str, run_id: str) -> bool:
-    """Return whether a run of this machine's workspace is meant, which is newer than one elsewhere."""
+    """Return whether the run is in this machine's workspace and newer than a remote one."""
     from ftkit.cli.arguments import get_run
 
     try:
@@ -151,7 +151,7 @@ class _Forwarded:
     terminal: Terminal
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a command there on this terminal."""
+        """Run a command there, connected to this terminal."""
         code = self._call(tuple(words))
         if is_lost(code):
             raise unreachable(self.login)
@@ -163,7 +163,7 @@ class _Forwarded:
         return with_project(self.login, request, self.files, lambda: call(self.login, request, terminal=has_terminal))
 
     def follow(self, words: Sequence[str], *, copies_log: bool) -> int:
-        """Run a command that follows a run; if the connection is lost, connect again and continue."""
+        """Run a command that follows a run; reconnect if the connection is lost."""
         ask(self.login, replace(self.request, action="missing"), self.files)  # a first failure is final
         shown = 0
 
@@ -182,7 +182,7 @@ class _Forwarded:
         return self.until_answered(attempt, "the run continues; Ctrl-C stops following it")
 
     def until_answered(self, attempt: Callable[[], int], meanwhile: str) -> int:
-        """Try again, with longer and longer pauses, until the connection holds to the end."""
+        """Reconnect with increasing pauses until the command ends."""
         pause = 1
         while is_lost(code := attempt()):
             self.terminal.warn(f"no connection to {self.login.address}: trying again in {pause} s ({meanwhile})")
@@ -192,7 +192,7 @@ class _Forwarded:
 
 
 def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:
-    """Send what a run needs, submit it there exactly once, remember it, and follow it."""
+    """Send a run's files, submit it there exactly once, record it here, and follow it."""
     login, terminal = forwarded.login, forwarded.terminal
     words, secrets = _without_own_options(typed), _secrets(params.get("hf_token_file"))
     if name == "run":
@@ -225,7 +225,7 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
 
 
 def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Mapping[str, Any]) -> list[str]:
-    """Send a run's recipe and local files; return its words with the paths of there.
+    """Send a run's recipe and local files; return its arguments with paths on the login node.
 
     Raises:
         ConfigError: the local files are larger than the profile allows, and nobody can be asked.
@@ -254,7 +254,7 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
 
 
 def _options(typed: Sequence[str], command: click.Command) -> list[str]:
-    """Return the options of what was typed, with their values and without the arguments."""
+    """Return the typed options with their values, without the arguments."""
     options = [each for each in command.params if isinstance(each, click.Option)]
     with_value = {name for each in options if not each.is_flag and not each.count for name in each.opts}
     kept: list[str] = []
@@ -292,7 +292,7 @@ def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: Login) ->
 
 
 def _without_own_options(typed: Sequence[str]) -> list[str]:
-    """Leave out options about following and about a file of this machine."""
+    """Remove options about following and about a file of this machine."""
     kept, skips = [], False
     for word in typed:
         if skips:
@@ -305,7 +305,7 @@ def _without_own_options(typed: Sequence[str]) -> list[str]:
 
 
 def _secrets(token_file: Path | None) -> dict[str, str]:
-    """Return the secrets of the job: they go through ssh's standard input into the environment there alone."""
+    """Return the secrets of the job, which go only through ssh's standard input into the environment there."""
     secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
     if token_file is not None:
         secrets["HF_TOKEN"] = token_file.read_text(encoding="utf-8").strip()

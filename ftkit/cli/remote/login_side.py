@@ -1,6 +1,6 @@
 """The other end of a forwarded command: `python -m ftkit.cli.remote.login_side REQUEST`, on the login node.
 
-A submission runs in a process of its own that no connection can end; who asks for it again sees its output.
+A submission runs in a separate process that survives the connection; a repeated request prints its output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DIED: Final = 1
 
 
 def answer(arguments: Sequence[str]) -> int:
-    """Do what a request asks, and return the exit status."""
+    """Execute a request, and return the exit status."""
     if arguments[0] == _CHILD:
         return _run_submission(Path(arguments[1]))
     request = read_request(arguments[0], sys.stdin.buffer.read)
@@ -45,7 +45,7 @@ def answer(arguments: Sequence[str]) -> int:
     project = root / "projects" / request.project
     marker = project / ".digest"
     if request.action == "store":
-        for name in ("clusters", "recipes", "containers"):  # what is gone here, goes there too
+        for name in ("clusters", "recipes", "containers"):  # removed here: remove there too
             shutil.rmtree(project / name, ignore_errors=True)
         _write(request, project)
         write_file(marker, request.digest.encode())
@@ -96,7 +96,7 @@ def _missing(request: Request, files: Path) -> dict[str, object]:
 
 
 def _end_with_reader() -> None:
-    """End this process when nobody reads its output anymore: without a terminal, sshd tells no one."""
+    """End this process when nothing reads its output anymore: without a terminal, sshd sends no signal."""
     watched = select.poll()
     watched.register(sys.stdout.fileno(), 0)
     watched.poll()
@@ -138,7 +138,7 @@ def _attach(folder: Path) -> int:
 
 
 def _has_died(folder: Path, started: float) -> bool:
-    """Return whether a submission's process ended without an answer; not known of another login node's."""
+    """Return whether a submission's process ended without an answer; False for a process of another login node."""
     try:
         host, pid, start = json.loads((folder / "process.json").read_bytes())
     except FileNotFoundError:

@@ -75,7 +75,7 @@ class Terminal:
 
     @contextmanager
     def full_screen(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """Take the whole screen; yield what draws it anew by calling something that prints data."""
+        """Take the whole screen; yield a function that redraws it by calling a function that prints data."""
         with self._out.screen(hide_cursor=True):
 
             def redraw(draw: Callable[[], None]) -> None:
@@ -168,7 +168,7 @@ def _print(console: Console, renderable: RenderableType) -> None:
         click.echo(line.rstrip(), file=console.file)
 
 
-# --- Tables of many rows: rich's own layout takes most of a second for a thousand rows ------------
+# --- Tables of many rows: rich's layout takes most of a second for a thousand rows ------------
 
 
 def _table_segments(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> Iterator[Segment]:

@@ -39,7 +39,7 @@ def view_for(terminal: Terminal) -> FollowView:
 
 
 class PlainView:
-    """Lines, few enough for the log of a pipeline; records of memory are in the run's own log only."""
+    """Lines, few enough for the log of a pipeline; only the run's log has records of memory."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -117,12 +117,12 @@ class LiveView:
             self._show_waiting(record.outcome)
 
     def _show_waiting(self, description: str) -> None:
-        """Let the bar pulse while nothing can be counted."""
+        """Let the bar pulse while there is nothing to count."""
         self._progress.tasks[0].total = None
         self._progress.update(self._task, description=description, completed=0, numbers="")
 
     def _finish_stage(self, record: Record) -> None:
-        """Move a stage from the bar to a line of its own once something follows it."""
+        """Move a stage from the bar to a separate line once the next one starts."""
         if self._stage:
             seconds = record.time - self._stage.time
             took = f" ({duration(seconds)})" if seconds >= 1 else ""
@@ -130,7 +130,7 @@ class LiveView:
             self._stage = None
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.stop()
 
 

@@ -67,14 +67,14 @@ def early_stopping(record: EndRecord) -> str:
 
 
 def anomaly_line(record: AnomalyRecord) -> str:
-    """Say what stands out about a step."""
+    """Describe an anomaly of a step."""
     if record.kind == "nonfinite":
-        return f"step {record.step} left out: its loss or gradient was not finite"
+        return f"step {record.step} skipped: its loss or gradient is not finite"
     return f"step {record.step} is a spike: loss {record.loss:.4f}, gradient norm {record.grad_norm:.3g}"
 
 
 def step_line(record: StepRecord) -> str:
-    """Say how a step went."""
+    """Describe a step."""
     return (
         f"step {record.step:>{len(str(record.num_steps))}}/{record.num_steps}  loss {record.loss:.4f}  "
         f"learning rate {record.learning_rate:.2e}  {count(record.tokens_per_second)} tokens/s"
@@ -82,7 +82,7 @@ def step_line(record: StepRecord) -> str:
 
 
 def start_line(record: StartRecord) -> str:
-    """Return how training begins."""
+    """Describe the start of training."""
     where = f"{plural(record.world_size, 'process')}, {record.device}, {record.engine}"
     if record.resumed_from:
         return f"training continues after step {record.resumed_from} of {record.num_steps}: {where}"
@@ -90,7 +90,7 @@ def start_line(record: StartRecord) -> str:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    """Say what was measured."""
+    """Describe an evaluation."""
     when = f"{record.when} training" if record.when in {"before", "after"} else f"at step {record.step}"
     return f"validation {when}: {measured(record)}"
 

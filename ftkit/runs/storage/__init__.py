@@ -1,1 +1,1 @@
-"""Copies of runs and exports elsewhere: folders, object stores through fsspec, and the Hugging Face hub."""
+"""Copies of runs and exports in folders, object stores (through fsspec), and on the Hugging Face hub."""

@@ -17,11 +17,11 @@ _LOOK_SECONDS = 1.0
 
 
 def main(folder: str, destination: str, trainer: int) -> int:
-    """Copy a run; return 1 if not all of it is there at the end."""
+    """Copy a run; return 1 if the copy is incomplete at the end."""
     os.nice(_LOWEST_PRIORITY)
     is_asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: is_asked.set())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a rank waits for it, and has it blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a rank waits for it, with the signal blocked
 
     def is_over() -> bool:
         return is_asked.is_set() or os.getppid() != trainer

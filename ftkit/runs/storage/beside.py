@@ -1,4 +1,4 @@
-"""Copy a run elsewhere in a process of its own, beside the one that trains it."""
+"""Copy a run in a separate process while it trains."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _LONGEST_WAIT_SECONDS = 900.0
-"""GPUs wait meanwhile."""
+"""Maximum wait for the copy; GPUs are idle meanwhile."""
 
 
 @contextmanager
 def copied_beside(plan: RunPlan) -> Iterator[None]:
-    """Copy a run to its recipe's `sync` while the block trains it.
+    """Copy a run to its recipe's `sync` address while the block trains it.
 
-    After a completed run this waits for what is not there yet. After one that was asked to stop it does not: the job's
-    time is up, and the next job copies the rest. The process ends by itself if this one is killed.
+    After a completed run, wait for the rest of the copy. After a stop request, don't: the job's time is up, and the
+    next job copies the rest. The process ends by itself if this one is killed.
     """
     layout, destination = plan.layout, plan.recipe.sync
     if destination is None:
@@ -52,7 +52,7 @@ def _start(layout: RunLayout, destination: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ftkit.runs.storage", str(layout.root), destination]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "FTKIT_COPIED_PROCESS": str(os.getpid())}
     with layout.sync_log.open("ab") as output:
-        # In a session of its own: what ends the trainer must not end it in the middle of a file.
+        # In a new session: a signal to the trainer must not end it in the middle of a file.
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
         )

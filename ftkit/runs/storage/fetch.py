@@ -1,4 +1,4 @@
-"""Bring the copy of a run to this machine, to continue it here."""
+"""Download the copy of a run to continue it here."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SMALL_FILES = ("manifest.json", "metrics.jsonl")
 
 
 def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None]) -> RunPlan:
-    """Copy a run with its newest whole checkpoint into a workspace; return its plan as it is there.
+    """Download a run with its newest complete checkpoint into a workspace; return its plan there.
 
-    A checkpoint that is here already is not copied again.
+    An existing checkpoint is not downloaded again.
 
     Raises:
         NotFoundError: there is no run.

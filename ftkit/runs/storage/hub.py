@@ -1,4 +1,4 @@
-"""Upload an export to the Hugging Face hub, and compare what the hub has with it."""
+"""Upload an export to the Hugging Face hub, and verify the upload."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATHS_ASKED = 100
 
 
 def check_hub_access(address: str) -> str:
-    """Check that there is a token that may write; return the repository's name.
+    """Check that there is a token with write access; return the repository's name.
 
     Raises:
         PrerequisiteError: there is none, or the hub can't be reached.
@@ -38,11 +38,11 @@ def check_hub_access(address: str) -> str:
 def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> str:
     """Upload an export as one commit, and compare each file's digest; return the commit's address.
 
-    A repository that is made for it is private. Content that is on the hub already is not uploaded again, and former
-    files stay in the repository's history.
+    A new repository is private. Existing content is not uploaded again, and former files stay in the repository's
+    history.
 
     Raises:
-        PrerequisiteError: there is no right to it, the hub can't be reached, or has other content than was uploaded.
+        PrerequisiteError: access is denied, the hub can't be reached, or has other content than was uploaded.
     """
     repository = check_hub_access(address)
     api = _hub()
@@ -93,5 +93,5 @@ def _errors(address: str) -> Iterator[None]:
         raise PrerequisiteError(
             f"can't write to {address}: {one_line(error)}",
             meaning="the token may not write there, the name is wrong, or the hub is out of reach",
-            fix="see 'hf auth whoami'; give HF_TOKEN the right to write",
+            fix="see 'hf auth whoami'; give HF_TOKEN write access",
         ) from error

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _PART_BYTES = 64 * 2**20
-"""Of an upload in parts. S3's ETag of a file is a digest of its parts, so their size must be known."""
+"""Part size of multipart uploads. S3's ETag of a file is a digest of its parts, so their size must be known."""
 _READ_BYTES = 2**24
 _PROBE = ".ftkit-write-test"
 _ADVICE = {
@@ -27,7 +27,7 @@ _ADVICE = {
 class Store:
     """A place for files.
 
-    Errors of its methods: PrerequisiteError, if it can't be reached, or there is no right to it.
+    Its methods raise PrerequisiteError if it can't be reached or access is denied.
     """
 
     def __init__(self, address: str) -> None:
@@ -53,16 +53,16 @@ class Store:
         )
 
     def check_writable(self) -> None:
-        """Write a small file, and remove it again."""
+        """Check write access: write a small file, and remove it again."""
         with self._errors("write to"):
             if self._scheme == "file":
                 self._system.makedirs(self._root, exist_ok=True)
             self._system.pipe_file(self._place(_PROBE), b"ftkit")
-            with suppress(Exception):  # some may write, and not remove
+            with suppress(Exception):  # some accounts may write but not delete
                 self._system.rm_file(self._place(_PROBE))
 
     def sizes(self) -> dict[str, int]:
-        """Return the files that are there by their names below the address, with their bytes."""
+        """Return the files by their names below the address, with their sizes in bytes."""
         with self._errors("list"):
             try:
                 found: Mapping[str, Any] = self._system.find(self._root, detail=True)
@@ -72,7 +72,7 @@ class Store:
         return {str(path)[start:]: int(info["size"]) for path, info in found.items() if len(str(path)) > start}
 
     def put(self, path: Path, name: str) -> None:
-        """Copy a file there; it appears under its name once it is whole."""
+        """Upload a file; it appears under its name once it is complete."""
         place = self._place(name)
         with self._errors("write to"):
             if self._scheme != "file":
@@ -84,19 +84,19 @@ class Store:
             partial.replace(place)
 
     def get(self, name: str, path: Path) -> None:
-        """Copy a file from there.
+        """Download a file.
 
         Raises:
-            NotFoundError: it is not there.
+            NotFoundError: the store does not have it.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._errors("read"):
             self._system.get_file(self._place(name), str(path))
 
     def holds(self, name: str, path: Path) -> bool:
-        """Tell whether the file there has the content of a file here.
+        """Return whether the stored file has the content of a local file.
 
-        Asked of the store's own digest where it has one that can be computed here; otherwise it is read back.
+        Compares the store's digest if it can be computed here; otherwise reads the file back.
         """
         with self._errors("read"):
             try:
@@ -120,7 +120,7 @@ class Store:
 
     @contextmanager
     def _errors(self, verb: str) -> Iterator[None]:
-        """Say what an error of a driver means; which classes it raises is its own affair."""
+        """Convert an error of any driver, whose classes differ."""
         try:
             yield
         except FtkitError:

@@ -1,7 +1,7 @@
-"""Copy a run elsewhere while it trains: its own process, so that training waits for no store.
+"""Copy a run while it trains, in a separate process, so that training never waits for the store.
 
-What is copied: complete checkpoints, exports, and the small files that say what the run is. Of a checkpoint, the marker
-is copied last, so one that is there with its marker is whole. Nothing is deleted there, whatever is deleted here.
+Complete checkpoints, exports, and the small files about the run are copied. A checkpoint's marker is copied last, so a
+copied checkpoint with its marker is complete. Nothing is deleted from the copy.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _LONGEST_PAUSE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class SyncStatus:
-    """How far the copy of a run is: sync.json.
+    """Progress of a run's copy: sync.json.
 
     Attributes:
         destination: the address of the run's copy.
         time: when this was written, in seconds since the epoch.
         host: the machine of the process that copies.
-        done: checkpoints and exports that are there, whole.
-        waiting: those that are not there yet.
-        error: why the last attempt failed; it is repeated.
+        done: checkpoints and exports that are copied completely.
+        waiting: those that are not copied yet.
+        error: why the last attempt failed; it will be retried.
     """
 
     destination: str
@@ -52,7 +52,7 @@ class SyncStatus:
 
 
 def read_status(layout: RunLayout) -> SyncStatus | None:
-    """Return how far the copy of a run is; None if it is not copied."""
+    """Return the progress of a run's copy; None if it is not copied."""
     return read_json_if_valid(layout.sync, SyncStatus)
 
 
@@ -74,7 +74,7 @@ class RunCopy:
         self._versions: dict[str, tuple[int, float]] = {}
 
     def update(self) -> SyncStatus:
-        """Copy what is new; record how far it came, an error too."""
+        """Copy new files; record the progress, or the error."""
         error = None
         try:
             self._copy(Store(self._address))
@@ -87,17 +87,17 @@ class RunCopy:
         return status
 
     def follow(self, is_over: Callable[[], bool], wait: Callable[[float], object]) -> SyncStatus:
-        """Update the copy until the run is over and all of it is there.
+        """Update the copy until the run has ended and the copy is complete.
 
-        After an error it waits longer each time; once the run is over, an error ends it.
+        The pause grows with each error; after the run's end, an error ends it.
 
         Args:
-            is_over: whether the run's files are what they will be.
-            wait: sleeps for a number of seconds, or until the run is over.
+            is_over: returns whether the run's files are final.
+            wait: sleeps for a number of seconds, or until the run has ended.
         """
         pause = POLL_SECONDS
         while True:
-            was_over = is_over()  # before the update: what was written until then is copied
+            was_over = is_over()  # read before the update, which copies everything written until then
             status = self.update()
             if was_over:
                 return status
@@ -105,7 +105,7 @@ class RunCopy:
             wait(pause)
 
     def _folders(self) -> dict[str, Path]:
-        """Return checkpoints, the newest first, and exports, by their names there."""
+        """Return checkpoints, the newest first, and exports, by their names in the copy."""
         layout = self._layout
         found = {f"checkpoints/{folder.name}": folder for _, folder in reversed(list_checkpoints(layout))}
         exports = [layout.export, *sorted(layout.exports.glob("[!.]*"))]

@@ -1,4 +1,4 @@
-"""Copy files elsewhere: resumable, compared with the originals by digest, and nothing is deleted anywhere."""
+"""Upload files: resumable, verified by digest, and without deleting anything."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def upload(files: Mapping[str, Path], store: Store, report: Callable[[str], None]) -> int:
-    """Copy files that are not there yet, in their order; return how many were copied.
+    """Copy missing files in order; return how many were copied.
 
     Args:
-        files: by their names there. The last one says that all are there.
-        store: where to.
+        files: by their names in the store. The last one marks the copy as complete.
+        store: the destination.
         report: called with one line for each file that is copied.
 
     Raises:
-        PrerequisiteError: the store can't be written to, or has another content than was written.
+        PrerequisiteError: the store can't be written to, or has other content than was written.
         FileNotFoundError: a file is not here any more.
     """
     there, num_copied = store.sizes(), 0

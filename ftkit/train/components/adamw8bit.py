@@ -1,4 +1,4 @@
-"""AdamW with states of 8 bits: a byte each, and a scale for every 256 of them (Dettmers et al. 2021)."""
+"""AdamW with 8-bit states: one byte each, and a scale for every 256 of them (Dettmers et al. 2021)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ BLOCK = 256
 SMALLEST = 4096
 """Parameters with at least as many elements have 8-bit states; smaller ones have fp32 states, as in bitsandbytes."""
 _STATES = {"exp_avg": True, "exp_avg_sq": False}
-"""Names as in AdamW, and whether values can be negative."""
+"""Names of the states in torch's AdamW, and whether they are signed."""
 _BYTES, _ABSMAX = "_8bit", "_absmax"
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parameter's states are sharded: each shard's flattened bytes are divided into blocks separately."""
+    """Sharding of a parameter's states: each shard's flattened bytes are divided into blocks separately."""
 
     num_elements: int
     num_shards: int
     elements_per_shard: int
-    """Of the first shard; the last ones may have fewer."""
+    """Elements of the first shard; the last ones may have fewer."""
 
     @classmethod
     def of(cls, parameter: torch.Tensor, num_shards: int) -> _Layout:
@@ -44,7 +44,7 @@ class _Layout:
 
     @property
     def num_blocks(self) -> int:
-        """Scales of the first shard; every shard has room for as many."""
+        """Number of scales of the first shard; every shard allocates as many."""
         return -(-self.elements_per_shard // BLOCK)
 
     def scale_of_each(self, absmax: torch.Tensor, begin: int, end: int) -> torch.Tensor:
@@ -60,9 +60,8 @@ class _Layout:
 class AdamW8bit(torch.optim.Optimizer):
     """Updates each rank's shards in place; one kernel per parameter reads, updates and quantizes its states.
 
-    Its `state_dict` holds the bytes and scales themselves: on the same number of ranks, training continues bit for bit.
-    On another number of ranks blocks begin elsewhere, and states in a block of several scales are rounded to the
-    largest of them.
+    Its `state_dict` has the bytes and scales: on the same number of ranks, training continues bit for bit. On another
+    number of ranks the block boundaries move, and states in a block with several scales are rounded to the largest.
 
     Args:
         params: parameters or groups, as in torch.
@@ -74,8 +73,8 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.found_inf: torch.Tensor | None = None
-        """On the device, 1 to skip the next step: torch's fused optimizers use the same name."""
-        _library()  # a missing package is noticed before step 1
+        """Scalar on the device, 1 to skip the next step, as in torch's fused optimizers."""
+        _library()  # raises before step 1 if the package is missing
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
@@ -96,7 +95,7 @@ class AdamW8bit(torch.optim.Optimizer):
         values, gradient = _local(parameter), _local(cast("torch.Tensor", parameter.grad))
         state = self.state[parameter]
         state["step"] += 1
-        if not values.numel():  # of a parameter of few rows a rank may have nothing
+        if not values.numel():  # a rank may have no part of a parameter with few rows
             return
         (beta1, beta2), codes, blocks = group["betas"], _codes(values.device), -(-values.numel() // BLOCK)
         _library().optimizer_update_8bit_blockwise(
@@ -142,8 +141,8 @@ def take_saved_scales(states: Mapping[str, dict[str, Any]], sizes: Mapping[str, 
     """Allocate all scales of a checkpoint that has another number of shards.
 
     Args:
-        states: of each parameter by name, as `state_dict` returns them; what is to be read into.
-        sizes: of the checkpoint's tensors, under names that begin with the parameter's.
+        states: of each parameter by name, as `state_dict` returns them; the checkpoint is read into them.
+        sizes: of the checkpoint's tensors, by names that begin with the parameter's.
 
     Raises:
         TrainingError: the states of the checkpoint were not stored in 8 bits.
@@ -213,9 +212,9 @@ def _own(parameter: torch.Tensor, given: dict[str, torch.Tensor]) -> dict[str, t
 def _reblocked(
     parameter: torch.Tensor, name: str, stored: torch.Tensor, absmax: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return bytes and scales in blocks of this rank's shard; `absmax` has the scales of all the saved shards.
+    """Return bytes and scales in the blocks of this rank's shard; `absmax` has the scales of all saved shards.
 
-    A block of one scale stays as it is. In one of several, the largest scales all states: no state grows.
+    A block with one scale does not change. In a block with several, the largest scales all states, so no state grows.
     """
     part, layout = local_shard(parameter), _layout(parameter)
     scales = stored.new_zeros(layout.num_blocks, dtype=torch.float32)

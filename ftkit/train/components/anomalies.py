@@ -1,4 +1,4 @@
-"""Steps that stand out: a loss or gradient that is not finite, and spikes."""
+"""Anomalous steps: a loss or gradient that is not finite, and spikes."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WINDOW, _LEAST, _SIGMAS = 128, 32, 6.0
-"""A spike is so many standard deviations above the mean of the last steps (OLMo-core's SkipStepOptimizer)."""
+"""Standard deviations above the mean of the last steps that make a spike (OLMo-core's SkipStepOptimizer)."""
 _MOST_LEFT_OUT = 10
-"""In a row: then it is not single batches."""
+"""Consecutive skipped steps after which the cause is not single batches."""
 _SHOWN = 8
 
 
 class AnomalyWatch:
-    """Looks at each step's loss and gradient, which all ranks know alike once they are reduced.
+    """Checks each step's loss and gradient norm, which are equal on all ranks once they are reduced.
 
-    An engine leaves out the optimizer step of a gradient that is not finite, on the device. Here the host learns of it,
-    a step later, without waiting for the device.
+    An engine skips the optimizer step of a gradient that is not finite, on the device. The host detects it here, one
+    step later, without waiting for the device.
     """
 
     def __init__(
         self, run_id: str, policy: OnNonfinite, recorder: Recorder, packs_of_step: Callable[[int], list[int]]
     ) -> None:
-        """Begin to look.
+        """Start without history.
 
         Args:
             run_id: for advice.
-            policy: what follows a step that is not finite.
+            policy: whether training stops after a step that is not finite.
             recorder: takes the records.
             packs_of_step: returns the packs of a step, counted from 0.
         """
@@ -54,10 +54,10 @@ class AnomalyWatch:
         self._num_left_out = 0
 
     def check(self, result: StepResult) -> None:
-        """Report a step that stands out.
+        """Report an anomalous step.
 
         Raises:
-            TrainingError: its gradient is not finite, and the policy is to stop; or so were too many in a row.
+            TrainingError: its gradient is not finite, and the policy is to stop; or this happened too often in a row.
         """
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._report_nonfinite(result)

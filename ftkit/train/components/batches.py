@@ -1,4 +1,4 @@
-"""Which packs a process works on in which step."""
+"""Assign packs to steps and processes."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ class BatchSchedule:
         return range(first, last if self._end is None else min(last, self._end))
 
     def epoch_of_step(self, step: int) -> float:
-        """Return how often the data was gone over after `step` steps."""
+        """Return the number of epochs after `step` steps."""
         return step * self._plan.global_batch_size / len(self._store)
 
     def step(self, step: int) -> StepBatch:
-        """Return this process's part of a step, counted from 0, in main memory."""
+        """Return this process's part of a step, counted from 0, in host memory."""
         packs = self.packs_of_step(step)
         num_targets = int(self._store.num_targets[packs].sum())
         micro, length = self._plan.micro_batch_size, self._store.sequence_length
@@ -114,12 +114,12 @@ class BatchSchedule:
 def to_micro_batch(
     packs: NDArray[np.int32], device: torch.device, *, is_mixed: bool = False, context: ContextGroup = ALONE
 ) -> MicroBatch:
-    """Bring packs, as `PackStore.read` returns them, to a device in the form in which they are computed on.
+    """Convert packs, as `PackStore.read` returns them, to a micro-batch on a device.
 
     Args:
         packs: int32 [packs, 4, length].
         device: where to.
-        is_mixed: whether they are of several sources, so that each label comes with its own.
+        is_mixed: whether they are of several sources, so that each label has its source.
         context: of each pack, its part is taken.
     """
     positions = packs[:, 2]
@@ -137,7 +137,7 @@ def to_micro_batch(
         label_index=tensor(index, np.int64),
         labels=tensor(labels[index], np.int64),
         cu_seqlens=tensor(borders, np.int32),
-        # A bound that is the same for all batches: kernels are compiled for it.
+        # The same bound for all batches, because kernels are compiled for it.
         max_seqlen=packs.shape[2],
         label_sources=tensor(own[:, 3].reshape(-1)[index], np.int64) if is_mixed else None,
     )
@@ -145,9 +145,9 @@ def to_micro_batch(
 
 
 def to_padded_micro_batch(rows: PaddedRows, device: torch.device, *, is_mixed: bool = False) -> MicroBatch:
-    """Bring padded rows to a device in the form in which they are computed on; see `to_micro_batch`."""
+    """Convert padded rows to a micro-batch on a device; see `to_micro_batch`."""
     batch = to_micro_batch(rows.values, HOST, is_mixed=is_mixed)
-    # A row without a document has one token too: attention needs something to attend to.
+    # A row without a document has one token too: attention needs at least one.
     mask = np.arange(rows.values.shape[2]) < np.maximum(1, rows.lengths)[:, None]
     return replace(batch, attention_mask=torch.from_numpy(mask.astype(np.int64))).on(device)
 

@@ -1,12 +1,12 @@
 """The checkpoint format: files of one folder, complete once the folder has its final name, read without unpickling.
 
 Every rank writes its shards under a temporary name. Rank 0 adds a marker with the size and digest of each file, and
-gives the folder its final name, which is what makes it a complete checkpoint (`RunLayout.list_checkpoints`). A reader
+renames the folder to its final name, which makes it a complete checkpoint (`RunLayout.list_checkpoints`). A reader
 compares the files with the marker.
 
-torch's own reader unpickles the index of a checkpoint (`.metadata`), and everything in it that is no tensor. A pickle
-can call any function: whoever can write to a run's folder could run code as the user who resumes it. Here the index may
-hold torch's own dataclasses alone, and a checkpoint tensors alone (docs/adr/0025).
+torch's reader unpickles the index of a checkpoint (`.metadata`), and every entry that is not a tensor. A pickle can
+call any function: whoever can write to a run's folder could run code as the user who resumes it. Here the index may
+contain only torch's dataclasses, and a checkpoint only tensors (docs/adr/0025).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 INDEX = ".metadata"
-"""torch's name for the file that says which tensor is in which file."""
+"""torch's name of the index, which maps tensors to files."""
 
 
 # --- Writing -------------------------------------------------------------------------------------
 
 
 def temporary_of(final: Path) -> Path:
-    """Return where a checkpoint is while it is being written: the same name for all ranks."""
+    """Return the temporary folder of a checkpoint, the same for all ranks."""
     return final.with_name(f".{final.name}.partial")
 
 
@@ -60,7 +60,7 @@ def begin(final: Path) -> Path:
 
 
 def complete(final: Path, marker: Marker) -> None:
-    """Write the marker, and give the checkpoint its name; a damaged one of the same step is replaced."""
+    """Write the marker, and rename the checkpoint to its final name; a damaged one of the same step is replaced."""
     temporary = temporary_of(final)
     write_json(temporary / MARKER, marker)
     publish(temporary, final)
@@ -69,9 +69,9 @@ def complete(final: Path, marker: Marker) -> None:
 def delete_oldest(
     layout: RunLayout, step: int, keep: int, *, keep_every: int | None = None, best: int | None = None
 ) -> None:
-    """Delete all checkpoints up to a step but the newest, the best, and those of steps that are a multiple.
+    """Delete all checkpoints up to a step except the newest, the best, and those of multiples of `keep_every_steps`.
 
-    Later ones were found damaged: they are written again, and don't count.
+    Later ones are damaged: they will be written again, and don't count.
 
     Raises:
         OSError: one can't be deleted.
@@ -80,7 +80,7 @@ def delete_oldest(
         if old == best or (keep_every is not None and old % keep_every == 0):
             continue
         doomed = folder.with_name(f".{folder.name}.{time.time_ns()}.deleted")
-        folder.rename(doomed)  # no reader sees it from now on
+        folder.rename(doomed)  # readers don't see it from now on
         remove(doomed)
 
 
@@ -142,7 +142,7 @@ def read_index(folder: Path) -> Metadata:
     """Return a checkpoint's index: shapes, types and places of its tensors.
 
     Raises:
-        DamagedCheckpointError: it is no such index, or holds anything else.
+        DamagedCheckpointError: it is not such an index, or contains anything else.
     """
     try:
         with (folder / INDEX).open("rb") as file:
@@ -155,7 +155,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
-    """Return the sizes of a checkpoint's whole tensors, of those under a prefix, without it."""
+    """Return the shapes of a checkpoint's unsharded tensors under a prefix, by names without it."""
     stored = read_index(folder).state_dict_metadata
     return {
         name.removeprefix(prefix): each.size
@@ -165,15 +165,15 @@ def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
 
 
 def absent_frozen(model: nn.Module, folder: Path) -> set[str]:
-    """Return the frozen parameters that a checkpoint does not hold: it was written before checkpoints held any."""
+    """Return the frozen parameters that a checkpoint lacks: versions before wrote none."""
     saved = saved_sizes(folder, _MODEL)
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad and name not in saved}
 
 
 class CheckpointTensors(Mapping[str, torch.Tensor]):
-    """The trained weights of a checkpoint, by the names that they have in the model; each is read when it is asked for.
+    """The trained weights of a checkpoint, by their names in the model; each is read on access.
 
-    In one process, whatever the engine and the world size were: ZeRO-3 writes flat tensors.
+    In one process, for any engine and world size of the run: ZeRO-3 writes flat tensors.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
@@ -222,7 +222,7 @@ _MODEL = "model."
 
 
 class _Reader(FileSystemReader):
-    """torch's reader with our reading of the index. It takes no `kwargs`: torch then tries no other index."""
+    """torch's reader with a safe reader of the index. Without `kwargs`, torch tries no other index."""
 
     @cached_property
     def _index(self) -> Metadata:
@@ -234,7 +234,7 @@ class _Reader(FileSystemReader):
 
 
 class _TensorsAlone(DefaultLoadPlanner):
-    """torch's planner, which would unpickle whatever the index calls no tensor."""
+    """torch's planner, which would unpickle every entry that the index does not declare as a tensor."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         del value
@@ -242,7 +242,7 @@ class _TensorsAlone(DefaultLoadPlanner):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes the dataclasses of an index, and nothing else."""
+    """Creates the dataclasses of an index, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

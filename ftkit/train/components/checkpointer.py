@@ -59,7 +59,7 @@ class _Save:
         began: when training stopped for it (`time.perf_counter`).
         resumed: when training continued; None if it waits.
         ended: gives the time at which the checkpoint was complete.
-        may_fail: whether training goes on without it.
+        may_fail: whether training continues without it.
     """
 
     step: int
@@ -70,22 +70,22 @@ class _Save:
 
 
 class _SaveError(Exception):
-    """A checkpoint can't be written; raised on all ranks, with the reason of the first that failed."""
+    """A checkpoint can't be written; raised on all ranks, with the reason of the first rank that failed."""
 
 
 class Checkpointer:
-    """Write one checkpoint at a time, in a thread with a process group of its own.
+    """Write one checkpoint at a time, in a thread with a separate process group.
 
-    One that can't be written is told loudly, and training continues, until `max_failed_checkpoints` in a row were so.
-    Training waits for the copy to main memory alone; without room for a copy, for the whole checkpoint. The end of the
-    context, by an error too, waits until the checkpoint that is being written is complete.
+    A failed write is reported, and training continues, until `max_failed_checkpoints` consecutive ones failed. Training
+    waits only for the copy to host memory; without room for a copy, for the whole checkpoint. The end of the context,
+    also after an error, waits until the current checkpoint is complete.
     """
 
     def __init__(self, plan: RunPlan, world: World, recorder: Recorder) -> None:
         self._plan = plan
         self._world = world
         self._recorder = recorder
-        # Collectives of two threads in one group could meet in another order on another rank.
+        # The order of two threads' collectives in one group could differ between ranks.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_take_device, initargs=(world.device,))
         self._snapshot = HostSnapshot(world.host_mesh)
@@ -111,10 +111,10 @@ class Checkpointer:
             self._thread.shutdown()
 
     def save(self, engine: Engine, progress: TrainState, *, in_background: bool) -> None:
-        """Begin to write a checkpoint once the one before it is complete. Collective: every rank must call it.
+        """Start to write a checkpoint once the previous one is complete. Collective: every rank must call it.
 
         Raises:
-            TrainingError: this one, or the one before it, can't be written.
+            TrainingError: this one, or the previous one, can't be written.
         """
         began = time.perf_counter()
         self.wait()
@@ -131,7 +131,7 @@ class Checkpointer:
             self.wait()
 
     def report_ended(self) -> None:
-        """Report the checkpoint that was being written if it is complete by now.
+        """Report the current checkpoint if it is complete.
 
         Raises:
             TrainingError: it can't be written.
@@ -140,7 +140,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and report it.
+        """Wait for the current checkpoint, if there is one, and report it.
 
         Raises:
             TrainingError: it can't be written.
@@ -170,7 +170,7 @@ class Checkpointer:
                  save.step, ended - save.began, stalled)  # fmt: skip
 
     def _room_for(self, state: dict[str, Any]) -> bool:
-        """Return whether main memory has room for the copies of all processes of this node; measured once."""
+        """Return whether host memory has room for the copies of all processes of this node; measured once."""
         if self._has_room is None:
             needed = state_bytes(state) * self._plan.placement.processes_per_node
             available = available_bytes()
@@ -191,7 +191,7 @@ class Checkpointer:
         """
         final = self._plan.layout.checkpoint(progress.step)
         folder = temporary_of(final)
-        # Looking ahead, the writer would wait for the stream that training queues its steps on, every few megabytes.
+        # With look-ahead, the writer would wait for training's stream every few megabytes.
         writer = partial(FileSystemWriter, folder, per_thread_copy_ahead=0)
         save = state_dict_saver.save
         try:
@@ -204,7 +204,7 @@ class Checkpointer:
         except _SaveError:
             if self._world.is_first:
                 with suppress(OSError):
-                    remove(folder)  # it may be what fills the disk
+                    remove(folder)  # the partial checkpoint may be what fills the disk
             raise
         return time.perf_counter()
 
@@ -228,7 +228,7 @@ class Checkpointer:
         self._on_all(lambda: action() if self._world.is_first else None)
 
     def _on_all(self, action: Callable[[], T]) -> list[T]:
-        """Do a part of a save; return what came of it on each rank. A barrier.
+        """Run a part of a save; return its result on each rank. A barrier.
 
         Raises:
             _SaveError: on all ranks, if it failed on one.
@@ -247,14 +247,14 @@ class Checkpointer:
 
 
 def _describe(error: OSError | CheckpointException) -> str:
-    """Return the reason on one line; of several ranks that of the first that failed."""
+    """Return the reason on one line: that of the first rank that failed."""
     if isinstance(error, CheckpointException):
         return next(iter(one_line(cause) for cause, _ in error.failures.values()), one_line(error))
     return str(error)
 
 
 def _take_device(device: torch.device) -> None:
-    """Keep the thread off the first GPU, which is every new thread's own."""
+    """Set the thread's GPU: every new thread starts on the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -263,7 +263,7 @@ def _take_device(device: torch.device) -> None:
 
 
 def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> TrainState | None:
-    """Load the newest undamaged checkpoint; None if none was ever written. Collective: every rank must call it.
+    """Load the newest undamaged checkpoint; None if there is no checkpoint. Collective: every rank must call it.
 
     `data` is the identity of the prepared data.
 
@@ -310,7 +310,7 @@ def load_best(engine: Engine, layout: RunLayout, world: World, step: int) -> boo
 
 
 def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path]]:
-    """Return the checkpoints as rank 0 sees them: a shared file system may show other ranks an older state."""
+    """Return rank 0's list of checkpoints: a shared file system may show other ranks an older state."""
     found: list[tuple[int, Path]] = []
     if world.is_first:
         try:
@@ -326,7 +326,7 @@ def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path
 
 
 def _check(step: int, folder: Path, world: World) -> tuple[Marker | None, str]:
-    """Return the marker of an undamaged checkpoint, or what is damaged; the same on all ranks.
+    """Return the marker of an undamaged checkpoint, or the damage; the same on all ranks.
 
     Each rank reads its share of the files.
     """
@@ -344,7 +344,7 @@ def _check(step: int, folder: Path, world: World) -> tuple[Marker | None, str]:
 def _load(engine: Engine, folder: Path) -> None:
     try:
         engine.load(folder)
-    except CheckpointException as error:  # it is no Exception, and nothing above would catch it
+    except CheckpointException as error:  # not a subclass of Exception: no caller would catch it
         raise TrainingError(
             f"{folder} can't be loaded: {str(error).strip()}",
             meaning="its files are undamaged, but belong to another model, method or engine",

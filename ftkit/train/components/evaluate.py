@@ -39,7 +39,7 @@ ANSWERS_AT_ONCE = 50
 NUM_SAMPLES = 6
 """Samples in a record: enough to show right and wrong ones."""
 _LONGEST_QUESTION = 2_000
-"""Characters of a sample's prompt: its end is the question."""
+"""Characters of a sample's prompt: its end has the question."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Evaluator:
 
     @cached_property
     def questions(self) -> EvaluationSet:
-        """The assistant turns that completions are generated for."""
+        """The assistant turns for which completions are generated."""
         asked, recipe = self.plan.recipe.evaluation.completions, self.plan.recipe
         rows = take_rows(self.data.read_validation_rows(), max(asked.num_rows, asked.num_rows_during) if asked else 0)
         shape = recipe.model.architecture
@@ -87,7 +87,7 @@ class Evaluator:
                     batch = to_padded_micro_batch(own, self.world.device, is_mixed=bool(names))
                     total += model(batch=batch, source_losses=source_losses)
                 continue
-            # Ranks beyond the end compute the last packs again, without counting them.
+            # Ranks beyond the end recompute the last packs without counting them.
             begin = first + self.world.data_rank * micro
             counts = begin < num_packs
             chosen = range(begin, min(begin + micro, num_packs)) if counts else range(num_packs - 1, num_packs)
@@ -127,7 +127,7 @@ class Evaluator:
         completions: list[list[int]] = []
         for number in range(-(-len(cases) // (self.world.size * ANSWERS_AT_ONCE))):
             batch = own[number * ANSWERS_AT_ONCE : (number + 1) * ANSWERS_AT_ONCE]
-            # A rank without cases answers one for nothing: generation gathers the shards on all ranks.
+            # A rank without cases generates one that is dropped: generation all-gathers the shards on all ranks.
             generated = self._generate(model, batch or cases[:1], max_new_tokens)
             completions += generated[: len(batch)]
         parts = self.world.gather_objects(completions)

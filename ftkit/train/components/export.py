@@ -1,4 +1,4 @@
-"""Export trained weights: in Hugging Face's layout, or peft's for adapters, with a record of what they compute."""
+"""Export trained weights in Hugging Face's layout, or peft's for adapters, with a record of their logits."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _SHARD_BYTES = 2 * 2**30
-"""A file of weights is held in memory, twice, while it is written."""
+"""Maximum size of a file; writing it needs twice its size in memory."""
 
 
 _MOST_RECORDED = 4 * 10**9
-"""Parameters of the largest model whose logits are recorded at the end of training, on a CPU: GPUs wait meanwhile."""
+"""Parameters of the largest model whose logits are recorded after training, on a CPU: GPUs are idle meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ExportedParts:
     """Everything of an exported model besides its weights.
 
     Attributes:
-        pretrained: the folder of the weights that training began with; None if they were random.
+        pretrained: the folder of the initial weights; None if they were random.
     """
 
     recipe: RecipePlan
@@ -67,9 +67,9 @@ class ExportedParts:
 
 
 def export(engine: Engine, parts: ExportedParts, layout: RunLayout, step: int, world: World) -> None:
-    """Write the trained model into the run's export folder, in the precision of training.
+    """Write the trained model into the run's export folder, in the dtype of training.
 
-    Collective: every rank must call it. The folder appears complete, and replaces a former export.
+    Collective: every rank must call it. The folder is renamed into place when complete, and replaces a former export.
     """
     weights = engine.trained_weights()
     if world.is_first:
@@ -82,7 +82,7 @@ def export(engine: Engine, parts: ExportedParts, layout: RunLayout, step: int, w
         else:
             try:
                 record = exporter.with_logits(record)
-            except Exception as error:  # noqa: BLE001 - of any model's own code, run on a CPU: what was trained is kept
+            except Exception as error:  # noqa: BLE001 - any model's code may fail on a CPU: the trained weights are kept
                 log.warning("the export is written, but 'ftkit verify-export' can't check it: %s", one_line(error))
         folder = layout.export
         with atomic_folder(folder, folder.with_name(f".{folder.name}.partial")) as temporary:
@@ -102,7 +102,7 @@ def build_whole(parts: ExportedParts) -> PreTrainedModel:
 
 
 class Exporter:
-    """Writes the weights that a run has trained, one shard at a time, and records what they compute.
+    """Writes the trained weights of a run, one shard at a time, and records their logits.
 
     Merged adapters go into the unquantized base in fp32 and are rounded once.
     """
@@ -113,7 +113,7 @@ class Exporter:
         Args:
             parts: everything else.
             model: what `build_whole` returned.
-            trained: the trained weights by the model's names; each is read when it is needed.
+            trained: the trained weights by the model's names; each is read on access.
         """
         self._parts, self._model, self._trained = parts, model, trained
         self._plain = model
@@ -141,7 +141,7 @@ class Exporter:
         )
 
     def with_logits(self, record: ExportRecord) -> ExportRecord:
-        """Compute what the trained weights, these as they are exported, and the base say to the prompts of a record."""
+        """Compute the logits of a record's prompts: of the trained weights, of the exported ones, and of the base."""
 
         def of_trained(weights: Mapping[str, torch.Tensor]) -> list[list[list[float]]]:
             if self._parts.recipe.training.adapters is None:
@@ -172,7 +172,7 @@ class Exporter:
         _let_others_read(folder)
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> None:
-        """Write what `AutoModelForCausalLM.from_pretrained` loads: the text model, also of a multimodal one."""
+        """Write the files for `AutoModelForCausalLM.from_pretrained`: the text model, also of a multimodal one."""
         weights = self._whole_weights()
         if missing := sorted({name for name, _ in self._plain.named_parameters()} - weights.keys()):
             raise TrainingError(
@@ -186,14 +186,14 @@ class Exporter:
         config_for_export(config, type(self._plain).__name__, dtype, end_tokens).save_pretrained(folder)
 
     def _whole_weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the weights of a whole model: adapters are merged into their base as each is asked for."""
+        """Return the weights of a whole model; adapters are merged into their base on access."""
         lora = self._parts.recipe.training.adapters
         if lora is None:
             return self._with_untrained(self._trained)
         return MergedTensors(self._need_base(), self._trained, lora)
 
     def _write_adapters(self, dtype: torch.dtype, folder: Path) -> None:
-        """Write what `PeftModel.from_pretrained` loads on top of the pretrained model, which may be multimodal."""
+        """Write the files for `PeftModel.from_pretrained` on the pretrained model, which may be multimodal."""
         lora, is_wrapped = self._parts.recipe.training.adapters, self._parts.config.is_wrapped
         if lora is None:
             raise AssertionError("there are adapters to write, or the whole model is written")
@@ -206,7 +206,7 @@ class Exporter:
         config.save_pretrained(str(folder))
 
     def _with_untrained(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Add what the pretrained files hold and no checkpoint: buffers, in older ones also frozen parameters."""
+        """Add tensors of the pretrained files that no checkpoint has: buffers; in older ones also frozen parameters."""
         if self._base is None:
             return weights
         parameters = self._plain.named_parameters()
@@ -227,7 +227,7 @@ class Exporter:
 def _as_stored(
     model: PreTrainedModel, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors as files on the hub hold them, a decoder layer at a time."""
+    """Yield tensors in the layout of files on the hub, one decoder layer at a time."""
     layers = find_decoder_layers(model)
     prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
     units = defaultdict(list)
@@ -239,7 +239,7 @@ def _as_stored(
 
 
 class _RoundedTensors(Mapping[str, torch.Tensor]):
-    """Tensors in the precision of an export; each is rounded when it is asked for."""
+    """Tensors in the dtype of an export; each is rounded on access."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         self._tensors, self._dtype = tensors, dtype
@@ -262,9 +262,9 @@ def write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shar
     """Write safetensors files with an index; only one file's tensors are in memory.
 
     Args:
-        tensors: contiguous, by the names that they get.
-        folder: where to.
-        shard_bytes: no file has more, unless it has one tensor.
+        tensors: contiguous, by their names in the files.
+        folder: the destination.
+        shard_bytes: maximum size of a file, unless it has a single tensor.
     """
     places: dict[str, int] = {}
     shard: dict[str, torch.Tensor] = {}
@@ -289,7 +289,7 @@ def write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shar
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor that owns all of its storage, as safetensors requires.
 
-    Where the number of ranks does not divide the rows, a gathered tensor is a view of a larger one.
+    If the number of ranks does not divide the rows, an all-gathered tensor is a view of a larger one.
     """
     stored = tensor.contiguous()
     return stored if stored.untyped_storage().nbytes() == stored.nbytes else stored.clone()

@@ -1,7 +1,7 @@
-"""What an export must compute and write, recorded with it: `ftkit verify-export` compares the files with that.
+"""The record of an export: its expected logits, template output, and files, which `ftkit verify-export` compares.
 
-The record is made from the weights of the checkpoint by ftkit's own modules, before anything is written; the check
-loads the files by transformers and peft, in another process. So what the two share is the tokenizer's text alone.
+ftkit's modules compute the record from the weights of the checkpoint, before anything is written; the check loads the
+files with transformers and peft, in another process. So the two share only the tokenizer's text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONVERSATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("user", "Hello!"), ("assistant", "Hi. What can I do?"), ("user", "SELECT 1 + 1;")),
     (("user", "Name a color."), ("assistant", "Blue, 青, bleu: 3 words.\n")),
 )
-"""Fixed, and nobody's data: an export may be published."""
+"""Fixed prompts without training data, since an export may be published."""
 _PLAIN_TEXTS = ("The quick brown fox jumps over 13 lazy dogs.\n", "def add(a, b):\n    return a + b")
 
 
@@ -38,7 +38,7 @@ class Prompt:
 
     Attributes:
         turns: role and content of each.
-        text: what the template makes of them, with the header of the next assistant turn after a user's.
+        text: the rendered conversation, with a generation prompt after a user's turn.
         tokens: the text's.
     """
 
@@ -48,7 +48,7 @@ class Prompt:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The turns as chat templates take them."""
+        """The turns in the form of a chat template's input."""
         return [{"role": role, "content": content} for role, content in self.turns]
 
     @property
@@ -59,7 +59,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """What an export is of, and what it must compute: ftkit-export.json.
+    """The source of an export, and its expected logits: ftkit-export.json.
 
     Attributes:
         run: the id of the run.
@@ -68,13 +68,13 @@ class ExportRecord:
         precision: dtype of the weights.
         base: hub id or folder of the pretrained model; None if training began with random weights.
         revision: commit of the base model on the hub.
-        end_tokens: what ends a completion; first the trained one.
+        end_tokens: tokens that end a completion; first the trained one.
         prompts: fixed texts.
         trained: per prompt and token, logits of `columns` of the vocabulary, and the log-sum-exp of all of them; None
             if there is no base model to compute them with.
         untrained: the same of the base model.
         files: files of weights.
-        exported: the same of the trained weights as `precision` rounds them; None if it rounds nothing, and in records
+        exported: the same of the trained weights rounded to `precision`; None if that changes nothing, and in records
             of earlier versions.
     """
 
@@ -93,7 +93,7 @@ class ExportRecord:
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
-    """Render the fixed conversations by a tokenizer's chat template; without one, take plain texts."""
+    """Render the fixed conversations with a tokenizer's chat template; without one, use plain texts."""
     if tokenizer.chat_template is None:
         return tuple(Prompt((), text, tuple(tokenizer(text)["input_ids"])) for text in _PLAIN_TEXTS)
     prompts = []
@@ -105,14 +105,14 @@ def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """Return a conversation as a tokenizer's chat template writes it."""
+    """Render a conversation with a tokenizer's chat template."""
     text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=prompt.asks)
     return str(text)
 
 
 @torch.no_grad()
 def sample_logits(model: Any, prompts: Sequence[Prompt]) -> list[list[list[float]]]:
-    """Compute the logits of prompts, in one batch, and keep a sample that depends on all of the vocabulary.
+    """Compute the logits of prompts, in one batch, and return a sample that depends on the whole vocabulary.
 
     Rows are padded on their right without a mask: in a causal model no token sees what follows.
 
@@ -134,17 +134,17 @@ def sample_logits(model: Any, prompts: Sequence[Prompt]) -> list[list[list[float
 def streamed_logits(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], prompts: Sequence[Prompt]
 ) -> list[list[list[float]]]:
-    """Compute `sample_logits` in fp32 on the CPU, a decoder layer at a time: no more of the model is in memory.
+    """Compute `sample_logits` in fp32 on the CPU, with one decoder layer at a time in memory.
 
     Args:
         model: a transformers model on the meta device, with adapters or without.
-        tensors: its parameters, and those of its buffers that files hold, by its names.
-        prompts: what to compute the logits of.
+        tensors: its parameters, and the buffers that are in files, by its names.
+        prompts: the inputs.
     """
     layers = find_decoder_layers(model)
     prefixes = {name: module for name, module in model.named_modules() if any(module is layer for layer in layers)}
     names: dict[str, list[str]] = {prefix: [] for prefix in ("", *prefixes)}
-    for name, _ in model.named_parameters():  # a tied parameter comes once
+    for name, _ in model.named_parameters():  # a tied parameter is in it once
         names[next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), "")].append(name)
     for name, buffer in model.named_buffers():
         if name in tensors:

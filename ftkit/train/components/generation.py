@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def end_token_setting(end_tokens: Sequence[int]) -> int | list[int] | None:
-    """Return end tokens as configurations have them: one token as a number, since some readers accept no list."""
+    """Return end tokens as in configurations: a single token as a number, since some readers accept no list."""
     return list(end_tokens) if len(end_tokens) > 1 else next(iter(end_tokens), None)
 
 
@@ -39,8 +39,8 @@ class Generation:
     def of(cls, tokenizer: PreTrainedTokenizerBase, weights: Path | None) -> Generation:
         """Combine the settings of the tokenizer and of the folder of pretrained weights, if there is one.
 
-        The tokenizer may be that of another model: end tokens of the weights that it has as ordinary text are dropped.
-        `_from_model_config` is not exported: with it, transformers 4 generates by the model's configuration instead.
+        The tokenizer may be that of another model: end tokens of the weights that are ordinary text in it are dropped.
+        `_from_model_config` is not exported: with it, transformers 4 uses the model's configuration instead.
 
         Raises:
             NotFoundError: a file of the weights can't be read.
@@ -65,7 +65,7 @@ class Generation:
         )
 
     def answer(self, tokenizer: Any, completion: list[int], reference: list[int] | None) -> Answer:
-        """Return a completion as metrics score it, beside the data's own turn."""
+        """Return a completion for metrics, with the turn of the data."""
         return Answer(
             self.up_to_end(completion),
             self.text_of(tokenizer, completion),

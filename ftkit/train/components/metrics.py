@@ -1,4 +1,4 @@
-"""Metrics of the steps: reduced over the ranks, written to metrics.jsonl, and never waited for by the device."""
+"""Metrics of the steps: reduced over the ranks and written to metrics.jsonl without stalling the device."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step as this rank did it.
+    """A step of this rank.
 
     Attributes:
         loss: summed over the targets of this rank, on the device.
         source_losses: of this rank, on the device.
         grad_norm: L2 norm of the whole gradient, over all ranks, on the device.
-        learning_rate: what the optimizer used.
+        learning_rate: of the optimizer step.
     """
 
     loss: torch.Tensor
@@ -58,10 +58,10 @@ class StepOutcome:
 class Recorder:
     """Append records to metrics.jsonl on rank 0, and send them to the trackers; other ranks write nothing.
 
-    While the file can't be written (no room, file system out of reach), records wait for the next one.
+    While the file can't be written (disk full, file system unreachable), records wait for the next one.
 
-    Jobs that evaluate checkpoints write a file of their own (`RunLayout.evaluations`). Its records are taken over here,
-    so that metrics.jsonl and the trackers have one writer.
+    Jobs that evaluate checkpoints write a separate file (`RunLayout.evaluations`). Its records are copied here, so that
+    metrics.jsonl and the trackers have one writer.
     """
 
     def __init__(self, layout: RunLayout, world: World, send: Callable[[Record], None]) -> None:
@@ -87,7 +87,7 @@ class Recorder:
             self._take_over(self._path)
 
     def _take_over(self, path: Path) -> None:
-        """Write what other jobs have measured meanwhile."""
+        """Copy new evaluations of other jobs."""
         for evaluation in (*self._left, *self._evaluations.read_new()):
             self._append(evaluation, path)
         self._left = []
@@ -126,7 +126,7 @@ class StepTiming:
 
 
 class Stopwatch:
-    """Measure a step's time: of forward, backward and optimizer, of waiting for a batch, and in all."""
+    """Measure a step's time: forward, backward and optimizer; waiting for a batch; and in total."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
@@ -185,16 +185,16 @@ class _Pending:
     num_targets: int
     learning_rate: float
     numbers: torch.Tensor
-    """Loss, requests to stop, sums by source and the gradient's norm, in main memory once `copied` has come."""
+    """Loss, stop requests, sums by source and gradient norm, in host memory once `copied` has completed."""
     copied: torch.cuda.Event | None
     timing: StepTiming
 
 
 class StepReducer:
-    """Sum losses and requests to stop over the ranks, one step behind.
+    """Sum losses and stop requests over the ranks, one step behind.
 
     A GPU runs behind the host. The sums of a step are read once the next step is queued, by waiting for the copy of
-    the sums and not for the queue, so that the device never idles. All ranks read the same numbers, and so stop after
+    the sums and not for the queue, so that the device never idles. All ranks read the same numbers, so they stop after
     the same step.
     """
 
@@ -227,12 +227,12 @@ class StepReducer:
         return self._pending.copied is None or bool(self._pending.copied.query())  # type: ignore[no-untyped-call]
 
     def pop(self) -> StepResult | None:
-        """Wait for the step that was pushed last, and return it; None if it was popped already."""
+        """Wait for the last pushed step, and return it; None if it was already popped."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
         if pending.copied is not None:
-            pending.copied.synchronize()  # host sync: on a step that ends while the next one is queued
+            pending.copied.synchronize()  # host sync: on a step that completes while the next one is queued
         loss, stop, *by_source, grad_norm = pending.numbers.tolist()
         return StepResult(
             pending.step,
@@ -280,7 +280,7 @@ class StepReporter:
         self._num_packs += num_packs
 
     def report(self, result: StepResult, epoch: float) -> None:
-        """Write the record of the step that was counted last; `epoch` is how often the data was seen by then."""
+        """Write the record of the last added step; `epoch` is the number of epochs so far."""
         seconds = sum(timing.seconds for timing in self._timings)
         work = sum(timing.work_seconds for timing in self._timings)
         wait = sum(timing.wait_seconds for timing in self._timings)

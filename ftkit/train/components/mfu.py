@@ -26,9 +26,9 @@ class MfuMeter:
     """Turn a throughput into MFU.
 
     Attributes:
-        flops_per_pack: FLOPs of an average pack, forward and backward (`ftkit.planning.estimates.step_time`); of its
-            documents alone: padding is computed too, but is no useful work.
-        peak_flops: FLOPs a second of all GPUs; None if the GPU is unknown, or the model's FLOPs are an estimate.
+        flops_per_pack: FLOPs of an average pack, forward and backward (`ftkit.planning.estimates.step_time`), without
+            padding, which is computed but not useful.
+        peak_flops: FLOP/s of all GPUs; None if the GPU is unknown, or the model's FLOPs are an estimate.
     """
 
     flops_per_pack: float
@@ -42,7 +42,7 @@ class MfuMeter:
 def make_mfu_meter(recipe: RecipePlan, store: PackStore, world: World) -> MfuMeter:
     """Count the FLOPs of an average pack, on packs spread evenly over the data.
 
-    A token attends to its own document alone, and the output projection is computed for targets alone.
+    A token attends only to its own document, and the output projection is computed only for targets.
     """
     packs = store.read(range(0, len(store), -(-len(store) // NUM_SAMPLED_PACKS)))
     positions = packs[:, 2]

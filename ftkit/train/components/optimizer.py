@@ -1,4 +1,4 @@
-"""AdamW: its parameter groups, and optimizer states in main memory."""
+"""AdamW: its parameter groups, and optimizer states in host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-"""States of a parameter, as torch's AdamW calls them."""
+"""Names of a parameter's states in torch's AdamW."""
 
 
 def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str, Any]]:
@@ -36,17 +36,17 @@ def _num_dimensions(parameter: torch.Tensor) -> int:
 
 
 class HostStateAdamW(torch.optim.AdamW):
-    """AdamW with its moments in main memory: those of a parameter are on the device only during its update.
+    """AdamW with its moments in host memory: those of a parameter are on the device only during its update.
 
     Attributes:
-        found_inf: fp32 scalar on the device, other than 0 to leave a step out; as `torch.amp.GradScaler` sets it.
+        found_inf: fp32 scalar on the device; a step is skipped unless it is 0, as with `torch.amp.GradScaler`.
     """
 
     found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
-        """Update one parameter after the other, by torch's own kernel."""
+        """Update one parameter after another, with torch's kernel."""
         del closure
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -55,7 +55,7 @@ class HostStateAdamW(torch.optim.AdamW):
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        if not state:  # as torch makes them with the first step
+        if not state:  # as torch does in the first step
             state["step"] = torch.zeros((), device=parameter.device)
             state |= {name: torch.zeros_like(parameter) for name in _MOMENTS}
         self._move_moments(parameter, parameter.device)
@@ -69,7 +69,7 @@ class HostStateAdamW(torch.optim.AdamW):
         self._move_moments(parameter, torch.device("cpu"))
 
     def to_host(self) -> None:
-        """Move all moments to main memory: loading a checkpoint leaves them on the device."""
+        """Move all moments to host memory: loading a checkpoint leaves them on the device."""
         for parameter in self.state:
             self._move_moments(parameter, torch.device("cpu"))
 

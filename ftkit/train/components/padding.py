@@ -1,8 +1,8 @@
 """Documents of packs as padded rows, for models that can't keep packed documents apart.
 
 A step takes the same packs either way, and its loss is a sum over the same tokens: order, resuming and world size don't
-depend on it. Only the computation differs: each document becomes a row of its own, padded on the right to the width of
-its micro-batch. Documents are sorted by length within the step, so that rows of a micro-batch are about as long.
+depend on it. Only the computation differs: each document becomes one row, padded on the right to the width of its
+micro-batch. Documents are sorted by length within the step, so that rows of a micro-batch have similar lengths.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PaddedRows:
 def pad_documents(packs: NDArray[np.int32], tokens_at_once: int, num_ranks: int) -> list[PaddedRows]:
     """Divide the documents of packs into micro-batches of padded rows.
 
-    Widths are the packs' length, a half of it, a quarter and so on, so that only a few shapes are compiled; rows times
+    Widths are the packs' length, half of it, a quarter and so on, so that only a few shapes are compiled; rows times
     width is at most `tokens_at_once`.
 
     Args:

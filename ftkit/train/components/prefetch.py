@@ -25,7 +25,7 @@ def prefetched(
 ) -> Iterator[Iterator[StepBatch]]:
     """Yield an iterator over the batches of `steps`, on `device`.
 
-    `build` makes a batch in main memory, and is called in the thread. An exception of `build` is raised where its batch
+    `build` makes a batch in host memory, and is called in the thread. An exception of `build` is raised where its batch
     would be returned. The thread ends with the block.
     """
     builder = ThreadPoolExecutor(1, "batches", _start_thread, (device,))
@@ -37,7 +37,7 @@ def prefetched(
 
 def _start_thread(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # a new thread is on GPU 0, where pinning memory would take some from others
+        torch.cuda.set_device(device)  # a new thread starts on GPU 0, where pinning would use another rank's memory
 
 
 def _in_order(
@@ -51,5 +51,5 @@ def _in_order(
     while ahead:
         batch = ahead.popleft().result()
         ahead.extend(builder.submit(build_on_host, step) for step in islice(steps, 1))
-        # Pinned, so it only queues the copies. On the stream of the work itself, which orders them without a word.
+        # Pinned, so this only queues the copies. On the compute stream, which orders them without events.
         yield batch.on(device)

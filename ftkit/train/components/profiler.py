@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_MEMORY_EVENTS = 500_000
-"""Allocations and frees that a memory snapshot records: a few hundred MB of main memory at most."""
+"""Maximum number of allocations and frees in a memory snapshot: a few hundred MB of host memory."""
 
 
 def check_profile(spec: ProfileSpec, num_steps: int) -> None:

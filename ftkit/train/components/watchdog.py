@@ -1,8 +1,8 @@
 """End a run that hangs: a step that takes far longer than those before it.
 
-Every rank watches itself, and all of them notice, since they wait for each other. Each leaves its Python stacks, the
-collectives that torch remembers, and a report; the rank without a report, or behind the others, is the one to look at.
-The processes then end, and the job script starts them again from the newest checkpoint.
+Every rank watches itself, and all of them notice a hang, since they wait for each other. Each writes its Python stacks,
+torch's record of the last collectives, and a report; the rank without a report, or behind the others, is the cause. The
+processes then end, and the job script restarts them from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 _TIMES_MEDIAN = 10.0
 _NUM_LEARNED = 64
 _NUM_NEEDED = 5
-"""Steps before anything is known: the first ones compile."""
+"""Minimum steps for a limit: the first ones compile."""
 _GRACE_SECONDS = 15.0
-"""For the reports of the other ranks."""
+"""Seconds to wait for the reports of the other ranks."""
 _SHOWN = 8
 
 
@@ -46,7 +46,7 @@ class HangError(Exception):
 
 @dataclass(frozen=True)
 class HangReport:
-    """Where a rank was when it noticed: the step, and whether it still waited for its batch."""
+    """State of a rank when it noticed the hang: the step, and whether it waited for its batch."""
 
     host: str
     step: int
@@ -54,18 +54,18 @@ class HangReport:
 
 
 class Watchdog:
-    """Watches the steps of this rank from a thread of its own."""
+    """Watches the steps of this rank from a separate thread."""
 
     def __init__(
         self, layout: RunLayout, world: World, floor_seconds: float, waits_for_batch: Callable[[], bool]
     ) -> None:
-        """Begin to learn how long a step takes.
+        """Start to measure how long a step takes.
 
         Args:
             layout: of the run.
             world: this rank and the others.
-            floor_seconds: no step that is shorter is taken for a hang.
-            waits_for_batch: tells whether this rank waits for a batch right now.
+            floor_seconds: shorter steps never count as a hang.
+            waits_for_batch: returns whether this rank currently waits for a batch.
         """
         self._layout = layout
         self._world = world
@@ -77,7 +77,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; reports of an earlier start go."""
+        """Start the thread; remove the reports of an earlier start."""
         self._layout.hang_report(self._world.rank).unlink(missing_ok=True)
         self._thread.start()
 
@@ -86,18 +86,18 @@ class Watchdog:
         self._ended.set()
 
     def begin(self, step: int) -> None:
-        """Take note that a step begins."""
+        """Record that a step begins."""
         self._now = step, time.monotonic()
 
     def end(self) -> None:
-        """Take note that it has ended; what follows may take as long as it likes."""
+        """Record that it has ended; there is no limit until the next one begins."""
         if self._now is not None:
             self._seconds.append(time.monotonic() - self._now[1])
         self._now = None
 
     @property
     def limit_seconds(self) -> float | None:
-        """The time after which a step is taken for a hang; None while too little is known."""
+        """The time after which a step counts as a hang; None during the first steps."""
         if len(self._seconds) < _NUM_NEEDED:
             return None
         return max(self._floor, _TIMES_MEDIAN * median(self._seconds))
@@ -109,7 +109,7 @@ class Watchdog:
                 self._end_run(now[0], limit)
 
     def _end_run(self, step: int, limit: float) -> None:
-        """Leave what helps to find the cause, and end this process."""
+        """Write stacks, collectives and the report, and end this process."""
         rank, layout = self._world.rank, self._layout
         report = HangReport(socket.gethostname(), step, self._waits_for_batch())
         with suppress(OSError):
@@ -140,12 +140,12 @@ class Watchdog:
 
 
 def name_culprits(reports: Mapping[int, HangReport], size: int, step: int) -> str:
-    """Say which ranks the others wait for.
+    """Describe the ranks that the others wait for.
 
     Args:
         reports: by rank.
         size: number of ranks.
-        step: that the reporting rank is in.
+        step: current step of the reporting rank.
     """
     if silent := [str(rank) for rank in range(size) if rank not in reports]:
         return f"no sign of life from {_ranks(silent)}"

@@ -1,4 +1,4 @@
-"""Checks before step 1, on every rank: the model is sharded as planned, and computes what its own class does.
+"""Checks before step 1, on every rank: the model is sharded as planned, and equals its own class.
 
 A check that fails ends the run in seconds instead of wasting a night.
 """
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from ftkit.train.world import World
 
 GRADIENT_TOLERANCE = 1e-3
-"""Largest part of a gradient that may reach a neighbor's token, relative to the mean at a document's own."""
+"""Largest gradient at a neighbor's tokens, relative to the mean at a document's own tokens."""
 STATE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest change of a token's hidden state, relative to its norm, that another order of sums explains: after 32 layers
-in bf16 0.05 was seen. Attention that ignores documents changes it by 0.3 and more."""
+"""Largest change of a token's hidden state, relative to its norm, that a different order of summation explains: 0.05
+was measured after 32 layers in bf16. Attention that ignores documents changes it by 0.3 or more."""
 LOGITS_TOLERANCE = 2e-2
 """Largest change of a token's logits, relative to their norm, that rounding in bf16 explains."""
 
@@ -43,10 +43,10 @@ def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: Para
     """Verify that the model is sharded as planned, on this rank.
 
     Returns:
-        What was checked, with the numbers found.
+        The checks, with the numbers found.
 
     Raises:
-        TrainingError: naming both numbers of each comparison that failed.
+        TrainingError: with both numbers of each failed comparison.
     """
     checkpointing = training.activation_checkpointing
     units, layers = (0, 0) if stats.is_unsharded else (stats.num_layers + 1, stats.num_layers)
@@ -83,13 +83,13 @@ def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: Para
 
 
 def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
-    """Verify that each pack has labels to learn from.
+    """Verify that each pack has labels.
 
     Args:
         num_targets: target tokens of each pack.
 
     Raises:
-        TrainingError: some have none.
+        TrainingError: some packs have none.
     """
     without = np.flatnonzero(num_targets == 0)
     if len(without):
@@ -103,19 +103,19 @@ def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a model computes for two micro-batches that differ only in some of their tokens; N tokens are in each.
+    """Outputs of a model for two micro-batches of N tokens that differ only in some of them.
 
     With context parallelism, the N tokens of this rank's parts of the packs.
 
     Attributes:
-        is_kept: bool [N], tokens that both micro-batches hold: the first part of every other document.
-        is_later: bool [N], what follows them in the same document. All other tokens are their neighbors.
+        is_kept: bool [N], tokens that both micro-batches share: the first part of every other document.
+        is_later: bool [N], the tokens after them in the same document. All other tokens are their neighbors.
         states: hidden states of each micro-batch, [N, H].
         gradient_norms: of the gradient of the second one's kept hidden states to the first layer's output at each of
             its tokens, fp32 [N].
         kept_norm: their mean over the kept tokens, on all ranks with tokens of the same packs.
-        own_logits: those that the model's own class computes for the last tokens of each row of the first, [M, V].
-        expected_logits: those that ftkit's loss computes, [M, V].
+        own_logits: logits of the model's own class for the last tokens of each row of the first, [M, V].
+        expected_logits: logits of ftkit's loss, [M, V].
     """
 
     is_kept: torch.Tensor
@@ -136,10 +136,10 @@ def run_probe(
     sequence_length: int,
     is_packed: bool = True,
 ) -> ProbeResult:
-    """Run a model on two micro-batches as it is trained: in their shape, compiled, with gradients and all kernels.
+    """Run a model on two micro-batches as in training: with their shape, compiled, with gradients and the same kernels.
 
-    Packs are filled with documents that end at uneven places, longer and shorter than most windows; padded rows are of
-    half the length of a pack. Weights don't change. Costs a backward pass and two forward passes of a micro-batch.
+    Packs are filled with documents of uneven lengths, longer and shorter than most windows; padded rows have half the
+    length of a pack. Weights don't change. Costs one backward pass and two forward passes of a micro-batch.
     """
     layout = (_packed_layout if is_packed else _padded_layout)(micro_batch_size, sequence_length)
     first, second = (_probe_batch(layout, vocab_size, seed, world) for seed in (1, 2))
@@ -170,7 +170,7 @@ def run_probe(
 def _class_logits(
     model: CausalLM, batch: MicroBatch, num_logits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the model by its own class. Within `CausalLM.forward` only.
+    """Run the model's own class. Within `CausalLM.forward` only.
 
     Returns:
         Its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and those that
@@ -183,7 +183,7 @@ def _class_logits(
         states.append(output.last_hidden_state.detach())
 
     def watch_projection(module: Any, __: Any, ___: Any) -> None:
-        # In a hook, since ZeRO-3 has gathered the weight only now.
+        # In a hook, because ZeRO-3 gathers the weight only for this call.
         hidden = states[0][:, -num_logits:].to(module.weight.dtype)
         products = functional.linear(hidden, module.weight, module.bias)
         expected.append(model.logit_transform.apply(products.detach().float()))
@@ -193,7 +193,7 @@ def _class_logits(
         find_decoder(hf_model).register_forward_hook(watch_decoder),
         hf_model.get_output_embeddings().register_forward_hook(watch_projection),
     ):
-        kept = torch.arange(-num_logits, 0, device=batch.input_ids.device)  # for a number, Gemma 4 skips other tokens
+        kept = torch.arange(-num_logits, 0, device=batch.input_ids.device)  # with a number, Gemma 4 skips other tokens
         inputs = model_inputs(hf_model, batch) | accepted_inputs(hf_model, {"logits_to_keep": kept})
         logits = hf_model(**inputs).logits[:, -num_logits:]
     return states[0].flatten(0, 1), logits.detach().flatten(0, 1), expected[0].flatten(0, 1)
@@ -204,11 +204,10 @@ def _states_and_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the last hidden states, and gradients of the kept ones to the first layer's output at all tokens.
 
-    Not to the embeddings: those of a frozen table have no gradient in training, and giving them one would compile the
-    first layer again.
+    Not to the embeddings: a frozen table has no gradient in training, and adding one would recompile the first layer.
 
     Args:
-        model: the model as it is trained.
+        model: the model that is trained.
         batch: N tokens.
         is_kept: bool [N], the tokens whose hidden states the gradients are of, in a random direction.
 
@@ -229,10 +228,10 @@ def _states_and_gradients(
 
 
 def verify_causality(probe: ProbeResult) -> dict[str, str]:
-    """Verify that no token sees the ones that follow it: hidden states have no gradient to them.
+    """Verify that no token attends to later ones: hidden states have no gradient to them.
 
     Raises:
-        TrainingError: they have. The loss would fall since the model sees the tokens that it is to predict.
+        TrainingError: they have. The loss would fall because the model sees the tokens that it predicts.
     """
     leak = _leak(probe, probe.is_later)
     if not leak <= GRADIENT_TOLERANCE:
@@ -249,14 +248,14 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict
     """Verify that documents of a micro-batch do not see each other, neither forward nor backward.
 
     Hidden states of a document must not change with its neighbors, and their gradients to the neighbors must be zero.
-    The gradient is the sharper of the two: it is exactly zero unless documents attend to each other. Hidden states are
-    equal where each kernel sums in a fixed order; elsewhere rounding errors grow from layer to layer.
+    The gradient is the stricter check: it is exactly zero unless documents attend to each other. Hidden states are
+    equal if each kernel sums in a fixed order; otherwise rounding errors grow from layer to layer.
 
     Args:
-        probe: what the model computes.
+        probe: outputs of the model.
         shares_scales: tokens of different documents are rounded with one scale, as with precision fp8. A neighbor's
-            largest number then changes the rounding of all, by 0.56 of a hidden state after the 32 random layers of a
-            Llama 3 8B: the gradient alone is the check.
+            largest value then changes the rounding of all, by 0.56 of a hidden state after the 32 random layers of a
+            Llama 3 8B, so only the gradient is checked.
 
     Raises:
         TrainingError: they do.
@@ -285,7 +284,7 @@ def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
 def verify_logits(probe: ProbeResult) -> dict[str, str]:
     """Verify that the logits behind the loss are those of the model's own class.
 
-    Logits are compared, not losses: near the loss of a model that knows nothing, a scale hardly shows.
+    Logits are compared, not losses: near the loss of an untrained model, a scale hardly shows.
 
     Raises:
         TrainingError: they are not.
@@ -309,16 +308,16 @@ def _largest_ratio(values: torch.Tensor, whole: torch.Tensor) -> float:
 
 
 _DOCUMENT_SHARES = (0.05, 0.62, 0.03, 0.11)
-"""Of a pack, a document each; a fifth one takes the rest."""
+"""Fractions of a pack for its documents; a fifth document fills the rest."""
 _ROW_SHARES = (0.93, 0.61)
-"""Of a padded row, its document, in turn; the rest is padding."""
+"""Fractions of padded rows for their documents, in turn; the rest is padding."""
 _KEPT_SHARE = 0.75
-"""Of a kept document, its first part. What follows differs: no token may see it."""
+"""Fraction of a document that is kept. Its rest differs: no kept token may attend to it."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How documents lie in a probe's micro-batch.
+    """Layout of documents in a probe's micro-batch.
 
     Attributes:
         is_kept, is_later: as in `ProbeResult`, bool [B, T].
@@ -335,7 +334,7 @@ class _Layout:
 def _packed_layout(micro_batch_size: int, length: int) -> _Layout:
     """Lay out packs. Every other document is kept, those of the other parity in the next row."""
     ends = np.cumsum(_DOCUMENT_SHARES) * length
-    begins = np.unique(np.concatenate([[0], ends.astype(np.int64) | 1]))  # at odd places: no tile of a kernel's
+    begins = np.unique(np.concatenate([[0], ends.astype(np.int64) | 1]))  # odd lengths, unlike a kernel's tiles
     begins = begins[begins < length]
     document = np.searchsorted(begins, np.arange(length), side="right") - 1
     lengths = np.diff(np.append(begins, length))
@@ -359,7 +358,7 @@ def _padded_layout(micro_batch_size: int, length: int) -> _Layout:
 
 
 def _probe_batch(layout: _Layout, vocab_size: int, seed: int, world: World) -> MicroBatch:
-    """Return random documents; what is kept of them is the same with every seed."""
+    """Return random documents; their kept tokens are the same with every seed."""
     kept = layout.is_kept
     same, other = (np.random.default_rng(number).integers(0, vocab_size, kept.shape) for number in (0, seed))
     tokens = np.where(kept, same, other).astype(np.int32)

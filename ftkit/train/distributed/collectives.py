@@ -1,8 +1,8 @@
-"""Collectives of FSDP2: NCCL's, or copies between GPUs of one host by their copy engines.
+"""Collectives of FSDP2: NCCL's, or copies between GPUs of one host with their copy engines.
 
-NCCL kernels occupy SMs that matmuls could use: a matmul beside them takes up to 39 % longer
-(docs/reference/benchmarks.md). Copy engines leave the SMs alone. Gradients travel in the dtype in which they were
-computed, whatever the dtype in which they are summed: each rank adds up the copies of its own shard.
+NCCL kernels occupy SMs that matmuls could use: a matmul that overlaps with them takes up to 39 % longer
+(docs/reference/benchmarks.md). Copy engines need no SMs. Gradients are sent in the dtype in which they were computed,
+for any dtype of the sum: each rank adds up the copies of its shard.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED_BYTES = 2**28
-"""What each rank shares with its peers for a collective. What is larger goes through it piece by piece."""
+"""Bytes that each rank shares with its peers for a collective. Larger tensors are sent in pieces."""
 DRIVER = "libcuda.so.1"
 NATIVE_ATOMICS = 3
 """CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver's API."""
@@ -48,7 +48,7 @@ class PeerMemory(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Let no rank's later copies overtake another's earlier ones."""
+        """Wait for all ranks, so that no later copy overtakes an earlier one of another rank."""
         ...
 
 
@@ -73,13 +73,13 @@ class SymmetricMemory:
 
 
 class AllGather:
-    """An all-gather for FSDP2: each rank shares its shard, and copies those of the others."""
+    """An all-gather for FSDP2: each rank shares its shard, and copies the other ranks' shards."""
 
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Make the output."""
+        """Allocate the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -89,7 +89,7 @@ class AllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's interface
     ) -> None:
-        """Fill `output_tensor` [ranks × n] with all ranks' `input_tensor` [n], the rank's own part of it."""
+        """Fill `output_tensor` [ranks × n] with all ranks' `input_tensor` [n], which is a part of it."""
         del group, async_op
         memory, dtype = self._memory, input_tensor.dtype
         whole = output_tensor.view(memory.size, -1)
@@ -104,8 +104,8 @@ class AllGather:
 class ReduceScatter:
     """A reduce-scatter for FSDP2: each rank copies gradients to the rank that owns them, which averages them.
 
-    FSDP2 assumes that gradients are averaged in the dtype in which they were computed, and continues with the output
-    in whichever dtype it has.
+    FSDP2 assumes that gradients are averaged in the dtype in which they were computed, and accepts an output of any
+    dtype.
     """
 
     def __init__(self, memory: PeerMemory, averaged_in: torch.dtype) -> None:
@@ -113,7 +113,7 @@ class ReduceScatter:
         self._has_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Make the input, then the output."""
+        """Allocate the input, then the output."""
         tensor = torch.empty(*size, dtype=self._averaged_in if self._has_input else dtype, device=device)
         self._has_input = not self._has_input
         return tensor
@@ -129,7 +129,7 @@ class ReduceScatter:
         """Fill `output_tensor` [n] with the mean over the ranks of this rank's part of `input_tensor` [ranks × n].
 
         Raises:
-            TrainingError: FSDP2 asks for something else.
+            TrainingError: FSDP2 asks for a different reduction.
         """
         del group, async_op
         if op != dist.ReduceOp.AVG or output_tensor.dtype != self._averaged_in:
@@ -155,7 +155,7 @@ def _pieces(numel: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _others_first(memory: PeerMemory) -> list[int]:
-    """Return all ranks, each rank beginning with another one, and itself last."""
+    """Return all ranks from the one after this one on, so that each rank starts with a different peer."""
     return [(memory.rank + step) % memory.size for step in range(1, memory.size + 1)]
 
 
@@ -207,7 +207,7 @@ def _reason_against(training: TrainingPlan, world: World) -> str:
 
 
 def _try_copies(training: TrainingPlan, world: World) -> tuple[CopyEngineCollectives | None, str]:
-    """Make the collectives, and verify them on known numbers; return them, or why they can't be used."""
+    """Create the collectives, and verify them on known numbers; return them, or why they can't be used."""
     precision = DTYPES[training.reduce_precision]
     group, problem, made = world.mesh.get_group(), "", None
     try:
@@ -221,7 +221,7 @@ def _try_copies(training: TrainingPlan, world: World) -> tuple[CopyEngineCollect
 
 
 def find_error(collectives: CopyEngineCollectives, world: World) -> str:
-    """Gather and average known numbers; return what is wrong, or an empty string."""
+    """All-gather and average known numbers; return what is wrong, or an empty string."""
     numel, group, precision = 1024, world.mesh.get_group(), torch.bfloat16
     ranks = torch.arange(1, world.size + 1, dtype=precision, device=world.device).repeat_interleave(numel)
     gathered = ranks.where(ranks == world.rank + 1, 0)
@@ -236,15 +236,15 @@ def find_error(collectives: CopyEngineCollectives, world: World) -> str:
 
 
 def make_collectives(gathered: PeerMemory, reduced: PeerMemory, averaged_in: torch.dtype) -> CopyEngineCollectives:
-    """Make both collectives; they run at the same time, so each has memory of its own."""
+    """Create both collectives; they run concurrently, so each has separate memory."""
     return CopyEngineCollectives(AllGather(gathered), ReduceScatter(reduced, averaged_in))
 
 
 def reaches(device: int, peer: int) -> bool:
     """Tell whether a GPU can access another's memory with atomics, as over NVLink.
 
-    Without atomics, as over most PCIe, ranks can copy, but not wait for each other. torch does not say; the driver
-    does.
+    Without atomics, as over most PCIe, ranks can copy, but not wait for each other. torch has no such query; the driver
+    has.
     """
     return torch.cuda.can_device_access_peer(device, peer) and _has_native_atomics(device, peer)
 

@@ -1,4 +1,4 @@
-"""The one place that knows the engines by name."""
+"""The engines by name."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def make_engine(
     *,
     reshard_after_forward: bool = True,
 ) -> Engine:
-    """Shard a transformers model, allocate and initialize its parameters, and return what trains it.
+    """Shard a transformers model, allocate and initialize its parameters, and return its engine.
 
     Args:
-        name: which engine.
+        name: of the engine.
         hf_model: the model, prepared for its method; its parameters may be on the meta device.
-        training: how it is trained.
-        world: the processes among which it is sharded.
+        training: the plan of its training.
+        world: the processes that it is sharded over.
         init_weights: initializes or loads the sharded parameters.
-        reshard_after_forward: whether layers give their gathered weights back between forward and backward; only
-            fsdp2 can keep them.
+        reshard_after_forward: whether layers are resharded between forward and backward; only fsdp2 can keep them
+            unsharded.
 
     Raises:
         PrerequisiteError: the engine's package is not installed.
-        TrainingError: this version of torch can't train so.
+        TrainingError: this version of torch does not support it.
     """
     if name == "zero3":
         from ftkit.train.distributed.zero3 import Zero3Engine  # noqa: PLC0415 - DeepSpeed is an extra

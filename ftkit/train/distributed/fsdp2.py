@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 class Fsdp2Engine:
-    """Master weights, gradients and optimizer states in fp32, each rank holding its shard.
+    """Master weights, gradients and optimizer states in fp32, sharded over the ranks.
 
-    One process is a mesh of one: the same code with nothing to gather. Adapters on one process are not sharded at all
-    (`is_unsharded`).
+    One process is a mesh of one: the same code with nothing to all-gather. Adapters on one process are not sharded at
+    all (`is_unsharded`).
 
     Attributes:
         model: the sharded model with its loss.
@@ -64,7 +64,7 @@ class Fsdp2Engine:
         *,
         reshard_after_forward: bool = True,
     ) -> None:
-        """Shard a model, initialize its weights and make its optimizer; see `make_engine`."""
+        """Shard a model, initialize its weights and create its optimizer; see `make_engine`."""
         self._world = world
         self._training = training
         self._is_unsharded = is_unsharded(training, world)
@@ -80,7 +80,7 @@ class Fsdp2Engine:
         if init_weights is not None:
             init_weights(hf_model)
         self._shards = list(hf_model.parameters())
-        """The parameters between steps; while the model computes, it has unsharded ones in their place."""
+        """The sharded parameters; during forward and backward, the model has unsharded ones in their place."""
         self.optimizer = _make_optimizer(hf_model, training)
 
     def sharding_stats(self) -> ShardingStats:
@@ -104,7 +104,8 @@ class Fsdp2Engine:
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
         """Accumulate gradients; see `Engine.backward`.
 
-        Each micro-batch's gradients are reduce-scattered at once: kept until the last one, they would be unsharded.
+        Each micro-batch's gradients are reduce-scattered immediately: otherwise they would stay unsharded until the
+        last one.
         """
         del is_last
         # FSDP2 averages gradients over the ranks; the loss is a mean over the labels of all of them.
@@ -112,7 +113,7 @@ class Fsdp2Engine:
 
     @contextmanager
     def inference(self) -> Iterator[CausalLM]:
-        """Give the model for evaluation, without gradients; reshard it afterwards."""
+        """Yield the model for evaluation, without gradients; reshard it afterwards."""
         self.model.eval()
         try:
             with torch.no_grad():
@@ -123,10 +124,10 @@ class Fsdp2Engine:
 
     @contextmanager
     def probe(self) -> Iterator[CausalLM]:
-        """Give the model as it is trained; see `Engine.probe`."""
+        """Yield the model in training mode; see `Engine.probe`."""
         try:
             with warnings.catch_warnings():
-                # About outputs that are changed in place later, which a probe never does.
+                # It is about outputs that are changed in place later, which a probe never does.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
                 yield self.model
         finally:
@@ -149,7 +150,7 @@ class Fsdp2Engine:
         return norm
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return what this rank holds from step to step."""
+        """Return the tensors that this rank keeps between steps."""
         states = self.optimizer.state.values()
         return {
             "parameters": [_local(shard) for shard in self._shards],
@@ -160,7 +161,7 @@ class Fsdp2Engine:
     def state(self) -> dict[str, Any]:
         """Return weights and optimizer states as shards."""
         model, optimizer = self._state_dicts()
-        # The parameter groups are those of the plan.
+        # The plan defines the parameter groups.
         return {"model": model, "optimizer": {"state": optimizer["state"]}}
 
     def _state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -170,7 +171,7 @@ class Fsdp2Engine:
         return {name: model[name] for name in saved_parameters(hf_model, self._training)}, optimizer
 
     def _state_options(self, *, whole: bool = False) -> StateDictOptions:
-        """Return torch's options; frozen parameters beside adapters are loaded from the pretrained weights again."""
+        """Return torch's options; with adapters, frozen parameters are loaded from the pretrained weights again."""
         is_frozen_left_out = self._training.adapters is not None
         return StateDictOptions(
             full_state_dict=whole, cpu_offload=whole, ignore_frozen_params=is_frozen_left_out, strict=False
@@ -195,7 +196,7 @@ class Fsdp2Engine:
             self.optimizer.to_host()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
+        """Return the trained weights, unsharded and in host memory, on rank 0; an empty dictionary elsewhere."""
         hf_model = self.model.hf_model
         options = self._state_options(whole=True)
         weights = get_model_state_dict(hf_model, options=options)
@@ -223,10 +224,10 @@ def _check_device(world: World) -> None:
 
 
 def is_unsharded(training: TrainingPlan, world: World) -> bool:
-    """Tell whether nothing is sharded: adapters on one process, unless parameters wait in main memory.
+    """Return whether nothing is sharded: adapters on one process, unless parameters are offloaded.
 
-    Gathering a few hundred small tensors would keep the host busier than the GPU (docs/adr/0021). Trained weights stay
-    in fp32, and are cast where they are used.
+    All-gathering a few hundred small tensors would keep the host busier than the GPU (docs/adr/0021). Trained weights
+    stay in fp32, and are cast on use.
     """
     return world.size == 1 and training.adapters is not None and training.offload != "all"
 
@@ -234,7 +235,7 @@ def is_unsharded(training: TrainingPlan, world: World) -> bool:
 def parallelize(
     hf_model: PreTrainedModel, training: TrainingPlan, world: World, *, reshard_after_forward: bool
 ) -> CausalLM:
-    """Apply activation checkpointing, compilation and FSDP2: each decoder layer is a unit, all the rest is one more.
+    """Apply activation checkpointing, compilation and FSDP2: each decoder layer is a unit, and the rest is one more.
 
     Layers are all-gathered for their forward, and again for their backward if they are resharded in between. Embedding
     and output projection stay unsharded between forward and backward.
@@ -275,10 +276,9 @@ def parallelize(
 def _mixed_precision(training: TrainingPlan, *, is_reduced_by_ftkit: bool) -> MixedPrecisionPolicy:
     """Return the dtypes in which weights are all-gathered and gradients reduce-scattered.
 
-    With adapters, parameters are gathered as they are: frozen ones in the compute precision, trained ones in fp32, to
-    be cast where they are used, as on one process. FSDP2 then copies bytes. Were all of one precision, it would copy
-    numbers, and `torch._foreach_copy_` makes one NaN of all NaNs on GPUs: 4-bit weights, which are no numbers, would
-    come out changed.
+    With adapters, parameters are all-gathered in their storage dtype: frozen ones in the compute dtype, trained ones in
+    fp32, cast on use, as on one process. FSDP2 then copies bytes. With a single dtype it would copy numbers, and
+    `torch._foreach_copy_` replaces all NaNs with one NaN on GPUs, which would change 4-bit weights.
     """
     compute, reduced = DTYPES[training.compute_precision], DTYPES[training.reduce_precision]
     if training.adapters is not None:
@@ -287,7 +287,7 @@ def _mixed_precision(training: TrainingPlan, *, is_reduced_by_ftkit: bool) -> Mi
 
 
 def compiles(training: TrainingPlan, device: torch.device) -> bool:
-    """Tell whether layers are compiled: on GPUs unless the recipe says no, on CPUs only if it says so."""
+    """Return whether layers are compiled: on GPUs unless the recipe disables it, on CPUs only if it enables it."""
     return training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
 
 
@@ -305,6 +305,6 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _even_share(parameter: torch.Tensor, num_shards: int) -> int:
-    """Return the most elements of a parameter that one of `num_shards` ranks may hold, split along its rows."""
+    """Return the maximum number of elements of a parameter on one of `num_shards` ranks, split along its rows."""
     rows = parameter.shape[0] if parameter.ndim else 1
     return -(-rows // num_shards) * (parameter.numel() // max(1, rows))

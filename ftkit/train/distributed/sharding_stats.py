@@ -1,4 +1,4 @@
-"""Count what is where of a sharded model on one rank, the same way for every engine."""
+"""Count the sharded parameters of a model on one rank, the same way for every engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ParameterShard:
     Attributes:
         total: of the whole parameter.
         local: on this rank.
-        allowed: the most that may be on this rank.
+        allowed: the maximum on this rank.
     """
 
     total: int
@@ -40,7 +40,7 @@ def collect_sharding_stats(
     *,
     is_unsharded: bool = False,
 ) -> ShardingStats:
-    """Count the elements of a model; a quantized matrix counts as the weights that it stands for."""
+    """Count the elements of a model; a quantized matrix counts as its weights."""
     layers = find_decoder_layers(hf_model)
     shards = {parameter: shard_of(parameter) for parameter in hf_model.parameters()}
     linears = [module for module in hf_model.modules() if isinstance(module, QuantizedLinear)]

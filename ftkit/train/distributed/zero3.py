@@ -1,4 +1,4 @@
-"""ZeRO-3: DeepSpeed partitions every parameter over the ranks, and gathers it where it is used."""
+"""ZeRO-3: DeepSpeed partitions every parameter over the ranks, and all-gathers it for use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _STATES = ("exp_avg", "exp_avg_sq")
 
 
 class Zero3Engine:
-    """Weights in the compute dtype, their fp32 masters and optimizer states, each rank holding its partition.
+    """Weights in the compute dtype, their fp32 masters and optimizer states, partitioned over the ranks.
 
     Attributes:
         model: the partitioned model with its loss.
@@ -53,15 +53,15 @@ class Zero3Engine:
     def __init__(
         self, hf_model: PreTrainedModel, training: TrainingPlan, world: World, init_weights: InitWeights | None = None
     ) -> None:
-        """Partition a model, initialize its weights and make its optimizer; see `make_engine`."""
+        """Partition a model, initialize its weights and create its optimizer; see `make_engine`."""
         self._world, self._training = world, training
-        # DeepSpeed returns offloaded states on the device, a parameter at a time: they go back at once.
+        # DeepSpeed returns offloaded states on the device, one parameter at a time: they are moved back immediately.
         self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
         _check_experts(hf_model)
         self._deepspeed = import_deepspeed(world.device)
         config = deepspeed_config(training, world)
         precision = DTYPES[training.compute_precision]
-        hf_model.tie_weights()  # while a parameter is still one object wherever it is used
+        hf_model.tie_weights()  # while tied parameters are still one object
         layers = find_decoder_layers(hf_model)
         for unit in [*layers, hf_model]:
             _materialize(unit, world.device, precision)
@@ -76,15 +76,15 @@ class Zero3Engine:
         )
         # DeepSpeed gathers the output projection's weight when it is called as a module.
         self.model = CausalLM(hf_model, by_weight=False)
-        # The learning rate comes with each step. Until then it is 0, so that nothing that DeepSpeed does to set the
-        # states up can change the weights.
+        # Each step sets the learning rate. Until then it is 0, so that DeepSpeed's setup of the states can't change
+        # the weights.
         optimizer = torch.optim.AdamW(parameter_groups(hf_model, training), lr=0.0, betas=training.betas, fused=True)
         self._engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
         self._optimizer = Zero3Optimizer(self._engine)
         self._optimizer.init_states(_STATES)
 
     def sharding_stats(self) -> ShardingStats:
-        """Return how the model is sharded on this rank: a unit is a part of it with all parameters partitioned."""
+        """Return how the model is sharded on this rank: a unit is a submodule with all parameters partitioned."""
         hf_model = self.model.hf_model
         layers = find_decoder_layers(hf_model)
         in_layers = set(layers.parameters())
@@ -126,7 +126,7 @@ class Zero3Engine:
 
     @contextmanager
     def inference(self) -> Iterator[CausalLM]:
-        """Give the model for evaluation, without gradients; DeepSpeed frees what it gathers as it goes."""
+        """Yield the model for evaluation, without gradients; DeepSpeed frees gathered parameters after use."""
         self._engine.eval()
         try:
             with torch.no_grad():
@@ -136,7 +136,7 @@ class Zero3Engine:
 
     @contextmanager
     def probe(self) -> Iterator[CausalLM]:
-        """Give the model as it is trained; see `Engine.probe`."""
+        """Yield the model in training mode; see `Engine.probe`."""
         try:
             yield self.model
         finally:
@@ -147,11 +147,11 @@ class Zero3Engine:
         self._optimizer.set_step(learning_rate, max_norm)
         self._engine.step()
         norm = self._optimizer.grad_norm
-        # DeepSpeed itself leaves out a step whose gradients are not finite, and then has no norm.
+        # DeepSpeed skips a step whose gradients are not finite, and then has no norm.
         return torch.as_tensor(torch.nan if norm is None else norm, device=self._world.device).float()
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return what this rank holds from step to step."""
+        """Return the tensors that this rank keeps between steps."""
         partitions = (local_shard(parameter).values for parameter in self.model.parameters())
         return {
             "parameters": [*self._optimizer.masters, *partitions],
@@ -181,7 +181,7 @@ class Zero3Engine:
         self._optimizer.gather_persistent()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights, whole and in main memory, on rank 0; an empty dictionary elsewhere."""
+        """Return the trained weights, unsharded and in host memory, on rank 0; an empty dictionary elsewhere."""
         weights = {}
         for name, parameter, _ in self._saved():
             with self._deepspeed.zero.GatheredParameters([parameter]):
@@ -232,12 +232,12 @@ class Zero3Engine:
 
 
 def _check_experts(model: nn.Module) -> None:
-    """Refuse experts that are modules of their own: ranks that use different ones wait for each other forever."""
+    """Refuse experts in separate modules: ranks that use different ones would wait for each other forever."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.endswith("experts"):
             raise TrainingError(
-                f"ZeRO-3 can't train '{name}', whose experts are modules of their own",
-                meaning="this family, or this version of transformers, does not hold them in one parameter a layer",
+                f"ZeRO-3 can't train '{name}', whose experts are separate modules",
+                meaning="this family, or this version of transformers, does not store them in one parameter per layer",
                 fix="set training.engine=fsdp2",
             )
 
@@ -249,8 +249,8 @@ def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, Any]:
         "stage": 3,
         "overlap_comm": world.device.type == "cuda",
         "reduce_bucket_size": ZERO3_BUCKET,
-        # DeepSpeed would reduce the gradients of some mixtures by hooks of modules, which probes call too. That is for
-        # experts that are modules of their own, of which a rank may use none; here they are one parameter.
+        # DeepSpeed would reduce the gradients of some mixtures in hooks of modules, which probes call too. That is for
+        # experts in separate modules, of which a rank may use none; here they are one parameter.
         "leaf_module": {"classes": []},
     }
     if training.offload != "none":
@@ -259,19 +259,19 @@ def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, Any]:
         zero["offload_param"] = to_host
     return {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
-        "gradient_accumulation_steps": 1,  # the loop accumulates, and says which micro-batch is a step's last
+        "gradient_accumulation_steps": 1,  # the loop accumulates, and decides which micro-batch is a step's last
         "gradient_clipping": training.max_grad_norm,
         "bf16": {"enabled": training.compute_precision == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": training.reduce_precision,
         "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own would be compiled at each start
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's optimizer would be compiled at each start
         "steps_per_print": 2**31,
     }
 
 
 def _padded(values: DTensor, partition: Zero3Partition) -> torch.Tensor:
-    """Return a shard in the length that DeepSpeed's last partition has too."""
+    """Pad a shard to the length of all DeepSpeed partitions."""
     local = values.to_local()
     return functional.pad(local, (0, partition.values.numel() - local.numel()))
 
@@ -279,7 +279,7 @@ def _padded(values: DTensor, partition: Zero3Partition) -> torch.Tensor:
 def _materialize(unit: nn.Module, device: torch.device, precision: torch.dtype) -> None:
     """Allocate the parameters of a part of a model that are on the meta device, and cast all to the compute dtype.
 
-    Only so much of the model is ever whole.
+    Only this part of the model is ever unsharded.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in unit.modules():

@@ -1,1 +1,1 @@
-"""Where activations, compiled layers and host copies are, and what happens when memory runs out."""
+"""Activation checkpointing and offloading, compiled layers, host snapshots, and out-of-memory errors."""

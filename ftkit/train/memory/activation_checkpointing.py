@@ -1,15 +1,15 @@
-"""Activation checkpointing: what of a decoder layer is kept for the backward pass, and what is recomputed there.
+"""Activation checkpointing: which activations of a decoder layer are saved for the backward pass, and which recomputed.
 
-Kept of each layer, beside what all layers share (rotary tables, masks, `cu_seqlens`):
+Saved for each layer, besides tensors that all layers share (rotary tables, masks, `cu_seqlens`):
 
-* `none`: what autograd keeps. Compiled layers keep less: they recompute chains of element-wise operations.
+* `none`: all that autograd saves. Compiled layers save less: they recompute chains of element-wise operations.
 * `selective`: the layer's input, the outputs of matmuls with its weights (queries, keys, values, attention's output
   projection, gate, up, down; not those of an inner dimension below `WIDE`, as adapters' second matrices have) and of
   attention, with its log-sum-exp (fp32, one per head and token). Norms, rotations, activations and sums are recomputed.
-  Compiled layers keep outputs only if the backward pass reads them, so without those of `down` and the output
-  projection where no norm follows them.
-* `full`: the layer's input; with `activation_offload` it waits in main memory, and two are on the device at a time.
-  One layer at a time is recomputed, and holds what `none` would keep of it.
+  Compiled layers save outputs only if the backward pass reads them, so not those of `down` and the output projection
+  if no norm follows them.
+* `full`: the layer's input; with `activation_offload` it waits in host memory, and two are on the device at a time.
+  One layer at a time is recomputed, with the activations that `none` would save.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ftkit.train.memory.activation_offload import ActivationOffload
 
 WIDE = 256
-"""Inner dimension from which on a bf16 matmul is compute-bound. A narrower one is memory-bound, as element-wise
-operations are, and as cheap to recompute as its output is to keep."""
+"""Inner dimension from which a bf16 matmul is compute-bound. A narrower one is memory-bound, like element-wise
+operations, so recomputing it is cheap."""
 
 _INNER_FACTOR = {
     torch.ops.aten.mm.default: 0,
@@ -51,16 +51,16 @@ def apply_activation_checkpointing(
     compiled: bool,
     offload: ActivationOffload | None = None,
 ) -> None:
-    """Replace each decoder layer by one that is compiled, recomputed in the backward pass, or both.
+    """Replace each decoder layer with one that is compiled, recomputed in the backward pass, or both.
 
-    Names of parameters stay as they are. With `selective`, the compiler takes part in the selection, so it traces the
+    Names of parameters don't change. With `selective`, the compiler takes part in the selection, so it traces the
     checkpoint; with `full`, the compiled layer is called twice.
 
     Args:
-        layers: decoder layers, in the order in which they are called.
-        mode: what is recomputed.
+        layers: decoder layers, in the order of their calls.
+        mode: of activation checkpointing.
         compiled: whether layers are compiled.
-        offload: where the inputs of layers with mode `full` wait; None: on the device.
+        offload: holds the inputs of layers with mode `full`; None: they stay on the device.
     """
     if mode == "none" and not compiled:
         return
@@ -72,18 +72,18 @@ def apply_activation_checkpointing(
 
 
 def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
-    """Return what of a decoder layer is recomputed."""
+    """Return the activation checkpointing mode of a decoder layer."""
     return layer.activation_checkpointing if isinstance(layer, RecomputedLayer) else "none"
 
 
 class RecomputedLayer(nn.Module):
-    """Mixed into the class of a decoder layer, as `fully_shard` mixes `FSDPModule` in: the forward is another one.
+    """Mixed into the class of a decoder layer, as `fully_shard` mixes in `FSDPModule`, to replace its forward.
 
     A subclass rather than a wrapper, so that parameters keep their names, and the family's code finds the layer's
     attributes.
 
     Attributes:
-        activation_checkpointing: what is recomputed.
+        activation_checkpointing: its mode.
     """
 
     activation_checkpointing: ActivationCheckpointing
@@ -91,7 +91,7 @@ class RecomputedLayer(nn.Module):
     def __init__(
         self, layer: nn.Module, mode: ActivationCheckpointing, *, compiled: bool, offload: ActivationOffload | None
     ) -> None:
-        """Take over a layer's parameters, buffers, submodules and attributes."""
+        """Adopt a layer's parameters, buffers, submodules and attributes."""
         vars(self).update(vars(layer))
         forward = super().forward
         if mode == "selective":
@@ -123,7 +123,7 @@ def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., A
 
 
 def _policy(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-    """Keep the outputs of compute-bound operators."""
+    """Save the outputs of compute-bound operators."""
     return CheckpointPolicy.MUST_SAVE if _is_compute_bound(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -1,4 +1,4 @@
-"""Inputs of checkpointed layers that wait in main memory between forward and backward pass."""
+"""Offload the inputs of checkpointed layers to host memory between forward and backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Parked:
-    """A tensor in main memory; `before` was parked before it, so it is asked for after it."""
+    """A tensor in host memory; `before` was offloaded before it, so it is needed after it."""
 
     host: torch.Tensor
     before: _Parked | None
@@ -24,12 +24,12 @@ class _Parked:
 
 
 class ActivationOffload:
-    """Copies layer inputs to main memory and back on a stream of its own, while layers compute on theirs.
+    """Copies layer inputs to host memory and back on a separate stream, while layers compute.
 
-    A tensor on its way out is held until the next one leaves: by then its copy is done, and nothing waits for it.
-    Fetching a tensor prefetches the one before it, which the layer before will need next. On CPUs there are no
-    streams, and a copy is done when it returns. Buffers are reused: the next copy into one is on the same stream as
-    the one out of it.
+    A tensor stays on the device until the next one is offloaded: by then its copy is done, and nothing waits for it.
+    Fetching a tensor prefetches the one before it, which the previous layer will need next. On CPUs there are no
+    streams, and copies are synchronous. Buffers are reused: the next copy into one is on the same stream as the one out
+    of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class ActivationOffload:
         self._free: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
 
     def offloading(self, layer_input: torch.Tensor) -> AbstractContextManager[Any]:
-        """Return the context to call a layer in: of all that autograd saves, only the layer's input is offloaded."""
+        """Return a context to call a layer in, which offloads the layer's input but no other saved tensor."""
         address = layer_input.data_ptr()
 
         def park(tensor: torch.Tensor) -> _Parked | torch.Tensor:
@@ -54,7 +54,7 @@ class ActivationOffload:
 
     def _park(self, tensor: torch.Tensor) -> _Parked:
         computing = self._library.current_stream()
-        computing.wait_stream(self._stream)  # the one before has left: its memory may be used again
+        computing.wait_stream(self._stream)  # the copy of the previous one is done: its memory may be reused
         free = self._free[tensor.shape]
         host = free.pop() if free else empty_pinned_like(tensor)
         self._stream.wait_stream(computing)
@@ -78,7 +78,7 @@ class ActivationOffload:
     def _bring(self, parked: _Parked) -> torch.Tensor:
         if parked.arriving is not None:
             return parked.arriving
-        # Memory of the computing stream, which has to be done with it first and uses it afterwards.
+        # Memory of the compute stream, which must be done with it before the copy, and uses it afterwards.
         tensor = torch.empty_like(parked.host, device=self._device)
         self._stream.wait_stream(self._library.current_stream())
         with self._library.stream(self._stream):

@@ -1,4 +1,4 @@
-"""Compile decoder layers: each as one graph, or the log says that it is not."""
+"""Compile decoder layers, each as one graph; otherwise log a warning."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 class CompiledForward:
     """A forward that is compiled as one graph (`fullgraph=True`).
 
-    Left to itself, torch compiles what it can and silently runs the rest uncompiled: as slowly, and with as much
-    memory, as without a compiler. Here that is a warning. A forward that is called with too many shapes is the same
-    case.
+    By default, torch compiles parts and silently runs the rest uncompiled, as slowly, and with as much memory, as
+    without a compiler. Here that is a warning. A forward that is called with too many shapes is handled the same way.
     """
 
     def __init__(self, forward: Callable[..., Any], name: str) -> None:
@@ -34,7 +33,7 @@ class CompiledForward:
         self._compiled = torch.compile(forward, fullgraph=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the compiled forward; if it can't be one graph, compile it in parts from now on."""
+        """Call the compiled forward; if it can't be one graph, compile it in parts from then on."""
         try:
             return self._compiled(*args, **kwargs)
         except self._failures as error:

@@ -1,4 +1,4 @@
-"""Main memory: how much this process holds, and how much more it may take. All in bytes."""
+"""Host memory: how much this process uses, and how much more it may allocate, in bytes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = PROC, control_groups: Path = CONTROL_GROUPS) -> int:
-    """Return how much more this job's processes may take: what the machine has, or what their cgroups allow.
+    """Return how much more this job's processes may allocate: free memory of the machine, or less if cgroups limit it.
 
-    0 if the system does not say.
+    0 if unknown.
     """
     machine = _kibibytes(proc / "meminfo", "MemAvailable:")
     return min([machine, *_left_in_groups(proc, control_groups)])
 
 
 def total_bytes(proc: Path = PROC) -> int:
-    """Return the main memory of this machine; 0 if the system does not say."""
+    """Return the host memory of this machine; 0 if unknown."""
     return _kibibytes(proc / "meminfo", "MemTotal:")
 
 
 def resident_bytes(proc: Path = PROC) -> tuple[int, int]:
-    """Return the resident set of this process, and its peak since `forget_peak`; zeros if the system does not say."""
+    """Return the resident set of this process, and its peak since `forget_peak`; zeros if unknown."""
     return _kibibytes(proc / "self" / "status", "VmRSS:"), _kibibytes(proc / "self" / "status", "VmHWM:")
 
 
 def forget_peak(proc: Path = PROC) -> None:
-    """Reset the peak; where that is not allowed, it stays the peak since the process's start."""
+    """Reset the peak; if that is not permitted, it stays the peak since the process's start."""
     try:
         (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -36,7 +36,7 @@ def forget_peak(proc: Path = PROC) -> None:
 
 
 def _left_in_groups(proc: Path, control_groups: Path) -> list[int]:
-    """Return what is left in each cgroup (version 2) that limits this process; its file cache counts as free."""
+    """Return the free memory of each cgroup (version 2) that limits this process; its file cache counts as free."""
     own = [line.removeprefix("0::/") for line in _lines(proc / "self" / "cgroup") if line.startswith("0::/")]
     folders = [folder for path in own for folder in (Path(path), *Path(path).parents)]
     left = []

@@ -1,4 +1,4 @@
-"""Host snapshots of sharded state: what a checkpoint is written from while training changes the state."""
+"""Host snapshots of sharded state, from which checkpoints are written while training changes the state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class HostSnapshot:
     """Host snapshots of sharded state that training cannot modify while they are being written.
 
-    One at a time: the next one reuses the buffers.
+    There is one at a time: the next one reuses the buffers.
     """
 
     def __init__(self, host_mesh: DeviceMesh) -> None:
@@ -27,10 +27,10 @@ class HostSnapshot:
 
     @torch.no_grad()
     def take(self, state: Any) -> Any:
-        """Copy `state`, nested dictionaries and lists, with each tensor in main memory."""
+        """Copy `state`, nested dictionaries and lists, with each tensor in host memory."""
         copied = self._copy(state, ())
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # host sync: the next step would change what is still being copied
+            torch.cuda.synchronize()  # host sync: the next step would change tensors during their copy
         return copied
 
     def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error: what held the memory, what was predicted, what would fit."""
+"""Explain an out-of-memory error: allocated memory by part, the prediction, and changes that would fit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed", "failed to allocate")
 """Messages of allocators and libraries, in lower case."""
 _TOO_LOW = 0.9
-"""If the run was predicted to fit and did not, suggestions have to fit in this fraction of the prediction."""
+"""If the run was predicted to fit but did not, suggestions must fit in this fraction of the prediction."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error, or its cause, is an out-of-memory error."""
+    """Return whether an error, or its cause, is an out-of-memory error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     can_say = isinstance(error, RuntimeError | CheckpointException)
@@ -41,16 +41,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory_explained(
     plan: RunPlan, world: World, trace: MemoryTrace, tensors: Callable[[], Mapping[str, list[torch.Tensor]]] = dict
 ) -> Iterator[None]:
-    """Turn an error that says no more than "out of memory" into one that says what to do.
+    """Convert a bare out-of-memory error to one with the memory by part and with advice.
 
     Args:
-        plan: what was predicted.
+        plan: with the predictions.
         world: the device of this process.
         trace: the stage and step that the run is in.
-        tensors: returns what the engine holds, by part; without one, parts are not told apart.
+        tensors: returns the engine's tensors, by part; without it, memory is not divided by part.
 
     Raises:
-        MemoryExhaustedError: with what held the memory, and changes that are predicted to fit.
+        MemoryExhaustedError: with the allocated memory by part, and changes that are predicted to fit.
     """
     try:
         yield
@@ -77,7 +77,7 @@ def _gib_on_device(tensors: Mapping[str, list[torch.Tensor]], device: torch.devi
 
 
 def capacity_gib(plan: RunPlan, device: torch.device) -> float:
-    """Return the memory of this process's device; of main memory its share."""
+    """Return the memory of this process's device, or its share of host memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / GIB
     return total_bytes() / plan.placement.processes_per_node / GIB

@@ -1,4 +1,4 @@
-"""Measure the memory that a run holds, stage by stage."""
+"""Measure the allocated memory of a run, stage by stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a process holds of its device, in GiB; on a CPU its resident set, which is also what it reserved."""
+    """Allocated and reserved memory of a process on its device, in GiB; on a CPU, both are the resident set."""
 
     allocated: float
     peak: float
@@ -31,7 +31,7 @@ class DeviceMemory:
 
 
 def read_memory(device: torch.device) -> DeviceMemory:
-    """Return what this process holds, from counters of the host: no device sync."""
+    """Return the memory of this process, from counters of the host: no device sync."""
     if device.type == "cuda":
         counts = (
             torch.cuda.memory_allocated(device),
@@ -45,7 +45,7 @@ def read_memory(device: torch.device) -> DeviceMemory:
 
 
 class MemoryTrace:
-    """Records, at the end of each stage of a run, what is held and what the peak was. All ranks take the same stages.
+    """Records the allocated memory and the peak at the end of each stage. All ranks run the same stages.
 
     Attributes:
         stage: the current one; empty before the first.
@@ -80,11 +80,11 @@ class MemoryTrace:
             self.begin(stage)
 
     def begin_step(self, step: int | None) -> None:
-        """Note which step begins, for error messages; None at the end of the loop."""
+        """Record which step begins, for error messages; None at the end of the loop."""
         self.step = step
 
     def peak_gib(self) -> float | None:
-        """Return the most that was allocated since the start, whichever stage it was in; None on CPUs."""
+        """Return the peak of allocated memory since the start, over all stages; None on CPUs."""
         if self._world.device.type != "cuda":
             return None
         return max(self._highest, read_memory(self._world.device).peak)

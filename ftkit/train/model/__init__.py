@@ -1,1 +1,1 @@
-"""The model: built, given weights, adapted, quantized, attended."""
+"""The model: build it, load weights, add adapters, quantize, and choose the attention kernel."""

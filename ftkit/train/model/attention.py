@@ -1,4 +1,4 @@
-"""Attention kernels: the fastest one that this device has and that keeps packed documents apart."""
+"""Attention kernels: choose the fastest one on this device that keeps packed documents apart."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 Kernel = Literal["flash4", "flex", "sdpa", "eager"]
 
 _FLASH4 = "ftkit_varlen"
-"""transformers' name of flash-attn-4 as ftkit calls it."""
+"""Name of ftkit's flash-attn-4 attention in transformers."""
 
 _HOPPER = (9, 0)
 _UNKNOWN_TO_FLASH4 = ("softcap", "s_aux", "position_bias")
 """Arguments by which some models change the attention scores: soft caps, sinks, biases."""
 
 _CHANGES_SCORES = {"attn_logit_softcapping": "caps its attention scores"}
-"""Configuration keys of models whose attention flash-attn-4 and SDPA don't compute, with what these models do."""
+"""Configuration keys of models whose attention flash-attn-4 and SDPA don't compute, with the reason."""
 _HAS_SINKS = ("gpt_oss",)
-"""Families with attention sinks; no key of their configuration says so."""
+"""Families with attention sinks, which no key of their configuration shows."""
 
 _IGNORES_POSITIONS = ("gpt_oss",)
 """Families whose decoder builds its masks without `position_ids` (transformers 5.23): packed documents would attend to
 each other."""
 
 _KERNEL_TOLERANCE = 0.05
-"""Largest difference of results and gradients, relative to their norm, that rounding in bf16 explains. Wrong ones were
-seen: gradients off by 70 to 90 % with heads of 16 and 48 (flash-attn-4 4.0.0b36 on an H200)."""
+"""Largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains. flash-attn-4
+4.0.0b36 on an H200 computed gradients that were off by 70 to 90 % with heads of 16 and 48."""
 
 FLEX_MINIMUM = 128
-"""Tokens from which on flex attention has one kernel for training and inference. For fewer queries torch takes a
-decoding kernel without gradients, which ignores documents or fails to compile (seen with torch 2.11)."""
+"""Minimum number of tokens for flex attention's training kernel. For fewer queries torch uses a decoding kernel without
+gradients, which ignores documents or fails to compile (seen with torch 2.11)."""
 
 
 def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World) -> tuple[Kernel, str]:
-    """Choose the attention kernel and say why. Collective: every rank must call it, and all get the same result.
+    """Choose the attention kernel, with the reason. Collective: every rank must call it, and all get the same result.
 
-    flash-attn-4 runs on Hopper and newer, in bf16, and takes packed documents of any length; flex attention is
+    flash-attn-4 runs on Hopper and newer, in bf16, and supports packed documents of any length; flex attention is
     compiled for any CUDA device; torch's SDPA and transformers' eager attention run everywhere, with a mask of
-    sequence length squared. Only flex and eager attention know models that change their attention scores.
+    sequence length squared. Only flex and eager attention support models that change their attention scores.
 
     Raises:
         TrainingError: the recipe asks for a kernel that can't compute this model.
@@ -87,7 +87,7 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
 def _kernels_of_class(config: PretrainedConfig) -> set[Kernel]:
     """Return the kernels that a model's class in transformers has."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:  # building it will fail, and say why
+    if kind is None:  # building it will fail with the reason
         return {"flash4", "flex", "sdpa", "eager"}
     flags: dict[Kernel, bool] = {
         "flash4": kind._supports_attention_backend,  # noqa: SLF001 - no public name
@@ -99,7 +99,7 @@ def _kernels_of_class(config: PretrainedConfig) -> set[Kernel]:
 
 
 def _changed_scores(config: PretrainedConfig) -> str | None:
-    """Say how a model changes its attention scores; None if it does not."""
+    """Return how a model changes its attention scores; None if it does not."""
     if config.model_type in _HAS_SINKS:
         return "has attention sinks"
     return next((text for key, text in _CHANGES_SCORES.items() if getattr(config, key, None) is not None), None)
@@ -135,16 +135,16 @@ def _flash4_failure(config: PretrainedConfig, world: World) -> str | None:
 
 
 def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str | None:
-    """Try forward and backward on the model's heads, with and without its window, and compare with torch's SDPA.
+    """Test forward and backward with the model's heads, with and without its window, against torch's SDPA.
 
-    Training uses the compiled kernels again. Some versions compute wrong gradients for some widths of heads.
+    Training reuses the compiled kernels. Some versions compute wrong gradients for some head sizes.
     """
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
     windows = (None,) if getattr(config, "sliding_window", None) is None else (None, FLEX_MINIMUM // 8)
     try:
         off = max(_flash4_difference(config, device, window) for window in windows)
-    except Exception as error:  # noqa: BLE001 - many packages, each with errors of its own, may be missing or too old
+    except Exception as error:  # noqa: BLE001 - many packages may be missing or too old, each with its own errors
         return f"{type(error).__name__}: {one_line(error)}"
     if off <= _KERNEL_TOLERANCE:
         return None
@@ -181,7 +181,7 @@ def masked_attention(
     scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """Compute attention within documents by torch's SDPA, with a mask of the number of tokens squared.
+    """Compute attention within documents with torch's SDPA and a mask of the number of tokens squared.
 
     Shapes: query [T, H, D], key and value [T, K, D]; returns [T, H, D].
     """
@@ -209,10 +209,10 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
     max_length_q: int | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention within documents: flash-attn-4 behind transformers' attention interface.
+    """Compute attention within documents with flash-attn-4; an attention function for transformers.
 
     Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D]. Without `cu_seq_lens_q`, each row is a
-    document: padding on its right is seen by none of its tokens.
+    document: no token attends to the padding on its right.
     """
     refuse_changed_scores(module, unused)
     del attention_mask
@@ -227,7 +227,7 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
 
 
 def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse the arguments of attention by which a model changes its scores.
+    """Refuse attention arguments with which a model changes its scores.
 
     Raises:
         TrainingError: one of them is given.
@@ -241,9 +241,9 @@ def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, Any])
 
 
 def packed_masks(module: Any, position_ids: torch.Tensor) -> dict[str, Any] | None:
-    """Return attention masks of packs, [1, T], for families that build them without positions; None for all others.
+    """Return attention masks of packs, [1, T], for families that build them without positions; else None.
 
-    Other decoders find where documents begin in `position_ids`, since they get no mask.
+    Other decoders get no mask, and find document boundaries in `position_ids`.
     """
     if module.config.model_type not in _IGNORES_POSITIONS or not CONVERTS_WEIGHTS:
         return None
@@ -268,9 +268,9 @@ def packed_masks(module: Any, position_ids: torch.Tensor) -> dict[str, Any] | No
 
 @contextmanager
 def generation_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch to a kernel for generation: kernels for packs take no cache, no mask and no changing shapes.
+    """Switch to a kernel for generation: kernels for packs don't support a cache, a mask or varying shapes.
 
-    Eager where the model changes its attention scores: with SDPA, transformers would silently omit that.
+    Eager if the model changes its attention scores: with SDPA, transformers would silently omit that.
     """
     chosen = attention_implementation(model.config)
     model.set_attn_implementation(implementation_of("eager" if _changed_scores(model.config) else "sdpa"))
@@ -281,8 +281,8 @@ def generation_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(chosen)
 
 
-# Operators: the compiler doesn't trace into them, and activation checkpointing can keep their output. The package's
-# public function is opaque to both; hence its private ones.
+# Operators: the compiler doesn't trace into them, and activation checkpointing can save their output. The package's
+# public function allows neither; hence its private ones.
 @torch.library.custom_op("ftkit::varlen_attention", mutates_args=())
 def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
     query: torch.Tensor,
@@ -305,7 +305,7 @@ def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors an
 @torch.library.custom_op(
     "ftkit::varlen_attention_backward",
     mutates_args=(),
-    # Written out since torch 2.6 does not understand list[Tensor].
+    # An explicit schema, since torch 2.6 does not support list[Tensor].
     schema="(Tensor gradient, Tensor[] saved, Tensor cu_seqlens, int max_seqlen, float scale, int? sliding_window)"
     " -> (Tensor, Tensor, Tensor)",
 )

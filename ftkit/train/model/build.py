@@ -1,4 +1,4 @@
-"""Build the model: its configuration, its class, and where its decoder layers are."""
+"""Build the model: its configuration, its class, and its list of decoder layers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "
 
 
 def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """Make the Hugging Face configuration of an architecture, for a model without pretrained weights.
+    """Create the Hugging Face configuration of an architecture, for a model without pretrained weights.
 
     Fields that `ArchitectureSpec` lacks keep transformers' defaults.
 
     Raises:
-        TrainingError: transformers knows no such family.
+        TrainingError: transformers does not have the family.
     """
     fields = shape.model_dump(include=_PASSED_ON) | _windows(shape)
     try:
@@ -58,7 +58,7 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _windows(shape: ArchitectureSpec) -> dict[str, Any]:
-    """Return the attention windows of each layer, for families that may have them."""
+    """Return configuration keys about each layer's attention window, for families that have them."""
     if shape.is_measured and not family_of(shape.family).full_attention_every:
         return {}
     if not shape.is_measured and shape.sliding_window is None:
@@ -78,15 +78,15 @@ class TextConfig:
 
 
 def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None) -> TextConfig:
-    """Read the configuration beside the weights; of a multimodal model's, the text part.
+    """Read the configuration of the weights; of a multimodal model, that of its text model.
 
     Args:
         folder: with the weights.
-        shape: that the model is to have.
-        stored_vocab_size: rows of the embedding in the files, where added tokens need more.
+        shape: the planned shape.
+        stored_vocab_size: rows of the embedding in the files, if added tokens need more.
 
     Raises:
-        NotFoundError: it can't be read, or names no architecture.
+        NotFoundError: it can't be read, or has no architecture.
         TrainingError: transformers can't read it, or the plan is for another shape.
     """
     stored = _read_stored(folder)
@@ -108,16 +108,16 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
 
 
 def _told(config: PretrainedConfig) -> dict[str, Any]:
-    """Return what a configuration tells of the shape, by its public names.
+    """Return the fields of a configuration about the shape, by their public names.
 
-    As it is saved, where it has these names: of layers that differ, an attribute of the whole can't be asked for.
+    From its saved form if that has these names: if layers differ, the configuration has no such attribute.
     """
     saved = config.to_dict()
     return {key: saved[key] if key in saved else getattr(config, key, None) for key in CONFIG_KEYS}
 
 
 def _scale_positions(config: PretrainedConfig, shape: ArchitectureSpec) -> None:
-    """Write the recipe's rope scaling into a configuration; layers with a window keep their own frequencies."""
+    """Write the recipe's rope scaling into a configuration; sliding-window layers keep their frequencies."""
     if shape.rope_scaling is None:
         return
     values = shape.rope_scaling.model_dump(exclude_none=True)
@@ -136,7 +136,7 @@ def _kept(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
-    """Check that the model's class scales its rotary positions as the recipe asks.
+    """Check that the model's class applies the recipe's rope scaling.
 
     Raises:
         TrainingError: it does not.
@@ -173,7 +173,7 @@ def _read_stored(folder: Path) -> PretrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # each architecture and version raises errors of its own on odd values
+    except Exception as error:  # each architecture and version raises different errors on odd values
         raise TrainingError(
             f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {one_line(error)}",
             meaning="the file was edited by hand, or is of another version of the architecture",
@@ -204,7 +204,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
 
 
 def _avoid_grouped_mm_of_odd_sizes(model: Any) -> None:
-    """Compute experts one by one where `torch._grouped_mm` can't: it needs rows of whole 16 bytes (8 in bf16)."""
+    """Compute experts one by one if `torch._grouped_mm` can't: it needs rows of multiples of 16 bytes (8 in bf16)."""
     stacked = [
         parameter.shape
         for name, parameter in model.named_parameters()
@@ -216,7 +216,7 @@ def _avoid_grouped_mm_of_odd_sizes(model: Any) -> None:
 
 
 def _check_has_decoder(model: Any) -> None:
-    """Refuse a model whose hidden states can't be computed without its output projection."""
+    """Refuse a model without a decoder separate from its output projection."""
     decoder = find_decoder(model)
     if decoder is model or model.get_output_embeddings() is None:
         raise TrainingError(
@@ -227,7 +227,7 @@ def _check_has_decoder(model: Any) -> None:
 
 
 def why_not_packed(model: Any) -> str | None:
-    """Say why a model can't be told where packed documents begin; None if it may be."""
+    """Return why a model can't be passed the boundaries of packed documents; None if it can."""
     decoder = find_decoder(model)
     taken = _parameters(decoder)
     if taken is None or "position_ids" in taken:
@@ -236,7 +236,7 @@ def why_not_packed(model: Any) -> str | None:
 
 
 def accepted_inputs(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the keyword arguments that a module's forward takes."""
+    """Return those keyword arguments that a module's forward accepts."""
     taken = _parameters(module)
     if taken is None:
         return inputs
@@ -244,7 +244,7 @@ def accepted_inputs(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]
 
 
 def _parameters(module: nn.Module) -> frozenset[str] | None:
-    """Return the parameters of a module's forward; None if it takes any.
+    """Return the parameters of a module's forward; None if it accepts any.
 
     A forward that lists its inputs, but no positions, has `**kwargs` for other purposes: it may refuse them.
     """
@@ -255,7 +255,7 @@ def _parameters(module: nn.Module) -> frozenset[str] | None:
 
 
 def has_recurrent_layers(config: Any) -> bool:
-    """Tell whether some layers carry a state from token to token, beside or instead of attention."""
+    """Return whether some layers are recurrent, in addition to or instead of attention."""
     kinds = getattr(config, "layer_types", None) or ()
     return any("attention" not in kind or "linear" in kind for kind in kinds)
 
@@ -285,8 +285,8 @@ def find_decoder(model: Any) -> Any:
 def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers.
 
-    Found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit. Layers may be
-    of several classes, as in models that mix attention with other layers.
+    Found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit. Layers may
+    have several classes, as in models that mix attention with other layers.
 
     Raises:
         TrainingError: the model has no such list of layers.
@@ -305,14 +305,14 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def has_random_weights(model: ModelSpec) -> bool:
-    """Tell whether a recipe trains from random weights."""
+    """Return whether a recipe trains from random weights."""
     return model.weights == "random"
 
 
 def config_for_export(
     config: PretrainedConfig, class_name: str, dtype: torch.dtype, end_tokens: int | list[int] | None
 ) -> PretrainedConfig:
-    """Return the configuration to export: with the model's class name, its end tokens, and a cache for inference."""
+    """Return the configuration to export, with the class name, the end tokens, and a cache for inference."""
     exported = copy.deepcopy(config)
     exported.architectures = [class_name]
     vars(exported).pop("quantization_config", None)  # weights were dequantized while they were loaded

@@ -1,8 +1,8 @@
-"""Context parallelism: the ranks of a group divide the tokens of each pack, and trade them for heads in attention.
+"""Context parallelism: the ranks of a group divide the tokens of each pack, and exchange them for heads in attention.
 
-A rank computes everything that is done token by token on its own part of each pack. Before attention, an all-to-all
-gives it all tokens of its share of the heads, and after attention another one gives the tokens back (DeepSpeed Ulysses,
-Jacobs et al. 2023). So the kernels see whole packs: documents and sliding windows are exact at any length.
+A rank does all token-wise computation on its part of each pack. Before attention, an all-to-all gives it all tokens of
+its share of the heads; after attention another one returns the tokens (DeepSpeed Ulysses, Jacobs et al. 2023). So the
+kernels see whole packs: documents and sliding windows are exact at any length.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 _NAME = "ftkit_context_parallel"
 """transformers' name of it."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Kinds of layers that exchange tokens in attention alone, with masks that `cu_seqlens` and a window describe."""
+"""Types of layers in which only attention mixes tokens, with masks that `cu_seqlens` and a window describe."""
 
 
 def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -> None:
     """Check that a model's tokens can be divided among `size` ranks.
 
     Raises:
-        TrainingError: other parts of the model than attention see more than one token, or its heads can't be divided.
+        TrainingError: parts of the model other than attention mix tokens, or its heads can't be divided.
     """
     heads = config.num_attention_heads
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
@@ -54,7 +54,7 @@ def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int) 
 
 
 def context_parallel_attention(kernel: Kernel, group: ContextGroup) -> str:
-    """Return transformers' name of attention over all tokens of a group; it is registered with transformers."""
+    """Register attention over all tokens of a group with transformers; return its name there."""
     AttentionInterface.register(_NAME, partial(_attention, kernel=kernel, group=group.name, size=group.size))
     return _NAME
 
@@ -103,15 +103,15 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
 
 
 def _repeat_heads(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Repeat key-value heads, [B, K, S, D], as often as each of `size` ranks needs one for its query heads."""
+    """Repeat key-value heads, [B, K, S, D], so that each of `size` ranks gets one for its query heads."""
     times = size // math.gcd(size, tensor.shape[1])
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
 
 
-# An operator: the compiler doesn't trace into it, so it takes the group by its name.
+# An operator: the compiler doesn't trace into it, so its argument is the group's name.
 @torch.library.custom_op("ftkit::all_to_all", mutates_args=())
 def all_to_all(sent: torch.Tensor, group: str) -> torch.Tensor:
-    """Send the i-th part of a contiguous tensor, [size, ...], to rank i of a group; return the parts that came."""
+    """Send the i-th part of a contiguous tensor, [size, ...], to rank i of a group; return the received parts."""
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=process_group(group))
     return received

@@ -1,7 +1,7 @@
-"""Matrix products in FP8: of trained weights by torchao, of frozen weights that are stored in 8 bits by ftkit.
+"""Matmuls in FP8: with torchao for trained weights, with ftkit's for frozen weights stored in 8 bits.
 
-Both multiply e4m3 numbers (Micikevicius et al. 2022) by `torch._scaled_mm` and return the compute precision. On CPUs,
-which have no such products, the factors are rounded to FP8 and multiplied in fp32.
+Both multiply e4m3 numbers (Micikevicius et al. 2022) with `torch._scaled_mm` and return the compute dtype. On CPUs,
+which have no such matmuls, the factors are rounded to FP8 and multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _FIRST_CAPABILITY = (8, 9)
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names of the linear layers that choose experts, in transformers' families: small, and sensitive to rounding."""
+"""Names of routers in transformers' families: they are small, and sensitive to rounding."""
 _SMALLEST_MAXIMUM = 1e-12
-"""Of a row of zeros, whose scale would be infinite otherwise."""
+"""Lower bound of a row's maximum: a row of zeros would have an infinite scale."""
 
 
 def check_fp8(device: torch.device) -> None:
@@ -43,14 +43,14 @@ def check_fp8(device: torch.device) -> None:
 
 
 def convert_linears(layers: Iterable[nn.Module], device: torch.device) -> None:
-    """Compute forward and backward of the linear layers within decoder layers in FP8, by torchao's tensorwise scaling.
+    """Run forward and backward of linear layers within decoder layers in FP8, with torchao's tensorwise scaling.
 
-    Weights, their names and their gradients stay as they are. Routers of experts, and matrices of sizes that GPUs don't
-    multiply in FP8, keep the compute precision.
+    Weights, their names and their gradients don't change. Routers, and matrices with sizes that GPUs don't multiply in
+    FP8, keep the compute dtype.
 
     Args:
         layers: decoder layers.
-        device: where the model will be trained; FP8 products are emulated on CPUs.
+        device: of training; FP8 matmuls are emulated on CPUs.
 
     Raises:
         PrerequisiteError: torchao is not installed.
@@ -73,7 +73,7 @@ def _is_converted(module: nn.Module, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Fp8Layout:
-    """How a frozen matrix is laid out in its flat form: e4m3 weights, then an fp32 scale of each row."""
+    """Layout of a frozen matrix in its flat form: e4m3 weights, then an fp32 scale for each row."""
 
     num_outputs: int
     num_inputs: int
@@ -81,7 +81,7 @@ class Fp8Layout:
 
     @property
     def name(self) -> str:
-        """What torch prints for the layer."""
+        """The layer's representation in torch's printout."""
         return "FP8"
 
     @property
@@ -95,12 +95,12 @@ class Fp8Layout:
         return torch.cat([rounded.view(torch.uint8).flatten(), scales.view(torch.uint8).flatten()]).view(self.storage)
 
     def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the matrix, as close as 8 bits come."""
+        """Return the dequantized matrix."""
         weights, scales = self.parts(flat)
         return (weights.float() * scales[:, None]).to(self.storage)
 
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """Multiply by the matrix; each token's inputs are rounded with a scale of their own."""
+        """Multiply by the matrix; each token's inputs are rounded with a separate scale."""
         rows = inputs.flatten(0, -2)
         product: torch.Tensor = cast("Any", _Product).apply(rows, flat, self)
         return product.view(*inputs.shape[:-1], self.num_outputs)
@@ -113,7 +113,7 @@ class Fp8Layout:
 
 
 class _Product(torch.autograd.Function):
-    """A product with a frozen matrix. Autograd keeps the parameter, not views of it: an engine may free it."""
+    """A matmul with a frozen matrix. Autograd saves the parameter, not views of it, because an engine may free it."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, flat: torch.Tensor, layout: Fp8Layout) -> torch.Tensor:
@@ -134,7 +134,7 @@ class _Product(torch.autograd.Function):
 
 
 def _round_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a matrix, [M, K], to e4m3, each row by its own scale: the numbers, and the scales, fp32 [M]."""
+    """Round a matrix, [M, K], to e4m3 with a scale for each row; return the numbers, and the scales, fp32 [M]."""
     largest = matrix.abs().amax(dim=1, keepdim=True).float().clamp_min(_SMALLEST_MAXIMUM)
     rounded = (matrix.float() * (LARGEST / largest)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return rounded, (largest / LARGEST).squeeze(1)

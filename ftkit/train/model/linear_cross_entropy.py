@@ -1,4 +1,4 @@
-"""Output projection and cross-entropy fused, a chunk of tokens at a time, so that no tensor holds all logits."""
+"""Fused output projection and cross-entropy in chunks of tokens, so that no tensor holds all logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """How a model turns the products of its output projection into logits: it scales them, then soft-caps them.
+    """Transform of the output projection's products to logits: a scale, then a soft cap.
 
     A cap `c` is `c * tanh(x / c)`, as in Gemma 2.
     """
@@ -30,7 +30,7 @@ class LogitTransform:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> LogitTransform:
-        """Read the transform from a model's configuration, where families name it differently."""
+        """Read the transform from a model's configuration, in which families use different keys."""
         divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
         factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
         return cls(factor / divisor, getattr(config, "final_logit_softcapping", None))
@@ -50,7 +50,7 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed cross-entropy of the logits of `hidden @ weight.T`, in fp32, and each token's.
 
-    The forward pass computes the gradients too, while a chunk's logits exist, so that they are neither kept nor
+    The forward pass also computes the gradients, while a chunk's logits exist, so that logits are neither saved nor
     recomputed.
 
     Args:
@@ -86,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[part])
-            del logits, grad_logits  # before the next chunk has its own
+            del logits, grad_logits  # freed before the next chunk's logits
         if grad_weight is not None:
             grad_weight = grad_weight[:vocabulary].to(weight.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -100,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add the product of two matrices to an fp32 one: on GPUs in one go, where torch can, else from a product apart."""
+    """Add the product of two matrices to an fp32 one, on GPUs in one kernel if torch supports it."""
     if total.device.type == "cuda" and right.dtype != total.dtype and TORCH >= (2, 11):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -108,7 +108,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _padded(weight: torch.Tensor) -> torch.Tensor:
-    """Add rows up to a multiple of `LOGITS_ALIGNMENT`, for which matrix products have their fast kernels."""
+    """Add rows up to a multiple of `LOGITS_ALIGNMENT`, for which matmuls have fast kernels."""
     missing = -weight.shape[0] % LOGITS_ALIGNMENT
     return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 
@@ -116,7 +116,7 @@ def _padded(weight: torch.Tensor) -> torch.Tensor:
 def _losses_and_gradient(
     products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses of products [N, V], and the gradient of their sum to them: softmax minus one at the target.
+    """Return the losses of logits [N, V], and the gradient of their sum: softmax minus one at the target.
 
     Columns from `vocabulary` on are padding: no token is there.
     """

@@ -1,4 +1,4 @@
-"""A rank's shard of a parameter, whichever engine sharded it."""
+"""A rank's shard of a parameter, for any engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _READ_AT_ONCE = 2**27
-"""Elements of a tensor that are read at a time: in fp32, half a GiB."""
+"""Elements of a tensor that are read at a time: half a GiB in fp32."""
 
 
 def rows_at_once(shape: Sequence[int]) -> int:
@@ -42,7 +42,7 @@ class LocalShard:
 
     @property
     def end(self) -> int:
-        """Offset behind the shard's last element."""
+        """Offset after the shard's last element."""
         return self.begin + self.values.numel()
 
     @torch.no_grad()
@@ -52,7 +52,7 @@ class LocalShard:
 
     @torch.no_grad()
     def copy_rows(self, read: Callable[[int, int], torch.Tensor]) -> None:
-        """Copy this shard from a tensor of which `read(first, last)` returns a range of rows, a few rows at a time."""
+        """Copy this shard from a tensor, a few rows at a time; `read(first, last)` returns a range of its rows."""
         width = self.shape[1:].numel()
         first, last = self.begin // width, -(-self.end // width)
         step = rows_at_once(self.shape)
@@ -82,7 +82,7 @@ def _local_shard_of_zero3(partition: Zero3Partition) -> LocalShard:
 
 
 def _local_rows(parameter: DTensor) -> tuple[int, int]:
-    """Return which rows this rank holds: `torch.chunk`'s division, as FSDP2 shards."""
+    """Return the rows of this rank's shard, divided as by `torch.chunk`, like FSDP2's."""
     ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
     rows = parameter.shape[0]
     share = -(-rows // ranks)

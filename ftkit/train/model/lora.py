@@ -1,4 +1,4 @@
-"""LoRA: peft's layers within the model, everything else frozen in the compute precision."""
+"""LoRA: peft's layers within the model, everything else frozen in the compute dtype."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ if TYPE_CHECKING:
     from ftkit.train.model.quantized_linear import WeightLayout
 
 ADAPTER_FILE = "adapter_model.safetensors"
-"""Of peft: in a folder of adapters."""
+"""File of peft's weights in a folder of adapters."""
 ADAPTER = "default"
 """peft's default name for an adapter; part of its parameters' names."""
 DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a parameter is an adapter's, by its name."""
+    """Return whether a parameter belongs to an adapter, by its name."""
     return ".lora_" in name
 
 
 def saved_parameters(model: nn.Module, training: TrainingPlan) -> dict[str, nn.Parameter]:
-    """Return the parameters that checkpoints and exports hold, by name; a tied one once, under its first name.
+    """Return the parameters of checkpoints and exports, by name; a tied one once, under its first name.
 
-    With adapters, these. Else all: a class may keep some frozen, as the biases of routers, and they are part of what
-    was trained.
+    With adapters, these; otherwise all: a class may freeze some, such as the biases of routers, which belong to the
+    trained model.
     """
     named = model.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad or training.adapters is None}
 
 
 def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.device) -> None:
-    """Prepare a whole model for its training method: freeze, quantize and add adapters; or train linears in FP8.
+    """Prepare an unsharded model for its training method: freeze, quantize and add adapters; or train in FP8.
 
     Parameters may still be on the meta device; `init_adapters` initializes adapters later.
 
     Args:
-        model: whole, without adapters.
-        training: its method and precisions.
-        device: where it will be trained.
+        model: unsharded, without adapters.
+        training: its method and dtypes.
+        device: of training.
 
     Raises:
         PrerequisiteError: the GPU does not multiply in FP8, or a package is missing.
@@ -105,12 +105,12 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
     inject_adapter_in_model(peft_config(lora), cast("Any", model), ADAPTER, low_cpu_mem_usage=is_empty)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            parameter.data = parameter.data.float()  # peft made it in the precision of the layer
+            parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
     compute_in_input_dtype(model)
 
 
 def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:
-    """Return the targets that peft takes for experts of this family, though linear layers may have these names too."""
+    """Return the targets that peft treats as experts of this family, though linear layers may have the same names."""
     try:
         from peft.utils.transformers_weight_conversion import (  # noqa: PLC0415 - in newer versions, for transformers 5
             convert_peft_config_for_transformers,
@@ -122,7 +122,7 @@ def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:
         config = peft_config(lora.model_copy(update={"targets": (target,)}))
         try:
             convert_peft_config_for_transformers(config, model, None)
-        except ValueError:  # it wants the other half of what is fused
+        except ValueError:  # it needs the other half of the fused matrix
             return True
         return target not in config.target_modules
 
@@ -130,19 +130,19 @@ def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:
 
 
 class MergedTensors(Mapping[str, torch.Tensor]):
-    """The weights of a model with its adapters merged into them, in fp32; each is computed when it is asked for.
+    """The weights of a model with its adapters merged, in fp32; each is computed on access.
 
     LoRA: `W + s B A` with `s = alpha / r` (Hu et al. 2021, section 4.1), or `alpha / sqrt(r)` (rsLoRA). DoRA: each row
     of that is scaled to the trained magnitude (Liu et al. 2024, equation 5).
     """
 
     def __init__(self, base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], lora: LoraSpec) -> None:
-        """Combine them.
+        """Combine base weights and adapters.
 
         Args:
             base: unquantized weights, by the names of a model without adapters.
             adapters: by the names of the model with adapters.
-            lora: how the adapters were made.
+            lora: settings of the adapters.
         """
         self._base, self._adapters, self._lora = base, adapters, lora
 
@@ -167,7 +167,7 @@ class MergedTensors(Mapping[str, torch.Tensor]):
 
 
 class AdaptedTensors(Mapping[str, torch.Tensor]):
-    """The weights of a model with adapters, by its names: peft adds a level to those of the base weights."""
+    """The weights of a model with adapters, by its names: peft adds a level to the names of base weights."""
 
     def __init__(self, base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> None:
         """Combine base weights, by the names of a model without adapters, and adapters."""
@@ -184,7 +184,7 @@ class AdaptedTensors(Mapping[str, torch.Tensor]):
 
 
 def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:
-    """Return peft's configuration of the adapters; with the name of their base model, the one to save."""
+    """Return peft's configuration of the adapters; with the name of their base model for saving."""
     from peft import LoraConfig, TaskType  # noqa: PLC0415 - takes seconds, and only adapters need it
 
     return LoraConfig(
@@ -203,7 +203,7 @@ def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:
 def init_adapters(model: nn.Module, seed: int) -> None:
     """Initialize sharded adapters as LoRA does: `lora_A` uniform as in peft, `lora_B` zero.
 
-    Values depend on the seed and the parameter's name alone, not on engine and number of processes.
+    Values depend only on the seed and the parameter's name, not on engine and number of processes.
     """
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:
@@ -216,15 +216,15 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 
 def load_adapters(model: nn.Module, folder: Path, *, is_wrapped: bool) -> None:
-    """Fill sharded adapters from those that an earlier run exported.
+    """Load sharded adapters from an earlier run's export.
 
     Args:
         model: with adapters of the same kind.
         folder: peft's layout.
-        is_wrapped: whether the model is part of a multimodal one, under whose names adapters are exported.
+        is_wrapped: whether the model is part of a multimodal one, whose names exported adapters have.
 
     Raises:
-        TrainingError: there are others than the model has.
+        TrainingError: they differ from the model's adapters.
     """
     name_of = wrapped_name if is_wrapped else str
     wanted = {
@@ -253,7 +253,7 @@ def _seed_of(name: str, seed: int) -> int:
 
 
 def to_peft_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the adapters among a model's weights under the names that `PeftModel.from_pretrained` looks for."""
+    """Return the adapters of a model by the names that `PeftModel.from_pretrained` expects."""
     return {_peft_name(name): weight for name, weight in weights.items() if is_adapter(name)}
 
 

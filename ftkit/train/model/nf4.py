@@ -1,10 +1,10 @@
 """Frozen weights in 4 bits: bitsandbytes' NF4 with double quantization.
 
-All that belongs to a matrix (weights, absmax, absmax2) is in one flat form, which engines shard. bitsandbytes' own
-layer keeps the absmax beside the weights, whole on every rank.
+Weights, absmax and absmax2 of a matrix are in one flat parameter, which engines shard. bitsandbytes' layer keeps the
+absmax separately, unsharded on every rank.
 
 bitsandbytes' operators dequantize in eager mode. Compiled layers use plain operations instead (`_dequantize_compiled`),
-which the compiler fuses: around bitsandbytes' operators, the host spends more time than a GPU within them.
+which the compiler fuses: the host time around bitsandbytes' operators exceeds the GPU time within them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ftkit.train.model.quantized_linear import opaque_zero
 from ftkit.train.private_apis import import_bitsandbytes
 
 _ALIGNMENT = 8
-"""Elements from which on a GPU can load 16 bytes at once, whatever the precision."""
+"""Elements of which a multiple allows a GPU loads of 16 bytes, for all dtypes."""
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-"""Integers as wide as the numbers of a precision, by bytes."""
+"""Integer dtypes by their size in bytes."""
 
 _WORD = 8
-"""Bytes that are assembled before they are written: a thread looks an absmax up once for all numbers in them."""
+"""Bytes that a thread assembles before it writes them, with one lookup of their absmax."""
 
 
 @dataclass(frozen=True)
 class Nf4Layout:
-    """How a matrix is laid out in its flat form: 4-bit weights, absmax of blocks, absmax2 of those, an offset."""
+    """Layout of a matrix in its flat form: 4-bit weights, absmax of blocks, absmax2 of those, an offset."""
 
     num_outputs: int
     num_inputs: int
@@ -40,7 +40,7 @@ class Nf4Layout:
 
     @property
     def name(self) -> str:
-        """What torch prints for the layer."""
+        """The layer's representation in torch's printout."""
         return "NF4"
 
     @property
@@ -66,11 +66,11 @@ class Nf4Layout:
         return flat
 
     def dequantize(self, flat: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the matrix, as close as 4 bits come.
+        """Return the dequantized matrix.
 
         Args:
             flat: the flat form.
-            after: what compiled code waits for; see `_dequantize_compiled`.
+            after: a tensor that compiled code waits for; see `_dequantize_compiled`.
         """
         flat = flat.detach()
         if torch.compiler.is_compiling():
@@ -87,9 +87,9 @@ class Nf4Layout:
         return output
 
     def _dequantize_eager(self, flat: torch.Tensor) -> torch.Tensor:
-        _bitsandbytes()  # defines the operators; its own function around them takes the host longer than they do
+        _bitsandbytes()  # defines the operators; bitsandbytes' function around them takes more host time than they take
         operators = torch.ops.bitsandbytes
-        if flat.storage_offset() % _ALIGNMENT:  # an engine may gather it amid others
+        if flat.storage_offset() % _ALIGNMENT:  # an engine may all-gather it together with others
             flat = flat.clone()
         quantized, absmax, absmax2, offset = self._parts(flat)
         blocks = -(-self.num_weights // NF4_BLOCK)
@@ -102,7 +102,7 @@ class Nf4Layout:
         )
         exact_absmax += offset.view(torch.float32)[0]
         quantized = quantized[: -(-self.num_weights // 2)].unsqueeze(1)
-        # Not by rows: on CPUs the operator takes another row's absmax where a row ends within a block.
+        # Not by rows: on CPUs the operator uses another row's absmax if a row ends within a block.
         weights: torch.Tensor = operators.dequantize_4bit(
             quantized, exact_absmax, NF4_BLOCK, "nf4", (self.num_weights,), self.storage
         )
@@ -119,15 +119,15 @@ def _dequantize_compiled(
     storage: torch.dtype,
     after: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the weights of all blocks, flattened: in plain operations, of which a compiler makes two kernels.
+    """Return the weights of all blocks, flattened, in plain operations that a compiler fuses into two kernels.
 
     Args:
         parts: bytes of the 4-bit weights, of absmax, absmax2 and offset. The first two fill their blocks.
-        tables: the 16 numbers that 4-bit weights stand for, and the 256 that absmax stands for.
-        storage: precision of the weights.
-        after: what the weights are computed after, though they don't depend on it: the other factor of their product.
-            A compiler sees forward and backward at once; otherwise it would compute the same weights once for both and
-            keep them in between, or those of several products ahead.
+        tables: the 16 values of 4-bit weights, and the 256 of absmax.
+        storage: dtype of the weights.
+        after: an artificial dependency of the weights: the other factor of their matmul. A compiler sees forward and
+            backward together; otherwise it would compute the same weights once for both and keep them, or those of
+            several matmuls in advance.
     """
     quantized, absmax, absmax2, offset = parts
     if after is not None:
@@ -146,8 +146,8 @@ def _dequantize_compiled(
     return words.flatten().view(storage)
 
 
-# An operator, so that activation checkpointing knows it by name. Autograd keeps the parameter, not views of it: an
-# engine may free and gather it in between.
+# An operator, so that activation checkpointing knows it by name. Autograd saves the parameter, not views of it: an
+# engine may free and all-gather it in between.
 @torch.library.custom_op("ftkit::nf4_product", mutates_args=())
 def _product(inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
     return functional.linear(inputs, Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype).dequantize(quantized))
@@ -178,7 +178,7 @@ _product.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 class _CompiledProduct(torch.autograd.Function):
-    """The same product for a compiler, which sees into it. `after` makes it dequantize twice."""
+    """The same matmul for a compiler, which traces into it. `after` makes it dequantize twice."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
@@ -200,7 +200,7 @@ def _bitsandbytes() -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers that 4-bit weights stand for, and those that an 8-bit absmax stands for."""
+    """Return the values of 4-bit weights, and those of an 8-bit absmax."""
     return _levels(device), _absmax_code(device)
 
 

@@ -1,6 +1,6 @@
 """A linear layer whose frozen weights are stored quantized, in one flat parameter.
 
-Any engine shards the flat parameter as it shards every other parameter, and a rank holds only its share of the matrix.
+Engines shard the flat parameter like any other, so a rank has only its shard of the matrix.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class WeightLayout(Protocol):
-    """How a matrix, [num_outputs, num_inputs], is quantized and laid out in its flat form, [num_stored].
+    """Quantization and layout of a matrix, [num_outputs, num_inputs], in its flat form, [num_stored].
 
-    The flat form has the compute precision as its dtype, `storage`, though its bits are not numbers of it: an engine
-    that gathers parameters in that precision then copies them unchanged.
+    The dtype of the flat form, `storage`, is the compute dtype, though its bits are not numbers of it: an engine that
+    all-gathers parameters in that dtype copies them unchanged.
     """
 
     @property
     def name(self) -> str:
-        """What torch prints for the layer."""
+        """The layer's representation in torch's printout."""
 
     @property
     def num_outputs(self) -> int:
@@ -45,7 +45,7 @@ class WeightLayout(Protocol):
         """Quantize a whole matrix to its flat form."""
 
     def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the matrix, as close as its bits come, in the compute precision."""
+        """Return the dequantized matrix, in the compute dtype."""
 
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Multiply inputs, [..., num_inputs], by the matrix: [..., num_outputs]. Only the inputs get a gradient."""
@@ -69,7 +69,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override] # computed, where a Linear holds a parameter
-        """The matrix, dequantized: DoRA takes its magnitude."""
+        """The dequantized matrix, whose magnitude DoRA uses."""
         return self.layout.dequantize(self.quantized)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
@@ -83,11 +83,11 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[nn.Linear], WeightLayout | None]) -> None:
-    """Replace linear layers within decoder layers by quantized ones; those on the meta device stay there.
+    """Replace linear layers within decoder layers with quantized ones; those on the meta device stay there.
 
     Args:
         layers: decoder layers.
-        layout_of: gives the layout of a linear layer's matrix, or None to leave the layer as it is.
+        layout_of: returns the layout of a linear layer's matrix, or None to keep the layer.
     """
     for layer in layers:
         for name, linear in list(layer.named_modules()):
@@ -104,6 +104,6 @@ def _quantized(linear: nn.Linear, layout: WeightLayout) -> QuantizedLinear:
 
 
 def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a zero, uint8, that no compiler can fold: what it is combined with is computed after `tensor`."""
+    """Return a zero, uint8, that no compiler can fold: values that are combined with it are computed after `tensor`."""
     first = tensor.flatten()[0]
     return ((first > 0) & (first < 0)).to(torch.uint8)

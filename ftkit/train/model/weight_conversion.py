@@ -1,8 +1,8 @@
-"""Map the tensors of checkpoint files to a model's parameters: by name, by another name, or in pieces.
+"""Map the tensors of checkpoint files to a model's parameters: by name, renamed, or in pieces.
 
-transformers 5 holds experts in one tensor, and files on the hub hold them one by one. Its
-`transformers.conversion_mapping` says which become which; ftkit reads the pieces itself, since each rank needs only
-its own rows. A text model that is part of a multimodal one, as Gemma 3's is from 4B on, has other names there.
+transformers 5 stores experts in one tensor, and files on the hub store them one by one. The mapping is in
+`transformers.conversion_mapping`; ftkit reads the pieces directly, since each rank needs only its own rows. A text
+model that is part of a multimodal one, such as Gemma 3's from 4B on, has other names there.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
-"""Suffixes of a tensor that is stored in MXFP4, as gpt-oss's experts are."""
+"""Suffixes of a tensor that is stored in MXFP4, such as gpt-oss's experts."""
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of four bits: E2M1 of the OCP Microscaling Formats specification 1.0, section 5.3.3."""
+"""The values of four bits: E2M1 of the OCP Microscaling Formats specification 1.0, section 5.3.3."""
 _MXFP4_BIAS = 127
 """Bias of the scales, which are exponents of two: E8M0, section 5.4.1."""
 
 
 _FP8_SCALES = "_scale_inv"
-"""Suffix of the scales of a matrix in FP8, as DeepSeek-V3 and Qwen3-FP8 have them."""
+"""Suffix of the scales of a matrix in FP8, as in DeepSeek-V3 and Qwen3-FP8."""
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 
 
 class TensorSource(Protocol):
-    """A tensor to read from, as a slice of a safetensors file is: by ranges of rows."""
+    """A tensor that is read by ranges of rows, like a slice of a safetensors file."""
 
     def get_shape(self) -> list[int]:
         """Return the shape."""
@@ -51,10 +51,10 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """Where a tensor of the model is read from.
+    """Source of a tensor of the model.
 
     Attributes:
-        first: a tensor of the files that it is read from; says in which file.
+        first: one of the files' tensors that it is read from; determines the file.
     """
 
     first: str
@@ -65,14 +65,14 @@ _WRAPPED = "model.language_model."
 """Prefix of the text model in a multimodal model's class."""
 
 _TEXT_PREFIXES = {
-    "language_model.model.": "model.",  # as files on the hub have them
+    "language_model.model.": "model.",  # in files on the hub
     "language_model.lm_head.": "lm_head.",
-    _WRAPPED: "model.",  # as the class has them, and some versions of transformers save them
+    _WRAPPED: "model.",  # in the class, and in files of some versions of transformers
 }
 
 
 def text_name(stored: str) -> str:
-    """Return the text model's name of a tensor in the files; one that is not of the text model keeps its name."""
+    """Return the text model's name of a tensor in the files; other tensors keep their name."""
     for prefix, own in _TEXT_PREFIXES.items():
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)
@@ -85,14 +85,14 @@ def wrapped_name(name: str) -> str:
 
 
 def wrapped_targets(projections: Iterable[str]) -> str:
-    """Return peft's pattern for a multimodal class's adapted modules: its vision tower may have layers so called."""
+    """Return peft's pattern for a multimodal class's adapted modules: its vision tower may have the same names."""
     return rf"{re.escape(_WRAPPED)}.*\.({'|'.join(map(re.escape, projections))})"
 
 
 def map_tensors(
     model: PreTrainedModel, stored: Iterable[str], known: Collection[str], read: Callable[[str], TensorSource]
 ) -> dict[str, MappedTensor]:
-    """Return where each of the model's tensors is read from, of those that the files hold.
+    """Return the source of each of the model's tensors that are in the files.
 
     Args:
         model: the model; only its class and configuration matter.
@@ -128,7 +128,7 @@ def map_tensors(
 
 
 def split_as_stored(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return a model's whole weights as files on the hub hold them."""
+    """Return a model's unsharded weights in the layout of files on the hub."""
     if not WeightConversions.of(model).converters:
         return weights
     split = revert_weight_conversion(model, weights)
@@ -137,7 +137,7 @@ def split_as_stored(model: PreTrainedModel, weights: Mapping[str, torch.Tensor])
 
 @dataclass(frozen=True)
 class JoinedPieces:
-    """A tensor in pieces: experts, of which each is one row. A range of rows reads only their pieces.
+    """A tensor in pieces: each expert is one row. A range of rows reads only its pieces.
 
     Attributes:
         pieces: names of the files' tensors that are concatenated to each row.
@@ -161,7 +161,7 @@ class Mxfp4Tensor:
     """Experts in MXFP4, dequantized to bf16 as they are read. A range of rows reads only these experts.
 
     Attributes:
-        blocks: uint8 [E, N, G, 16]: 32 numbers of four bits for each of the groups.
+        blocks: uint8 [E, N, G, 16]: 32 numbers of four bits for each group.
         scales: uint8 [E, N, G]: exponents.
     """
 
@@ -184,11 +184,11 @@ class Mxfp4Tensor:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """A matrix in FP8 with a scale for each block, dequantized to bf16 as it is read: rows alone, or whole.
+    """A matrix in FP8 with a scale for each block, dequantized to bf16 as it is read.
 
     Attributes:
         values: float8_e4m3fn [N, K].
-        scales: fp32 [ceil(N / B), ceil(K / B)]: what the values of a block of B x B are multiplied by.
+        scales: fp32 [ceil(N / B), ceil(K / B)]: factor of the values of a block of B x B.
     """
 
     values: TensorSource
@@ -211,21 +211,21 @@ class Fp8Tensor:
 
 
 def _block_size(height: int, blocks: int, width: int, columns: int) -> int:
-    """Return the size of the square blocks: the power of two that gives so many."""
+    """Return the size of the square blocks: the power of two that gives this number of scales."""
     for size in _BLOCK_SIZES:
         if -(-height // size) == blocks and -(-width // size) == columns:
             return size
     raise TrainingError(
         f"the scales of a matrix in FP8 are [{blocks}, {columns}], which fit no square blocks of [{height}, {width}]",
         meaning="these weights are quantized in a way that ftkit does not know",
-        fix="name the unquantized version of the model",
+        fix="use the unquantized version of the model",
     )
 
 
 def dequantized(
     stored: Iterable[str], read: Callable[[str], TensorSource]
 ) -> tuple[set[str], Callable[[str], TensorSource]]:
-    """Return the names of the files' tensors without the scales of FP8, and how to read each with them."""
+    """Return the names of the files' tensors without FP8 scales, and a reader that applies the scales."""
     names = set(stored)
     scaled = {name for name in names if name + _FP8_SCALES in names}
 
@@ -237,7 +237,7 @@ def dequantized(
 
 @dataclass(frozen=True)
 class _Conversion:
-    """What transformers makes of some of the files' tensors. They are read whole, once for all that becomes of them."""
+    """Tensors that transformers converts from some of the files'. The sources are read completely, once for all."""
 
     converter: Any
     name: str
@@ -279,7 +279,7 @@ def _join(
     model: PreTrainedModel,
     read: Callable[[str], TensorSource],
 ) -> dict[str, TensorSource]:
-    """Return the model's tensors that some of the files' become, by name; `name` is the first of them."""
+    """Return the model's tensors that are converted from some of the files', by name; `name` is the first source."""
     (converter,) = (one for one in converters if not by_pattern.keys().isdisjoint(one.source_patterns))
     parts = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
     if len({len(part) for part in parts}) > 1:
@@ -303,5 +303,5 @@ _JOINED_BY_ROWS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concaten
 
 
 def _natural(name: str) -> list[str | int]:
-    """Order numbers in names as numbers."""
+    """Sort numbers in names as numbers."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

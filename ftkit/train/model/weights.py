@@ -1,6 +1,6 @@
 """Pretrained weights: from safetensors files straight into each rank's shard.
 
-No rank ever holds a whole model: of each tensor it reads only the rows of its shard.
+A rank reads only the rows of its shard of each tensor, so it never has the whole model.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 def fetch_weights(model: ModelSpec, world: World) -> Path:
-    """Return the folder with the model's files: on the node's own disk where they were staged.
+    """Return the folder with the model's files, on the node's own disk if they were staged.
 
-    Downloads once on each node, if nobody has; the others wait.
+    Downloads missing files once per node; the other ranks wait.
 
     Raises:
         NotFoundError: there is no such folder or hub model, or this token may not read it.
@@ -48,7 +48,7 @@ def fetch_weights(model: ModelSpec, world: World) -> Path:
     if staged := os.environ.get(STAGED):
         return Path(staged)
     if is_path(model.weights):
-        check_folder(Path(model.weights))  # not checked from the nodes yet, if the data was prepared before
+        check_folder(Path(model.weights))  # the nodes have not checked it yet if the data was prepared before
         return Path(model.weights)
     home = Path("~/.cache/huggingface")  # unless HF_HOME is set, as the job script does
     if world.local_rank == 0:
@@ -67,17 +67,17 @@ def materialize(model: nn.Module, device: torch.device, parameters_on: torch.dev
 
 
 def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None = None) -> None:
-    """Load a sharded model's parameters, apart from adapters, and the buffers that the files hold.
+    """Load a sharded model's parameters, except adapters, and the buffers in the files.
 
     Of a multimodal model's files, only the text model is read.
 
     Args:
         model: with its parameters allocated.
         folder: with the files.
-        stored_vocab_size: tokens of the files, where the model has more: rows of the others begin as the mean.
+        stored_vocab_size: rows in the files if the model has more: the others are initialized with the mean.
 
     Raises:
-        TrainingError: a parameter is missing from the files, or is there in another shape.
+        TrainingError: a parameter is missing from the files, or has another shape.
     """
     wanted, buffers = _load_targets(model), dict(model.named_buffers())
     places = {stored: path for path, names in _files(folder).items() for stored in names}
@@ -91,7 +91,7 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
                 fix="download them again; check model.weights and model.architecture",
             )
         for name in sorted(mapped, key=lambda name: (places[mapped[name].first], mapped[name].first)):
-            one = mapped.pop(name)  # what was read to be converted is freed with the last that became of it
+            one = mapped.pop(name)  # sources of conversions are freed with their last result
             if name in wanted:
                 wanted[name].load(growth.grow(name, one.source), one.first)
             else:
@@ -99,18 +99,18 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
 
 
 class PretrainedTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a folder of pretrained weights, by a model's names; each is read when it is asked for.
+    """The tensors of a folder of pretrained weights, by a model's names; each is read on access.
 
-    As the files hold them, and only those that the model has; MXFP4 is dequantized, and added tokens have their rows.
+    Only tensors of the model, in the files' dtypes; MXFP4 is dequantized, and rows for added tokens are appended.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> None:
-        """Look into the files.
+        """Open the files.
 
         Args:
             model: without adapters, maybe on the meta device; only its class and the names of its tensors matter.
             folder: Hugging Face's layout.
-            stored_vocab_size: as `load_weights` has it.
+            stored_vocab_size: as in `load_weights`.
         """
         places = {stored: path for path, names in _files(folder).items() for stored in names}
         known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
@@ -131,10 +131,10 @@ class PretrainedTensors(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class _Growth:
-    """Which tensors of the files get rows for added tokens.
+    """Tensors of the files that get rows for added tokens.
 
     Attributes:
-        names: the model's names of parameters that have a row for each token; empty: none grows.
+        names: of the model's parameters with a row for each token; empty if none grows.
         stored: rows in the files.
         wanted: rows in the model.
     """
@@ -145,7 +145,7 @@ class _Growth:
 
     @classmethod
     def of(cls, model: Any, stored: int | None) -> _Growth:
-        """Find the parameters of a model; `stored` is None where nothing grows."""
+        """Find the parameters of a model; `stored` is None if nothing grows."""
         if stored is None:
             return cls(frozenset(), None, 0)
         owners = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -162,7 +162,7 @@ class _Growth:
 
 @dataclass(frozen=True)
 class _GrownTensor:
-    """A tensor of the files with rows added, each the mean of those that are there."""
+    """A tensor of the files with rows added, each the mean of the stored rows."""
 
     source: TensorSource
     num_rows: int
@@ -172,14 +172,14 @@ class _GrownTensor:
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         stored, (first, last, _) = self.source.get_shape()[0], rows.indices(self.num_rows)
-        if last <= stored:  # as on most ranks: they need no mean, for which all is read
+        if last <= stored:  # most ranks need no mean, which would read all rows
             return self.source[first:last]
         mean = self._mean()
         new = mean.expand(last - max(first, stored), *mean.shape)
         return torch.cat([self.source[first:stored], new]) if first < stored else new
 
     def _mean(self) -> torch.Tensor:
-        """Compute the mean in fp64, by chunks that don't depend on the shards; return it as the files' dtype."""
+        """Compute the mean in fp64, in chunks that don't depend on the shards; return it in the files' dtype."""
         shape = self.source.get_shape()
         height = rows_at_once(shape)
         total, dtype = torch.zeros(shape[1:], dtype=torch.float64), torch.float64
@@ -190,7 +190,7 @@ class _GrownTensor:
 
 
 class _OpenFiles(ExitStack):
-    """Safetensors files, opened when they are first read from and closed together."""
+    """Safetensors files, opened on first use and closed together."""
 
     def __init__(self, places: dict[str, Path]) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class _OpenFiles(ExitStack):
         self._opened: dict[Path, Any] = {}
 
     def read(self, stored: str) -> Any:
-        """Return a slice of a tensor; only the rows that are asked for are read."""
+        """Return a slice of a tensor; only the requested rows are read."""
         path = self._places[stored]
         if path not in self._opened:
             self._opened[path] = self.enter_context(safe_open(path, framework="pt"))
@@ -206,11 +206,11 @@ class _OpenFiles(ExitStack):
 
 
 def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
-    """Initialize a sharded model's parameters, apart from adapters: the same values at any number of shards.
+    """Initialize a sharded model's parameters, except adapters: the same values for any number of shards.
 
-    Each rank draws the chunks of rows that its shard is in, so there is never more than a chunk beside the shards;
-    4-bit matrices are drawn whole. Vectors are norm weights: they begin as one (Gemma adds the one itself); biases,
-    those of routers too, as zero.
+    Each rank draws the chunks of rows that overlap its shard, so at most one chunk is in memory besides the shards;
+    4-bit matrices are drawn completely. Norm weights (vectors) are one (zero for Gemma, which adds one); biases,
+    including those of routers, are zero.
     """
     norm = 0.0 if shape.family in _ADDS_ONE else 1.0
     for name, destination in _load_targets(model).items():
@@ -245,7 +245,7 @@ class _RandomTensor:
         return drawn[first - chunks.start * height : last - chunks.start * height]
 
     def _chunk(self, number: int, height: int) -> torch.Tensor:
-        """Draw so many rows. Most matrices are one chunk."""
+        """Draw a number of rows. Most matrices are one chunk."""
         shape, values = self.get_shape(), self.destination.shard.values
         rows = min(height, shape[0] - number * height)
         generator = torch.Generator(values.device).manual_seed(self.seed + number)
@@ -258,8 +258,8 @@ class _LoadTarget:
 
     Attributes:
         shard: this rank's part of it.
-        layout: how it is quantized, if it is kept in 4 bits.
-        magnitude: DoRA's magnitude of the parameter's rows, which begins as that of the pretrained weights.
+        layout: of its quantization, if it is stored in 4 bits.
+        magnitude: DoRA's magnitude of the parameter's rows, initialized with that of the pretrained weights.
     """
 
     shard: LocalShard
@@ -268,11 +268,11 @@ class _LoadTarget:
 
     @property
     def wanted(self) -> list[int]:
-        """The shape that a tensor must have to go here."""
+        """The expected shape of the tensor in the files."""
         return [*self.shard.shape] if self.layout is None else [self.layout.num_outputs, self.layout.num_inputs]
 
     def load(self, source: TensorSource, name: str) -> None:
-        """Read this rank's rows of a tensor; all of them, where every shard depends on the whole."""
+        """Read this rank's rows of a tensor; all rows if every shard depends on them."""
         shape = list(source.get_shape())
         if shape != self.wanted:
             raise TrainingError(
@@ -294,8 +294,8 @@ class _LoadTarget:
 
 
 def _load_targets(model: nn.Module) -> dict[str, _LoadTarget]:
-    """Return where each tensor of the files goes. Adapters are in none, and add a level to others' names."""
-    parameters = dict(model.named_parameters())  # a tied parameter comes once, under its first name
+    """Return the target of each tensor of the files. Adapters are in none, and add a level to others' names."""
+    parameters = dict(model.named_parameters())  # a tied parameter is in it once, under its first name
     found = {}
     for name, parameter in parameters.items():
         if is_adapter(name):

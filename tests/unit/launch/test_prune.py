@@ -81,7 +81,7 @@ def test_with_a_run_whose_plan_cannot_be_read_all_data_stays(
     runs["completed"].layout.plan.write_text("{")
     found = find_prunable(workspace, now=1e9)
     assert [item.kind for item in found.items] == ["run"]
-    assert "prepared data is left alone" in found.warnings[-1]
+    assert "prepared data is kept" in found.warnings[-1]
 
 
 def test_a_run_that_was_resumed_meanwhile_stays(runs: dict[str, SubmittedRun], workspace: Workspace) -> None:

@@ -274,7 +274,7 @@ def test_a_model_that_only_the_nodes_may_see_is_a_warning(plan: RunPlan, mounts:
     elsewhere = with_weights(plan, "/nowhere/models/olmo", scheduler="slurm", mounts=mounts)
     within = "/nowhere" if mounts else "/nowhere/models"
     (warning,) = check_sources(elsewhere, {})
-    assert f"/nowhere/models/olmo is not to be seen from here, nor is {within}:" in warning
+    assert f"/nowhere/models/olmo is not visible from here, nor is {within}:" in warning
     with pytest.raises(NotFoundError, match=r"model\.weights names /nowhere/models/olmo, which is not there"):
         check_sources(replace(elsewhere, cluster=plan.cluster), {})
 

@@ -77,7 +77,7 @@ def test_as_many_gpus_are_taken_as_the_weights_need(slurm_plan: RunPlan) -> None
     assert "--tensor-parallel-size 2 " in served(large, num_gpus=2, words=("--max-model-len", "8 k"))
     assert "'8 k'" in served(large, num_gpus=2, words=("--max-model-len", "8 k"))
     assert str(link) in served(slurm_plan)
-    with pytest.raises(ConfigError, match="9 GPUs asked for"):
+    with pytest.raises(ConfigError, match="9 GPUs requested"):
         served(slurm_plan, num_gpus=9)
 
 

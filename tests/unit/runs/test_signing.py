@@ -62,10 +62,10 @@ def test_a_signature_holds_for_the_file_and_the_key(keys: KeyPair, file: Path, t
     assert signature == file.with_name(file.name + SUFFIXES[keys.signer])
     assert verify_beside(file, keys.public, "ftkit-bundle") == keys.signer
     file.write_bytes(b"contents")
-    with pytest.raises(SignatureError, match="not as its signer left it"):
+    with pytest.raises(SignatureError, match="does not match its signature"):
         verify_beside(file, keys.public, "ftkit-bundle")
     sign(file, make_keys(keys.signer, tmp_path, "other").private, keys.signer, "ftkit-bundle")
-    with pytest.raises(SignatureError, match="not as its signer left it"):
+    with pytest.raises(SignatureError, match="does not match its signature"):
         verify_beside(file, keys.public, "ftkit-bundle")
 
 
@@ -104,5 +104,5 @@ def test_a_key_of_another_program_than_the_signature_is_reported_as_such(file: P
 
 def test_without_a_program_that_signs_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(PrerequisiteError, match="nothing here can sign"):
+    with pytest.raises(PrerequisiteError, match="no program to sign with"):
         find_signer()

@@ -1,1 +1,1 @@
-"""Experiment trackers: sinks of the records that metrics.jsonl holds, which stays the truth."""
+"""Experiment trackers: sinks of the records; metrics.jsonl stays authoritative."""

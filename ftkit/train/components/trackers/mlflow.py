@@ -1,4 +1,4 @@
-"""MLflow, at a tracking server or any other store of its client."""
+"""MLflow, with a tracking server or any other store of its client."""
 
 from __future__ import annotations
 

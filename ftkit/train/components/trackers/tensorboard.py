@@ -16,11 +16,11 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
         resumed_from = run.start.resumed_from
-        # Steps after the last checkpoint are done again: viewers drop the first ones.
+        # Steps after the last checkpoint are repeated: viewers drop the earlier ones.
         self._writer = SummaryWriter(
             str(run.plan.layout.tensorboard), purge_step=resumed_from + 1 if resumed_from else 0
         )
-        # Markdown shows what is indented as it stands.
+        # Markdown shows indented text verbatim.
         text = "".join(f"    {line}\n" for line in json.dumps(run.config(), indent=2).splitlines())
         self._writer.add_text("config", text, resumed_from)
 
@@ -29,6 +29,6 @@ class TensorBoardTracker:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self, outcome: Outcome) -> None:  # noqa: ARG002 - TensorBoard knows no outcome
-        """Write what is left."""
+    def close(self, outcome: Outcome) -> None:  # noqa: ARG002 - TensorBoard has no outcome
+        """Flush the event file."""
         self._writer.close()

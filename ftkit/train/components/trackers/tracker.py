@@ -1,4 +1,4 @@
-"""The interface of a tracker, and what it shows of a run."""
+"""The interface of a tracker, and the run as trackers show it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Outcome = Literal["completed", "stopped", "failed"]
 DEFAULT_PROJECT = "ftkit"
 
 _REJECTED = re.compile(r"^[./]+|[^\w.-]+")
-"""What MLflow rejects in a name, and what would be a path in it."""
+"""Characters that MLflow rejects in a name, and those that would make a path."""
 
 _NOT_MEASURED = {"time", "step", "num_steps"}
 
@@ -52,16 +52,16 @@ class Tracker(Protocol):
         """Send the scalars of a step."""
 
     def close(self, outcome: Outcome) -> None:
-        """Send what is left and close the run."""
+        """Send pending records and close the run."""
 
 
 def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     """Return the numbers of a record by their names in trackers: train/loss, train/loss/SOURCE and so on."""
     prefix, scores = "train", {}
     if not isinstance(record, StepRecord):
-        # What a job measures comes late, on other rows.
+        # A separate job's evaluations arrive late, and use other rows.
         prefix = "job_eval" if record.when == "job" else "eval"
-        # SQL's score has a name of its own.
+        # SQL's score has a separate name.
         scores = {f"{prefix}/{name}": score for name, score in record.scores.items() if name != "sql"}
     by_source = {
         f"{prefix}/loss/{_REJECTED.sub('_', source)}": measured.loss for source, measured in record.sources.items()

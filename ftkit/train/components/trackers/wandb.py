@@ -31,7 +31,7 @@ class WandbTracker:
         self._run.define_metric("job_eval/*", step_metric="job_eval/step")
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        """Send the scalars of a step to W&B's own process, which drops those of a step before the newest one."""
+        """Send the scalars of a step to W&B's process, which drops those of steps before the newest one."""
         if any(name.startswith("job_eval/") for name in scalars):
             scalars, step = scalars | {"job_eval/step": step}, max(step, self._run.step)
         self._run.log(scalars, step=step)
@@ -39,4 +39,4 @@ class WandbTracker:
     def close(self, outcome: Outcome) -> None:
         """Wait until everything is sent, or on disk when offline."""
         self._run.finish(exit_code=1 if outcome == "failed" else 0)
-        self._teardown()  # W&B's process writes its last when it ends; the trainer leaves without exit handlers
+        self._teardown()  # W&B's process flushes when it ends; the trainer exits without exit handlers

@@ -1,4 +1,4 @@
-"""Send records to the trackers of a recipe, each from a thread of its own: none can stop or slow training."""
+"""Send records to the trackers of a recipe, each from a separate thread, so that none can stop or slow training."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def open_trackers(plan: RunPlan, world: World) -> Iterator[Callable[[Record], No
 
 
 def send_late(plan: RunPlan, records: Iterable[Record]) -> None:
-    """Send records of a run whose trainer has ended: the record of a start, what is late, and that of the end.
+    """Send late records of a run whose trainer has ended, between the records of a start and of the end.
 
     Raises:
         PrerequisiteError: a tracker's package, key or address is missing.
@@ -121,7 +121,7 @@ class TrackerWorker:
         self._records.put(None)
 
     def join(self, seconds: float) -> None:
-        """Wait at most so many seconds until the tracker has taken all records."""
+        """Wait until the tracker has taken all records, at most `seconds`."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.warning("tracker %s did not take all records in time: metrics.jsonl has them", self._name)
@@ -148,7 +148,7 @@ class TrackerWorker:
     def _warning_once(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - trackers raise anything, and training continues
+        except Exception as error:  # noqa: BLE001 - trackers may raise any exception, and training continues
             if not self._has_warned:
                 what = _CREDENTIALS.sub("***", f"{type(error).__name__}: {error}")
                 log.warning("tracker %s failed, training continues: %s", self._name, what)
