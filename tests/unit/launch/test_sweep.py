@@ -87,7 +87,7 @@ def test_one_impossible_run_refuses_all_with_its_values(ctx: Context) -> None:
 
 def test_too_many_runs_and_runs_that_are_the_same_are_refused(ctx: Context) -> None:
     many = ",".join(map(str, range(1, MAX_RUNS + 2)))
-    with pytest.raises(ConfigError, match="stand for 201 runs"):
+    with pytest.raises(ConfigError, match="make 201 runs"):
         overrides_of(ctx, f"training.seed={many}")
     with pytest.raises(ConfigError, match=r"training\.seed=1: is there twice"):
         overrides_of(ctx, "training.seed=1,2,1")
