@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -23,6 +25,11 @@ EXPORT_RECORD = "ftkit-export.json"
 """Of ftkit: in an export, with the digests of its weights."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+_TIED = "tie_word_embeddings"
+_EMBEDDING, _PROJECTION = "embed_tokens.weight", "lm_head.weight"
+"""How the names of the two tables end that may be tied."""
+_COMPARED_AT_ONCE = 2**24
+"""Bytes."""
 
 
 def check_folder(folder: Path) -> None:
@@ -80,13 +87,81 @@ def _weights_files(folder: Path) -> list[str]:
 def _is_whole(path: Path) -> bool:
     """Tell whether a file of safetensors is as long as its header says: 8 bytes of length, the header, the tensors."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return bool(path.stat().st_size == 8 + length + max(ends, default=0))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        end = max((tensor.end for tensor in _stored_tensors(path).values()), default=None)
+        if end is None:
+            with path.open("rb") as file:
+                end = 8 + int.from_bytes(file.read(8), "little")
+        return path.stat().st_size == end
+    except _UNREADABLE:
         return False
+
+
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
+"""What damaged files of safetensors, and damaged indexes, raise."""
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """Where a tensor is in a file of safetensors: bytes `begin` to `end`."""
+
+    path: Path
+    kind: tuple[str, tuple[int, ...]]
+    begin: int
+    end: int
+
+    def equals(self, other: _StoredTensor) -> bool:
+        """Compare dtype, shape and bytes."""
+        if self.kind != other.kind:
+            return False
+        with self.path.open("rb") as one, other.path.open("rb") as two:
+            one.seek(self.begin)
+            two.seek(other.begin)
+            for done in range(0, self.end - self.begin, _COMPARED_AT_ONCE):
+                size = min(_COMPARED_AT_ONCE, self.end - self.begin - done)
+                if one.read(size) != two.read(size):
+                    return False
+        return True
+
+
+def _stored_tensors(path: Path) -> dict[str, _StoredTensor]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+    header.pop("__metadata__", None)
+    return {
+        name: _StoredTensor(
+            path,
+            (entry["dtype"], tuple(entry["shape"])),
+            *(8 + length + offset for offset in entry["data_offsets"]),
+        )
+        for name, entry in header.items()
+    }
+
+
+def _is_tied(folder: Path, config: Mapping[str, Any]) -> bool | None:
+    """Tell whether the output projection is the embedding, by the files; None if they don't tell.
+
+    As transformers loads them: a projection that differs from the embedding is never tied to it. A multimodal model's
+    configuration may say one thing for the whole and another for its text model, and classes disagree on which counts.
+    """
+    text = config.get("text_config")
+    said = [part[_TIED] for part in (config, text) if isinstance(part, dict) and _TIED in part]
+    try:
+        files = {folder / file for file in _weights_files(folder)}
+        tensors = {name: tensor for file in files for name, tensor in _stored_tensors(file).items()}
+    except _UNREADABLE:
+        return None  # not downloaded yet; or damaged, which is refused elsewhere
+    embeddings, projections = (
+        [tensor for name, tensor in tensors.items() if f".{name}".endswith(f".{table}")]
+        for table in (_EMBEDDING, _PROJECTION)
+    )
+    if len(embeddings) != 1:  # of a family with other names, or of several models
+        return None
+    if not projections:
+        return any(said) or None
+    if said and not any(said):
+        return False
+    return None if projections[0].equals(embeddings[0]) else False
 
 
 def read_model_type(folder: Path) -> str:
@@ -95,15 +170,24 @@ def read_model_type(folder: Path) -> str:
     Raises:
         NotFoundError: it can't be read, or names none.
     """
-    return str(read_model_config(folder)["model_type"])
+    return str(_read_config(folder)["model_type"])
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Return a model's configuration as it is stored, which has a `model_type`.
+    """Return a model's configuration as it is stored, which has a `model_type`; embeddings tied as in its files.
 
     Raises:
         NotFoundError: it can't be read, or names no architecture.
     """
+    stored = _read_config(folder)
+    if (is_tied := _is_tied(folder, stored)) is not None:
+        stored[_TIED] = is_tied
+        if isinstance(stored.get("text_config"), dict):
+            stored["text_config"][_TIED] = is_tied
+    return stored
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     stored = _read_json(path)
     if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
@@ -141,7 +225,7 @@ def read_end_tokens(folder: Path) -> list[int]:
     Raises:
         NotFoundError: they can't be read.
     """
-    config = read_model_config(folder)
+    config = _read_config(folder)
     text = config.get("text_config")
     sources = [read_generation_config(folder), config, text if isinstance(text, dict) else {}]
     values = [source.get("eos_token_id") for source in sources]

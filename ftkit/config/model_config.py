@@ -90,7 +90,7 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     # The wrapper says whether the tables are tied, and the text model's type may be left to its class.
     outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     named = {"model_type": TEXT_MODEL_TYPES[outer_type]} if outer_type in TEXT_MODEL_TYPES else {}
-    return outer | named | inner
+    return named | inner | outer
 
 
 def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:

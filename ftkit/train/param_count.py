@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 
 from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized
 from ftkit.config.model import NO_CAUSAL_CLASS, ArchitectureSpec, Linear, ModelCounts
-from ftkit.config.model_config import fill_config
+from ftkit.config.model_config import fill_config, text_part
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.parameters import Experts, count_attention, read_experts
 from ftkit.train.model.build import find_decoder_layers, make_config
@@ -149,6 +149,7 @@ def main() -> None:
     if "config" in asked:
         raw = asked["config"]
         config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw).get_text_config(decoder=True)
+        config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
     else:
         no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         config = make_config(ArchitectureSpec.model_validate(asked["architecture"]), cast("Any", no_tokens))

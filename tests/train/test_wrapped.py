@@ -11,13 +11,21 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 
-from ftkit.config.model import ArchitectureSpec
+from ftkit.config.model import ArchitectureSpec, ModelSpec
 from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
 from ftkit.errors import TrainingError
+from ftkit.launch.model import resolve_model
+from ftkit.planning.layout import Workspace
 from ftkit.runs.records import EvaluationRecord
 from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
@@ -99,6 +107,32 @@ def test_the_text_model_computes_what_it_does_within_the_wrapper(
     with engine.inference() as model, torch.no_grad():
         expected = whole.model.language_model(tokens, use_cache=False).last_hidden_state[0]
         assert torch.allclose(model(compute=CausalLM.hidden_states, batch=batch)[0], expected, atol=1e-5)
+        logits = model(compute=lambda model: model.hf_model(input_ids=tokens, use_cache=False).logits)
+        assert torch.allclose(logits, whole(tokens, use_cache=False).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(True, False), (False, True)])
+def test_a_wrapper_that_contradicts_its_text_model_about_tied_embeddings_is_loaded_by_its_files(
+    outer: bool, inner: bool, tmp_path: Path, world: World
+) -> None:
+    torch.manual_seed(7)
+    text = {name: value for name, value in TEXT.items() if name != "sliding_window"} | {"model_type": "ministral3"}
+    eyes = EYES | {"image_size": 28, "patch_size": 14, "head_dim": 8}
+    config = Mistral3Config(
+        text_config=text | {"tie_word_embeddings": inner}, vision_config=eyes, tie_word_embeddings=outer
+    )
+    whole = Mistral3ForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path)
+    planned = resolve_model(ModelSpec(weights=str(tmp_path)), {}, Workspace(tmp_path)).architecture
+    assert planned.tie_word_embeddings == outer
+    read = read_config(tmp_path, planned)
+    built = build_empty(read.text, "sdpa")
+    assert planned.counts is not None
+    assert planned.counts.total == sum(parameter.numel() for parameter in built.parameters())
+    training = TrainingPlan(sequence_length=48, global_batch_size=1, max_steps=1, learning_rate=1e-3, precision="fp32")
+    engine = Fsdp2Engine(built, training, world, lambda sharded: load_weights(sharded, tmp_path))
+    tokens = torch.randint(0, 512, (1, 48), generator=torch.Generator().manual_seed(1))
+    with engine.inference() as model, torch.no_grad():
         logits = model(compute=lambda model: model.hf_model(input_ids=tokens, use_cache=False).logits)
         assert torch.allclose(logits, whole(tokens, use_cache=False).logits, atol=1e-5)
 

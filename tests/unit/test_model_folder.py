@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from ftkit.errors import NotFoundError
-from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
+from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, read_model_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,3 +77,36 @@ def test_a_configuration_that_is_broken_or_of_no_model_is_named(content: bytes, 
     with pytest.raises(NotFoundError, match=message) as caught:
         check_folder(tmp_path)
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "projection", "expected"),
+    [
+        (True, False, None, True),
+        (False, True, None, True),
+        (True, False, "own", False),
+        (False, True, "own", False),
+        (True, True, "own", False),
+        (True, True, "copy", True),
+        (None, True, None, True),
+        (None, None, None, None),
+        (None, None, "own", False),
+        (False, None, "copy", False),
+    ],
+)
+def test_the_files_decide_whether_embeddings_are_tied(
+    outer: bool | None, inner: bool | None, projection: str | None, expected: bool | None, tmp_path: Path
+) -> None:
+    tie = "tie_word_embeddings"
+    config = {
+        "model_type": "mistral3",
+        "text_config": {"model_type": "ministral3"} | ({} if inner is None else {tie: inner}),
+    }
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | ({} if outer is None else {tie: outer})))
+    embedding = np.arange(6.0).reshape(3, 2)
+    tensors = {"language_model.model.embed_tokens.weight": embedding, "vision_tower.patch.weight": np.ones(2)}
+    if projection is not None:
+        tensors["language_model.lm_head.weight"] = embedding + (projection == "own")
+    (tmp_path / WEIGHTS_FILE).write_bytes(safetensors.numpy.save(tensors))
+    found = read_model_config(tmp_path)
+    assert found.get(tie) == found["text_config"].get(tie) == expected

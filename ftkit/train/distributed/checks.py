@@ -212,7 +212,7 @@ def _states_and_gradients(
         is_kept: bool [N], the tokens whose hidden states the gradients are of, in a random direction.
 
     Returns:
-        Both [N, H].
+        Both with N rows.
     """
     outputs: list[torch.Tensor] = []
 
@@ -224,7 +224,15 @@ def _states_and_gradients(
         states = model(compute=CausalLM.hidden_states, batch=batch).flatten(0, 1)
     direction = torch.randn(states.shape, dtype=states.dtype, device=states.device) * is_kept[:, None]
     (gradients,) = torch.autograd.grad(states, outputs[:1], direction)
-    return states.detach(), gradients.flatten(0, 1)
+    return states.detach(), _by_token(gradients, batch.input_ids.shape)
+
+
+def _by_token(values: torch.Tensor, batch: torch.Size) -> torch.Tensor:
+    """Return what a layer returns of B rows of T tokens, [N, …]; some keep several streams of each: [S, B, T, H]."""
+    if values.shape[:2] == batch:
+        return values.flatten(0, 1)
+    axis = next((axis for axis in range(1, values.ndim - 1) if values.shape[axis : axis + 2] == batch), 0)
+    return values.movedim((axis, axis + 1), (0, 1)).flatten(0, 1).flatten(1)
 
 
 def verify_causality(probe: ProbeResult) -> dict[str, str]:

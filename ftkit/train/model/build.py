@@ -14,10 +14,16 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.model_config import CONFIG_KEYS, find_contradictions, unquantized_fix, why_not_dequantizable
+from ftkit.config.model_config import (
+    CONFIG_KEYS,
+    find_contradictions,
+    text_part,
+    unquantized_fix,
+    why_not_dequantizable,
+)
 from ftkit.errors import TrainingError, one_line
 from ftkit.families import family_of
-from ftkit.model_folder import CONFIG_FILE, read_model_type
+from ftkit.model_folder import CONFIG_FILE, read_model_config, read_model_type
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,6 +97,8 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     """
     stored = _read_stored(folder)
     config = stored.get_text_config(decoder=True)
+    raw = read_model_config(folder)
+    config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
     _check_quantization(stored, folder)
     of_files = shape if stored_vocab_size is None else shape.model_copy(update={"vocab_size": stored_vocab_size})
     found = find_contradictions(of_files, _told(config))
@@ -99,7 +107,8 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
         raise TrainingError(
             f"the weights in {folder} are of another shape than model.architecture: {'; '.join(wrong)}",
             meaning="ftkit trains the shape in the weights' own config.json; the plan is for another model",
-            fix="correct model.architecture in the recipe",
+            fix="correct model.architecture in the recipe; if it is not set there, submit again: the plan then "
+            "reads the files that are downloaded now",
         )
     _scale_positions(config, shape)
     if stored_vocab_size is not None:
@@ -271,15 +280,11 @@ def find_decoder(model: Any) -> Any:
     """Return the module under the output projection; the model itself if there is none.
 
     `get_decoder` of some models returns the whole model: in transformers 4, and Llama 4's text model, whose
-    `base_model_prefix` is another one's.
+    `base_model_prefix` is another one's. Of ModernBERT's decoder it returns the output projection, which has that name.
     """
-    decoder = model.get_decoder()
-    if decoder is model:
-        decoder = model.base_model
-    if decoder is model:
-        layers = find_decoder_layers(model)
-        decoder = next((child for child in model.children() if any(part is layers for part in child.modules())), model)
-    return decoder
+    layers = find_decoder_layers(model)
+    candidates = (model.get_decoder(), model.base_model, *model.children())
+    return next((one for one in candidates if one is not model and any(part is layers for part in one.modules())), model)
 
 
 def find_decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -26,10 +26,10 @@ from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
 from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
-from ftkit.train.model.weight_conversion import TensorSource, map_tensors
+from ftkit.train.model.weight_conversion import MappedTensor, TensorSource, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from transformers import PreTrainedModel
 
@@ -83,7 +83,7 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
     places = {stored: path for path, names in _files(folder).items() for stored in names}
     growth = _Growth.of(model, stored_vocab_size)
     with _OpenFiles(places) as files:
-        mapped = map_tensors(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys(), files.read)
+        mapped = _map_by_first_name(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys(), files.read)
         if missing := sorted(wanted.keys() - mapped.keys()):
             raise TrainingError(
                 f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
@@ -115,7 +115,7 @@ class PretrainedTensors(Mapping[str, torch.Tensor]):
         places = {stored: path for path, names in _files(folder).items() for stored in names}
         known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         self._files = _OpenFiles(places)
-        self._mapped = map_tensors(model, places, known, self._files.read)
+        self._mapped = _map_by_first_name(model, places, known, self._files.read)
         self._growth = _Growth.of(model, stored_vocab_size)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -127,6 +127,23 @@ class PretrainedTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._mapped)
+
+
+def _map_by_first_name(
+    model: PreTrainedModel, stored: Iterable[str], known: Collection[str], read: Callable[[str], TensorSource]
+) -> dict[str, MappedTensor]:
+    """Map tensors as `map_tensors` does; files may hold a tied parameter under any of its names, the model's first."""
+    first_names: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name:
+            aliases[name] = first
+    mapped = map_tensors(model, stored, {*known, *aliases}, read)
+    for name in aliases.keys() & mapped.keys():
+        one = mapped.pop(name)
+        mapped.setdefault(aliases[name], one)
+    return mapped
 
 
 @dataclass(frozen=True)
