@@ -88,6 +88,8 @@ class CausalLM(nn.Module):
     Attributes:
         hf_model: the model as transformers has it. Its parameters have the names of the files; those of this module
             have a prefix, which is in no file.
+        has_head_layers: whether there are layers between decoder and output projection, as in ModernBERT's decoder:
+            the loss is then computed from all logits of the model's own class.
         logit_transform: scaling and soft cap of the logits before the loss.
     """
 
@@ -110,7 +112,8 @@ class CausalLM(nn.Module):
         self.hf_model = hf_model
         self.logit_transform = LogitTransform.of(hf_model.config)
         has_bias = getattr(hf_model.get_output_embeddings(), "bias", None) is not None
-        self._is_chunked = by_weight and not has_bias
+        self.has_head_layers = _has_head_layers(hf_model)
+        self._is_chunked = by_weight and not has_bias and not self.has_head_layers
         self._autocast = autocast
 
     def forward(self, *, compute: Callable[..., Any] | None = None, **inputs: Any) -> Any:
@@ -125,17 +128,27 @@ class CausalLM(nn.Module):
             batch: the labels are its.
             source_losses: the losses are added to it too, if the labels are of several sources.
         """
-        hidden = self.hidden_states(batch).flatten(0, 1).index_select(0, batch.label_index)
-        projection: Any = self.hf_model.get_output_embeddings()
         if self._is_chunked:
+            hidden, projection = self._label_states(batch), self.hf_model.get_output_embeddings()
             loss, losses = linear_cross_entropy(hidden, projection.weight, batch.labels, self.logit_transform)
         else:
-            logits = self.logit_transform.apply(projection(hidden).float())
-            losses = functional.cross_entropy(logits, batch.labels, reduction="none")
+            losses = functional.cross_entropy(self._label_logits(batch), batch.labels, reduction="none")
             loss = losses.sum()
         if source_losses is not None and batch.label_sources is not None:
             source_losses.add(losses.detach(), batch.label_sources)
         return loss
+
+    def _label_states(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the last hidden states of the tokens whose next one counts, [N, H]."""
+        return self.hidden_states(batch).flatten(0, 1).index_select(0, batch.label_index)
+
+    def _label_logits(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the logits of these tokens, fp32 [N, V]."""
+        model: Any = self.hf_model
+        if self.has_head_layers:
+            logits: torch.Tensor = model(**model_inputs(model, batch)).logits
+            return logits.flatten(0, 1).index_select(0, batch.label_index).float()
+        return self.logit_transform.apply(model.get_output_embeddings()(self._label_states(batch)).float())
 
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""
@@ -147,6 +160,13 @@ class CausalLM(nn.Module):
         """Return the result of transformers' `generate`: int64 [B, T + new]. Within `forward` only."""
         tokens: torch.Tensor = self.hf_model.generate(**inputs)
         return tokens
+
+
+def _has_head_layers(hf_model: Any) -> bool:
+    """Tell whether a model has parameters outside its decoder and its output projection."""
+    parts = (find_decoder(hf_model), hf_model.get_output_embeddings())
+    inside = {id(parameter) for part in parts for parameter in part.parameters()}
+    return any(id(parameter) not in inside for parameter in hf_model.parameters())
 
 
 def model_inputs(module: Any, batch: MicroBatch) -> dict[str, Any]:

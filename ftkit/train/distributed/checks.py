@@ -153,18 +153,23 @@ def run_probe(
             states, own_logits, expected_logits = model(
                 compute=_class_logits, batch=first, num_logits=min(32, part.stop - part.start)
             )
-        if len(states) != is_kept.numel():
-            raise TrainingError(
-                f"the model's class computes {len(states):,} hidden states for {is_kept.numel():,} tokens",
-                meaning="it adds tokens of its own, which ftkit does not know",
-                fix="choose another model",
-            )
+        _check_num_states(len(states), is_kept.numel())
         torch.manual_seed(0)
         with engine.probe() as model:
             other_states, gradients = _states_and_gradients(model, second, is_kept)
+        _check_num_states(len(gradients), is_kept.numel())
     norms = gradients.float().norm(dim=1)
     kept_norm = world.context_sum(norms[is_kept].sum()) / world.context_sum(is_kept.sum())
     return ProbeResult(is_kept, is_later, (states, other_states), norms, kept_norm, own_logits, expected_logits)
+
+
+def _check_num_states(found: int, num_tokens: int) -> None:
+    if found != num_tokens:
+        raise TrainingError(
+            f"the model's class computes hidden states of other tokens too: {found:,} for {num_tokens:,} tokens",
+            meaning="it adds tokens of its own, which ftkit does not know",
+            fix="choose another model",
+        )
 
 
 def _class_logits(
@@ -174,7 +179,7 @@ def _class_logits(
 
     Returns:
         Its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and those that
-        `CausalLM.loss` would compute its loss from, [M, V].
+        `CausalLM.loss` would compute its loss from, [M, V]: those of the class, where it has layers in between.
     """
     states: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
@@ -195,8 +200,12 @@ def _class_logits(
     ):
         kept = torch.arange(-num_logits, 0, device=batch.input_ids.device)  # with a number, Gemma 4 skips other tokens
         inputs = model_inputs(hf_model, batch) | accepted_inputs(hf_model, {"logits_to_keep": kept})
-        logits = hf_model(**inputs).logits[:, -num_logits:]
-    return states[0].flatten(0, 1), logits.detach().flatten(0, 1), expected[0].flatten(0, 1)
+        logits = hf_model(**inputs).logits[:, -num_logits:].detach()
+    return (
+        states[0].flatten(0, 1),
+        logits.flatten(0, 1),
+        (logits if model.has_head_layers else expected[0]).flatten(0, 1),
+    )
 
 
 def _states_and_gradients(

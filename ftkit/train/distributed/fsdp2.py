@@ -70,6 +70,7 @@ class Fsdp2Engine:
         self._is_unsharded = is_unsharded(training, world)
         if not self._is_unsharded:
             _check_precisions(hf_model)
+            _check_sharing(hf_model)
         _check_device(world)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
         self.model = parallelize(hf_model, training, world, reshard_after_forward=reshard_after_forward)
@@ -212,6 +213,19 @@ def _check_precisions(model: nn.Module) -> None:
             meaning="torch can from version 2.8 on",
             fix="take an image with torch 2.8 or newer, or training.engine=zero3",
         )
+
+
+def _check_sharing(model: nn.Module) -> None:
+    seen: set[int] = set()
+    for layer in find_decoder_layers(model):
+        own = {id(parameter) for parameter in layer.parameters()}
+        if not seen.isdisjoint(own):
+            raise TrainingError(
+                f"decoder layers of {type(model).__name__} share weights, which FSDP2 can't shard layer by layer",
+                meaning="some of its layers are one layer that is computed several times, as in Zamba",
+                fix="choose another model",
+            )
+        seen |= own
 
 
 def _check_device(world: World) -> None:

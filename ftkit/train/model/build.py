@@ -282,9 +282,13 @@ def find_decoder(model: Any) -> Any:
     `get_decoder` of some models returns the whole model: in transformers 4, and Llama 4's text model, whose
     `base_model_prefix` is another one's. Of ModernBERT's decoder it returns the output projection, which has that name.
     """
-    layers = find_decoder_layers(model)
-    candidates = (model.get_decoder(), model.base_model, *model.children())
-    return next((one for one in candidates if one is not model and any(part is layers for part in one.modules())), model)
+    decoder = model.get_decoder()
+    if decoder is model or decoder is model.get_output_embeddings():
+        decoder = model.base_model
+    if decoder is model:
+        layers = find_decoder_layers(model)
+        decoder = next((child for child in model.children() if any(part is layers for part in child.modules())), model)
+    return decoder
 
 
 def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -298,7 +302,7 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     expected = getattr(model.config, "num_hidden_layers", None)
-    matching = [layers for layers in lists if len(layers) == expected]
+    matching = [layers for layers in lists if len(layers) == expected] or _layers_of_several(lists, expected)
     if not matching:
         found = ", ".join(f"{len(layers)} x {type(layers[0]).__name__}" for layers in lists) or "none"
         raise TrainingError(
@@ -306,7 +310,19 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
             meaning="this model is not built as a decoder of layers",
             fix="choose a model of another family",
         )
-    return max(matching, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+    return max(matching, key=_num_parameters)
+
+
+def _layers_of_several(lists: list[nn.ModuleList], expected: object) -> list[nn.ModuleList]:
+    """Return the list of layers that count as several each, as LongCat's, which hold two layers of attention."""
+    nested = {id(part) for layers in lists for part in layers.modules() if part is not layers}
+    outermost = [layers for layers in lists if id(layers) not in nested]
+    is_divided = len(outermost) == 1 and isinstance(expected, int) and expected % len(outermost[0]) == 0
+    return outermost if is_divided else []
+
+
+def _num_parameters(layers: nn.ModuleList) -> int:
+    return sum(parameter.numel() for parameter in layers.parameters())
 
 
 def has_random_weights(model: ModelSpec) -> bool:
