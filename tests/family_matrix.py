@@ -95,11 +95,14 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types")
 
 ODD: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": None, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": {"intermediate_size": 96, "activation_sparsity_pattern": [0.0] * LAYERS},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
@@ -120,6 +123,8 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     depth, public = own.get("num_hidden_layers"), {name: key for key, name in default.attribute_map.items()}
     fields: dict[str, Any] = {}
     for name, value in own.items():
+        if "drop" in name and isinstance(value, float):
+            fields[name] = 0.0  # a few steps would not show that the loss falls
         size = SIZE_OF.get(name, SIZE_OF.get(public.get(name, "")))
         if name in TOKENS:
             fields[name] = TOKENS[name]
@@ -230,6 +235,9 @@ class _Family:
             found = loaded(input_ids=tokens, use_cache=False).logits
         difference = float((found - expected).norm() / expected.norm())
         if not difference < 1e-4:
+            is_kept = torch.arange(VOCABULARY) != TOKENS["pad_token_id"]
+            if torch.allclose(found[..., is_kept], expected[..., is_kept], rtol=1e-3, atol=1e-5):
+                return "transformers sets the row of the padding token to zero as it loads the export"
             return f"the logits of the export differ by {difference:.0e}"
         loaded.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False)
         return "yes"

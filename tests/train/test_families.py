@@ -23,10 +23,12 @@ PACKED = {
     "laguna": "biases of routers that its class keeps frozen",
     "llama4": "a decoder that `get_decoder` does not find",
     "mixtral": "experts that files have one by one",
+    "modernbert-decoder": "layers between decoder and output projection",
 }
 PADDED = {
     "biogpt": "an output projection of another name, tied to the embedding",
     "bloom": "no positions, attention of its own",
+    "camembert": "an output projection that comes before the embedding that it is tied to",
     "olmo_hybrid": "layers of two classes, states along the row",
 }
 
