@@ -18,11 +18,13 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+SLOW_RANK = "FTKIT_TEST_SLOW_RANK"
+"""Variable with the rank that computes slowly."""
 _ANSWERS = 1
 _IMPORTED = ("ftkit.train.trainer", "ftkit.train.self_check", "peft")
 _GRACE_SECONDS = 30
@@ -107,10 +109,24 @@ def _signal(pids: set[int], number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+def _slow_down() -> None:
+    """Make matrix products as slow as those of a device that is out of order."""
+    functional = importlib.import_module("torch.nn.functional")
+    linear = functional.linear
+
+    def slow_linear(*arguments: Any) -> Any:
+        time.sleep(0.002)
+        return linear(*arguments)
+
+    functional.linear = slow_linear
+
+
 def _start(job: Job, rank: int) -> int:
     if pid := os.fork():
         return pid
     try:
+        if job.environment.get(SLOW_RANK) == str(rank):
+            _slow_down()
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         output = os.open(job.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

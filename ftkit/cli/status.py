@@ -39,6 +39,7 @@ from ftkit.runs.progress import (
 from ftkit.runs.records import AnomalyRecord
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.storage.sync import read_status
+from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
 from ftkit.runs.submission import SubmittedRun
 from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarize
 
@@ -63,6 +64,7 @@ class _Status:
     silence: Silence | None
     restarts: list[Restart]
     anomalies: list[AnomalyRecord]
+    stragglers: list[Straggler]
     doubts: list[str]
     """Reasons why the run can't be repeated exactly."""
     gpus: GpuSummary | None
@@ -128,6 +130,7 @@ def _read(folder: RunFolder) -> _Status:
         silence=measure_silence(folder.layout, seen, plan.recipe.training.log_every_steps if plan else 1, time.time()),
         restarts=list_restarts(folder.layout),
         anomalies=list_anomalies(folder.layout),
+        stragglers=find_stragglers(read_timings(folder.layout)),
         doubts=explain_missing_digests(folder.layout),
         gpus=summarize_samples(read_samples(folder.layout)),
     )
@@ -203,6 +206,9 @@ def _progress_facts(status: _Status) -> list[tuple[str, Cell]]:
         if steps:
             newest = ", ".join(steps[-_NUM_ANOMALIES_SHOWN:])
             facts.append((title, f"{plural(len(steps), 'step')}{what}, the newest last: {newest}"))
+    slow = [f"node {each.host} is {each.reason}" for each in status.stragglers]
+    if slow:
+        facts.append(("slow", Styled("\n".join(slow), "yellow")))
     if status.doubts:
         facts.append(("not repeatable", "; ".join(status.doubts)))
     return facts
@@ -274,6 +280,7 @@ def _as_json(status: _Status) -> dict[str, Any]:
             "is_stalled": bool(status.silence and status.silence.is_stalled),
             "restarts": [asdict(restart) for restart in status.restarts],
             "anomalies": [asdict(each) for each in status.anomalies],
+            "stragglers": [asdict(each) for each in status.stragglers],
             "not_repeatable": status.doubts,
             "sync": sync and asdict(sync),
             "gpus": asdict(status.gpus) if status.gpus else None,

@@ -304,6 +304,9 @@ class ResourcesSpec(Spec):
     hang_timeout_seconds: PositiveInt = 600
     """A step that takes longer than this, and longer than ten times the median of the last steps, counts as a hang: all
     ranks write their Python stacks and last collectives to `logs/`, and training restarts."""
+    exclude_stragglers: bool = False
+    """Leave out the slowest node when the job is requeued, if it computes at least 10 % more slowly than the others
+    (`ftkit status`), on Slurm with two nodes and more. The cluster must have another node to take its place."""
     preflight: bool | None = None
     """Check all nodes before training, on Slurm, and leave out those that are out of order. With GPUs on two nodes and
     more if null."""

@@ -94,6 +94,7 @@ def _render(template: str, plan: RunPlan, mounted: Sequence[str] = (), **values:
         runtime=plan.cluster.runtime,
         in_container=_in_container(plan.cluster),
         spare_nodes=plan.recipe.resources.spare_nodes,
+        excludes_stragglers=plan.recipe.resources.exclude_stragglers and plan.placement.num_nodes > 1,
         nccl=nccl,
         mounts=_mounts(plan.cluster, (*(folder for _, folder in named), *mounted)),
         data_manifest=DataLayout(plan.data_directory).manifest,

@@ -38,8 +38,9 @@ class SlurmScheduler:
         if has_preparation:
             preparation_job_id, _ = _sbatch([layout.preparation_script.name], layout, environment)
             after = [f"--dependency=afterok:{preparation_job_id}", "--kill-on-invalid-dep=yes"]
+        requeue = ["--requeue=expedite"] if _expedites_requeues(environment) else []
         try:
-            job_id, stderr = _sbatch([*after, layout.script.name], layout, environment)
+            job_id, stderr = _sbatch([*after, *requeue, layout.script.name], layout, environment)
         except FtkitError:
             if preparation_job_id:
                 _ask(["scancel", preparation_job_id], environment)
@@ -95,6 +96,15 @@ def _sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) 
     if answer.returncode != 0 or not job_id.isdigit():
         raise explain_refusal(answer.stderr or answer.stdout)
     return job_id, answer.stderr
+
+
+def _expedites_requeues(environment: Mapping[str, str]) -> bool:
+    """Tell whether jobs that lose a node may start again before all others: from Slurm 25.11 on, if enabled."""
+    try:
+        configuration = _ask(["scontrol", "show", "config"], environment).stdout
+    except FtkitError:  # sbatch has the last word
+        return False
+    return re.search(r"^SlurmctldParameters *=.*\benable_expedited_requeue\b", configuration, re.MULTILINE) is not None
 
 
 def sbatch_variables(environment: Mapping[str, str]) -> list[str]:
@@ -156,6 +166,7 @@ SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
 _ACTIVE = {
     "COMPLETING": RunState.RUNNING,
     "CONFIGURING": RunState.PENDING,
+    "EXPEDITING": RunState.PENDING,
     "PENDING": RunState.PENDING,
     "REQUEUED": RunState.PENDING,
     "REQUEUE_FED": RunState.PENDING,
@@ -255,6 +266,8 @@ def _observation(
 def _explain(word: str, reason: str) -> str:
     if word == "CONFIGURING":
         return "its nodes are starting"
+    if word == "EXPEDITING":
+        return "Slurm starts it again before all other jobs"
     if word in ("SUSPENDED", "STOPPED"):
         return "Slurm has suspended it"
     code = reason.strip("()").partition(", UnavailableNodes")[0]

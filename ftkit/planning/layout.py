@@ -128,6 +128,10 @@ class RunLayout:
         """Return where a rank that fails leaves its exception and traceback."""
         return self.logs / f"error-{rank:05d}.json"
 
+    def rank_timing(self, rank: int) -> Path:
+        """Return where a rank leaves how long its steps take."""
+        return self.logs / f"timing-{rank:05d}.json"
+
     def hang_report(self, rank: int) -> Path:
         """Return where a rank leaves the step that it hung in."""
         return self.logs / f"hang-{rank:05d}.json"
@@ -179,6 +183,11 @@ class RunLayout:
     def excluded_nodes(self) -> Path:
         """The nodes that did not pass, a line each: time, job, node and why, with tabs between them."""
         return self.root / "excluded-nodes.tsv"
+
+    @property
+    def stragglers(self) -> Path:
+        """The node that the next requeue leaves out because it is slow, and why, with a tab between them."""
+        return self.root / "stragglers.tsv"
 
     @property
     def tensorboard(self) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -24,6 +24,7 @@ from ftkit.train.components.metrics import Recorder, StepOutcome, StepReducer, S
 from ftkit.train.components.mfu import MfuMeter
 from ftkit.train.components.prefetch import prefetched
 from ftkit.train.components.profiler import profiled
+from ftkit.train.components.rank_times import RankTimes
 from ftkit.train.components.watchdog import Watchdog, watched
 from ftkit.train.engine import Engine
 from ftkit.train.memory.trace import MemoryTrace
@@ -57,6 +58,7 @@ class TrainingLoop:
     num_steps: int
     state: TrainState
     anomalies: AnomalyWatch
+    rank_times: RankTimes
     sources: tuple[str, ...] = ()
     """The names of several sources, whose losses are reported separately."""
 
@@ -90,9 +92,13 @@ class TrainingLoop:
                     if stopped or self._waits_for_step():
                         stopped |= self._judge(reporter, reducer.pop())
                     is_best = self._evaluate_if_due()
-                    self._save_if_due(is_best=is_best, is_last=stopped or self.is_complete)
+                    is_last = stopped or self.is_complete
+                    self.rank_times.write_if_due(is_last=is_last)
+                    self._save_if_due(is_best=is_best, is_last=is_last)
                     end_profiled_step()
         self.trace.begin_step(None)
+        if self.world.is_first:  # after the last save, which waits for all ranks and so for what they measured
+            self.rank_times.name_stragglers()
         return "completed" if self.is_complete else "stopped"
 
     @property
@@ -137,7 +143,8 @@ class TrainingLoop:
         source_losses = SourceLosses(len(self.sources), self.world.device)
         for index, micro_batch in enumerate(batch.micro_batches):
             self.trace.begin_once("first forward")
-            loss = self.engine.forward(micro_batch, source_losses)
+            with self.rank_times.measuring(self.state.step + 1) if index == 0 else nullcontext():
+                loss = self.engine.forward(micro_batch, source_losses)
             self.trace.begin_once("first backward")
             self.engine.backward(loss, batch.num_targets, is_last=index == last)
             self.trace.begin_once("first step")
@@ -161,6 +168,7 @@ class TrainingLoop:
         """Report a step, and check it for anomalies; return whether a stop was requested."""
         stopped = self._report(reporter, result)
         if result is not None:
+            self.rank_times.count(result)
             self.anomalies.check(result)
         return stopped
 

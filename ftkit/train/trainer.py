@@ -34,6 +34,7 @@ from ftkit.train.components.generation import Generation
 from ftkit.train.components.metrics import Recorder
 from ftkit.train.components.mfu import make_mfu_meter
 from ftkit.train.components.profiler import check_profile
+from ftkit.train.components.rank_times import RankTimes
 from ftkit.train.components.trackers.worker import open_trackers
 from ftkit.train.distributed.checks import (
     verify_causality,
@@ -51,6 +52,7 @@ from ftkit.train.model.build import (
     TextConfig,
     build_empty,
     check_positions,
+    find_decoder_layers,
     has_random_weights,
     make_config,
     read_config,
@@ -141,6 +143,7 @@ class Trainer:
                 num_steps,
                 state,
                 AnomalyWatch(self.plan.id, policy, self.recorder, batches.packs_of_step),
+                self._rank_times(engine),
                 manifest.mixed_sources,
             )
             outcome = loop.train()
@@ -161,6 +164,11 @@ class Trainer:
         )  # fmt: skip
         self.recorder.write(record)
         return outcome, loop.state.step
+
+    def _rank_times(self, engine: Engine) -> RankTimes:
+        layers = find_decoder_layers(engine.model.hf_model)
+        excludes = self.plan.recipe.resources.exclude_stragglers
+        return RankTimes(self.plan.layout, self.world, layers, excludes_stragglers=excludes)
 
     def _load_best(self, engine: Engine, state: TrainState) -> int:
         """Load the checkpoint of the best evaluation if a later one is loaded; return the step of the loaded state."""

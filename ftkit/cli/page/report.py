@@ -16,6 +16,7 @@ from ftkit.runs.history import History, merge_spans, read_history
 from ftkit.runs.manifest import explain_missing_digests
 from ftkit.runs.progress import Restart, list_restarts
 from ftkit.runs.records import AnomalyRecord, EvaluationRecord, Sample
+from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,6 +92,7 @@ class RunReport:
     examples: list[Example]
     anomalies: list[AnomalyRecord]
     restarts: list[Restart]
+    stragglers: list[Straggler]
     checks: dict[str, str]
     facts: dict[str, list[tuple[str, str]]]
     doubts: list[str]
@@ -140,6 +142,7 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
         examples=_examples(history),
         anomalies=list(history.anomalies[-_NUM_ANOMALIES:]),
         restarts=list_restarts(layout),
+        stragglers=find_stragglers(read_timings(layout)),
         checks=history.checks.checks if history.checks else {},
         facts=_facts(plan, manifest, history) if plan else {},
         doubts=explain_missing_digests(layout),

@@ -257,3 +257,30 @@ def test_user_formats_do_not_reach_slurms_programs(
     seen: Any = (programs.folder / "squeue.env").read_text().splitlines()
     assert "SLURM_TIME_FORMAT=%s" in seen
     assert not [line for line in seen if line.startswith("SQUEUE_PARTITION")]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ("enable_configless,enable_expedited_requeue,cloud_dns", ["--requeue=expedite"]),
+        ("enable_configless", []),
+        ("(null)", []),
+    ],
+)
+def test_a_job_asks_for_expedited_requeues_where_slurm_has_them(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, parameters: str, expected: list[str]
+) -> None:
+    programs.answer("scontrol", f"SLURM_VERSION           = 25.11.4\nSlurmctldParameters     = {parameters}\n")
+    programs.answer("sbatch", "5\n")
+    slurm.submit(make_run().layout, os.environ)
+    assert programs.calls("sbatch") == [" ".join(["sbatch", "--parsable", *expected, "job.sbatch"])]
+
+
+def test_a_job_that_lost_a_node_and_starts_again_before_others_has_not_ended(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, squeue_line: Callable[..., str]
+) -> None:
+    run = make_run()
+    programs.answer("squeue", squeue_line(run, "EXPEDITING"))
+    seen = slurm.observe([run])[run.id]
+    assert (seen.state, seen.is_final) == (RunState.PENDING, False)
+    assert seen.reason == "Slurm starts it again before all other jobs"

@@ -11,6 +11,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.cluster import NcclSpec
 from ftkit.planning.layout import DataLayout
+from ftkit.runs.progress import excluded_nodes
 from ftkit.runs.records import EndRecord, to_line
 
 if TYPE_CHECKING:
@@ -125,6 +126,36 @@ def test_near_the_time_limit_the_trainer_stops_and_the_job_is_requeued(slurm_pla
     assert _requeued(machine)
     assert not list(slurm_plan.layout.root.glob("stop-requested*"))
     assert machine.exit_code(slurm_plan) is None, "a run that goes on has no exit code"
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_requeued_job_leaves_out_the_straggler_that_the_trainer_named(
+    is_named: bool, make_plan: PlanMaker, machine: Machine
+) -> None:
+    resources = make_plan.recipe.resources.model_copy(update={"exclude_stragglers": True})
+    make_plan.recipe = make_plan.recipe.model_copy(update={"resources": resources})
+    plan = make_plan("dev", 2, node_local_dir=machine.local_disk)
+    name = "printf 'h17\\t14 %% slower than the others (rank 3)\\n' >stragglers.tsv; " if is_named else ""
+    machine.environment = {
+        "FAKE_TRAINER": name + WAIT_FOR_REQUEST + _end("stopped"),
+        "FAKE_JOB": "   ReqNodeList=(null) ExcNodeList=h3",
+    }
+    assert _signal_while_training(machine, plan, signal.SIGUSR1)[0] == 0
+    said = [call.words for call in machine.calls("scontrol")]
+    assert said[-1] == (["update", "jobid=12345", "ExcNodeList=h3,h17"] if is_named else ["requeue", "12345"])
+    assert list(excluded_nodes(plan.layout).items()) == (
+        [("h17", "14 % slower than the others (rank 3)")] if is_named else []
+    )
+
+
+@pytest.mark.parametrize("is_expedited", [True, False])
+def test_a_job_that_fails_is_not_held_in_the_queue(is_expedited: bool, slurm_plan: RunPlan, machine: Machine) -> None:
+    job = f"JobState=RUNNING ExpeditedRequeue={'Yes' if is_expedited else 'No'}"
+    machine.environment = {"FAKE_TRAINER": f"{FOR_GOOD}exit 9", "FAKE_JOB": job}
+    assert machine.run(slurm_plan)[0] == 9
+    updates = [call.words for call in machine.calls("scontrol") if call.words[0] == "update"]
+    assert updates == ([["update", "jobid=12345", "Requeue=0"]] if is_expedited else [])
+    assert machine.exit_code(slurm_plan) == 9
 
 
 @pytest.mark.parametrize("why_not", ["completed", "failed", "cancelled", "SIGTERM"])

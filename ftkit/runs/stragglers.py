@@ -1,0 +1,91 @@
+"""Stragglers: nodes that compute more slowly than the others, found from what each rank measures of itself.
+
+In synchronous training all ranks take equally long for a step, because the fast ones wait for the slow one in each
+collective. The times between the collectives tell them apart.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ftkit.files import read_json_if_valid
+from ftkit.runs.records import Count, Seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ftkit.planning.layout import RunLayout
+
+MIN_STEPS = 20
+"""Steps after which ranks are compared: documents of different lengths make single steps differ."""
+_MIN_SLOWDOWN = 0.1
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class RankTiming:
+    """What one rank measured: medians over the last `num_steps` steps, in seconds.
+
+    Attributes:
+        rank: of the process.
+        host: its machine.
+        step: the last step that was measured.
+        num_steps: number of steps.
+        step_seconds: of a step, without checkpoints and evaluations.
+        data_wait_seconds: of a step, waiting for its batch.
+        compute_seconds: forward of all decoder layers, for the step's first micro-batch, without collectives.
+        collective_wait_seconds: between these layers, waiting for their all-gathers.
+    """
+
+    rank: Count
+    host: str
+    step: Count
+    num_steps: Count
+    step_seconds: Seconds
+    data_wait_seconds: Seconds
+    compute_seconds: Seconds
+    collective_wait_seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A host whose slowest rank takes longer than the ranks of the other hosts, by the fraction `slowdown`."""
+
+    host: str
+    ranks: tuple[int, ...]
+    slowdown: float
+
+    @property
+    def reason(self) -> str:
+        """What is wrong with it."""
+        shown = ", ".join(map(str, self.ranks[:_SHOWN])) + (", …" if len(self.ranks) > _SHOWN else "")
+        return f"{100 * self.slowdown:.0f} % slower than the others (rank{'s' if len(self.ranks) > 1 else ''} {shown})"
+
+
+def read_timings(layout: RunLayout) -> list[RankTiming]:
+    """Read what the ranks of the newest start measured, by rank."""
+    paths = sorted(layout.logs.glob("timing-*.json"))
+    found = (read_json_if_valid(path, RankTiming) for path in paths if re.fullmatch(r"timing-\d+", path.stem))
+    return [timing for timing in found if timing is not None]
+
+
+def find_stragglers(timings: Iterable[RankTiming]) -> list[Straggler]:
+    """Return the hosts with ranks that compute more slowly than those of all other hosts, the slowest first.
+
+    On a single host, each rank is compared with its neighbors.
+    """
+    known = [each for each in timings if each.num_steps >= MIN_STEPS and each.compute_seconds > 0]
+    is_single = len({each.host for each in known}) == 1
+    slow: dict[str, dict[int, float]] = {}
+    for one in known:
+        others = [
+            each.compute_seconds for each in known if (each.rank != one.rank if is_single else each.host != one.host)
+        ]
+        slowdown = one.compute_seconds / median(others) - 1 if others else 0.0
+        if slowdown >= _MIN_SLOWDOWN:
+            slow.setdefault(one.host, {})[one.rank] = slowdown
+    found = [Straggler(host, tuple(ranks), max(ranks.values())) for host, ranks in slow.items()]
+    return sorted(found, key=lambda each: each.slowdown, reverse=True)

@@ -1,0 +1,159 @@
+"""The times of this rank's steps, outside of collectives and in them, so that stragglers can be found.
+
+Marks around the decoder layers of a step's first micro-batch: on a GPU, CUDA events on the stream that computes, read
+once the device is past them anyway; on a CPU, the clock. FSDP2 all-gathers a layer's weights in a hook before its
+forward, so what lies between the hooks around that one is waiting, and the forward itself is computing.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import deque
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from ftkit.files import write_file, write_json
+from ftkit.runs.stragglers import MIN_STEPS, RankTiming, find_stragglers, read_timings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+    from ftkit.planning.layout import RunLayout
+    from ftkit.train.components.metrics import StepResult
+    from ftkit.train.world import World
+
+log = logging.getLogger(__name__)
+
+_WINDOW = 100
+_WRITE_SECONDS = 60.0
+"""Between two writes of a rank: thousands of ranks may share a file system."""
+
+
+class LayerMarks:
+    """Times when the device came to a decoder layer, began it and ended it; see the module's docstring."""
+
+    def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
+        """Register the hooks around those of FSDP2. Layers that nothing gathers have nothing to wait for."""
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[Any] | None = None
+        for layer in layers:
+            layer.register_forward_pre_hook(self._mark, prepend=True)
+            layer.register_forward_pre_hook(self._mark)
+            layer.register_forward_hook(self._mark, prepend=True)
+
+    def _mark(self, *_: object) -> None:
+        if self._marks is None:
+            return
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    @contextmanager
+    def marking(self, marks: list[Any]) -> Iterator[None]:
+        """Mark the layers that are called in the block."""
+        self._marks = marks
+        try:
+            yield
+        finally:
+            self._marks = None
+
+    def seconds(self, marks: list[Any]) -> tuple[float, float]:
+        """Return the seconds in layers, and of waiting before them. The device must be past all marks."""
+        between = [
+            first.elapsed_time(second) / 1000 if self._is_cuda else second - first for first, second in pairwise(marks)
+        ]
+        return sum(between[1::3]), sum(between[::3])
+
+
+class RankTimes:
+    """Measures the steps of this rank, leaves their medians in its file, and names stragglers on rank 0."""
+
+    def __init__(
+        self, layout: RunLayout, world: World, layers: Iterable[nn.Module], *, excludes_stragglers: bool
+    ) -> None:
+        """Begin to measure; what earlier starts left goes.
+
+        Args:
+            layout: of the run.
+            world: this rank and the others.
+            layers: decoder layers.
+            excludes_stragglers: whether the job script is told to leave them out when it requeues the job.
+        """
+        self._layout = layout
+        self._world = world
+        self._excludes = excludes_stragglers
+        # Where gathers happen within layers (ZeRO-3, context parallelism), computing can't be told from waiting.
+        sharded = [layer for layer in layers if isinstance(layer, FSDPModule)] if world.context.size == 1 else []
+        self._layers = LayerMarks(sharded if world.size > 1 else [], world.device)
+        self._pending: dict[int, list[Any]] = {}
+        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
+        self._last_step = 0
+        self._num_unwritten = 0
+        self._written = time.monotonic()
+        self._named: set[str] = set()
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        own = self._layout.rank_timing(self._world.rank)
+        old = self._layout.logs.glob("timing-*.json") if self._world.is_first else [own]
+        with suppress(OSError):
+            for path in [*old, *([self._layout.stragglers] if self._world.is_first else [])]:
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def measuring(self, step: int) -> Iterator[None]:
+        """Mark the layers of the block, which is the forward of the first micro-batch of a step."""
+        marks: list[Any] = []
+        with self._layers.marking(marks):
+            yield
+        if marks:
+            self._pending[step] = marks
+
+    def count(self, result: StepResult) -> None:
+        """Add a step that the device has ended."""
+        marks = self._pending.pop(result.step, None)
+        if marks is None:
+            return
+        computing, waiting = self._layers.seconds(marks)
+        self._steps.append((result.timing.seconds, result.timing.wait_seconds, computing, waiting))
+        self._last_step = result.step
+        self._num_unwritten += 1
+
+    def write_if_due(self, *, is_last: bool) -> None:
+        """Write the medians of the last steps; on a full disk, nothing."""
+        is_due = self._num_unwritten >= MIN_STEPS and time.monotonic() - self._written > _WRITE_SECONDS
+        if not self._num_unwritten or not (is_due or is_last):
+            return
+        self._written, self._num_unwritten = time.monotonic(), 0
+        medians = (median(values) for values in zip(*self._steps, strict=True))
+        timing = RankTiming(
+            self._world.rank, socket.gethostname(), self._last_step, len(self._steps), *map(float, medians)
+        )
+        with suppress(OSError):
+            write_json(self._layout.rank_timing(self._world.rank), timing)
+            if is_due and self._world.is_first:
+                self.name_stragglers()
+
+    def name_stragglers(self) -> None:
+        """Log new stragglers, and leave the slowest for the job script if the recipe allows it. On rank 0."""
+        found = find_stragglers(read_timings(self._layout))
+        for each in found:
+            if each.host not in self._named:
+                log.warning("node %s is %s", each.host, each.reason)
+                self._named.add(each.host)
+        if self._excludes:
+            with suppress(OSError):
+                lines = [f"{each.host}\t{each.reason}\n" for each in found[:1]]
+                write_file(self._layout.stragglers, "".join(lines).encode())
