@@ -1,4 +1,4 @@
-"""A server that speaks S3, on this machine."""
+"""Servers that speak S3 and Google's storage, on this machine."""
 
 from __future__ import annotations
 
@@ -32,6 +32,25 @@ def s3_server() -> Iterator[tuple[str, Any]]:
     client.create_bucket(Bucket=BUCKET)
     yield f"http://{host}:{port}", client
     client.close()
+    server.stop()
+
+
+@contextmanager
+def gcs_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Start an emulator with the bucket `team`, have programs find it, and give its address."""
+    import gcsfs
+    from gcp_storage_emulator.server import create_server
+
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.ERROR)
+    server = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
+    server.start()
+    address = f"http://127.0.0.1:{server._api._httpd.server_address[1]}"
+    for name, value in {"STORAGE_EMULATOR_HOST": address, "NO_GCE_CHECK": "true", "HOME": "/nonexistent"}.items():
+        patch.setenv(name, value)
+    patch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    yield address
+    gcsfs.GCSFileSystem.clear_instance_cache()
     server.stop()
 
 

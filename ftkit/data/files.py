@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, cast
 from ftkit.config.paths import is_address, is_file
 from ftkit.data.readers import COMPRESSIONS, READERS, arrow_errors, cut_error, read_lines, suffix_of
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, one_line
+from ftkit.runs.storage.drivers import ADVICE, open_driver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,6 @@ _OTHER_SPLIT = re.compile(r"(?:test|valid|validation|eval|dev|heldout)(?:[-_./]|
 """Prefixes of files and folders that are not for training, as in data sets of the hub."""
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that `datasets` writes beside the rows."""
-_EXTRA = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
 
 
 # --- Finding files -------------------------------------------------------------------------------
@@ -115,9 +115,23 @@ def _train_files(folder: str, files: list[str], key: str) -> list[str]:
         raise DataError(
             f"{key}: {folder} has files of more than one split, such as {below[others[0]]}",
             meaning="all files of a folder are trained on, so the test data would be too",
-            fix=f"select files with a pattern: {folder.rstrip('/')}/**/train*; use other files as data.validation.file",
+            fix=f"{_suggest(folder, [below[file] for file in found], key)}; use other files as data.validation.file",
         )
     return found
+
+
+def _suggest(folder: str, found: list[Path], key: str) -> str:
+    """Suggest how to select the training files of a folder that has files of other splits, too."""
+    root = folder.rstrip("/")
+    others = [path for path in found if any(map(_OTHER_SPLIT.match, path.parts))]
+    train = [path for path in found if path not in others]
+    parents = {path.parent for path in train}
+    if len(parents) == 1 and not any(path.is_relative_to(train[0].parent) for path in others):
+        return f"select its folder: {key}={root}/{train[0].parent}"
+    suffixes = {suffix_of(path.name) for path in train}
+    if all(path.name.startswith("train") for path in train):
+        return f"select files with a pattern: {key}={root}/**/train*{suffixes.pop() if len(suffixes) == 1 else ''}*"
+    return f"list the files: {key}={root}/{train[0]}, ..."
 
 
 def _find_remote(place: str, key: str) -> list[str]:
@@ -135,16 +149,11 @@ def _find_remote(place: str, key: str) -> list[str]:
 
 
 def _file_system(place: str, key: str) -> Any:
-    scheme = place.partition("://")[0]
     try:
-        import fsspec  # noqa: PLC0415 - heavy, and only needed for addresses
-
-        return fsspec.filesystem(scheme)
-    except ImportError as error:
-        raise PrerequisiteError(
-            f"{key}: reading {scheme}:// needs the package {_EXTRA.get(scheme, 'fsspec')}",
-            fix="pip install 'ftkit[storage]'",
-        ) from error
+        return open_driver(place.partition("://")[0])
+    except PrerequisiteError as error:
+        what = f"{key}: can't read {place}: {error.what}"
+        raise PrerequisiteError(what, meaning=error.meaning, fix=error.fix) from error
 
 
 @contextmanager
@@ -157,15 +166,10 @@ def _remote_errors(place: str, key: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise NotFoundError(f"{key}: there is nothing at {place}", fix="check the address") from error
     except Exception as error:
-        advice = {
-            "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run 'aws configure'",
-            "gs": "run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS",
-            "hf": "run 'hf auth login', or set HF_TOKEN",
-        }
         raise PrerequisiteError(
             f"{key}: can't read {place}: {one_line(error) or type(error).__name__}",
             meaning="credentials are missing or lack access to this address, or there is no network",
-            fix=advice.get(place.partition("://")[0], "check the address"),
+            fix=ADVICE.get(place.partition("://")[0], "check the address"),
         ) from error
 
 

@@ -76,10 +76,13 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
         detected = _detect_turns(columns, alike) or _detect_by_columns(columns)
         if detected is not None:
             return detected
+    lists = [name for name, value in rows[0].columns.items() if _is_list_of_objects(value)] if len(rows) == 1 else []
     raise DataError(
         f"{rows[0].where}: no known format has the columns {', '.join(sorted(commonest)) or '(none)'}",
         meaning="known: turns (messages, conversations), instruction and output, prompt and completion, and text",
-        fix="set how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
+        fix=f"the rows are in a list: jq -c '.{lists[0]}[]' FILE > {lists[0]}.jsonl"
+        if lists
+        else "set how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
         "data.format.prompt='\"{question}\"' data.format.completion='\"{answer}\"'",
     )
 
@@ -109,6 +112,10 @@ def _detect_by_columns(columns: set[str]) -> Format | None:
         if {prompt, completion} <= columns:
             return PromptCompletionFormat(prompt=f"{{{prompt}}}", completion=f"{{{completion}}}")
     return TextFormat() if "text" in columns else None
+
+
+def _is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _is_turns(row: Row, column: str, style: str) -> bool:
@@ -167,6 +174,12 @@ def _chooses_columns(form: Format, data: DataSpec) -> bool:
 
 def _check_columns(columns: Mapping[str, Any], data: DataSpec, form: Format) -> None:
     unknown = [name for name in unused_columns(columns, form) if name not in {*METADATA, *data.ignore_columns}]
+    if unknown and not any(name in columns for name in form.columns):
+        raise DataError(
+            f"a row of another shape: it has the columns {', '.join(columns)}, and none of {', '.join(form.columns)}",
+            meaning=f"the format is {describe_format(form)}, as set or as detected from the first rows",
+            fix="remove this row, or select the data's own files: data.source=FOLDER/*.jsonl",
+        )
     if unknown:
         raise DataError(
             f"columns that the format does not know: {', '.join(unknown)}",
@@ -287,8 +300,11 @@ def _text(value: object, column: str) -> str:
         return str(value)
     raise DataError(
         f"column '{column}' is neither text nor a number: {str(value)[:80]}",
-        meaning=f"the model would be trained on the Python repr of a {type(value).__name__}",
-        fix="turn the column into text, or remove it from data.format",
+        meaning=f"the model would be trained on Python's spelling of a {type(value).__name__}",
+        fix=f"use {{{{ {column} | {'join' if isinstance(value, list) else 'tojson'} }}}} in a template "
+        "(data.format.kind=jinja), or turn the column into text"
+        if isinstance(value, list | dict)
+        else "correct this example, or remove it",
     )
 
 

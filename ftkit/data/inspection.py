@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ftkit.data.packing import Packer
 from ftkit.data.sources import read_rows
 from ftkit.data.store import PreparedData, SourceStats
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.data.workers import BatchEncoder, EncodedRows, encode_rows, num_usable_cpus
+from ftkit.data.workers import BatchEncoder, EncodedRows, encode_rows, num_usable_cpus, skip_bad
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -231,38 +232,37 @@ class DataInspector:
             dropping = self.recipe.model_copy(update={"data": data.model_copy(update={"too_long": "drop"})})
             encoder = replace(encoder, recipe=dropping)
         sources = [SourceStats(source.name) for source in data.sources]
-        lengths: list[int] = []
-        seen: set[bytes] = set()
+        lengths: Counter[int] = Counter()
+        digests = array("Q")  # 8 bytes a document: the only thing that grows with the data
         packer = Packer(length)
         num_renderings = num_packs = longest = num_bad = 0
         for encoded in encode_rows(encoder, read_rows(data), num_usable_cpus()):
-            num_bad += len(encoded.bad)
-            if num_bad > data.skip_bad:
-                raise encoded.bad[-1]
+            num_bad += len(skip_bad(encoded.bad, data.skip_bad - num_bad))
             sources = [_added(source, number, encoded) for number, source in enumerate(sources)]
             num_renderings += encoded.num_documents
             longest = max(longest, encoded.longest)
-            lengths += encoded.train.lengths.tolist()
+            lengths.update(encoded.train.lengths.tolist())
             ends = np.cumsum(encoded.train.lengths)
             documents = np.split(encoded.train.tokens, ends[:-1]) if len(ends) else []
-            seen.update(blake2b(document.tobytes(), digest_size=16).digest() for document in documents)
+            digests.frombytes(b"".join(blake2b(document.tobytes(), digest_size=8).digest() for document in documents))
             num_packs += sum(len(sizes) for _, sizes in packer.add(encoded.train))
         num_packs += sum(len(sizes) for _, sizes in packer.finish())
         num_tokens = sum(source.num_tokens for source in sources)
+        num_documents = lengths.total()
         return DataStats(
             formats=tuple(self.formats),
             sources=tuple(sources),
             num_bad=num_bad,
             num_renderings=num_renderings,
-            num_documents=len(lengths),
+            num_documents=num_documents,
             num_tokens=num_tokens,
             num_trained=sum(source.num_targets for source in sources),
             num_too_long=sum(source.num_too_long for source in sources),
             too_long=data.too_long,
-            num_duplicates=len(lengths) - len(seen),
+            num_duplicates=num_documents - len(np.unique(np.frombuffer(digests, np.uint64))),
             longest=longest,
-            mean=float(np.mean(lengths)) if lengths else 0.0,
-            median=float(np.median(lengths)) if lengths else 0.0,
+            mean=sum(length * count for length, count in lengths.items()) / max(1, num_documents),
+            median=median_of(lengths),
             num_packs=num_packs,
             fill_ratio=num_tokens / max(1, num_packs * length),
             histogram=tuple(_histogram(lengths)),
@@ -289,8 +289,22 @@ def _end_of_line(text: str, position: int) -> int:
     return len(text) if end < 0 else end
 
 
-def _histogram(lengths: Sequence[int]) -> Iterator[LengthBin]:
+def median_of(lengths: Counter[int]) -> float:
+    """Return the median of lengths, each with its count; 0 if there are none."""
+    values = sorted(lengths)
+    ends = np.cumsum([lengths[value] for value in values])
+    middle = (
+        [values[np.searchsorted(ends, place, side="right")] for place in ((ends[-1] - 1) // 2, ends[-1] // 2)]
+        if values
+        else [0]
+    )
+    return sum(middle) / len(middle)
+
+
+def _histogram(lengths: Counter[int]) -> Iterator[LengthBin]:
     """Yield power-of-two bins, without empty bins at the ends."""
-    counts = Counter(max(0, (length - 1).bit_length()) for length in lengths)
+    counts: Counter[int] = Counter()
+    for length, count in lengths.items():
+        counts[max(0, (length - 1).bit_length())] += count
     for power in range(min(counts, default=0), max(counts, default=-1) + 1):
         yield LengthBin((1 << power) // 2 + 1, 1 << power, counts[power])

@@ -15,7 +15,7 @@ from ftkit.data.packing import Packer, count_row_tokens
 from ftkit.data.sources import first_rows, read_rows, split_of
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
 from ftkit.data.tokenizers import add_tokens, check_size, learn_tokenizer, load_tokenizer
-from ftkit.data.workers import BatchEncoder, encode_rows, num_usable_cpus
+from ftkit.data.workers import BatchEncoder, encode_rows, num_usable_cpus, skip_bad
 from ftkit.errors import DataError, one_line
 from ftkit.planning.plan import PREPARATION_VERSION
 
@@ -159,10 +159,8 @@ class _Totals:
 
     def add(self, encoded: EncodedRows, report: Callable[[str], None]) -> None:
         """Add a batch; raise the error of the first bad row beyond `data.skip_bad`."""
-        for error in encoded.bad:
+        for error in skip_bad(encoded.bad, self.recipe.data.skip_bad - self.num_bad):
             self.num_bad += 1
-            if self.num_bad > self.recipe.data.skip_bad:
-                raise error
             report(f"skipped: {one_line(error)}")
         self.num_documents += encoded.num_documents
         self.unused |= encoded.unused

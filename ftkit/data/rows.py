@@ -35,6 +35,7 @@ _MAGIC = {
     b"ARROW1": ("an Arrow file", ".arrow"),
 }
 """Magic numbers of files that are not JSON Lines."""
+_TEXTS = (".txt", ".md")
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -111,7 +112,7 @@ def _check_kind(content: bytes, file: str) -> None:
         raise DataError(
             f"{file} is {kind}, not JSON Lines",
             meaning="the suffix of a file selects its reader",
-            fix=f"rename it with the suffix {ending}" if ending else "unpack it",
+            fix=f"rename it with the suffix {ending}" if ending else "unpack it; save a spreadsheet as .csv",
         )
 
 
@@ -135,10 +136,13 @@ def _parse_object(text: str, file: str, where: str) -> Columns:
         is_array = text.lstrip().startswith("[")
         reason = f"{error.msg} at position {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         reason = f"a NUL byte at position {text.index(_NUL) + 1}" if _NUL in text else reason
+        fix = f"{one_object}: jq -c '.[]' {shlex.quote(file)} > lines.jsonl" if is_array else one_object
+        if is_text := file.lower().endswith(_TEXTS):
+            fix = f"make one row of it: jq -cRs '{{text: .}}' {shlex.quote(file)} > text.jsonl"
         raise DataError(
             f"{where}: not valid JSON: {reason}",
-            meaning=_why_invalid(text, is_array=is_array),
-            fix=f"{one_object}: jq -c '.[]' {shlex.quote(file)} > lines.jsonl" if is_array else one_object,
+            meaning=_why_invalid(text, is_array=is_array, is_text=is_text),
+            fix=fix,
         ) from error
     if not isinstance(parsed, dict):
         raise DataError(f"{where}: not a JSON object", fix=one_object)
@@ -149,9 +153,11 @@ def _parse_object(text: str, file: str, where: str) -> Columns:
     return parsed
 
 
-def _why_invalid(text: str, *, is_array: bool) -> str:
+def _why_invalid(text: str, *, is_array: bool, is_text: bool) -> str:
     if _NUL in text:
         return NUL_BYTES
+    if is_text:
+        return "a file with this suffix is read as JSON Lines, and this one is plain text"
     if "\r" in text.rstrip():
         return "its lines end in carriage returns, or contain them"
     return "the file is one array, or its objects span several lines" if is_array or text.strip() == "{" else ""

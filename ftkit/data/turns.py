@@ -153,11 +153,11 @@ def _content(value: object, role: str, *, is_optional: bool) -> str:
              for part in parts]  # fmt: skip
     if all(isinstance(text, str) for text in texts):
         return "".join(str(text) for text in texts)
-    kinds = sorted({str(part.get("type")) for part in parts if isinstance(part, dict)})
+    kinds = sorted({str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"})
     raise DataError(
         f"the content of a turn of {role} is not text: {_shown(value)}",
         meaning=f"parts of type {', '.join(kinds)} can't be trained on: only text" if kinds else "",
-        fix="correct data.format.style, or the data",
+        fix="remove this example" if kinds else "correct data.format.style, or the data",
     )
 
 

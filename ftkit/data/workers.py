@@ -175,6 +175,19 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: i
         workers.shutdown(wait=True, cancel_futures=True)
 
 
+def skip_bad(errors: Sequence[DataError], allowed: int) -> Sequence[DataError]:
+    """Return the errors of rows to skip.
+
+    Raises:
+        DataError: of the first row beyond those allowed.
+    """
+    if len(errors) > allowed:
+        first = errors[allowed]
+        fix = f"{first.fix}; or leave bad rows out: data.skip_bad=N ('ftkit data check' lists them)"
+        raise DataError(first.what, meaning=first.meaning, fix=fix) from first
+    return errors
+
+
 def num_usable_cpus() -> int:
     """Return the number of CPUs of this process's allocation."""
     return len(os.sched_getaffinity(0))

@@ -153,7 +153,7 @@ def test_bytes_that_are_no_rows_and_rows_of_another_shape_are_each_named_or_left
     bad = {
         b"\0\0": "not valid JSON",
         '{"messages": "caf\u00e9"}'.encode("latin-1"): "not UTF-8: byte 0xe9",
-        b'{"text": "another", "label": 1}': "columns that the format does not know: text, label",
+        b'{"text": "another", "label": 1}': "a row of another shape: it has the columns text, label, and none of mess",
         json.dumps({"messages": [{"role": "user", "content": "x" * 6000}, TALK[2]]}).encode(): "a text of 6,",
         json.dumps({"messages": TALK, "tools": [{"type": "function"}]}).encode(): "a tool has no schema with a name",
     }
@@ -167,6 +167,8 @@ def test_bytes_that_are_no_rows_and_rows_of_another_shape_are_each_named_or_left
     assert [each["where"] for each in found["bad"]] == [f"{file}:{line}" for line in range(2, 7)]
     for each, reason in zip(found["bad"], bad.values(), strict=True):
         assert each["reason"].startswith(reason)
+    code, _, err = call(capsys, "stats", file, "data.skip_bad=2")
+    assert (code, f"error: {file}:4: a row of another shape" in err, "data.skip_bad=N" in err) == (8, True, True)
     code, out, _ = call(capsys, "stats", file, "data.skip_bad=5", "--json")
     assert (code, json.loads(out)["num_bad"]) == (0, 5)
 

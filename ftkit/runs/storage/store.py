@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.config.paths import is_address
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line
+from ftkit.runs.storage.drivers import ADVICE, open_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +19,6 @@ _PART_BYTES = 64 * 2**20
 """Part size of multipart uploads. S3's ETag of a file is a digest of its parts, so their size must be known."""
 _READ_BYTES = 2**24
 _PROBE = ".ftkit-write-test"
-_ADVICE = {
-    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run 'aws configure'",
-    "gs": "run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS",
-}
 
 
 class Store:
@@ -34,20 +31,12 @@ class Store:
         """Open a folder, `s3://bucket/prefix` or `gs://bucket/prefix`; nothing is read or written yet.
 
         Raises:
-            PrerequisiteError: the package that reaches it is missing.
+            PrerequisiteError: the package that reaches it is missing, or there is no network.
         """
         self.address = address.rstrip("/")
         self._scheme = address.partition("://")[0] if is_address(address) else "file"
-        try:
-            import fsspec  # noqa: PLC0415 - heavy, and only copies elsewhere need it
-
-            options = {"use_listings_cache": False} if self._scheme != "file" else {}
-            self._system: Any = fsspec.filesystem(self._scheme, **options)
-        except (ImportError, ValueError) as error:
-            raise PrerequisiteError(
-                f"{self._scheme}:// needs a package that is missing here: {one_line(error)}",
-                fix="pip install 'ftkit[storage]'",
-            ) from error
+        options = {"use_listings_cache": False} if self._scheme != "file" else {}
+        self._system: Any = open_driver(self._scheme, **options)
         self._root = (
             str(Path(address).absolute()) if self._scheme == "file" else address.partition("://")[2].rstrip("/")
         )
@@ -133,9 +122,9 @@ class Store:
             raise PrerequisiteError(
                 f"can't {verb} {self.address}: {one_line(error) or type(error).__name__}",
                 meaning="there are no credentials, they don't reach this address, or there is no network"
-                if self._scheme in _ADVICE
+                if self._scheme in ADVICE
                 else "the disk is full, not mounted, or not writable",
-                fix=_ADVICE.get(self._scheme, "check the folder"),
+                fix=ADVICE.get(self._scheme, "check the folder"),
             ) from error
 
 

@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import lzma
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -184,6 +185,27 @@ def test_hidden_folders_and_metadata_are_left_out_and_other_splits_are_refused(t
         find_files(str(tmp_path), "k")
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train-0.parquet", "test-0.parquet"),
+        ("train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"),  # of `DatasetDict.save_to_disk`
+        ("data/train/a.jsonl.gz", "data/test/a.jsonl.gz"),
+        ("en/train.jsonl.gz", "en/test.jsonl.gz"),
+    ],
+)
+def test_the_selection_that_is_suggested_for_a_folder_with_splits_finds_its_training_files(
+    tmp_path: Path, train: str, test: str
+) -> None:
+    for name in (train, test, "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).touch()
+    with pytest.raises(DataError) as caught:
+        find_files(str(tmp_path), "key")
+    (suggested,) = re.findall(r"key=([^ ;,]+)", caught.value.fix)
+    assert find_files(suggested, "key") == [str(tmp_path / train)]
+
+
 def test_tables_with_two_columns_of_a_name_or_bytes_of_another_encoding_are_refused(tmp_path: Path) -> None:
     two = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(two, tmp_path / "two.parquet")
@@ -207,12 +229,13 @@ def test_an_address_without_its_package_or_credentials_suggests_a_fix(monkeypatc
         def isdir(self, _: str) -> bool:
             raise PermissionError("Unable to locate credentials")
 
-    monkeypatch.setattr(fsspec, "filesystem", missing)
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(
-        PrerequisiteError, match=r"data\.source\.train: reading s3:// needs the package s3fs\n.*ftkit\[storage\]"
+        PrerequisiteError,
+        match=r"data\.source\.train: can't read s3://.*: s3:// needs a package(.|\n)*ftkit\[storage\]",
     ):
         find_files("s3://bucket/rows.jsonl", "data.source.train")
-    monkeypatch.setattr(fsspec, "filesystem", lambda _: Refusing())
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: Refusing)
     with pytest.raises(
         PrerequisiteError, match=r"can't read s3://bucket/rows\.jsonl: Unable to locate cred[\s\S]*AWS_PROFILE"
     ):

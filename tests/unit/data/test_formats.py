@@ -80,6 +80,7 @@ def test_plain_text_is_detected_and_stays_a_text() -> None:
         ([{}], r"no known format has the columns \(none\)"),
         ([{"chosen": [ASK], "rejected": [ASK], "prompt": "q"}], "preference pairs"),
         ([], "no rows to detect the format from"),
+        ([{"train": [{"messages": [ASK]}]}], r"no known format has the columns train\n.*\n.*jq -c '\.train\[\]'"),
     ],
 )
 def test_rows_of_no_known_format_are_refused(rows: list[dict[str, Any]], message: str) -> None:
@@ -184,6 +185,10 @@ def test_keys_without_a_value_say_nothing_as_tables_give_all_turns_the_keys_of_e
     [
         ({"role": "robot", "content": "x"}, r"turn 2: a turn's role is 'robot'"),
         ({"role": "user"}, "turn 2: the content of a turn of user is not text: None"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "t"}]},
+            r"turn 2: the content of a turn of user is not text: .*\nparts of type image_url can't be trained on",
+        ),
         ("x", "turn 2: not a mapping: x"),
         (ANSWER | {"mood": "good"}, "turn 2: a turn has unknown keys: mood"),
         ({"from": "gpt", "value": "a"}, "turn 2: a turn has unknown keys: from, value"),
@@ -326,8 +331,8 @@ def test_a_null_is_empty_text_and_never_the_word_none() -> None:
         ({"output": None}, r"all columns of data\.format\.completion are null: output"),
         ({"instruction": None, "input": None}, r"data\.format\.prompt are null: instruction, input"),
         ({"output": ""}, "an assistant turn is blank"),
-        ({"input": ["a"]}, r"column 'input' is neither text nor a number: \['a'\]"),
-        ({"input": {"a": 1}}, "column 'input' is neither text nor a number"),
+        ({"input": ["a"]}, r"column 'input' is neither text nor a number: \['a'\]\n.*\nuse \{\{ input \| join \}\}"),
+        ({"input": {"a": 1}}, r"column 'input' is neither text nor a number.*\n.*\nuse \{\{ input \| tojson \}\}"),
         ({"input": float("nan")}, "column 'input' is neither text nor a number: nan"),
     ],
 )

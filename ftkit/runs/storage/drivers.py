@@ -1,0 +1,60 @@
+"""fsspec's drivers of object stores, opened so that what is missing is said at once and in one place."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+from ftkit.errors import PrerequisiteError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ADVICE: Final[Mapping[str, str]] = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run 'aws configure'",
+    "gs": "run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS",
+    "hf": "run 'hf auth login', or set HF_TOKEN",
+}
+"""What to do about missing credentials, by scheme."""
+_LOGGERS = ("gcsfs", "google.auth", "s3fs")
+"""Libraries that log a warning or a traceback for each attempt, and then raise the error."""
+_GCS = "storage.googleapis.com"
+_OTHER_WAYS = ("STORAGE_EMULATOR_HOST", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+"""Variables with which this machine need not know the host's address."""
+
+
+def open_driver(scheme: str, **options: Any) -> Any:
+    """Return fsspec's file system of a scheme; nothing is read or written yet.
+
+    Raises:
+        PrerequisiteError: the driver's package is missing, or the store can't be reached from this machine.
+    """
+    try:
+        import fsspec  # noqa: PLC0415 - heavy, and only needed for addresses
+
+        found = fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise PrerequisiteError(
+            f"{scheme}:// needs a package that is missing here: {one_line(error)}",
+            fix="pip install 'ftkit[storage]'",
+        ) from error
+    for name in _LOGGERS:
+        if not (logger := logging.getLogger(name)).handlers:
+            logger.addHandler(logging.NullHandler())
+    if scheme == "gs" and not any(map(os.environ.get, _OTHER_WAYS)):
+        _check_name(_GCS)
+    return found(**options)
+
+
+def _check_name(host: str) -> None:
+    """Look a host up, since gcsfs tries again for minutes where there is no network."""
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError as error:
+        raise PrerequisiteError(
+            f"this machine can't find {host}: {error.strerror or one_line(error)}",
+            meaning="it has no network, or reaches the internet through a proxy alone",
+            fix="set HTTPS_PROXY if there is a proxy, or use a machine with network",
+        ) from error

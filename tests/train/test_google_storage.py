@@ -1,0 +1,135 @@
+"""Data and copies of runs in Google's storage: an emulator of it, read through gcsfs as a user's own bucket is."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import socket
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+import pytest
+from object_storage import BUCKET, gcs_server
+
+from ftkit.data.files import find_files, read_file, stamp
+from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.runs.storage.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.train
+pytest.importorskip("gcp_storage_emulator", reason="needs the extra dev-storage")
+pytest.importorskip("gcsfs", reason="needs the extra dev-storage")
+
+ROWS = [{"prompt": f"{number} + 1", "completion": str(number + 1)} for number in range(600)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+REFUSAL = {"error": {"code": 401, "message": "Anonymous caller does not have storage.objects.list access"}}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch, gcs_server(patch) as server:
+        files = {"a.jsonl": LINES, "b.jsonl.gz": gzip.compress(LINES), ".hidden.jsonl": b"no row", "README.md": b"#"}
+        for name, content in files.items():
+            upload(server, f"chats/{name}", content)
+        upload(server, "cut/a.jsonl.gz", gzip.compress(LINES)[:-20])
+        yield server
+
+
+def upload(server: str, name: str, content: bytes) -> None:
+    place = f"{server}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={quote(name, safe='')}"
+    with urlopen(Request(place, content, method="POST")) as answer:  # noqa: S310 - the emulator
+        assert answer.status == 200
+
+
+def rows_of(place: str) -> list[dict[str, Any]]:
+    return [row.columns for file in find_files(place, "k") for raw in read_file(file) if (row := raw.parse())]
+
+
+@pytest.mark.usefixtures("address")
+def test_rows_are_those_of_the_data_files_of_folders_and_patterns() -> None:
+    files = ["gs://team/chats/a.jsonl", "gs://team/chats/b.jsonl.gz"]
+    for place in ("gs://team/chats", "gs://team/chats/", "gs://team/chats/*.jsonl*"):
+        assert find_files(place, "k") == files
+    assert rows_of("gs://team/chats") == ROWS * 2
+
+
+def test_the_stamp_changes_with_the_content(address: str) -> None:
+    import gcsfs
+
+    before = stamp("gs://team/chats/a.jsonl", "k")
+    upload(address, "chats/a.jsonl", LINES[:-1])
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    assert stamp("gs://team/chats/a.jsonl", "k") != before
+    upload(address, "chats/a.jsonl", LINES)
+
+
+@pytest.mark.usefixtures("address")
+def test_missing_objects_and_cut_files_are_named_and_nothing_else_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a program: warnings reach stderr
+    for place in ("gs://team/none.jsonl", "gs://team/none/*.jsonl", "gs://nobody/a.jsonl", "gs://nobody"):
+        with pytest.raises(NotFoundError, match=rf"data\.source: there is nothing at {place[:9]}"):
+            find_files(place, "data.source")
+    with pytest.raises(Exception, match=r"gs://team/cut/a\.jsonl\.gz can't be read to its end"):
+        rows_of("gs://team/cut/a.jsonl.gz")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("address")
+def test_files_are_copied_there_and_back(tmp_path: Path) -> None:
+    store, file = Store("gs://team/runs/one"), tmp_path / "tokens.bin"
+    file.write_bytes(LINES)
+    store.check_writable()
+    store.put(file, "data/tokens.bin")
+    assert store.sizes() == {"data/tokens.bin": len(LINES)}
+    assert store.holds("data/tokens.bin", file)
+    store.get("data/tokens.bin", tmp_path / "back" / "tokens.bin")
+    assert (tmp_path / "back" / "tokens.bin").read_bytes() == LINES
+    file.write_bytes(LINES[:-1] + b" ")
+    assert not store.holds("data/tokens.bin", file)
+
+
+@pytest.mark.usefixtures("address")
+def test_missing_credentials_are_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gcsfs
+
+    class Refuse(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = json.dumps(REFUSAL).encode()
+            self.send_response(401)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuse) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+        gcsfs.GCSFileSystem.clear_instance_cache()
+        with pytest.raises(PrerequisiteError, match=r"can't read gs://team/chats: .*Anonymous caller") as caught:
+            find_files("gs://team/chats", "data.source")
+        server.shutdown()
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    assert "gcloud auth application-default login" in caught.value.fix
+
+
+def test_a_machine_without_network_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_nothing(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name in ("STORAGE_EMULATOR_HOST", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", find_nothing)
+    with pytest.raises(PrerequisiteError, match=r"data\.source: can't read gs://team/chats: this machine can't find"):
+        find_files("gs://team/chats", "data.source")
