@@ -17,15 +17,17 @@ from ftkit.images.packages import python_packages
 from ftkit.images.sources import ImportRequest
 from ftkit.images.store import MANIFEST_VERSION, manifest_file, sbom_file
 from ftkit.images.verify import manifest_if_intact
+from ftkit.launch.code import DEV_CODE
+from ftkit.planning.plan import RunPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.planning.plan import RunPlan
+    from ftkit.planning.job import JobPlan
 
 
-def missing_image(plan: RunPlan) -> NotFoundError | None:
+def missing_image(plan: JobPlan) -> NotFoundError | None:
     """Return the error of a run whose image file is missing, with the command that gets it; else None."""
     file = plan.image_file
     if file is None or file.is_file():
@@ -47,7 +49,7 @@ def missing_image(plan: RunPlan) -> NotFoundError | None:
     )
 
 
-def check_image(plan: RunPlan, terminal: Terminal, *, does_import: bool = False) -> dict[str, str]:
+def check_image(plan: JobPlan, terminal: Terminal, *, does_import: bool = False) -> dict[str, str]:
     """Check a run's image and return what the run's manifest records of it; import it first with `does_import`.
 
     Raises:
@@ -72,7 +74,7 @@ def check_image(plan: RunPlan, terminal: Terminal, *, does_import: bool = False)
     return _check_file(plan, plan.image_file, terminal)
 
 
-def require_same_image(plan: RunPlan, terminal: Terminal) -> dict[str, str]:
+def require_same_image(plan: JobPlan, terminal: Terminal) -> dict[str, str]:
     """Check that a resumed run gets the image of its first job; return what its manifest records of the image.
 
     Raises:
@@ -100,14 +102,14 @@ def _lock_digest(labels: Mapping[str, str]) -> dict[str, str]:
     return {"image_lock_sha256": labels[image_labels.LOCK]} if image_labels.LOCK in labels else {}
 
 
-def _import(image: NamedImage, plan: RunPlan, terminal: Terminal) -> None:
+def _import(image: NamedImage, plan: JobPlan, terminal: Terminal) -> None:
     from ftkit.cli.import_ import run_import
 
     request = ImportRequest(image, registry=registry_of(None), cluster=plan.cluster)
     run_import(request, plan.cluster.image_format, terminal)
 
 
-def _check_file(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]:
+def _check_file(plan: JobPlan, file: Path, terminal: Terminal) -> dict[str, str]:
     """Check the size and the head of the file, which is fast; `ftkit verify` reads all of it."""
     final = file.resolve()
     manifest = manifest_if_intact(final)
@@ -131,8 +133,10 @@ def _check_file(plan: RunPlan, file: Path, terminal: Terminal) -> dict[str, str]
     return {"image_size": str(found.st_size), "image_modified": str(found.st_mtime_ns)}
 
 
-def _require_sinks(plan: RunPlan, final: Path) -> None:
+def _require_sinks(plan: JobPlan, final: Path) -> None:
     """Refuse a recipe with a tracker whose package is not in the image, by the package list beside the file."""
+    if not isinstance(plan, RunPlan):
+        return
     packages = python_packages(sbom_file(final))
     missing = [] if packages is None else sinks_without_package(plan.recipe.tracking.sinks, packages)
     if missing:
@@ -144,10 +148,10 @@ def _require_sinks(plan: RunPlan, final: Path) -> None:
         )  # fmt: skip
 
 
-def _warn_about_other_version(labels: Mapping[str, str], plan: RunPlan, terminal: Terminal) -> None:
+def _warn_about_other_version(labels: Mapping[str, str], plan: JobPlan, terminal: Terminal) -> None:
     """Warn if the image has another version of ftkit than the one that made the plan."""
-    if image_labels.REFERENCE not in labels:
-        return  # not built by ftkit
+    if image_labels.REFERENCE not in labels or any(code.name == DEV_CODE for code in plan.code):
+        return  # not built by ftkit, or its ftkit is not the one that runs
     here = image_labels.checkout_commit()
     inside = labels.get("ftkit.version", ""), labels.get("org.opencontainers.image.revision", "")
     if inside != (__version__, here.commit):

@@ -20,12 +20,15 @@ from ftkit.cli.arguments import (
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.paths import is_address
+from ftkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.launch.resume import ResumeArgs, ResumedPlan
     from ftkit.planning.plan import RunPlan
+    from ftkit.planning.script import ScriptPlan
+    from ftkit.runs.submission import SubmittedRun
 
 
 @click.command(
@@ -80,6 +83,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.launch.jobs import read_resumable_plan, resume
     from ftkit.launch.preflight import check_trackers, run_checks
     from ftkit.launch.resume import ResumeArgs, ResumedPlan
+    from ftkit.planning.script import ScriptPlan
     from ftkit.runs.records import RecordTail
 
     terminal, environment = Terminal(), job_environment(hf_token_file)
@@ -96,6 +100,10 @@ def command(  # noqa: PLR0913 - one for each option
     layout = get_run(reference).layout
     tail = RecordTail(layout.metrics, skips_old=True)  # follow shows only what this job writes
     plan, changed = read_resumable_plan(layout), None
+    if isinstance(plan, ScriptPlan):
+        run = _resume_script(plan, args, ["ftkit", *typed], environment, terminal)
+        report_submission(run, terminal, does_follow=follow, tail=tail)
+        return
     if args.asks_for_changes:
         changed = _replan(plan, args, terminal)
     elif not layout.script.is_file():  # it was brought here from another machine, whose script it had
@@ -108,6 +116,24 @@ def command(  # noqa: PLR0913 - one for each option
     image_facts = require_same_image(changed.plan if changed else plan, terminal)
     run = resume(plan, environment, ["ftkit", *typed], changed, image_facts)
     report_submission(run, terminal, does_follow=follow, tail=tail)
+
+
+def _resume_script(
+    plan: ScriptPlan, args: ResumeArgs, typed: list[str], environment: dict[str, str], terminal: Terminal
+) -> SubmittedRun:
+    """Submit a script's run again, as it was planned.
+
+    Raises:
+        ConfigError: another plan is asked for.
+    """
+    from ftkit.cli.image_check import require_same_image
+    from ftkit.launch.jobs import resume
+    from ftkit.runs.failure import original_command
+
+    if args.asks_for_changes:
+        fix = f"Start it as a new run: {original_command(plan.layout)}"
+        raise ConfigError([Problem("command line", "", "the plan of a script can't be changed.", fix)])
+    return resume(plan, environment, typed, image_facts=require_same_image(plan, terminal))
 
 
 def _fetch(address: str, terminal: Terminal) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ftkit.cli.arguments import follow_option, hf_token_option, job_environment, run_args, run_options
 from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.run_script import code_options, script_options
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.config.context import Context
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.planning.plan import RunPlan  # noqa: TC004
+    from ftkit.planning.script import StopSignal
     from ftkit.runs.records import RecordTail
     from ftkit.runs.submission import SubmittedRun
 
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
         "ftkit run demo training.learning_rate=1e-3,2e-3",
         "ftkit run my-recipe.yaml --cluster mycluster --name first-try --no-follow",
         "ftkit run --image olmo3:25.02 --cluster mycluster --dry-run > job.sbatch",
+        "ftkit run --script train.py -- --epochs 3 --output_dir {run}/model",
+        "ftkit run --script train.py --image olmo3:25.02 --nodes 2 --no-follow",
+        "ftkit run demo --with-code ./mylib --dev",
     ),
 )
 @run_options
@@ -46,6 +51,8 @@ if TYPE_CHECKING:
     help="Where to prepare data and weights on Slurm: in a separate job without GPUs, on this machine before the "
     "run is submitted, or by the training job.",
 )
+@script_options
+@code_options
 @hf_token_option
 @follow_option
 @click.pass_obj
@@ -59,6 +66,12 @@ def command(  # noqa: PLR0913 - one for each option
     where: str,
     hf_token_file: Path | None,
     follow: bool,
+    is_dev: bool,
+    with_code: tuple[Path, ...],
+    script: Path | None,
+    accelerate_config: Path | None,
+    stop_signal: StopSignal,
+    can_restart: bool,
     **options: Any,
 ) -> None:
     """Plan a run, submit it, and follow it.
@@ -68,18 +81,34 @@ def command(  # noqa: PLR0913 - one for each option
 
     KEY.PATH=VALUE,VALUE and --cluster NAME,NAME make a sweep: one run per combination. If one of them is
     refused, none is submitted. On a single machine the runs train one after another.
+
+    --script starts a PyTorch or Hugging Face script of your own instead of ftkit's trainer; what follows '--' are its
+    arguments, in which {run} is the run's folder.
     """
+    from ftkit.cli.run_script import RunScript, copy_asked, run_script, split_script_args
     from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
+    from ftkit.launch.code import files_of
     from ftkit.launch.render import render_job
     from ftkit.launch.resolve import resolve
+    from ftkit.launch.script import ScriptArgs
     from ftkit.launch.sweep import expand, plan_sweep
 
     terminal, ctx, environment = Terminal(), Context.here(), job_environment(hf_token_file)
-    args = run_args(words, **options)
+    copies = copy_asked(with_code, is_dev=is_dev)
+    if script is not None:
+        words, script_args = split_script_args(words, typed)
+        about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart)
+        run = RunScript(about, run_args(words, **options), ["ftkit", *typed], environment)
+        submitted = run_script(run, copies, terminal, dry_run=dry_run, does_import=does_import)
+        if submitted:
+            report_submission(submitted, terminal, does_follow=follow)
+        return
+    args = run_args(words, **options, code=tuple(copy.plan for copy in copies))
 
     def check(plan: RunPlan) -> ReadyRun:
-        return make_ready(plan, ["ftkit", *typed], environment, terminal, does_import=does_import, where=where)
+        ready = make_ready(plan, ["ftkit", *typed], environment, terminal, does_import=does_import, where=where)
+        return replace(ready, files={**ready.files, **files_of(copies)})
 
     trials = expand(args, ctx)
     if len(trials) > 1:
@@ -92,10 +121,10 @@ def command(  # noqa: PLR0913 - one for each option
         submit_sweep([check(plan) for plan in plans], submit_ready, terminal)
         return
     plan = resolve(args, ctx)
-    script = render_job(plan, prepares=where == "with-training")
+    job = render_job(plan, prepares=where == "with-training")
     terminal.facts(plan_facts(plan), is_data=False)
     if dry_run:
-        terminal.data(script)
+        terminal.data(job)
         return
 
     report_submission(submit_ready(check(plan)), terminal, does_follow=follow)
@@ -109,7 +138,7 @@ class ReadyRun:
         script: script of the training job.
         environment: environment variables of its jobs.
         preparation: script of the preparation job; None without one.
-        files: additional files of the run's folder, by name.
+        files: additional files of the run's folder, by their path in it.
     """
 
     plan: RunPlan
@@ -117,7 +146,7 @@ class ReadyRun:
     manifest: dict[str, Any]
     environment: Mapping[str, str]
     preparation: str | None
-    files: Mapping[str, str]
+    files: Mapping[str, str | bytes]
 
 
 def make_ready(
@@ -162,7 +191,7 @@ def make_ready(
     elif where == "job" and needs_preparation(plan, environment):
         preparation = render_preparation(plan)
     changes = uncommitted_changes()
-    files = {plan.layout.code_changes.name: changes} if changes else {}
+    files: dict[str, str | bytes] = {plan.layout.code_changes.name: changes} if changes else {}
     script = render_job(plan, prepares=where == "with-training")
     return ReadyRun(plan, script, manifest, environment, preparation, files)
 

@@ -45,6 +45,7 @@ from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarize
 
 if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan  # noqa: TC004 - no pydantic reads this dataclass
+    from ftkit.planning.script import Script, ScriptPlan  # noqa: TC004
 
 _NUM_CHECKPOINTS_SHOWN = 5
 _NUM_RESTARTS_SHOWN = 5
@@ -54,7 +55,7 @@ _NUM_ANOMALIES_SHOWN = 8
 @dataclass(frozen=True)
 class _Status:
     folder: RunFolder
-    plan: RunPlan | None
+    plan: RunPlan | ScriptPlan | None
     plan_problem: str
     """Reason why an undamaged plan can't be read: another version of ftkit wrote it."""
     run: SubmittedRun | None
@@ -109,13 +110,14 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
 
 def _read(folder: RunFolder) -> _Status:
     from ftkit.launch.observe import observe_all
-    from ftkit.planning.plan import PlanError, read_plan
+    from ftkit.planning.plan import PlanError
+    from ftkit.planning.script import read_job_plan
     from ftkit.runs.manifest import explain_missing_digests
 
     entry, plan, plan_problem = read_entry(folder), None, ""
     if entry.plan:
         try:
-            plan = read_plan(folder.layout)
+            plan = read_job_plan(folder.layout)
         except PlanError as error:
             plan_problem = error.what
     seen = observe_all([entry.run] if entry.run else []).state_of(entry)
@@ -127,13 +129,34 @@ def _read(folder: RunFolder) -> _Status:
         seen=seen,
         summary=summarize(folder.layout),
         failure=explain_failure(entry.run, seen) if entry.run else None,
-        silence=measure_silence(folder.layout, seen, plan.recipe.training.log_every_steps if plan else 1, time.time()),
+        silence=_measure_silence(folder, plan, seen),
         restarts=list_restarts(folder.layout),
         anomalies=list_anomalies(folder.layout),
         stragglers=find_stragglers(read_timings(folder.layout)),
         doubts=explain_missing_digests(folder.layout),
         gpus=summarize_samples(read_samples(folder.layout)),
     )
+
+
+def _measure_silence(folder: RunFolder, plan: RunPlan | ScriptPlan | None, seen: Observation) -> Silence | None:
+    """Return how long the trainer has been silent; a script records nothing at known times."""
+    if folder.layout.is_script:
+        return None
+    trainer = _trainer(plan)
+    return measure_silence(folder.layout, seen, trainer.recipe.training.log_every_steps if trainer else 1, time.time())
+
+
+def _trainer(plan: RunPlan | ScriptPlan | None) -> RunPlan | None:
+    """Return the plan of ftkit's trainer; None for a script."""
+    from ftkit.planning.plan import RunPlan
+
+    return plan if isinstance(plan, RunPlan) else None
+
+
+def _script(plan: RunPlan | ScriptPlan | None) -> Script | None:
+    from ftkit.planning.script import ScriptPlan
+
+    return plan.script if isinstance(plan, ScriptPlan) else None
 
 
 def _show(status: _Status, terminal: Terminal) -> None:
@@ -241,8 +264,12 @@ def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
     facts: list[tuple[str, Cell]] = []
     if plan:
         place = f"{plan.placement.num_nodes} × {plan.placement.processes_per_node} processes"
-        facts.append(("recipe", plan.recipe.name))
-        facts.append(("cluster", f"{plan.cluster.name}, {place} ({plan.placement.device}), {plan.engine.name}"))
+        trainer, script = _trainer(plan), _script(plan)
+        if script:
+            facts.append(("script", " ".join([script.path, *script.args])))
+        facts += [("recipe", trainer.recipe.name)] if trainer else []
+        engine = f", {trainer.engine.name}" if trainer else ""
+        facts.append(("cluster", f"{plan.cluster.name}, {place} ({plan.placement.device}){engine}"))
     if status.plan_problem:
         facts.append(("plan", status.plan_problem))
     if plan and plan.image:
@@ -256,13 +283,15 @@ def _place_facts(status: _Status) -> list[tuple[str, Cell]]:
 
 def _as_json(status: _Status) -> dict[str, Any]:
     summary, plan, layout = status.summary, status.plan, status.folder.layout
+    trainer, script = _trainer(plan), _script(plan)
     submission, sync = status.run.submission if status.run else None, read_status(layout)
     values: dict[str, Any] = finite(
         {
             "id": status.folder.id,
             "name": status.folder.name,
             **asdict(status.seen),
-            "recipe": plan.recipe.name if plan else None,
+            "recipe": trainer.recipe.name if trainer else None,
+            "script": script and {"path": script.path, "args": list(script.args), "folder": script.folder},
             "cluster": plan.cluster.name if plan else None,
             "image": plan.image if plan else None,
             "scheduler": plan.cluster.scheduler if plan else None,
@@ -272,8 +301,8 @@ def _as_json(status: _Status) -> dict[str, Any]:
             "submitted": submission.submitted if submission else None,
             "plan_problem": status.plan_problem or None,
             "world_size": plan.placement.world_size if plan else None,
-            "engine": plan.engine.name if plan else None,
-            "num_steps": summary.last_step.num_steps if summary.last_step else plan and plan.num_steps,
+            "engine": trainer.engine.name if trainer else None,
+            "num_steps": summary.last_step.num_steps if summary.last_step else trainer and trainer.num_steps,
             **{key: asdict(record) if record else None for key, record in vars(summary).items()},
             "seconds_left": seconds_left(summary) if status.seen.state is RunState.RUNNING else None,
             "silent_seconds": status.silence.seconds if status.silence else None,

@@ -15,7 +15,8 @@ from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.launch.slurm import UncertainSubmitError
 from ftkit.planning.layout import RunLayout
-from ftkit.planning.plan import PlanError, plan_to_json, read_plan
+from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
+from ftkit.planning.script import ScriptPlan, read_job_plan
 from ftkit.process import ProgramTimeoutError
 from ftkit.runs.entry import read_entry
 from ftkit.runs.lease import current_holder, revoke
@@ -29,19 +30,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.launch.resume import ResumedPlan
-    from ftkit.planning.plan import RunPlan
     from ftkit.runs.find import RunFolder
     from ftkit.runs.states import Observation
 
 
 def submit(
-    plan: RunPlan,
+    plan: RunPlan | ScriptPlan,
     script: str,
     manifest: dict[str, Any],
     environment: Mapping[str, str],
     *,
     preparation: str | None = None,
-    files: Mapping[str, str] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
 ) -> SubmittedRun:
     """Make the run's folder and submit its script.
 
@@ -51,13 +51,13 @@ def submit(
         manifest: of the run.
         environment: variables of the jobs.
         preparation: script of a job that prepares the run, and that the training job waits for.
-        files: more files of the folder, by name.
+        files: more files of the folder, by their path in it.
 
     Raises:
         SubmitError: the scheduler refused it, and the run's folder was removed; or its answer was unclear.
         PrerequisiteError: the workspace or the scheduler can't be used.
     """
-    contents = {plan.layout.script.name: script, **(files or {})}
+    contents: dict[str, str | bytes] = {plan.layout.script.name: script, **(files or {})}
     if preparation is not None:
         contents[plan.layout.preparation_script.name] = preparation
     _create_folder(plan, manifest, contents)
@@ -69,7 +69,7 @@ def submit(
         raise
 
 
-def _create_folder(plan: RunPlan, manifest: dict[str, Any], contents: Mapping[str, str]) -> None:
+def _create_folder(plan: RunPlan | ScriptPlan, manifest: dict[str, Any], contents: Mapping[str, str | bytes]) -> None:
     """Write plan, manifest and other files under a temporary name, then give the folder its own.
 
     Raises:
@@ -82,7 +82,9 @@ def _create_folder(plan: RunPlan, manifest: dict[str, Any], contents: Mapping[st
             unfinished.logs.mkdir()
             unfinished.plan.write_text(plan_to_json(plan), encoding="utf-8")
             for name, content in contents.items():
-                (root / name).write_text(content, encoding="utf-8")
+                path = root / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
             write_json(unfinished.manifest, manifest)
     except OSError as error:
         raise PrerequisiteError(
@@ -92,13 +94,13 @@ def _create_folder(plan: RunPlan, manifest: dict[str, Any], contents: Mapping[st
         ) from error
 
 
-def read_resumable_plan(layout: RunLayout) -> RunPlan:
+def read_resumable_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
     """Read the plan of a run that is to be submitted again.
 
     Raises:
         PlanError: it can't be read, or it belongs to a run in another folder.
     """
-    plan = read_plan(layout)
+    plan = read_job_plan(layout)
     if not _is_same(plan.layout.root, layout.root):
         raise PlanError(
             f"the plan in {layout.plan} is that of the run in {plan.layout.root}",
@@ -116,7 +118,7 @@ def _is_same(first: Path, second: Path) -> bool:
 
 
 def resume(
-    plan: RunPlan,
+    plan: RunPlan | ScriptPlan,
     environment: Mapping[str, str],
     command: Sequence[str] = (),
     changed: ResumedPlan | None = None,
@@ -145,9 +147,9 @@ def resume(
             fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
         )
     script = render_job(new, prepares=False) if changed else None
-    needs_work = needs_preparation(new, environment)
+    needs_work = isinstance(new, RunPlan) and needs_preparation(new, environment)
     has_script = not changed and layout.preparation_script.is_file()
-    preparation = render_preparation(new) if needs_work and not has_script else None
+    preparation = render_preparation(new) if isinstance(new, RunPlan) and needs_work and not has_script else None
     revoke(layout)  # no process trains anymore: the next job need not wait to detect that
     ended = [layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state]
     if submission:
@@ -185,7 +187,11 @@ def _restored_if_refused(*paths: Path) -> Iterator[None]:
 
 
 def _submit(
-    plan: RunPlan, environment: Mapping[str, str], *, has_preparation: bool, earlier: Submission | None = None
+    plan: RunPlan | ScriptPlan,
+    environment: Mapping[str, str],
+    *,
+    has_preparation: bool,
+    earlier: Submission | None = None,
 ) -> SubmittedRun:
     scheduler = scheduler_for(plan.cluster.scheduler)
     try:
@@ -202,7 +208,7 @@ def _submit(
     return SubmittedRun(plan.layout, submission)
 
 
-def _check_it_ended(run: SubmittedRun, plan: RunPlan) -> None:
+def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> None:
     seen = observe(run)
     if seen.state is RunState.COMPLETED and not _has_steps_left(plan):
         raise SubmitError(
@@ -218,8 +224,10 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan) -> None:
         )
 
 
-def _has_steps_left(plan: RunPlan) -> bool:
+def _has_steps_left(plan: RunPlan | ScriptPlan) -> bool:
     """Return whether a completed run is now planned to take more steps."""
+    if isinstance(plan, ScriptPlan):
+        return False
     end, patience = read_last_record(plan.layout.metrics), plan.recipe.evaluation.early_stopping_patience
     if not isinstance(end, EndRecord) or plan.num_steps is None or plan.num_steps <= end.step:
         return False

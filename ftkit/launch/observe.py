@@ -95,7 +95,7 @@ def _judge_alone(run: SubmittedRun, error: FtkitError) -> Observation:
 def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
     """Derive the state from all sources; `seen` is the scheduler's answer, None if it does not know the job."""
     end = _end(run.layout)
-    stopped_at = f"checkpoint of step {end.step} written" if end and end.outcome == "stopped" else ""
+    stopped_at = _describe_stop(end) if end and end.outcome == "stopped" else ""
     if seen and not seen.is_final:
         if seen.state is RunState.PENDING and stopped_at:
             waits = f"{stopped_at}; waits to continue" + (f" ({seen.reason})" if seen.reason else "")
@@ -114,6 +114,10 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
     if last.state is RunState.FAILED and run.layout.disk_full.exists():
         return replace(last, reason=EXIT_CODES[DiskFullError.exit_code], exit_code=DiskFullError.exit_code)
     return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run))
+
+
+def _describe_stop(end: EndRecord) -> str:
+    return f"checkpoint of step {end.step} written" if end.has_checkpoint else f"asked to stop at step {end.step}"
 
 
 def _failed_preparation(run: SubmittedRun, last: Observation) -> Observation | None:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from ftkit.config.data import DataSpec, Format
     from ftkit.config.recipe import RecipePlan, RecipeSpec
     from ftkit.data.rows import Row
+    from ftkit.planning.job import JobPlan
     from ftkit.planning.plan import RunPlan
+    from ftkit.planning.script import ScriptPlan
 
 
 SURE = 2.0
@@ -71,6 +73,23 @@ def run_checks(plan: RunPlan, environment: Mapping[str, str]) -> Findings:
     return Findings(tuple(errors), tuple(warnings))
 
 
+def run_script_checks(plan: ScriptPlan, environment: Mapping[str, str]) -> Findings:
+    """Check what a script's run needs except its image."""
+    try:
+        _check_packages(plan)
+    except PrerequisiteError as error:
+        return Findings((error,), ())
+    return Findings((), tuple(_warn_of_sbatch(plan, environment)))
+
+
+def _warn_of_sbatch(plan: JobPlan, environment: Mapping[str, str]) -> list[str]:
+    if plan.cluster.scheduler != "slurm":
+        return []
+    from ftkit.launch.slurm import sbatch_variables  # noqa: PLC0415 - a dry run needs no scheduler
+
+    return [f"{one} in your environment overrides the job script" for one in sbatch_variables(environment)]
+
+
 def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[[], list[str]]]:
     """Yield the checks. Each raises an error, or returns warnings about what can't be checked from here."""
     yield partial(check_trackers, plan, environment)
@@ -79,10 +98,7 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[
     if plan.recipe.sync is not None:
         yield partial(_check_sync, plan.recipe.sync)
     yield partial(check_memory, plan, host_memory_gib())
-    if plan.cluster.scheduler == "slurm":
-        from ftkit.launch.slurm import sbatch_variables  # noqa: PLC0415 - a dry run needs no scheduler
-
-        yield lambda: [f"{one} in your environment overrides the job script" for one in sbatch_variables(environment)]
+    yield partial(_warn_of_sbatch, plan, environment)
 
 
 def _check_sync(destination: str) -> list[str]:
@@ -271,7 +287,7 @@ def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
     )
 
 
-def _check_packages(plan: RunPlan) -> list[str]:
+def _check_packages(plan: JobPlan) -> list[str]:
     """Check the packages of this Python environment, which a run without a container uses."""
     if plan.cluster.runtime == "none" and plan.cluster.scheduler == "local" and find_spec("torch") is None:
         raise PrerequisiteError(

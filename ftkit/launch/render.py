@@ -20,12 +20,13 @@ from ftkit.config.image_reference import image_file
 from ftkit.errors import ConfigError, Problem
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import DataLayout
+from ftkit.planning.plan import RunPlan
+from ftkit.planning.script import ScriptPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ftkit.config.cluster import NcclSpec
-    from ftkit.planning.plan import RunPlan
 
 _TEMPLATES = {"local": "local.sh.j2", "slurm": "slurm.sbatch.j2"}
 
@@ -69,7 +70,7 @@ _PREFLIGHT_SECONDS: Final = 600
 _CHECK_SECONDS: Final = 300
 
 
-def render_job(plan: RunPlan, *, prepares: bool = True) -> str:
+def render_job(plan: RunPlan | ScriptPlan, *, prepares: bool = True) -> str:
     """Render the script of a run.
 
     Args:
@@ -80,12 +81,18 @@ def render_job(plan: RunPlan, *, prepares: bool = True) -> str:
         ConfigError: a value can't be expressed for Slurm, pyxis or bash.
     """
     template, checks = _TEMPLATES[plan.cluster.scheduler], plan.has_preflight
-    return _render(template, plan, prepares=prepares, preflight=checks, check_seconds=_PREFLIGHT_SECONDS)
+    values = {"prepares": prepares, "preflight": checks, "check_seconds": _PREFLIGHT_SECONDS}
+    return _render(template, plan, _script_folders(plan), **values)
 
 
-def _render(template: str, plan: RunPlan, mounted: Sequence[str] = (), **values: object) -> str:
+def _render(template: str, plan: RunPlan | ScriptPlan, mounted: Sequence[str] = (), **values: object) -> str:
     nccl = nccl_for(plan.cluster, plan.placement.num_nodes)
-    named = mounted_folders(plan.recipe, plan.cluster, plan.workspace, plan.placement.num_nodes)
+    num_nodes = plan.placement.num_nodes
+    named = (
+        mounted_folders(plan.recipe, plan.cluster, plan.workspace, num_nodes)
+        if isinstance(plan, RunPlan)
+        else site_folders(plan.cluster, plan.workspace, num_nodes)
+    )
     return _environment().get_template(template).render(
         plan=plan,
         profile=plan.cluster,
@@ -93,19 +100,55 @@ def _render(template: str, plan: RunPlan, mounted: Sequence[str] = (), **values:
         layout=plan.layout,
         runtime=plan.cluster.runtime,
         in_container=_in_container(plan.cluster),
-        spare_nodes=plan.recipe.resources.spare_nodes,
-        excludes_stragglers=plan.recipe.resources.exclude_stragglers and plan.placement.num_nodes > 1,
+        spare_nodes=plan.resources.spare_nodes,
+        excludes_stragglers=plan.resources.exclude_stragglers and plan.placement.num_nodes > 1,
+        payload=_payload(plan),
+        python_path=[str(folder) for folder in plan.python_path],
         nccl=nccl,
         mounts=_mounts(plan.cluster, (*(folder for _, folder in named), *mounted)),
-        data_manifest=DataLayout(plan.data_directory).manifest,
         image_is_file=plan.image_file is not None,
         **{
-            "time_limit": plan.cluster.limit_time(plan.recipe.resources.time_limit),
-            "container_environment": _container_environment(plan.cluster, nccl),
+            "time_limit": plan.cluster.limit_time(plan.resources.time_limit),
+            "container_environment": _container_environment(plan.cluster, nccl, has_code=bool(plan.code)),
             "preflight": False,
         }
         | values,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """What a run's job starts: ftkit's trainer, or a script.
+
+    Attributes:
+        module: of ftkit that each process runs.
+        data_manifest: file that is there once the data is prepared; None: there is no data to prepare.
+        weights: folder of weights to export first; None: none.
+        can_restart: whether it continues from a checkpoint when it is started again.
+        max_restarts: of the processes within a job.
+    """
+
+    module: str
+    data_manifest: Path | None
+    weights: Path | None
+    can_restart: bool
+    max_restarts: int
+
+
+def _payload(plan: RunPlan | ScriptPlan) -> _Payload:
+    restarts = plan.resources.max_restarts
+    if isinstance(plan, RunPlan):
+        exported = plan.weights_to_export
+        manifest = DataLayout(plan.data_directory).manifest
+        weights = Path(exported.folder) if exported else None
+        return _Payload("ftkit.train", manifest, weights, can_restart=True, max_restarts=restarts)
+    can_restart = plan.script.can_restart
+    restarts = restarts if can_restart else 0
+    return _Payload("ftkit.train.script", None, None, can_restart=can_restart, max_restarts=restarts)
+
+
+def _script_folders(plan: RunPlan | ScriptPlan) -> Sequence[str]:
+    return (plan.script.folder,) if isinstance(plan, ScriptPlan) else ()
 
 
 @dataclass(frozen=True)
@@ -143,6 +186,7 @@ def render_checks(checks: NodeChecks) -> str:
         mounts=_mounts(cluster, (folder for _, folder in site_folders(cluster, checks.workspace, num_nodes))),
         container_environment=_container_environment(cluster, nccl),
         image_is_file=image_file(checks.container_image) is not None,
+        python_path=[],
         check_seconds=_CHECK_SECONDS,
     )  # fmt: skip
 
@@ -171,7 +215,9 @@ def render_side_job(template: str, plan: RunPlan, job: SideJob, **values: object
         template,
         replace(plan, placement=placement),
         job.mounts,
-        container_environment=sorted({*_container_environment(cluster, nccl_for(cluster, 1)), *job.environment}),
+        container_environment=sorted(
+            {*_container_environment(cluster, nccl_for(cluster, 1), has_code=bool(plan.code)), *job.environment}
+        ),
         job_name=f"{plan.name}-{job.name}",
         job_log=job.log,
         num_cpus=cpus and max(1, cpus * num_gpus // cluster.gpus_per_node),
@@ -185,8 +231,13 @@ def _in_container(cluster: ClusterProfile) -> str:
     return _Safe('"${container_start[@]}" ' if cluster.runtime in ("docker", "apptainer") else "")
 
 
-def _container_environment(cluster: ClusterProfile, nccl: NcclSpec | None) -> list[str]:
-    names = {*_FROM_THE_JOB, *cluster.environment, *(nccl.environment if nccl else ())}
+def _container_environment(cluster: ClusterProfile, nccl: NcclSpec | None, *, has_code: bool = False) -> list[str]:
+    names = {
+        *_FROM_THE_JOB,
+        *(["PYTHONPATH"] if has_code else []),
+        *cluster.environment,
+        *(nccl.environment if nccl else ()),
+    }
     return sorted(name for name in names if not name.startswith(_TAKEN_BY_PREFIX))
 
 

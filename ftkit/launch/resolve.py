@@ -21,6 +21,7 @@ from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.health.site import answering_partitions
 from ftkit.launch.preparation import data_stamp
+from ftkit.planning.job import CodePlan, JobPlan
 from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.planning.planner import fingerprint, plan_run
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 ResultT = TypeVar("ResultT")
+PlanT = TypeVar("PlanT", bound=JobPlan)
 
 _ANY_SLURM: Final = "slurm"
 _ROOT = Path("/")
@@ -50,6 +52,7 @@ class RunArgs:
     name: str | None = None
     num_nodes: int | None = None
     gpus_per_node: int | None = None
+    code: tuple[CodePlan, ...] = ()
 
 
 class _Problems:
@@ -157,6 +160,7 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
     request = build_request(words, read.spec, model, wanted, workspace, origins)
     here = detect_hardware(site.spec, ctx.environment)
     plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
+    plan = replace(plan, code=words.code)
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
 
 
@@ -168,7 +172,7 @@ def recipe_name(words: RunArgs, ctx: Context) -> str | None:
     return image.default_recipe if image else None
 
 
-def resolve_image_link(plan: RunPlan) -> RunPlan:
+def resolve_image_link(plan: PlanT) -> PlanT:
     """Resolve a link to an image file now: it may point to another file when the job starts."""
     file = plan.image_file
     if file is None:

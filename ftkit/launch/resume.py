@@ -145,7 +145,7 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
     )
     new = plan_run(recipe, cluster, image_definition(image, ctx), request, ftkit_version=__version__)
     new = replace(
-        new, id=plan.id, fingerprint=plan.fingerprint, sweep=plan.sweep
+        new, id=plan.id, fingerprint=plan.fingerprint, sweep=plan.sweep, code=plan.code
     )  # prepared data is not prepared again
     is_same_file = (cluster.runtime, cluster.image_format) == (plan.cluster.runtime, plan.cluster.image_format)
     if is_same_file and new.image == plan.image:

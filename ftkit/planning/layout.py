@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from ftkit.config.image_reference import ImageFormat, NamedImage
+
+
+SCRIPT_CODE: Final = "script"
+"""Name of the copy of a script's folder, in the run's `code`."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,14 @@ class RunLayout:
         return self.root / "code"
 
     @property
+    def is_script(self) -> bool:
+        """Whether the run's job starts a script of the user's."""
+        return (self.code / SCRIPT_CODE).is_dir()
+
+    @property
     def accelerate_config(self) -> Path:
         """What a script is told by accelerate, where the run has that."""
-        return self.root / "accelerate.yaml"
+        return self.root / "accelerate.json"
 
     @property
     def original(self) -> Path:

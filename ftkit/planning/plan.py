@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, FtkitError
@@ -118,7 +118,7 @@ def setup_of(
     return Setup(shape, training, place.world_size, engine, place.device, gpu, place.num_nodes, network_bytes)
 
 
-def plan_to_json(plan: RunPlan) -> str:
+def plan_to_json(plan: JobPlan) -> str:
     """Return what plan.json holds."""
     return to_json(plan)
 
@@ -138,36 +138,58 @@ def plan_from_json(text: str | bytes, where: str) -> RunPlan:
     try:
         return parse_json(text, RunPlan)
     except InvalidJsonError as error:
+        header = read_header(text)
+        if header.script is not None:
+            raise PlanError(
+                f"{where} is the plan of a script, not of ftkit's trainer",
+                meaning="ftkit knows neither the script's data nor its checkpoints",
+                fix="'ftkit status', 'logs', 'cancel', 'resume', 'rerun' and 'rm' work for it",
+            ) from error
         raise PlanError(
             f"can't read the plan in {where}: {error}",
-            meaning=f"{_writer(text)} wrote it under other rules, or it was changed by hand",
+            meaning=f"{writer_of(header)} wrote it under other rules, or it was changed by hand",
             fix="to continue the run, use the ftkit that submitted it; or correct these keys in the recipe and "
             "start a new run. 'ftkit runs', 'status' and 'logs' still show this one",
         ) from error
 
 
 @dataclass(frozen=True)
-class _Writer:
-    """The value of a plan that every version writes."""
+class PlanHeader:
+    """What every version writes into a plan, and what tells a script's plan from the trainer's."""
 
-    ftkit_version: str
+    ftkit_version: str = ""
+    script: Any = None
 
 
-def _writer(text: str | bytes) -> str:
+def read_header(text: str | bytes) -> PlanHeader:
+    """Read as much of a plan as any version can; nothing of what is no plan."""
     try:
-        return f"ftkit {parse_json(text, _Writer).ftkit_version}"
+        return parse_json(text, PlanHeader)
     except InvalidJsonError:
-        return "another version of ftkit"
+        return PlanHeader()
+
+
+def writer_of(header: PlanHeader) -> str:
+    """Name the ftkit that wrote a plan."""
+    return f"ftkit {header.ftkit_version}" if header.ftkit_version else "another version of ftkit"
 
 
 def read_plan(layout: RunLayout) -> RunPlan:
-    """Read the plan of a run.
+    """Read the plan of a run of ftkit's trainer.
+
+    Raises:
+        PlanError: it can't be read, or the run started a script.
+    """
+    return plan_from_json(read_plan_file(layout), str(layout.plan))
+
+
+def read_plan_file(layout: RunLayout) -> bytes:
+    """Return what a run's plan.json holds.
 
     Raises:
         PlanError: it can't be read.
     """
     try:
-        content = layout.plan.read_bytes()
+        return layout.plan.read_bytes()
     except OSError as error:
         raise PlanError(f"can't read {layout.plan}: {error}", fix="check that the run's folder is whole") from error
-    return plan_from_json(content, str(layout.plan))

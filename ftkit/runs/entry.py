@@ -40,8 +40,9 @@ class PlanEntry:
     """The values of a plan that a listing shows."""
 
     cluster: ClusterEntry
-    num_steps: Count | None
     container_image: str | None
+    num_steps: Count | None = None
+    """None also for a script."""
     sweep: SweepEntry | None = None
 
     @property

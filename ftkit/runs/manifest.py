@@ -21,7 +21,7 @@ from ftkit.config.paths import is_path
 from ftkit.errors import FtkitError, TrainingError, one_line, redact_command
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
-from ftkit.planning.plan import plan_to_json
+from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.runs.progress import excluded_nodes
 from ftkit.runs.records import EndRecord, read_last_record, read_last_step
 from ftkit.runs.summary import first_error, list_checkpoints
@@ -29,7 +29,7 @@ from ftkit.runs.summary import first_error, list_checkpoints
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ftkit.planning.plan import RunPlan
+    from ftkit.planning.script import ScriptPlan
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao", "flash-attn-4")
 _MODEL_KEYS = {"weights", "revision", "requested_revision", "source", "adapter", "trained"}
@@ -37,7 +37,7 @@ _IMAGE = Path("/opt/ftkit")
 """Metadata file in an image that ftkit built."""
 
 
-def build_manifest(plan: RunPlan, command: Sequence[str], project: Path) -> dict[str, Any]:
+def build_manifest(plan: RunPlan | ScriptPlan, command: Sequence[str], project: Path) -> dict[str, Any]:
     """Return the content of manifest.json for a run that is about to be submitted."""
     return {
         "run": plan.id,
@@ -50,7 +50,10 @@ def build_manifest(plan: RunPlan, command: Sequence[str], project: Path) -> dict
 
 
 def add_submission(
-    plan: RunPlan, command: Sequence[str], changes: Mapping[str, tuple[Any, Any]], image_facts: Mapping[str, str]
+    plan: RunPlan | ScriptPlan,
+    command: Sequence[str],
+    changes: Mapping[str, tuple[Any, Any]],
+    image_facts: Mapping[str, str],
 ) -> None:
     """Add a submission of a run to its manifest, which then has the values of the newest plan.
 
@@ -76,7 +79,7 @@ def add_submission(
 
 
 def _describe_submission(
-    plan: RunPlan, command: Sequence[str], changes: Mapping[str, tuple[Any, Any]]
+    plan: RunPlan | ScriptPlan, command: Sequence[str], changes: Mapping[str, tuple[Any, Any]]
 ) -> dict[str, Any]:
     place, checkpoints = plan.placement, list_checkpoints(plan.layout)
     return {
@@ -94,23 +97,35 @@ def _describe_submission(
     }
 
 
-def _describe_plan(plan: RunPlan) -> dict[str, Any]:
+def _describe_plan(plan: RunPlan | ScriptPlan) -> dict[str, Any]:
     """Return the manifest's values from the plan."""
-    recipe = plan.recipe
     return {
         "ftkit": {"version": plan.ftkit_version, "git": _own_commit()},
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "plan_sha256": hashlib.sha256(plan_to_json(plan).encode()).hexdigest(),
-        "recipe": recipe.name,
-        "resolved_recipe": recipe.model_dump(mode="json"),
-        "model": recipe.model.model_dump(include=_MODEL_KEYS),
         "cluster": plan.cluster.name,
         "cluster_profile": plan.cluster.model_dump(mode="json"),
         "placement": asdict(plan.placement),
-        "engine": plan.engine.name,
         "image": plan.image,
         "container_image": plan.container_image,
+        "code": {code.name: asdict(code) for code in plan.code},
+        **(_describe_training(plan) if isinstance(plan, RunPlan) else _describe_script(plan)),
+    }
+
+
+def _describe_script(plan: ScriptPlan) -> dict[str, Any]:
+    script = plan.script
+    return {"script": {**asdict(script), "resources": script.resources.model_dump(mode="json")}}
+
+
+def _describe_training(plan: RunPlan) -> dict[str, Any]:
+    recipe = plan.recipe
+    return {
+        "recipe": recipe.name,
+        "resolved_recipe": recipe.model_dump(mode="json"),
+        "model": recipe.model.model_dump(include=_MODEL_KEYS),
+        "engine": plan.engine.name,
         "data_fingerprint": plan.fingerprint,
         "execution": {
             "micro_batch_size": recipe.training.micro_batch_size,
@@ -295,6 +310,9 @@ def explain_missing_digests(layout: RunLayout) -> list[str]:
         return ["there is no manifest"]
     starts = values.get("starts")
     last = starts[-1] if isinstance(starts, list) and starts and isinstance(starts[-1], dict) else None
+    if "script" in values:
+        named = "neither its data nor its weights have a digest: ftkit does not know what the script reads"
+        return [named, *_doubts_about_code(values, has_changes=layout.code_changes.is_file())]
     return [
         *_doubts_about_model(values.get("model")),
         *_doubts_about_code(values, has_changes=layout.code_changes.is_file()),

@@ -196,11 +196,38 @@ class FailedCheckpointRecord:
 
 
 @dataclass(frozen=True)
+class ShardingRecord:
+    """How a script's model is spread over the processes, seen at its first optimizer step or when it failed before.
+
+    `sharding` is `fsdp2`, `fsdp1`, `zero3`, `ddp` or `none`; `num_units` counts the modules that are sharded as one;
+    `num_held` of all `num_parameters` are on rank 0. `warning` is empty if the model is sharded as one would expect.
+    """
+
+    event: ClassVar[str] = "sharding"
+    time: Seconds
+    sharding: str
+    num_units: Count
+    num_parameters: Count
+    num_held: Count
+    world_size: Count
+    warning: str
+
+
+@dataclass(frozen=True)
+class ScriptStepRecord:
+    """The number of optimizer steps that a script has taken."""
+
+    event: ClassVar[str] = "script-step"
+    time: Seconds
+    step: Count
+
+
+@dataclass(frozen=True)
 class EndRecord:
     """The trainer ended normally: all steps done, or stopped on request after a checkpoint.
 
     `best_step` is that of the best evaluation, and of the export. `early_stopping_patience` is set if it ended the
-    training before its last step.
+    training before its last step. `has_checkpoint` is not known of a script, and false.
     """
 
     event: ClassVar[str] = "end"
@@ -211,6 +238,7 @@ class EndRecord:
     export: str | None
     best_step: Count | None = None
     early_stopping_patience: Count | None = None
+    has_checkpoint: bool = True
 
 
 Record = (
@@ -223,6 +251,8 @@ Record = (
     | EvaluationRecord
     | CheckpointRecord
     | FailedCheckpointRecord
+    | ShardingRecord
+    | ScriptStepRecord
     | EndRecord
 )
 

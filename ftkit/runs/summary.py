@@ -12,6 +12,9 @@ from ftkit.runs.records import (
     EndRecord,
     EvaluationRecord,
     FailedCheckpointRecord,
+    Record,
+    ScriptStepRecord,
+    ShardingRecord,
     StartRecord,
     StepRecord,
     read_last_step,
@@ -41,15 +44,29 @@ class TrainingSummary:
     failed_checkpoint: FailedCheckpointRecord | None = None
     """After the newest checkpoint that could be written."""
     end: EndRecord | None = None
+    sharding: ShardingRecord | None = None
+    """Of a script's model."""
+    script_step: ScriptStepRecord | None = None
+
+
+_LAST_OF: dict[type[Record], str] = {
+    StartRecord: "start",
+    CheckpointRecord: "checkpoint",
+    FailedCheckpointRecord: "failed_checkpoint",
+    EndRecord: "end",
+    ShardingRecord: "sharding",
+    ScriptStepRecord: "script_step",
+}
+"""Kinds of which the newest record counts, with their names in a summary."""
 
 
 def summarize(layout: RunLayout) -> TrainingSummary:
     """Read the records that summarize a run."""
     found: dict[str, Any] = {}
     for record in read_outline(layout.metrics):
+        if name := _LAST_OF.get(type(record)):
+            found[name] = record
         match record:
-            case StartRecord():
-                found["start"] = record
             case StepRecord():
                 found["first_step"] = record
             case EvaluationRecord(when="before"):
@@ -57,12 +74,7 @@ def summarize(layout: RunLayout) -> TrainingSummary:
             case EvaluationRecord(when="after"):
                 found["after"] = record
             case CheckpointRecord():
-                found["checkpoint"] = record
                 found.pop("failed_checkpoint", None)
-            case FailedCheckpointRecord():
-                found["failed_checkpoint"] = record
-            case EndRecord():
-                found["end"] = record
     return TrainingSummary(**found, last_step=read_last_step(layout.metrics))
 
 

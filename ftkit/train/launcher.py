@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     else:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # torchrun installs a handler, which never runs
-    layout = RunLayout(Path(arguments[arguments.index("ftkit.train") + 1]).parent)
+    layout = RunLayout(Path(arguments[arguments.index("-m") + 2]).parent)
     _stage_weights(layout)
     # After the mask: their threads inherit it.
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
@@ -69,6 +69,9 @@ def main(arguments: list[str]) -> int:
     try:
         torchrun(arguments)
     except ChildFailedError as error:
+        if _were_asked_to_stop(layout, error):
+            revoke_if_dead(layout)
+            return 0
         sys.stderr.write(f"{error}\n")
         _record_deaths(layout, error)
         revoke_if_dead(layout)
@@ -114,6 +117,14 @@ def _stage_weights(layout: RunLayout) -> None:
         os.environ[STAGED] = str(folder)
 
 
+def _were_asked_to_stop(layout: RunLayout, error: ChildFailedError) -> bool:
+    """Tell whether ranks ended by a signal that ftkit sent to a script, which does not handle it."""
+    last = read_last_record(layout.metrics)
+    is_stopped = isinstance(last, EndRecord) and last.outcome == "stopped" and not last.has_checkpoint
+    asked = {-signal.SIGTERM, -signal.SIGUSR1}
+    return is_stopped and all(failure.exitcode in asked for failure in error.failures.values())
+
+
 def _record_deaths(layout: RunLayout, error: ChildFailedError) -> None:
     """Write an error for each rank that a signal ended."""
     for rank, failure in error.failures.items():
@@ -127,6 +138,15 @@ def _record_deaths(layout: RunLayout, error: ChildFailedError) -> None:
                 write_rank_error(layout.rank_error(rank), died)
 
 
+def end_with_launcher() -> int:
+    """Let the system end this process when the one that started it ends; return that one's process id."""
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died just before
+        os._exit(TERMINATED)
+    return launcher
+
+
 def follow_launcher(on_end: Callable[[], None]) -> None:
     """End this process with its parent, and at its parent's SIGTERM. Call it before threads are started.
 
@@ -135,10 +155,7 @@ def follow_launcher(on_end: Callable[[], None]) -> None:
     Args:
         on_end: called, in another thread, before SIGTERM ends this process.
     """
-    launcher = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died just before
-        os._exit(TERMINATED)
+    launcher = end_with_launcher()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_wait_for_sigterm, args=(launcher, on_end), name="sigterm", daemon=True).start()

@@ -108,7 +108,7 @@ ON_SLURM = (*IMPORTED, "ftkit run --image olmo3:25.02 --nodes 2 --no-follow")
 BUSY = ("rm -rf /shared/runs", *IMPORTED, "touch $MACHINE/is-busy", ON_SLURM[-1], "ftkit run demo --no-follow")
 
 BEFORE: dict[str, tuple[str, ...]] = {
-    "run": IMPORTED,
+    "run": (*IMPORTED, "mkdir mylib", "touch train.py mylib/__init__.py"),
     "doctor": (*LOGIN_NODE, *IMPORTED, "echo 'cluster: mycluster' >>ftkit.yaml"),
     "status": (*ON_SLURM, DEMO),
     "compare": (DEMO, "ftkit run demo --name other"),

@@ -194,6 +194,12 @@ class _Forwarded:
 def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:
     """Send a run's files, submit it there exactly once, record it here, and follow it."""
     login, terminal = forwarded.login, forwarded.terminal
+    for option in ("script", "with_code", "is_dev"):
+        if params.get(option):
+            raise ConfigError(
+                [Problem(f"cluster {login.cluster}", "login", "code of this machine is not sent to a login node.",
+                         f"Log in there (ssh {login.address}), and start the run from there.")]
+            )  # fmt: skip
     words, secrets = _without_own_options(typed), _secrets(params.get("hf_token_file"))
     if name == "run":
         words = _send_run(forwarded, ctx, words, params)

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from ftkit.cli.terminal.format import count, duration, printable
 from ftkit.cli.terminal.record_lines import record_line
-from ftkit.runs.records import EndRecord, MemoryRecord, StageRecord, StepRecord
+from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StepRecord
 from ftkit.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -99,6 +99,9 @@ class LiveView:
         if isinstance(record, MemoryRecord):
             return
         self._finish_stage(record)
+        if isinstance(record, ScriptStepRecord):
+            self._show_waiting(record_line(record))
+            return
         if isinstance(record, StepRecord):
             self._progress.update(
                 self._task,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled
@@ -10,10 +11,13 @@ from ftkit.config.sources import GeneratedSource
 from ftkit.planning.estimates.parameters import count_model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ftkit.cli.terminal.console import Terminal
     from ftkit.config.model import ModelPlan
     from ftkit.launch.preflight import Findings
     from ftkit.planning.estimates.memory import Moment
+    from ftkit.planning.job import CodePlan, JobPlan
     from ftkit.planning.plan import RunPlan
 
 
@@ -24,21 +28,35 @@ def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
         ("model", _model(plan)),
         ("method", _method(plan)),
         ("engine", f"{plan.engine.name}: {plan.engine.reason}"),
-        ("processes", _processes(plan)),
+        ("processes", describe_placement(plan)),
         ("batch", _batch(plan)),
         ("execution", _execution(plan)),
         ("steps", _steps(plan)),
         ("memory", _memory(plan)),
         ("speed", _speed(plan)),
-        ("cluster", f"{plan.cluster.name}: {plan.cluster.scheduler}, {_runtime(plan)}"),
+        ("cluster", f"{plan.cluster.name}: {plan.cluster.scheduler}, {describe_runtime(plan)}"),
         ("run folder", short_path(plan.layout.root)),
         ("data", f"{_data(plan)} in {short_path(plan.data_directory)}"),
     ]
     if len(plan.recipe.data.sources) > 1:
         facts.append(("sources", _shares(plan)))
+    facts += code_facts(plan.code)
     if plan.image:
         facts.append(("image", _image(plan)))
     return facts + [("note", Styled(note, "yellow")) for note in plan.notes]
+
+
+def code_facts(code: Sequence[CodePlan]) -> list[tuple[str, Cell]]:
+    """Return a row for each copy of code."""
+    return [
+        (
+            "code",
+            f"{each.name}: {short_path(Path(each.source))}, sha256 {each.sha256[:12]}"
+            + (f", commit {each.commit[:12]}" if each.commit else "")
+            + (" with uncommitted changes" if each.has_uncommitted_changes else ""),
+        )
+        for each in code
+    ]
 
 
 def show_findings(findings: Findings, terminal: Terminal) -> None:
@@ -92,12 +110,13 @@ def _method(plan: RunPlan) -> str:
     return f"{training.method} fine-tuning in {training.precision}{rank}: {trained}"
 
 
-def _processes(plan: RunPlan) -> str:
+def describe_placement(plan: JobPlan) -> str:
+    """Return the number of nodes and processes."""
     place = plan.placement
     nodes, each = plural(place.num_nodes, "node"), plural(place.processes_per_node, "process")
     threads = plural(place.threads_per_process, "thread")
     device = f"on the CPU, {threads} each" if place.device == "cpu" else "one GPU each"
-    spare = plan.recipe.resources.spare_nodes
+    spare = plan.resources.spare_nodes
     beside = f", and {plural(spare, 'spare node')}" if spare else ""
     return f"{nodes} × {each} = world size {place.world_size}, {device}{beside}"
 
@@ -166,7 +185,8 @@ def _speed(plan: RunPlan) -> str:
     return f"{text}; {duration(plan.training_seconds)} in all{price}"
 
 
-def _runtime(plan: RunPlan) -> str:
+def describe_runtime(plan: JobPlan) -> str:
+    """Return what runs the container."""
     return "no container" if plan.cluster.runtime == "none" else f"container by {plan.cluster.runtime}"
 
 

@@ -12,6 +12,8 @@ from ftkit.runs.records import (
     EvaluationRecord,
     FailedCheckpointRecord,
     MemoryRecord,
+    ScriptStepRecord,
+    ShardingRecord,
     StageRecord,
     StartRecord,
     StepRecord,
@@ -20,6 +22,13 @@ from ftkit.runs.records import (
 
 if TYPE_CHECKING:
     from ftkit.runs.records import Record
+
+
+def sharding_text(record: ShardingRecord) -> str:
+    """Return how a script's model is spread over its processes."""
+    part = f"{count(record.num_held)} of {count(record.num_parameters)} parameters on rank 0"
+    units = f", {plural(record.num_units, 'unit')}" if record.num_units else ""
+    return f"{record.sharding}: {part}{units}"
 
 
 def record_line(record: Record) -> str:  # noqa: C901 - one case for each kind of record
@@ -52,6 +61,10 @@ def record_line(record: Record) -> str:  # noqa: C901 - one case for each kind o
                 f"checkpoint of step {record.step} could not be written: {record.reason} "
                 f"({plural(record.num_failed, 'failure')} in a row)"
             )
+        case ShardingRecord():
+            line = record.warning or sharding_text(record)
+        case ScriptStepRecord():
+            line = plural(record.step, "optimizer step")
         case EndRecord():
             line = (
                 f"{record.outcome} after {plural(record.step, 'step')}, {duration(record.training_seconds)} of training"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, count, duration, plural, short_path
-from ftkit.cli.terminal.record_lines import early_stopping, measured
+from ftkit.cli.terminal.record_lines import early_stopping, measured, sharding_text
 from ftkit.errors import EXIT_CODES, RunFailedError, redact
 from ftkit.runs.failure import explain_failure, original_command
 from ftkit.runs.states import FAILURES, Observation, RunState
@@ -58,7 +58,8 @@ def end_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
     facts = dict(result_facts(summary))
     if "time" in facts and "progress" in facts:
         facts["progress"] = f"{facts['progress']}, {facts.pop('time')}"
-    return [(name, facts[name]) for name in ("progress", "loss", "validation", "best", "export") if name in facts]
+    names = ("progress", "sharding", "loss", "validation", "best", "export")
+    return [(name, facts[name]) for name in names if name in facts]
 
 
 def failed(run: SubmittedRun, seen: Observation, failure: Failure | None) -> RunFailedError:
@@ -94,7 +95,7 @@ def state_cell(seen: Observation) -> Cell:
 
 def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
     """Return how far the training got, and its results."""
-    facts: list[tuple[str, Cell]] = []
+    facts: list[tuple[str, Cell]] = _script_facts(summary)
     first, last = summary.first_step, summary.last_step
     if first and last:
         speed = f"{count(last.tokens_per_second)} tokens/s"
@@ -104,7 +105,8 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
         moments = [measured(record) for record in (summary.before, summary.after) if record]
         facts.append(("validation", " → ".join(moments)))
     if summary.end:
-        facts.append(("time", f"{duration(summary.end.training_seconds)} of training{early_stopping(summary.end)}"))
+        what = "of training" if summary.end.has_checkpoint else "from start to end"
+        facts.append(("time", f"{duration(summary.end.training_seconds)} {what}{early_stopping(summary.end)}"))
         if summary.end.best_step is not None:
             facts.append(("best", f"step {summary.end.best_step}"))
     if summary.checkpoint:
@@ -114,6 +116,18 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
         facts.append(("failed save", Styled(text, "red")))
     if summary.end and summary.end.export:
         facts.append(("export", short_path(Path(summary.end.export))))
+    return facts
+
+
+def _script_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
+    """Return how far a script got, and how its model is spread over the processes."""
+    facts: list[tuple[str, Cell]] = []
+    step, end, sharding = summary.script_step, summary.end, summary.sharding
+    if step:
+        num_steps = max(step.step, end.step) if end and not end.has_checkpoint else step.step
+        facts.append(("progress", plural(num_steps, "optimizer step")))
+    if sharding:
+        facts.append(("sharding", Styled(sharding.warning, "yellow") if sharding.warning else sharding_text(sharding)))
     return facts
 
 
@@ -175,7 +189,8 @@ def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None)
     if not seen.is_final:
         return [f"ftkit status {run_id} --follow", f"ftkit logs {run_id} -f", f"ftkit cancel {run_id}"]
     if seen.state is RunState.COMPLETED:
-        return [f"ftkit chat {run_id}", f"ftkit eval {run_id}", f"ftkit export {run_id}", f"ftkit status {run_id}"]
+        words = ("logs", "status") if layout.is_script else ("chat", "eval", "export", "status")
+        return [f"ftkit {word} {run_id}" for word in words]
     if failure and not failure.can_resume:
         return [original_command(layout)]
     if failure and failure.exit_code == RunFailedError.exit_code and seen.state is RunState.FAILED:

@@ -90,7 +90,7 @@ def test_a_damaged_plan_is_damage_and_no_error(make_run: RunMaker, workspace: Wo
     run = make_run()
     (folder,) = list_runs(workspace)
     good = read_entry(folder)
-    assert (good.plan, good.damage) == (PlanEntry(ClusterEntry("local", "slurm"), 400, None), "")
+    assert (good.plan, good.damage) == (PlanEntry(ClusterEntry("local", "slurm"), None, 400), "")
     run.layout.plan.write_text(text, errors="surrogateescape")
     assert read_entry(folder).plan is None
     assert read_entry(folder).damage.startswith("plan.json can't be read: ")

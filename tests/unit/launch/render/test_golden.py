@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,13 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.launch.render import NodeChecks, SideJob, render_checks, render_job, render_preparation, render_side_job
 from ftkit.launch.serving import serve_words
+from ftkit.planning.job import CodePlan, JobPlan
+from ftkit.planning.script import Script, ScriptPlan, accelerate_config
 
 if TYPE_CHECKING:
     from conftest import PlanMaker
+
+    from ftkit.planning.plan import RunPlan
 
 SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -42,9 +46,11 @@ CASES = [
 
 SIDE_JOBS = ["a4-highgpu-8g", "dev", "apptainer"]
 PREPARATIONS = ["slurm", "a4-highgpu-8g", "dev", "apptainer"]
+SCRIPTS = ["a4-highgpu-8g", "dev", "local"]
 CHECKS = ["a3-megagpu-8g", "apptainer"]
 NAMES = [
     *(f"doctor-{name}.sh" for name in CHECKS),
+    *(f"script-{cluster}.sbatch" for cluster in SCRIPTS),
     *(f"{cluster}-{num_nodes}.sbatch" for cluster, num_nodes in CASES),
     *(f"prepare-{name}.sbatch" for name in PREPARATIONS),
     *(f"{kind}-{name}.sbatch" for kind in ("evaluate", "serve") for name in SIDE_JOBS),
@@ -58,6 +64,14 @@ def test_the_script_is_the_golden_one(cluster: str, num_nodes: int, make_plan: P
         make_plan(cluster, num_nodes), fingerprint="0123456789abcdef"
     )  # that of the data has tests of its own
     compare(render_job(plan), f"{cluster}-{num_nodes}.sbatch")
+
+
+@pytest.mark.parametrize("cluster", SCRIPTS)
+def test_the_job_that_starts_a_script_is_the_golden_one(cluster: str, make_plan: PlanMaker) -> None:
+    plan = make_script_plan(make_plan(cluster, 1 if cluster == "local" else 2), can_restart=cluster == "dev")
+    script = render_job(plan)
+    compare(script, f"script-{cluster}.sbatch")
+    assert "ftkit.data" not in script
 
 
 @pytest.mark.parametrize("cluster", PREPARATIONS)
@@ -99,6 +113,17 @@ def test_the_script_that_checks_nodes_is_the_golden_one(cluster: str, make_plan:
     image = plan.container_image
     script = render_checks(NodeChecks(plan.cluster, plan.placement, plan.workspace, plan.python, image, folder))
     compare(script, f"doctor-{cluster}.sh")
+
+
+def make_script_plan(base: RunPlan, *, can_restart: bool) -> ScriptPlan:
+    script = Script("train.py", ("--lr", "1e-4"), "/home/me/my code", accelerate_config(base), "TERM",
+                    can_restart, base.resources, "olmo3-7b-full")  # fmt: skip
+    code = (
+        CodePlan("script", "/home/me/my code", ".", "ab" * 32, None, False),
+        CodePlan("with-mylib", "/home/me/mylib", ".", "cd" * 32, None, False),
+    )
+    same = {field.name: getattr(base, field.name) for field in fields(JobPlan)} | {"code": code}
+    return ScriptPlan(**same, script=script)
 
 
 def compare(script: str, name: str) -> None:

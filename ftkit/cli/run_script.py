@@ -1,0 +1,176 @@
+"""`ftkit run --script`, and the options about code of the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftkit.cli.terminal.format import plural, short_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence  # noqa: TC004 - no pydantic reads this dataclass
+
+    from ftkit.cli.terminal.console import Cell, Terminal
+    from ftkit.launch.code import CodeCopy
+    from ftkit.launch.resolve import RunArgs  # noqa: TC004
+    from ftkit.launch.script import ScriptArgs  # noqa: TC004
+    from ftkit.planning.script import ScriptPlan
+    from ftkit.runs.submission import SubmittedRun
+
+_CODE_OPTIONS = (
+    click.option(
+        "--dev",
+        "is_dev",
+        is_flag=True,
+        help="Run a copy of this ftkit, with its uncommitted changes, instead of the image's.",
+    ),
+    click.option(
+        "--with-code",
+        metavar="DIR",
+        multiple=True,
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Copy a package, or a folder of modules, into the run, first on PYTHONPATH. Can be repeated.",
+    ),
+)
+_SCRIPT_OPTIONS = (
+    click.option(
+        "--script",
+        metavar="FILE",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Start this script instead of ftkit's trainer; its arguments follow '--'.",
+    ),
+    click.option(
+        "--accelerate-config",
+        metavar="FILE",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="accelerate's configuration for the script; with a RECIPE, one is made from its plan.",
+    ),
+    click.option(
+        "--stop-signal",
+        type=click.Choice(["TERM", "USR1", "none"]),
+        default="TERM",
+        show_default=True,
+        help="Signal for the script's processes when the time limit is near or the run is cancelled.",
+    ),
+    click.option(
+        "--requeue",
+        "can_restart",
+        is_flag=True,
+        help="The script continues from its own checkpoint when it is started again: do so after a time limit, a "
+        "preemption, a lost node or a crash.",
+    ),
+)
+
+
+def code_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options about the user's code."""
+    for option in reversed(_CODE_OPTIONS):
+        function = option(function)
+    return function
+
+
+def script_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options about a script."""
+    for option in reversed(_SCRIPT_OPTIONS):
+        function = option(function)
+    return function
+
+
+def copy_asked(with_code: Sequence[Path], *, is_dev: bool) -> list[CodeCopy]:
+    """Copy the code that the options ask for. Raises as `ftkit.launch.code.copy_code` does."""
+    if not with_code and not is_dev:
+        return []
+    from ftkit.launch.code import copy_own_package, copy_packages
+
+    return [*copy_packages(with_code), *([copy_own_package()] if is_dev else [])]
+
+
+def split_script_args(words: tuple[str, ...], typed: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Separate the arguments of `ftkit run` from those of the script, which follow the first `--`."""
+    own = typed.index("--") if "--" in typed else len(typed)
+    args = tuple(typed[own + 1 :])
+    return words[: len(words) - len(args)], args
+
+
+def script_facts(plan: ScriptPlan) -> list[tuple[str, Cell]]:
+    """Return the rows of the table of a script's plan."""
+    from ftkit.cli.terminal.plan_view import code_facts, describe_placement, describe_runtime
+
+    script = plan.script
+    facts: list[tuple[str, Cell]] = [
+        ("run", plan.id),
+        ("script", " ".join([script.path, *script.args])),
+        *code_facts(plan.code),
+        ("processes", describe_placement(plan)),
+        ("accelerate", _accelerate(plan)),
+        ("when stopped", _stop(plan)),
+        ("cluster", f"{plan.cluster.name}: {plan.cluster.scheduler}, {describe_runtime(plan)}"),
+        ("run folder", short_path(plan.layout.root)),
+    ]
+    return [*facts, ("image", plan.image)] if plan.image else facts
+
+
+def _accelerate(plan: ScriptPlan) -> str:
+    config = plan.script.accelerate
+    if config is None:
+        return "no configuration: accelerate and the Trainer replicate the model on every process"
+    source = f"from recipe {plan.script.recipe}" if plan.script.recipe else "as given"
+    return f"{config.get('distributed_type', 'NO')}, {config.get('mixed_precision', 'no')}, {source}: accelerate.json"
+
+
+def _stop(plan: ScriptPlan) -> str:
+    script = plan.script
+    signal = "nothing is sent" if script.stop_signal == "none" else f"SIG{script.stop_signal} is sent to the script"
+    again = "started again, to continue from its checkpoint" if script.can_restart else "not started again (--requeue)"
+    restarts = f"; up to {plural(script.resources.max_restarts, 'restart')} after a crash" * script.can_restart
+    return f"{signal}; it is {again}{restarts}"
+
+
+@dataclass(frozen=True)
+class RunScript:
+    """What `ftkit run --script` was asked for: script, recipe and place, the command line, the job's environment."""
+
+    script: ScriptArgs
+    run: RunArgs
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+
+def run_script(
+    wanted: RunScript, copies: Sequence[CodeCopy], terminal: Terminal, *, dry_run: bool, does_import: bool
+) -> SubmittedRun | None:
+    """Plan a run of a script, check its image, and submit it; None if only its job script was printed.
+
+    Raises:
+        FtkitError: the run would fail.
+    """
+    from ftkit.cli.image_check import check_image
+    from ftkit.cli.terminal.plan_view import show_findings
+    from ftkit.config.context import Context
+    from ftkit.launch.code import files_of
+    from ftkit.launch.jobs import submit
+    from ftkit.launch.preflight import run_script_checks
+    from ftkit.launch.render import render_job
+    from ftkit.launch.resolve import resolve_image_link
+    from ftkit.launch.script import accelerate_json, resolve_script
+    from ftkit.runs.manifest import build_manifest, uncommitted_changes
+
+    ctx = Context.here()
+    plan, copies = resolve_script(wanted.script, wanted.run, copies, ctx)
+    terminal.facts(script_facts(plan), is_data=False)
+    if dry_run:
+        terminal.data(render_job(plan))
+        return None
+    show_findings(run_script_checks(plan, wanted.environment), terminal)
+    image_facts = check_image(plan, terminal, does_import=does_import)
+    plan = resolve_image_link(plan)
+    texts = {
+        plan.layout.code_changes.name: uncommitted_changes(),
+        plan.layout.accelerate_config.name: accelerate_json(plan),
+    }
+    files = {**files_of(copies), **{name: text for name, text in texts.items() if text}}
+    manifest = build_manifest(plan, wanted.command, ctx.project) | image_facts
+    return submit(plan, render_job(plan), manifest, wanted.environment, files=files)

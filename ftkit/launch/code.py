@@ -1,0 +1,165 @@
+"""Copies of code that a run carries: a script's folder, a user's package, the working tree's ftkit.
+
+They are taken when the run is submitted. What is edited while the job waits does not change it, and the plan and the
+manifest have the digest of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import ftkit
+from ftkit import process
+from ftkit.errors import ConfigError, FtkitError, NotFoundError, PrerequisiteError, Problem
+from ftkit.planning.job import CodePlan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_LIMIT_BYTES: Final = 64 * 2**20
+_MAX_FILES: Final = 20_000
+_SKIPPED: Final = {"__pycache__", "node_modules", "wandb"}
+"""Folders that are no code, where no .gitignore says so. Hidden ones are left out too."""
+DEV_CODE: Final = "ftkit"
+"""Name of the copy of the working tree's ftkit."""
+
+
+@dataclass(frozen=True)
+class CodeCopy:
+    """A copy of a folder, still in memory: its plan, and the content of each file by its path within the folder."""
+
+    plan: CodePlan
+    files: Mapping[str, bytes]
+
+
+def copy_code(
+    folder: Path, name: str, option: str, *, is_package: bool = False, needs: str = "", but: Sequence[Path] = ()
+) -> CodeCopy:
+    """Copy the code in a folder: in a git checkout, what git tracks or would; elsewhere, all but hidden files.
+
+    Args:
+        folder: what to copy.
+        name: of the copy.
+        option: of the command line that named the folder, for messages.
+        is_package: whether the folder is itself a package, so that its parent is what is on PYTHONPATH.
+        needs: a file that the copy must have, although git may ignore it.
+        but: folders to leave out.
+
+    Raises:
+        NotFoundError: there is no such folder.
+        PrerequisiteError: a file can't be read.
+        ConfigError: it is larger than code is.
+    """
+    folder = folder.absolute()
+    if not folder.is_dir():
+        raise NotFoundError(f"{option}: {folder} is not a folder", fix=f"give the folder of the code: {option} DIR")
+    prefix = f"{folder.name}/" if is_package else ""
+    try:
+        left_out = [each.absolute() for each in but]
+        paths = [
+            path
+            for path in _list_files(folder, needs)
+            if not any((folder / path).is_relative_to(each) for each in left_out)
+        ]
+        contents = {f"{prefix}{path}": data for path, data in _read(folder, paths, option)}
+    except OSError as error:
+        raise PrerequisiteError(f"{option}: can't read {error.filename}: {error.strerror}") from error
+    from ftkit.runs.manifest import git_commit  # noqa: PLC0415 - the records of runs, which a dry run does not read
+
+    git = git_commit(folder) or {}
+    plan = CodePlan(
+        name=name,
+        source=str(folder),
+        import_from=".",
+        sha256=digest_of(contents),
+        commit=git.get("commit"),
+        has_uncommitted_changes=bool(git.get("has_uncommitted_changes")),
+    )
+    return CodeCopy(plan, contents)
+
+
+def copy_own_package() -> CodeCopy:
+    """Copy the package of the ftkit that runs here, for an image that has another. Raises as `copy_code` does."""
+    return copy_code(Path(ftkit.__file__).parent, DEV_CODE, "--dev", is_package=True)
+
+
+def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
+    """Copy the folders of --with-code. A folder that is a package is imported by its name, others hold packages.
+
+    Raises:
+        ConfigError: two have one name; or as `copy_code` does.
+    """
+    absolute = [folder.absolute() for folder in folders]
+    for first, second in pairwise(sorted(absolute, key=lambda folder: folder.name)):
+        if first.name == second.name:
+            raise ConfigError(
+                [Problem("command line", "--with-code", f"{first} and {second} have the same name.", "Rename one.")]
+            )
+    return [
+        copy_code(folder, f"with-{folder.name}", "--with-code", is_package=(folder / "__init__.py").is_file())
+        for folder in absolute
+    ]
+
+
+def files_of(copies: Iterable[CodeCopy]) -> dict[str, str | bytes]:
+    """Return the files of copies by their paths in the run's folder."""
+    return {f"code/{copy.plan.name}/{path}": data for copy in copies for path, data in copy.files.items()}
+
+
+def digest_of(contents: Mapping[str, bytes]) -> str:
+    """Return the digest of names and contents of files, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(contents):
+        digest.update(f"{path}\0{len(contents[path])}\0".encode())
+        digest.update(contents[path])
+    return digest.hexdigest()
+
+
+def read_copy(folder: Path) -> dict[str, bytes]:
+    """Read a copy back from a run's folder, without what Python compiled there."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def _read(folder: Path, paths: Iterable[Path], option: str) -> Iterable[tuple[str, bytes]]:
+    num_bytes = 0
+    for number, path in enumerate(paths):
+        num_bytes += (folder / path).stat().st_size
+        if num_bytes > _LIMIT_BYTES or number >= _MAX_FILES:
+            raise ConfigError(
+                [Problem("command line", option, f"{folder} holds more than {_LIMIT_BYTES >> 20} MiB or "
+                         f"{_MAX_FILES:,} files, which is more than code.",
+                         "Put the code into a folder of its own; or list what is no code in .gitignore.")]
+            )  # fmt: skip
+        yield path.as_posix(), (folder / path).read_bytes()
+
+
+def _list_files(folder: Path, needs: str) -> list[Path]:
+    try:
+        words = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "."]
+        listed = process.run(words)
+    except FtkitError:  # no git here
+        return _walk(folder)
+    paths = [Path(name) for name in sorted(set(listed.stdout.split("\0"))) if name]
+    found = [path for path in paths if (folder / path).is_file()]  # deleted ones are still in the index
+    is_listed = listed.returncode == 0 and (Path(needs) in found if needs else found)
+    return found if is_listed else _walk(folder)  # no checkout, or one that ignores this folder
+
+
+def _walk(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith("."))
+        found += [Path(place, name).relative_to(folder) for name in sorted(names) if not name.startswith(".")]
+        if len(found) > _MAX_FILES:
+            break
+    return found

@@ -1,0 +1,156 @@
+"""Turn the command line of `ftkit run --script` into the plan of a script."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftkit import __version__
+from ftkit.config.image_reference import NamedImage
+from ftkit.config.layers import COMMAND_LINE, Layers
+from ftkit.config.load import load_image
+from ftkit.config.problems import validate
+from ftkit.config.request import Origins, RunRequest
+from ftkit.config.strict import Spec
+from ftkit.config.training import ResourcesSpec
+from ftkit.config.yaml_files import parse_override, read_yaml
+from ftkit.errors import ConfigError, NotFoundError, Problem
+from ftkit.launch.code import CodeCopy, copy_code
+from ftkit.launch.resolve import detect_hardware, load_place, read_settings, resolve, resolve_image_link
+from ftkit.planning.job import JobPlan
+from ftkit.planning.layout import SCRIPT_CODE, Workspace
+from ftkit.planning.script import Script, ScriptPlan, accelerate_config, placed, plan_script
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.config.context import Context
+    from ftkit.launch.resolve import RunArgs
+    from ftkit.planning.plan import RunPlan
+    from ftkit.planning.script import StopSignal  # noqa: TC004 - no pydantic reads this dataclass
+
+
+@dataclass(frozen=True)
+class ScriptArgs:
+    """The arguments of `ftkit run` that are about a script.
+
+    Args:
+        path: of the script.
+        args: what follows `--`.
+        accelerate_config: a file of accelerate's.
+        stop_signal: what its processes are sent when the run is asked to stop.
+        can_restart: whether it continues by itself when it is started again.
+    """
+
+    path: Path
+    args: tuple[str, ...] = ()
+    accelerate_config: Path | None = None
+    stop_signal: StopSignal = "TERM"
+    can_restart: bool = False
+
+
+class _OnlyResources(Spec):
+    """What can be set for a script without a recipe."""
+
+    resources: ResourcesSpec = ResourcesSpec.model_construct()
+
+
+def resolve_script(
+    args: ScriptArgs, words: RunArgs, copies: Sequence[CodeCopy], ctx: Context
+) -> tuple[ScriptPlan, list[CodeCopy]]:
+    """Make the plan of a script, and copy its folder.
+
+    With a recipe, accelerate's configuration is made from the plan that the recipe has in that place.
+
+    Args:
+        args: the script.
+        words: the recipe, if any, and where to run.
+        copies: other code that the run carries.
+        ctx: where recipes, profiles and settings are searched for.
+
+    Raises:
+        NotFoundError: the script, or something named, does not exist.
+        ConfigError: with every problem of the arguments.
+    """
+    file = args.path.absolute()
+    if not file.is_file():
+        raise NotFoundError(f"--script: there is no file {file}", fix="give the path of a Python file")
+    base = resolve(words, ctx) if words.recipe else None
+    if base and args.accelerate_config:
+        problem = Problem(COMMAND_LINE, "--accelerate-config", "the recipe makes a configuration already.")
+        raise ConfigError([replace(problem, fix="Leave one of the two out.")])
+    script = Script(
+        path=file.name,
+        args=args.args,
+        folder=str(Path.cwd()),
+        accelerate=accelerate_config(base) if base else _read_config(args.accelerate_config),
+        stop_signal=args.stop_signal,
+        can_restart=args.can_restart,
+        resources=base.resources if base else _resources(words.overrides),
+        recipe=base.recipe.name if base else None,
+    )
+    workspace = Workspace(read_settings(words, ctx).workspace_folder(ctx))
+    made = (workspace.runs, workspace.data, workspace.images, workspace.hub_home)
+    own = copy_code(file.parent, SCRIPT_CODE, "--script", needs=file.name, but=made)
+    everything = [own, *copies]
+    plans = tuple(copy.plan for copy in everything)
+    plan = _of_recipe(base, script, plans) if base else _without_recipe(script, plans, words, ctx)
+    return resolve_image_link(plan), everything
+
+
+def _of_recipe(base: RunPlan, script: Script, code: tuple[Any, ...]) -> ScriptPlan:
+    """Put a script in the place that was planned for the recipe."""
+    place = {field.name: getattr(base, field.name) for field in fields(JobPlan)}
+    return ScriptPlan(**place | {"notes": (), "code": code}, script=script)
+
+
+def _without_recipe(script: Script, code: tuple[Any, ...], words: RunArgs, ctx: Context) -> ScriptPlan:
+    place = load_place(words, ctx)
+    image = place.image
+    if isinstance(image, NamedImage) and place.cluster.runtime != "none":
+        load_image(image.reference, ctx)  # which says so if there is none
+    request = RunRequest(
+        name=words.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.path).stem).strip("._-") or "script",
+        num_nodes=words.num_nodes,
+        gpus_per_node=words.gpus_per_node,
+        image=image,
+        image_is_explicit=words.image is not None,
+        workspace=Workspace(place.settings.workspace_folder(ctx)).root,
+        python=sys.executable,
+        created=datetime.now(UTC),
+        suffix=secrets.token_hex(2),
+        origins=Origins(settings=place.settings.layers),
+    )
+    cluster = detect_hardware(place.cluster, ctx.environment)
+    return plan_script(script, code, cluster, request, ftkit_version=__version__)
+
+
+def _resources(overrides: Sequence[str]) -> ResourcesSpec:
+    layers = Layers()
+    for override in overrides:
+        layers = parse_override(override).over(layers)
+    if unknown := sorted(key for key in layers.values if key != "resources"):
+        raise ConfigError(
+            [Problem(COMMAND_LINE, unknown[0], "is a key of a recipe, and none is given.",
+                     "Without a recipe, --script takes resources.KEY=VALUE; the script's own arguments follow '--'.")]
+        )  # fmt: skip
+    return validate(_OnlyResources, layers).resources
+
+
+def accelerate_json(plan: ScriptPlan) -> str:
+    """Return what accelerate.json of a script's run holds; empty if accelerate is told nothing.
+
+    JSON, because accelerate reads YAML by its older rules, in which `no` is no text.
+    """
+    config = plan.script.accelerate
+    return "" if config is None else json.dumps(placed(config, plan.placement), indent=2) + "\n"
+
+
+def _read_config(path: Path | None) -> dict[str, Any] | None:
+    return None if path is None else read_yaml(path).values

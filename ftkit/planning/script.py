@@ -1,0 +1,224 @@
+"""A run whose job starts a script of the user's: its plan, and what accelerate is told about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ftkit.config.image_reference import ImageFile
+from ftkit.config.layers import COMMAND_LINE
+from ftkit.config.training import ResourcesSpec
+from ftkit.errors import ConfigError, Problem
+from ftkit.files import InvalidJsonError, parse_json
+from ftkit.planning.job import JobPlan
+from ftkit.planning.plan import (
+    PLAN_VERSION,
+    PlanError,
+    RunPlan,
+    plan_from_json,
+    read_header,
+    read_plan_file,
+    writer_of,
+)
+from ftkit.planning.planner import container_image, plan_placement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.request import RunRequest
+    from ftkit.planning.job import CodePlan, PlacementPlan
+    from ftkit.planning.layout import RunLayout
+
+StopSignal = Literal["TERM", "USR1", "none"]
+"""What a script's processes are sent when the run is asked to stop."""
+RUN_FOLDER: Final = "{run}"
+"""Stands for the run's folder in a script's arguments."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the processes of the run start.
+
+    Attributes:
+        path: within the copy of its folder.
+        args: its arguments; `{run}` stands for the run's folder.
+        folder: working folder of its processes.
+        accelerate: content of accelerate's configuration; null without one.
+        stop_signal: what its processes are sent when the run is asked to stop.
+        can_restart: whether it continues from a checkpoint of its own when it is started again.
+        resources: what it asks of the scheduler.
+        recipe: name of the recipe that the configuration was made from; null without one.
+    """
+
+    path: str
+    args: tuple[str, ...]
+    folder: str
+    accelerate: dict[str, Any] | None
+    stop_signal: StopSignal
+    can_restart: bool
+    resources: ResourcesSpec
+    recipe: str | None = None
+
+    @property
+    def asks_for_sharding(self) -> bool:
+        """Whether accelerate is told to shard the model."""
+        return self.accelerate is not None and self.accelerate.get("distributed_type") in {"FSDP", "DEEPSPEED"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptPlan(JobPlan):
+    """Everything that a run of a script is."""
+
+    script: Script
+
+    @property
+    def resources(self) -> ResourcesSpec:
+        """What the script asks of the scheduler."""
+        return self.script.resources
+
+
+def plan_script(
+    script: Script, code: tuple[CodePlan, ...], cluster: ClusterProfile, request: RunRequest, *, ftkit_version: str
+) -> ScriptPlan:
+    """Make the plan of a script.
+
+    Args:
+        script: what to start.
+        code: copies of code, that of the script's folder first.
+        cluster: where.
+        request: what was typed.
+        ftkit_version: of this ftkit.
+
+    Raises:
+        ConfigError: with every reason why it can't be started there.
+    """
+    num_nodes = request.num_nodes or script.resources.num_nodes
+    per_node = request.gpus_per_node or script.resources.gpus_per_node or cluster.gpus_per_node
+    problems = list(_find_problems(script, cluster, request, num_nodes, per_node))
+    if problems:
+        raise ConfigError([request.origins.locate(problem) for problem in problems])
+    name = request.name or "script"
+    return ScriptPlan(
+        version=PLAN_VERSION,
+        ftkit_version=ftkit_version,
+        id=f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
+        name=name,
+        created=request.created,
+        workspace=request.workspace,
+        cluster=cluster,
+        placement=plan_placement(cluster, num_nodes, per_node),
+        image=str(request.image) if request.image and cluster.runtime != "none" else None,
+        container_image=container_image(cluster, request.image, request.workspace),
+        python=request.python if cluster.runtime == "none" else "python3",
+        notes=(),
+        code=code,
+        script=script,
+    )
+
+
+def _find_problems(
+    script: Script, cluster: ClusterProfile, request: RunRequest, num_nodes: int, per_node: int
+) -> Iterator[Problem]:
+    spare = script.resources.spare_nodes
+    if cluster.scheduler == "local" and (num_nodes > 1 or spare):
+        yield Problem(
+            COMMAND_LINE, "--nodes", f"cluster '{cluster.name}' is a single machine, got {num_nodes + spare} nodes.",
+            "Take --nodes 1, or a Slurm cluster with --cluster.",
+        )  # fmt: skip
+    elif cluster.max_nodes is not None and num_nodes + spare > cluster.max_nodes:
+        yield Problem(
+            COMMAND_LINE, "--nodes", f"{num_nodes + spare} nodes requested, the cluster has {cluster.max_nodes}."
+        )
+    if cluster.device == "cuda" and per_node > cluster.gpus_per_node:
+        yield Problem(
+            COMMAND_LINE, "--gpus-per-node", f"{per_node} GPUs requested, a node has {cluster.gpus_per_node}.",
+            f"Take at most {cluster.gpus_per_node}, and more --nodes.",
+        )  # fmt: skip
+    if cluster.runtime == "none" and request.image_is_explicit:
+        yield Problem(
+            COMMAND_LINE, "--image", f"cluster '{cluster.name}' has runtime 'none': the image would have no effect.",
+            "Leave --image out, or take a cluster whose profile has another runtime.",
+        )  # fmt: skip
+    if cluster.runtime != "none" and request.image is None:
+        yield Problem(
+            f"cluster {cluster.name}", "runtime", f"'{cluster.runtime}' needs an image, and none is set.",
+            "Give --image NAME:TAG, or set 'image:' in ftkit.yaml.",
+        )  # fmt: skip
+    if isinstance(request.image, ImageFile) and (
+        cluster.runtime == "docker" or (cluster.runtime == "pyxis" and request.image.is_sif)
+    ):
+        yield Problem(
+            COMMAND_LINE, "--image", f"{cluster.runtime} can't run {request.image}.", "Take NAME:TAG: 'ftkit images'."
+        )
+    if cluster.runtime != "none" and any(mark in script.folder for mark in ",:"):
+        yield Problem(
+            COMMAND_LINE, "--script", f"{cluster.runtime} can't mount a path with a comma or a colon: {script.folder}.",
+            "Start it from another folder.",
+        )  # fmt: skip
+
+
+def accelerate_config(plan: RunPlan) -> dict[str, Any]:
+    """Return the configuration with which accelerate shards a model as a plan of ftkit's trainer does.
+
+    Layers are found by the model itself (`_no_split_modules`), not by a class name, which would miss silently.
+    """
+    training = plan.recipe.training
+    precision = "no" if training.precision == "fp32" else "bf16"
+    config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": precision}
+    if plan.engine.name == "zero3":
+        return config | {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {
+                "zero_stage": 3,
+                "zero3_init_flag": True,
+                "zero3_save_16bit_model": True,
+                "gradient_accumulation_steps": plan.batch.accumulation_steps,
+                "offload_optimizer_device": "none",
+                "offload_param_device": "none",
+            },
+        }
+    return config | {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": not plan.engine.keeps_weights,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_activation_checkpointing": training.activation_checkpointing != "none",
+            "fsdp_offload_params": False,
+        },
+    }
+
+
+def placed(config: Mapping[str, Any], placement: PlacementPlan) -> dict[str, Any]:
+    """Return accelerate's configuration with the processes of this run instead of those that it was written for."""
+    return {
+        **config,
+        "num_machines": placement.num_nodes,
+        "num_processes": placement.world_size,
+        "machine_rank": 0,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": placement.device == "cpu",
+        "main_training_function": "main",
+    }
+
+
+def read_job_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
+    """Read the plan of a run, whatever its job starts.
+
+    Raises:
+        PlanError: it can't be read.
+    """
+    content = read_plan_file(layout)
+    header = read_header(content)
+    if header.script is None:
+        return plan_from_json(content, str(layout.plan))
+    try:
+        return parse_json(content, ScriptPlan)
+    except InvalidJsonError as error:
+        raise PlanError(
+            f"can't read the plan in {layout.plan}: {error}", meaning=f"{writer_of(header)} wrote it under other rules"
+        ) from error

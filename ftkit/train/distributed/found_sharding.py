@@ -1,0 +1,124 @@
+"""How a model that ftkit did not build is spread over the processes, as its modules and parameters show."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Sharding = Literal["fsdp2", "fsdp1", "zero3", "ddp", "none"]
+_FEWEST_UNITS = 3
+"""Two decoder layers and the rest: with fewer, the whole model is gathered at once."""
+
+
+@dataclass(frozen=True)
+class FoundSharding:
+    """How a model is spread over the processes.
+
+    Attributes:
+        sharding: what shards it, or replicates it.
+        num_units: modules that are sharded as one.
+        num_parameters: of all parameters in memory, whole.
+        num_held: of them, on this process.
+        world_size: processes that torchrun started.
+        is_connected: whether `torch.distributed` is initialized.
+    """
+
+    sharding: Sharding
+    num_units: int
+    num_parameters: int
+    num_held: int
+    world_size: int
+    is_connected: bool
+
+    def explain_missing(self, *, was_asked: bool, device: str) -> str:
+        """Return what is wrong, for people; empty if nothing is.
+
+        Args:
+            was_asked: whether accelerate was told to shard.
+            device: of the run.
+        """
+        if self.world_size == 1:
+            return ""
+        if not self.is_connected:
+            return (
+                "the processes do not train together: torch.distributed is not initialized, so each of the "
+                f"{self.world_size} trains a model of its own. Use accelerate or the Trainer, or call "
+                "torch.distributed.init_process_group()"
+            )
+        if self.sharding in {"ddp", "none"}:
+            return f"{self._describe_copies()}{_reason(was_asked=was_asked, device=device)}"
+        if self.sharding != "zero3" and self.num_units < _FEWEST_UNITS:
+            return (
+                f"FSDP is on, but the model is {self.num_units} unit(s): all {self.num_parameters:,} parameters are "
+                "gathered at once. Check the wrap policy of accelerate's configuration"
+            )
+        return ""
+
+    def _describe_copies(self) -> str:
+        copies = "DistributedDataParallel averages their gradients" if self.sharding == "ddp" else "nothing wraps them"
+        each = f"each of the {self.world_size} processes holds all {self.num_parameters:,} parameters"
+        return f"FSDP is not on: {each} ({copies})"
+
+
+def _reason(*, was_asked: bool, device: str) -> str:
+    if was_asked and device == "cpu":
+        return ". accelerate does not shard on CPUs; on GPUs this run is refused"
+    if was_asked:
+        return ", although accelerate.json asks for it: the script does not prepare its model by it"
+    return ". To shard the model, give a recipe or --accelerate-config FILE"
+
+
+def living_modules() -> list[nn.Module]:
+    """Return every module of this process. Takes about a second where there are many objects."""
+    # By type, not isinstance: lazy objects of libraries answer isinstance by importing what they stand for.
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+
+
+def find_sharding(modules: Sequence[nn.Module], world_size: int) -> FoundSharding:
+    """Look at modules, all of them without recursion, and at their parameters."""
+    parameters = list(_parameters(modules))
+    units = sum(isinstance(each, FSDPModule) for each in modules)
+    flat_units = sum(isinstance(each, FullyShardedDataParallel) for each in modules)
+    sharding: Sharding = "none"
+    if units:
+        sharding = "fsdp2"
+    elif flat_units:
+        sharding = "fsdp1"
+    elif any(hasattr(each, "ds_tensor") for each in parameters):
+        sharding = "zero3"
+    elif any(isinstance(each, DistributedDataParallel) for each in modules):
+        sharding = "ddp"
+    sizes = [_sizes(each) for each in parameters]
+    held, whole = sum(size[1] for size in sizes), sum(size[0] for size in sizes)
+    if sharding == "fsdp1":  # flat parameters are one shard each
+        whole = held * world_size
+    return FoundSharding(sharding, units or flat_units, whole, held, world_size, distributed.is_initialized())
+
+
+def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    seen: set[int] = set()
+    for module in modules:
+        for parameter in module._parameters.values():  # noqa: SLF001 - without recursion: modules are all listed
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+def _sizes(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return the elements of a whole parameter, and those on this process."""
+    if isinstance(parameter, DTensor):
+        return parameter.numel(), parameter.to_local().numel()
+    shard = getattr(parameter, "ds_tensor", None)  # DeepSpeed's
+    if shard is not None:
+        return int(parameter.ds_numel), int(shard.numel())  # type: ignore[attr-defined]
+    return parameter.numel(), parameter.numel()

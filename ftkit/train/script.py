@@ -1,0 +1,254 @@
+"""`python -m ftkit.train.script PLAN [RESTARTS]`: one process of a run whose payload is a script of the user's.
+
+torchrun starts it. It sets up what accelerate is told, then runs the script as `__main__` in this process, unchanged.
+At the script's first optimizer step it looks at how the model is spread over the processes, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ftkit.errors import FtkitError, TrainingError, as_disk_full
+from ftkit.health.sampler import sampling
+from ftkit.planning.layout import SCRIPT_CODE, RunLayout
+from ftkit.planning.script import RUN_FOLDER, ScriptPlan, read_job_plan
+from ftkit.runs.lease import held_lease, is_held_by_another_job
+from ftkit.runs.manifest import record_start
+from ftkit.runs.rank_errors import record_rank_error
+from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord, append_record
+from ftkit.train.launcher import end_with_launcher
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_POLL_SECONDS: Final = 2.0
+_SECONDS_BETWEEN_RECORDS: Final = 20.0
+_SIGNALS: Final[Mapping[str, signal.Signals]] = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}
+
+
+class ScriptRank:
+    """One process of the run: what it records, and how it is asked to stop."""
+
+    def __init__(self, plan: ScriptPlan) -> None:
+        self.plan = plan
+        self.rank = int(os.environ["RANK"])
+        self.num_steps = 0
+        self.began = time.time()
+        self.is_asked_to_stop = False
+        self._next_record = 0.0
+        self._is_looked_at = False
+
+    def record(self, record: Record) -> None:
+        """Append a record to the run's metrics, on rank 0."""
+        if self.rank == 0:
+            with suppress(OSError):  # the script's own work goes on where a disk is full
+                append_record(self.plan.layout.metrics, record)
+
+    def record_end(self) -> None:
+        """Record how far the script got."""
+        now, is_stopped = time.time(), self.is_asked_to_stop
+        seconds = now - self.began
+        self.record(
+            EndRecord(
+                now, "stopped" if is_stopped else "completed", self.num_steps, seconds, None, has_checkpoint=False
+            )
+        )
+
+    def watch_optimizer(self) -> None:
+        """Look at the model before the first optimizer step of this process, and count the steps."""
+        from torch.optim.optimizer import (  # noqa: PLC0415 - after the logs are set up: its import can fail
+            Optimizer,
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+
+        def before(*_: object) -> None:
+            self.look_at_model()
+
+        def after(optimizer: Optimizer, *_: object) -> None:
+            del optimizer
+            self.num_steps += 1
+            if time.time() >= self._next_record:
+                self._next_record = time.time() + _SECONDS_BETWEEN_RECORDS
+                self.record(ScriptStepRecord(time.time(), self.num_steps))
+
+        register_optimizer_step_pre_hook(before)
+        register_optimizer_step_post_hook(after)
+
+    def look_at_model(self) -> None:
+        """Record how the model is spread, once.
+
+        Raises:
+            TrainingError: it is not sharded, although this was asked for.
+        """
+        if self._is_looked_at:
+            return
+        self._is_looked_at = True
+        from ftkit.train.distributed.found_sharding import find_sharding, living_modules  # noqa: PLC0415 - as above
+
+        script, place = self.plan.script, self.plan.placement
+        found = find_sharding(living_modules(), place.world_size)
+        warning = found.explain_missing(was_asked=script.asks_for_sharding, device=place.device)
+        self.record(
+            ShardingRecord(
+                time.time(), found.sharding, found.num_units, found.num_parameters, found.num_held, place.world_size,
+                warning,
+            )
+        )  # fmt: skip
+        if warning and self.rank == 0:
+            say(f"warning: {warning}")
+        if found.sharding in {"ddp", "none"} and script.asks_for_sharding and warning and place.device == "cuda":
+            raise TrainingError(
+                warning, fix="see accelerate.json in the run's folder; without a recipe, nothing asks for sharding"
+            )
+
+    def look_at_model_of_failure(self) -> None:
+        """Record how the model is spread if the script failed before its first step: it may be why memory ran out."""
+        from torch import distributed  # noqa: PLC0415 - as above
+
+        if distributed.is_available() and distributed.is_initialized():
+            with suppress(Exception):
+                self.look_at_model()
+
+    def watch_stop_file(self) -> None:
+        """Pass a request to stop on to the script, as a signal to this process."""
+        threading.Thread(target=self._wait_for_stop, name="stop-request", daemon=True).start()
+
+    def _wait_for_stop(self) -> None:
+        path = Path(os.environ["FTKIT_STOP_FILE"])
+        while not path.exists():
+            time.sleep(_POLL_SECONDS)
+        self.is_asked_to_stop = True
+        number = _SIGNALS.get(self.plan.script.stop_signal)
+        if number is None:
+            return
+        if self.rank == 0:
+            say(f"asked to stop: sending {number.name} to the script")
+        self.record_end()  # a script that does not handle the signal ends with it
+        os.kill(os.getpid(), number)
+
+
+def say(text: str) -> None:
+    """Tell the job's log."""
+    sys.stderr.write(f"ftkit: {text}\n")
+    sys.stderr.flush()
+
+
+def main(plan_path: Path, num_restarts: int = 0) -> int:
+    """Run the script in this process; leave its error beside its log, for `ftkit status` to show."""
+    layout = RunLayout(plan_path.parent)
+    _take_signals()
+    end_with_launcher()
+    plan = read_job_plan(layout)
+    if not isinstance(plan, ScriptPlan):
+        raise TypeError("the job script starts this module for scripts alone")
+    rank = ScriptRank(plan)
+    at_end = ExitStack()
+    _start_logs(layout, rank.rank)
+    try:
+        if rank.rank == 0:
+            held = held_lease(layout, say=say, on_loss=lambda error: os._exit(_fail(layout, 0, error)))
+            at_end.enter_context(held)
+            record_start(layout.manifest, num_restarts=num_restarts)
+        if plan.placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
+            at_end.enter_context(sampling(layout))
+        with at_end:
+            layout.rank_error(rank.rank).unlink(missing_ok=True)  # of an earlier start
+            _set_environment(plan)
+            rank.watch_optimizer()
+            rank.watch_stop_file()
+            code = _run(plan)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is left for `ftkit status`
+        rank.look_at_model_of_failure()
+        return _fail(layout, rank.rank, error)
+    if code == 0:
+        rank.record_end()
+    return code
+
+
+def _take_signals() -> None:
+    """Undo what the launcher inherits to its processes: the script takes signals as if it was started by hand."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _run(plan: ScriptPlan) -> int:
+    """Run the script as `__main__`; return what it exits with."""
+    script = plan.script
+    path = plan.layout.code / SCRIPT_CODE / script.path
+    os.chdir(script.folder)
+    sys.argv = [str(path), *(word.replace(RUN_FOLDER, str(plan.layout.root)) for word in script.args)]
+    sys.path[0] = str(path.parent)  # as Python does, instead of the folder that -m puts there
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        say(str(end.code))
+        return 1
+    finally:
+        _disconnect()
+    return 0
+
+
+def _disconnect() -> None:
+    """Close the process group that most scripts leave open: gloo's threads can abort at exit otherwise."""
+    from torch import distributed  # noqa: PLC0415 - as above
+
+    if distributed.is_available() and distributed.is_initialized():
+        with suppress(RuntimeError):
+            distributed.destroy_process_group()
+
+
+def _set_environment(plan: ScriptPlan) -> None:
+    """Tell accelerate what its own launcher would, and the script where its run is."""
+    os.environ["FTKIT_RUN_DIR"] = str(plan.layout.root)
+    variables = {}
+    if plan.script.accelerate is not None:
+        from ftkit.train.private_apis import accelerate_environment  # noqa: PLC0415 - a script may not need it
+
+        variables = accelerate_environment(plan.layout.accelerate_config)
+    if plan.placement.device == "cpu":  # where accelerate refuses FSDP, or leaves it out in silence
+        is_fsdp = {"ACCELERATE_USE_FSDP", *(name for name in variables if name.startswith("FSDP_"))}
+        variables = {name: value for name, value in variables.items() if name not in is_fsdp}
+        variables["ACCELERATE_USE_CPU"] = "true"
+    os.environ.update(variables)
+
+
+def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
+    """Print and record the error that ended this process; return its exit code."""
+    reason = as_disk_full(error)
+    if isinstance(reason, FtkitError):
+        say(f"error: {reason}")
+        if path := os.environ.get("FTKIT_NO_RESTART_FILE"):
+            with suppress(OSError):
+                Path(path).touch()
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    if is_held_by_another_job(layout):
+        return reason.exit_code if isinstance(reason, FtkitError) else 1
+    return record_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
+
+
+def _start_logs(layout: RunLayout, rank: int) -> None:
+    """Send the output of all ranks but the first to logs of their own; the first's is the job's log."""
+    layout.logs.mkdir(parents=True, exist_ok=True)
+    logging.captureWarnings(False)  # noqa: FBT003 - the script decides
+    if rank:
+        descriptor = os.open(layout.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.dup2(descriptor, sys.stderr.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))

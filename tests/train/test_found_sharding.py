@@ -1,0 +1,79 @@
+"""How a script's model is spread over the processes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from lone_world import lone_world
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ftkit.planning.job import PlacementPlan
+from ftkit.planning.script import placed
+from ftkit.train.distributed.found_sharding import FoundSharding, find_sharding
+from ftkit.train.private_apis import accelerate_environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def build(num_layers: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+
+
+def found(model: nn.Module, world_size: int = 2) -> FoundSharding:
+    return find_sharding(list(model.modules()), world_size)
+
+
+def test_models_are_told_apart_by_what_shards_or_replicates_them() -> None:
+    alone = found(build())
+    assert (alone.sharding, alone.num_held, alone.num_parameters) == ("none", 60, 60)
+    assert "do not train together" in alone.explain_missing(was_asked=False, device="cuda")
+    with lone_world("cpu"):
+        assert "nothing wraps them" in found(build()).explain_missing(was_asked=False, device="cuda")
+        copied = found(DistributedDataParallel(build()))
+        assert copied.sharding == "ddp"
+        assert "although accelerate.json asks" in copied.explain_missing(was_asked=True, device="cuda")
+        assert "does not shard on CPUs" in copied.explain_missing(was_asked=True, device="cpu")
+        sharded = build()
+        fully_shard(sharded)
+        whole = found(sharded)
+        assert (whole.sharding, whole.num_units) == ("fsdp2", 1)
+        assert "gathered at once" in whole.explain_missing(was_asked=True, device="cuda")
+        layered = build()
+        for layer in layered:
+            fully_shard(layer)
+        fully_shard(layered)
+        assert found(layered).num_units == 4
+        assert not found(layered).explain_missing(was_asked=True, device="cuda")
+        assert not found(build(), world_size=1).explain_missing(was_asked=False, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"distributed_type": "FSDP", "mixed_precision": "bf16",
+             "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+             "ACCELERATE_MIXED_PRECISION": "bf16"},
+        ),
+        (
+            {"distributed_type": "DEEPSPEED", "mixed_precision": "no", "deepspeed_config": {"zero_stage": 3}},
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+        ),
+    ],
+)  # fmt: skip
+def test_accelerate_is_told_what_its_own_launcher_would_tell(
+    config: dict[str, object], expected: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "accelerate.json"
+    file.write_text(
+        json.dumps(placed({"compute_environment": "LOCAL_MACHINE"} | config, PlacementPlan(1, 2, "cuda", 1)))
+    )
+    told = accelerate_environment(file)
+    assert expected.items() <= told.items()
+    assert "PATH" not in told

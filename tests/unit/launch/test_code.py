@@ -1,0 +1,70 @@
+"""Copies of code that a run carries."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.errors import ConfigError
+from ftkit.launch import code
+from ftkit.launch.code import copy_code, copy_own_package, copy_packages, digest_of, files_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+
+
+def test_of_a_checkout_what_git_would_track_is_copied_with_its_commit(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", "helper.py", "deleted.py", "model.bin", ".gitignore")
+    (tmp_path / ".gitignore").write_text("*.bin\n")
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@example.com")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
+        subprocess.run([*git, *words], check=True)
+    (tmp_path / "deleted.py").unlink()
+    write(tmp_path, "new.py")
+    copy = copy_code(tmp_path, "script", "--script", needs="train.py")
+    assert sorted(copy.files) == [".gitignore", "helper.py", "new.py", "train.py"]
+    assert (len(copy.plan.commit or ""), copy.plan.has_uncommitted_changes) == (40, True)
+    assert copy.plan.sha256 == digest_of(copy.files)
+    write(tmp_path, "scratch.bin")
+    assert (
+        "scratch.bin" in copy_code(tmp_path, "script", "--script", needs="scratch.bin").files
+    )  # ignored, but asked for
+
+
+def test_elsewhere_all_but_hidden_files_and_what_ftkit_made_is_copied(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", "lib/part.py", "lib/__pycache__/part.pyc", ".venv/x.py", "runs/a/plan.json")
+    copy = copy_code(tmp_path, "script", "--script", but=[tmp_path / "runs"])
+    assert sorted(copy.files) == ["lib/part.py", "train.py"]
+    assert sorted(files_of([copy])) == ["code/script/lib/part.py", "code/script/train.py"]
+
+
+def test_the_digest_tells_names_and_contents_apart() -> None:
+    assert len({digest_of(each) for each in ({"a": b"bc"}, {"ab": b"c"}, {"a": b"b", "c": b""}, {})}) == 4
+
+
+def test_a_folder_with_more_than_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "_LIMIT_BYTES", 10)
+    write(tmp_path, "long-name-and-content.py")
+    with pytest.raises(ConfigError, match="more than code"):
+        copy_code(tmp_path, "script", "--script")
+
+
+def test_a_package_keeps_its_name_and_a_folder_of_modules_does_not(tmp_path: Path) -> None:
+    write(tmp_path, "mylib/__init__.py", "modules/loose.py", "other/mylib/__init__.py")
+    package, modules = copy_packages([tmp_path / "mylib", tmp_path / "modules"])
+    assert (list(package.files), list(modules.files)) == (["mylib/__init__.py"], ["loose.py"])
+    with pytest.raises(ConfigError, match="same name"):
+        copy_packages([tmp_path / "mylib", tmp_path / "other" / "mylib"])
+
+
+def test_the_copy_of_ftkit_itself_is_a_package_with_its_data() -> None:
+    copy = copy_own_package()
+    assert {"ftkit/__init__.py", "ftkit/train/script.py", "ftkit/recipes/demo.yaml"} <= copy.files.keys()

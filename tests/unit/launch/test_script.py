@@ -1,0 +1,80 @@
+"""The plan of a script."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.config.context import Context
+from ftkit.errors import ConfigError
+from ftkit.launch.resolve import RunArgs
+from ftkit.launch.script import ScriptArgs, accelerate_json, resolve_script
+from ftkit.planning.plan import PlanError, plan_to_json, read_plan
+from ftkit.planning.script import ScriptPlan, accelerate_config, read_job_plan
+
+if TYPE_CHECKING:
+    from ftkit.planning.plan import RunPlan
+
+
+@pytest.fixture
+def ctx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
+    (tmp_path / "my train.py").write_text("print()")
+    monkeypatch.chdir(tmp_path)
+    return Context(tmp_path, tmp_path / "user", {"FTKIT_CLUSTER": "local"})
+
+
+def plan_of(ctx: Context, words: RunArgs, **about: object) -> ScriptPlan:
+    return resolve_script(ScriptArgs(Path("my train.py"), **about), words, [], ctx)[0]  # type: ignore[arg-type]
+
+
+def test_a_script_needs_no_recipe_and_its_plan_can_be_read_back(ctx: Context) -> None:
+    plan = plan_of(ctx, RunArgs(gpus_per_node=2, overrides=("resources.time_limit=1:00:00",)), args=("--lr", "1"))
+    assert (plan.name, plan.placement.world_size, plan.resources.time_limit) == ("my-train", 2, "1:00:00")
+    assert (plan.script.folder, plan.script.accelerate) == (str(ctx.project), None)
+    plan.layout.root.mkdir(parents=True)
+    plan.layout.plan.write_text(plan_to_json(plan))
+    assert read_job_plan(plan.layout) == plan
+    with pytest.raises(PlanError, match="plan of a script"):
+        read_plan(plan.layout)
+
+
+def test_a_recipe_gives_place_resources_and_accelerates_configuration(ctx: Context) -> None:
+    words = RunArgs("gemma3-12b-sql-qlora", cluster="a4-highgpu-8g", image="gemma3:25.02", num_nodes=2)
+    plan = plan_of(ctx, words)
+    assert (plan.script.recipe, plan.placement.world_size, plan.cluster.name) == (words.recipe, 16, "a4-highgpu-8g")
+    config = json.loads(accelerate_json(plan))
+    assert (config["distributed_type"], config["num_processes"], config["num_machines"]) == ("FSDP", 16, 2)
+    assert config["fsdp_config"]["fsdp_version"] == 2
+    assert plan.script.asks_for_sharding
+
+
+def test_zero3_is_told_to_accelerate_as_deepspeed(demo_plan: RunPlan) -> None:
+    config = accelerate_config(replace(demo_plan, engine=replace(demo_plan.engine, name="zero3")))
+    assert (config["distributed_type"], config["deepspeed_config"]["zero_stage"]) == ("DEEPSPEED", 3)
+
+
+def test_a_configuration_for_other_machines_gets_the_processes_of_this_run(ctx: Context) -> None:
+    file = ctx.project / "accelerate.yaml"
+    file.write_text("distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 16\nnum_machines: 2\n")
+    config = json.loads(accelerate_json(plan_of(ctx, RunArgs(gpus_per_node=2), accelerate_config=file)))
+    assert (config["num_processes"], config["num_machines"], config["mixed_precision"]) == (2, 1, "no")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (RunArgs(num_nodes=2), "single machine"),
+        (RunArgs(cluster="slurm"), "needs an image"),
+        (RunArgs(image="olmo3:25.02"), "no effect"),
+        (RunArgs(cluster="slurm", image="olmo3:25.02", gpus_per_node=99), "a node has"),
+        (RunArgs(overrides=("training.max_steps=1",)), "key of a recipe"),
+        (RunArgs(overrides=("resources.nodes=1",)), "resources.nodes"),
+    ],
+)
+def test_what_can_not_be_started_there_is_refused(ctx: Context, words: RunArgs, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(ctx, words)
