@@ -23,6 +23,8 @@ export OMP_NUM_THREADS=1
 export FTKIT_CACHE_DIR=/tmp/ftkit-"$UID"
 export TRITON_CACHE_DIR="$FTKIT_CACHE_DIR/triton"
 export TORCHINDUCTOR_CACHE_DIR="$FTKIT_CACHE_DIR/inductor"
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
+export FLASH_ATTENTION_CUTE_DSL_CACHE_DIR="$FTKIT_CACHE_DIR/flash-attn"
 export XDG_CACHE_HOME="$FTKIT_CACHE_DIR/cache"
 
 # Weights and data of the hub: on the shared file system, for all nodes and runs. The token of
@@ -64,6 +66,8 @@ mkdir -p -- "$HF_HOME"
 
 # In a container, variables of the image override those of the job unless they are listed here.
 container_env=(
+    FLASH_ATTENTION_CUTE_DSL_CACHE_DIR
+    FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED
     OMP_NUM_THREADS
     PYTHONUNBUFFERED
     TORCHINDUCTOR_CACHE_DIR
