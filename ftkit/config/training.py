@@ -36,7 +36,7 @@ ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 ProjectionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """A linear layer within a decoder layer, of a family that may have others than these seven."""
 
-LARGEST_MICRO_BATCH = 2**16
+LARGEST_MICRO_BATCH = LARGEST_SHARD_DEGREE = 2**16
 LONGEST_SEQUENCE = 2**24
 """Far beyond what fits; all divisors of the one, with all halves of the other, are looked through for what does."""
 
@@ -46,6 +46,13 @@ def _check_micro_batch_size(value: object) -> object:
     if is_number or value == "auto":
         return value
     raise ValueError(f"a micro-batch is 1 to {LARGEST_MICRO_BATCH:,} packs, or 'auto'")
+
+
+def _check_shard_degree(value: object) -> object:
+    is_number = isinstance(value, int) and not isinstance(value, bool) and 1 < value <= LARGEST_SHARD_DEGREE
+    if is_number or value == "auto":
+        return value
+    raise ValueError(f"a copy of the model is sharded over 2 to {LARGEST_SHARD_DEGREE:,} GPUs, or 'auto'")
 
 
 class LoraSpec(Spec):
@@ -136,6 +143,14 @@ class TrainingSpec(Spec):
     """Whether decoder layers are resharded after the forward pass and all-gathered again for the backward pass.
     `never`, with engine fsdp2: they stay unsharded, for less traffic and more memory; `auto`: `never` if the GPU has
     memory to spare."""
+    shard_degree: Annotated[PositiveInt | Auto, BeforeValidator(_check_shard_degree)] = "auto"
+    """Number of GPUs that shard a copy of the model, with engine fsdp2; a divisor of all. Fewer than all hold replicas
+    and sum their gradients once a step (hybrid sharding, HSDP), for less traffic between nodes and more memory.
+    `auto`: all GPUs, or those of one node or of a few if the network is predicted to hold the steps up otherwise."""
+    sync_gradients: Literal["auto", "every_micro_batch", "last_micro_batch"] = "auto"
+    """When the gradients of accumulated micro-batches are reduced over the GPUs. `last_micro_batch`, with engine fsdp2:
+    once a step, for less traffic and, until then, unsharded sums in `reduce_precision` on each GPU; `auto`: that
+    between nodes, if it is predicted to be faster and the GPU has memory to spare."""
     reduce_precision: Precision = "fp32"
     """Precision in which gradients are reduced over the processes; `bf16`: half the traffic, and each sum rounded."""
     collectives: Literal["auto", "nccl", "copy_engine"] = "auto"
@@ -190,6 +205,8 @@ class TrainingSpec(Spec):
             "base_precision": self.base_precision == "fp8",
             "optimizer": self.optimizer == "adamw8bit",
             "reshard_after_forward": self.reshard_after_forward == "never",
+            "shard_degree": self.shard_degree != "auto",
+            "sync_gradients": self.sync_gradients == "last_micro_batch",
             "collectives": self.collectives == "copy_engine",
             "context_parallel": self.context_parallel > 1,
         }
@@ -250,6 +267,21 @@ class TrainingSpec(Spec):
     def _copy_engines_copy_between_devices(self) -> Self:
         if self.collectives == "copy_engine" and self.offload == "all":
             raise ValueError("collectives 'copy_engine' doesn't go with offload 'all': weights wait in main memory")
+        return self
+
+    @model_validator(mode="after")
+    def _sums_of_micro_batches_stay_in_fp32(self) -> Self:
+        if self.sync_gradients != "last_micro_batch":
+            return self
+        if self.collectives == "copy_engine":
+            raise ValueError(
+                "sync_gradients 'last_micro_batch' doesn't go with collectives 'copy_engine': they would sum the "
+                "gradients of micro-batches in the precision of training"
+            )
+        if self.offload == "all":
+            raise ValueError(
+                "sync_gradients 'last_micro_batch' doesn't go with offload 'all': gradients wait in main memory"
+            )
         return self
 
     @model_validator(mode="after")

@@ -42,6 +42,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
         *_placement(cluster, request, num_nodes, processes_per_node, recipe.resources.spare_nodes),
         *_batch(recipe, num_nodes * processes_per_node),
         *_context_parallel(recipe, shape, processes_per_node),
+        *_shard_degree(recipe, num_nodes * processes_per_node),
         *_offload(recipe, cluster),
         *_kernels(recipe, cluster),
         *_collectives(recipe, cluster, num_nodes, processes_per_node),
@@ -148,6 +149,16 @@ def _context_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int
         yield Problem(
             where, key, "divides the tokens of packs, and data.packing is 'off'.", "Take data.packing 'auto'."
         )
+
+
+def _shard_degree(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
+    degree = recipe.training.shard_degree
+    if degree != "auto" and world_size % degree:
+        yield Problem(
+            f"recipe {recipe.name}", "training.shard_degree",
+            f"{world_size} GPUs can't be divided into groups of {degree}.",
+            f"Take 'auto', or a divisor of {world_size}.",
+        )  # fmt: skip
 
 
 def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:

@@ -41,11 +41,30 @@ class EnginePlan:
         name: the engine.
         reason: why it is this one.
         keeps_weights: whether layers stay unsharded from the forward pass to the backward pass.
+        num_replicas: copies of the model, each sharded over as many neighboring processes.
+        defers_sync: whether gradients are reduced in the last micro-batch of a step alone.
     """
 
     name: EngineName
     reason: str
     keeps_weights: bool = False
+    num_replicas: int = 1
+    defers_sync: bool = False
+
+    def of(self, setup: Setup) -> EnginePlan:
+        """Return the plan with how a setup shards, and why."""
+        decided = {
+            f"{setup.num_replicas} replicas of {setup.num_shards} shards": setup.num_replicas > 1,
+            "layers stay unsharded": setup.keeps_weights,
+            "gradients are reduced once a step": setup.defers_sync,
+        }
+        return replace(
+            self,
+            reason="; ".join([self.reason, *(words for words, is_so in decided.items() if is_so)]),
+            keeps_weights=setup.keeps_weights,
+            num_replicas=setup.num_replicas,
+            defers_sync=setup.defers_sync,
+        )
 
 
 def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
@@ -76,15 +95,53 @@ def least_memory(training: TrainingSpec) -> TrainingPlan:
     )
 
 
-def with_resharding(setup: Setup) -> Setup:
-    """Decide whether layers stay unsharded after the forward pass: if the recipe says so, or if there is room."""
-    training = setup.training
-    if setup.num_shards == 1 or setup.engine == "zero3" or training.reshard_after_forward != "auto":
-        return replace(setup, keeps_weights=setup.num_shards > 1 and training.reshard_after_forward == "never")
-    kept = replace(setup, keeps_weights=True)
-    if setup.gpu is None or training.offload != "none" or not count_model(setup.shape).is_exact:
-        return replace(setup, keeps_weights=False)
-    return kept if predict_memory(kept).total <= SPARE * setup.gpu.usable_gib else replace(setup, keeps_weights=False)
+def with_sharding(setup: Setup) -> Setup:
+    """Decide over how many GPUs a copy of the model is sharded, when layers are resharded, and gradients reduced.
+
+    What the recipe sets stays. Of what it leaves open, the choice is the fastest by prediction that leaves memory to
+    spare; of those that are about as fast, the first.
+    """
+    possible = list(_shardings(setup))
+    if setup.gpu is None or len(possible) == 1:
+        return possible[0]
+    sizes = [predict_memory(each).total for each in possible]
+    fitting = [each for each, size in zip(possible, sizes, strict=True) if size <= SPARE * setup.gpu.usable_gib]
+    if not fitting:
+        return possible[sizes.index(min(sizes))]
+    best, *others = fitting
+    for each in others:
+        fastest, seconds = (predict_step_time(one, setup.gpu).step_seconds for one in (best, each))
+        best = each if seconds * LEAST_DIFFERENCE < fastest else best
+    return best
+
+
+def _shardings(setup: Setup) -> Iterator[Setup]:
+    """Yield the ways to shard that a recipe allows and whose memory is known.
+
+    Replicas are of whole nodes. On one host, gradients go by copy engines, which cost nothing.
+    """
+    training, num_processes = setup.training, setup.num_processes
+    whole = replace(setup, num_shards=num_processes, num_replicas=1, keeps_weights=False, defers_sync=False)
+    if num_processes == 1 or setup.engine == "zero3":
+        yield whole
+        return
+    is_known = setup.gpu is not None and training.offload == "none" and count_model(setup.shape).is_exact
+    has_network = is_known and setup.node_bandwidth is not None and setup.num_nodes > 1
+    replicas = [1]
+    if training.shard_degree != "auto":
+        replicas = [num_processes // training.shard_degree]
+    elif has_network:
+        replicas = [num for num in range(1, setup.num_nodes + 1) if setup.num_nodes % num == 0 and num < num_processes]
+    keeps = {"always": (False,), "never": (True,), "auto": (True, False) if is_known else (False,)}
+    defers = {"every_micro_batch": (False,), "last_micro_batch": (True,), "auto": (False, True)[: 1 + has_network]}
+    if whole.num_micro_batches == 1:
+        defers = dict.fromkeys(defers, (False,))
+    for num, does_defer, does_keep in product(
+        replicas, defers[training.sync_gradients], keeps[training.reshard_after_forward]
+    ):
+        yield replace(
+            whole, num_shards=num_processes // num, num_replicas=num, keeps_weights=does_keep, defers_sync=does_defer
+        )
 
 
 NUM_SUGGESTIONS = 3
@@ -174,7 +231,7 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
 
 
 def _predict(setup: Setup, gpu: Gpu) -> _Option:
-    setup = with_resharding(setup)
+    setup = with_sharding(setup)
     return _Option(setup.training, predict_step_time(setup, gpu).step_seconds, predict_memory(setup).total)
 
 
@@ -298,15 +355,20 @@ class _Run:
         """Return the GiB of a process after a change."""
         fields, setup = dict(change), replace(self.setup, gpu=None)  # where there is no room, layers reshard
         num_nodes = fields.pop("num_nodes", setup.num_nodes)
-        num_shards = num_nodes * setup.num_shards // setup.num_nodes
-        changed = replace(setup.with_training(**fields), num_nodes=num_nodes, num_shards=num_shards)
-        return predict_memory(with_resharding(changed)).total
+        num_processes = num_nodes * setup.num_processes // setup.num_nodes
+        whole = replace(setup, num_nodes=num_nodes, num_shards=num_processes, num_replicas=1)
+        changed = whole.with_training(**fields)
+        return predict_memory(with_sharding(changed)).total
 
     def knobs(self) -> Iterator[list[Change]]:
         """Yield the possible changes, cheapest first; each with its values, the mildest first."""
         training = self.training
         if training.reshard_after_forward == "never":
             yield [{"reshard_after_forward": "auto"}]
+        if training.sync_gradients == "last_micro_batch":
+            yield [{"sync_gradients": "auto"}]
+        if training.shard_degree != "auto":
+            yield [{"shard_degree": "auto"}]
         yield self._checkpointing()
         yield [{"micro_batch_size": size} for size in _smaller_divisors(training.micro_batch_size)]
         yield self._optimizer_states()

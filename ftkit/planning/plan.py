@@ -90,7 +90,13 @@ class RunPlan(JobPlan):
         """What memory and step time are predicted from."""
         recipe, engine = self.recipe, self.engine
         setup = setup_of(recipe.model.architecture, recipe.training, engine.name, self.cluster, self.placement)
-        return replace(setup, keeps_weights=engine.keeps_weights)
+        return replace(
+            setup,
+            keeps_weights=engine.keeps_weights,
+            num_shards=setup.num_shards // engine.num_replicas,
+            num_replicas=engine.num_replicas,
+            defers_sync=engine.defers_sync,
+        )
 
     @property
     def data_directory(self) -> Path:

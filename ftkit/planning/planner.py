@@ -21,7 +21,7 @@ from ftkit.planning.choices import (
     least_memory,
     suggest_changes,
     suggest_faster,
-    with_resharding,
+    with_sharding,
 )
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
@@ -64,9 +64,7 @@ def plan_run(
     engine = choose_engine(shape, recipe.training, placement.world_size, cluster.gpu)
     lightest = setup_of(shape, least_memory(recipe.training), engine.name, cluster, placement)
     training, execution = choose_execution(recipe.training, lightest)
-    setup = with_resharding(replace(lightest, training=training))
-    if setup.keeps_weights:
-        engine = replace(engine, reason=f"{engine.reason}; layers stay unsharded", keeps_weights=True)
+    setup = with_sharding(replace(lightest, training=training))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
     planned, memory = RecipePlan.of(recipe, model, training), predict_memory(setup)
     name = request.name or recipe.name
@@ -81,7 +79,7 @@ def plan_run(
         recipe=planned,
         cluster=cluster,
         placement=placement,
-        engine=engine,
+        engine=engine.of(setup),
         batch=_batch(setup),
         memory=memory,
         speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding),
@@ -120,20 +118,21 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
     """Return the plan with what follows from the parameters as they are counted on the real model.
 
     A plan by an estimate says so, and no layers stay unsharded by it: the counts decide that anew, and how much memory
-    is needed. Micro-batch and checkpointing stay as planned.
+    is needed. Micro-batch, checkpointing and replicas stay as planned.
     """
     shape = plan.recipe.model.architecture
     if shape.is_measured:
         return plan
     counted = ArchitecturePlan.of(shape, counts)
-    setup = with_resharding(replace(plan.setup, shape=counted))
+    planned, training = replace(plan.setup, shape=counted), plan.recipe.training
+    setup = with_sharding(planned.with_training(shard_degree=planned.num_shards))
     return replace(
         plan,
-        recipe=RecipePlan.of(plan.recipe, ModelPlan.of(plan.recipe.model, counted, counts), setup.training),
-        engine=replace(plan.engine, keeps_weights=setup.keeps_weights),
+        recipe=RecipePlan.of(plan.recipe, ModelPlan.of(plan.recipe.model, counted, counts), training),
+        engine=replace(plan.engine, keeps_weights=setup.keeps_weights, defers_sync=setup.defers_sync),
         memory=predict_memory(setup),
         num_parameters=counts.total,
-        num_trained=method_counts(counted, setup.training).trained,
+        num_trained=method_counts(counted, training).trained,
     )
 
 

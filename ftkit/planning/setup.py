@@ -86,13 +86,15 @@ class Setup:
     Attributes:
         shape: the model's.
         training: with every `auto` resolved.
-        num_shards: processes on all nodes, one for each GPU.
+        num_shards: processes that share a copy of the model.
         engine: how the model is spread over them.
         device: what they compute on.
         gpu: its numbers; none: a CPU, or the profile names no GPU.
         num_nodes: nodes.
         node_bandwidth: bytes a second of a node's network; none: unknown, taken as no obstacle.
         keeps_weights: whether layers stay unsharded between forward and backward pass.
+        num_replicas: copies of the model, each on `num_shards` neighboring processes.
+        defers_sync: whether gradients are reduced in the last micro-batch of a step alone.
     """
 
     shape: ArchitectureSpec
@@ -104,11 +106,23 @@ class Setup:
     num_nodes: int = 1
     node_bandwidth: float | None = None
     keeps_weights: bool = False
+    num_replicas: int = 1
+    defers_sync: bool = False
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on all nodes, one for each GPU."""
+        return self.num_shards * self.num_replicas
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that a process accumulates in a step."""
+        return max(1, self.training.global_batch_size // (self.training.micro_batch_size * self.num_data_ranks))
 
     @property
     def num_data_ranks(self) -> int:
         """Groups of processes with packs of their own: context parallelism divides a pack among several."""
-        return self.num_shards // self.training.context_parallel
+        return self.num_processes // self.training.context_parallel
 
     @property
     def tokens(self) -> int:

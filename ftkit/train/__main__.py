@@ -49,7 +49,8 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             if plan.placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
                 at_end.enter_context(sampling(layout))
             context_parallel = plan.recipe.training.context_parallel
-            with init_world(plan.placement, context_parallel) as world:  # which rank 0 joins once it holds the lease
+            num_replicas = plan.engine.num_replicas
+            with init_world(plan.placement, context_parallel, num_replicas) as world:  # rank 0 joins with the lease
                 layout.rank_error(rank).unlink(missing_ok=True)  # of an earlier start
                 with copied_beside(plan) if rank == 0 else nullcontext():
                     run_training(plan, world)

@@ -22,6 +22,22 @@ InitWeights = Callable[["nn.Module"], None]
 
 
 @dataclass(frozen=True)
+class ShardingOptions:
+    """When FSDP2 reshards and reduces, as the plan decided.
+
+    Attributes:
+        reshard_after_forward: whether layers give their gathered weights back between forward and backward.
+        defer_sync: whether gradients are reduced in the last micro-batch of a step alone.
+    """
+
+    reshard_after_forward: bool = True
+    defer_sync: bool = False
+
+
+USUAL_SHARDING = ShardingOptions()
+
+
+@dataclass(frozen=True)
 class ShardingStats:
     """How a model is sharded, as seen by one rank; elements are numbers of parameters.
 

@@ -44,6 +44,7 @@ from ftkit.train.distributed.checks import (
     verify_targets,
 )
 from ftkit.train.distributed.engines import make_engine
+from ftkit.train.engine import ShardingOptions
 from ftkit.train.loop import Outcome, TrainingLoop
 from ftkit.train.memory.oom import out_of_memory_explained
 from ftkit.train.memory.trace import MemoryTrace
@@ -251,7 +252,7 @@ class Trainer:
             recipe.training,
             self.world,
             initialize,
-            reshard_after_forward=not engine.keeps_weights,
+            ShardingOptions(reshard_after_forward=not engine.keeps_weights, defer_sync=engine.defers_sync),
         )
         return made, built
 

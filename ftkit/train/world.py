@@ -59,8 +59,8 @@ class World:
         num_hosts: machines that they are on.
         local_rank: among the processes of this host.
         device: of this process.
-        mesh: all processes, for tensors on their devices.
-        host_mesh: all processes, for tensors in main memory.
+        mesh: all processes as they shard the model, for tensors on their devices: [shards], or [replicas, shards].
+        host_mesh: the same, for tensors in main memory.
         context: this process in its context-parallel group, whose ranks are consecutive.
     """
 
@@ -72,6 +72,11 @@ class World:
     mesh: DeviceMesh
     host_mesh: DeviceMesh
     context: ContextGroup = ContextGroup()
+
+    @property
+    def num_shards(self) -> int:
+        """Number of processes that share a copy of the model."""
+        return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def data_rank(self) -> int:
@@ -113,12 +118,13 @@ class World:
 
 
 @contextmanager
-def init_world(placement: PlacementPlan, context_parallel: int = 1) -> Iterator[World]:
+def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas: int = 1) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
     Args:
         placement: where the processes are.
         context_parallel: processes that divide the tokens of a pack; a divisor of all.
+        num_replicas: copies of the model, each on neighboring processes; a divisor of all.
 
     Raises:
         TrainingError: the processes or devices differ from the plan's.
@@ -136,7 +142,11 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1) -> Iterator[
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     try:
-        mesh, host_mesh = (init_device_mesh(kind, (size,)) for kind in (device.type, "cpu"))
+        dimensions = {"replicate": num_replicas, "shard": size // num_replicas}
+        if num_replicas == 1:
+            del dimensions["replicate"]
+        shape, names = tuple(dimensions.values()), tuple(dimensions)
+        mesh, host_mesh = (init_device_mesh(kind, shape, mesh_dim_names=names) for kind in (device.type, "cpu"))
         context = _context_group(device, size, context_parallel)
         yield World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh, context)
     finally:

@@ -41,6 +41,7 @@ from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_l
 from ftkit.train.distributed.collectives import find_error, make_collectives
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.dtypes import DTYPES
+from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.param_count import count_method
@@ -182,7 +183,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
     with copied_collectives(training, world) if collectives == "copied" else nullcontext():
         engine = make_engine(
             engine_name, model, training, world, lambda sharded: init_adapters(sharded, 5),
-            reshard_after_forward=weights != "unsharded",
+            ShardingOptions(reshard_after_forward=weights != "unsharded"),
         )  # fmt: skip
     checks = verify_sharding(engine.sharding_stats(), training, expected)
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)

@@ -94,7 +94,7 @@ class _Sizes:
 
     def __init__(self, setup: Setup) -> None:
         shape, training = setup.shape, setup.training
-        self.keeps_weights = setup.keeps_weights
+        self.keeps_weights, self.defers_sync = setup.keeps_weights, setup.defers_sync
         self.shape, self.training, self.num_shards, self.engine = shape, training, setup.num_shards, setup.engine
         self.compiled = setup.engine == "fsdp2" and training.compile != "none" and setup.device == "cuda"
         self.plain_attention = setup.device == "cpu" or training.attention in {"sdpa", "eager"}
@@ -102,8 +102,7 @@ class _Sizes:
         self.tokens = setup.tokens
         self.counts, method = count_model(shape), method_counts(shape, training)
         self.trained, self.total = method.trained, method.total
-        at_once = training.micro_batch_size * setup.num_data_ranks
-        self.keeps_gradients = setup.engine == "zero3" or training.global_batch_size > at_once
+        self.keeps_gradients = setup.engine == "zero3" or setup.num_micro_batches > 1
         self.table = shape.vocab_size * shape.hidden_size
         self.trains_table = training.adapters is None
 
@@ -121,6 +120,10 @@ class _Sizes:
     def own_gradients(self) -> float:
         on_device = self.training.offload == "none" or (self.training.offload == "optimizer" and self.engine == "fsdp2")
         return 4 * self.trained * on_device / self.num_shards
+
+    def accumulated_gradients(self) -> float:
+        """Return the bytes of gradients of earlier micro-batches: unsharded, if none of those was reduced."""
+        return reduce_width(self.training) * self.trained if self.defers_sync else self.own_gradients()
 
     def own_states(self) -> float:
         if self.training.offload != "none":
@@ -169,6 +172,8 @@ class _Sizes:
         if self.engine == "zero3":
             return self.width * min(ZERO3_LIVE_WEIGHTS, self.total)
         if self.num_shards > 1 or self.training.offload == "all":
+            if self.keeps_weights and self.defers_sync:  # until the last micro-batch's backward pass
+                layers = self.shape.num_hidden_layers
             return self.around() + self.layer() * (layers if self.keeps_weights else 1)
         if self.width == FP32:
             return 0
@@ -251,7 +256,7 @@ class _Sizes:
         norm_and_loss = (8 + 2 * self.width) * self.tokens * self.shape.hidden_size
         return self._plan(
             "loss",
-            gradients=self.own_gradients() if self.keeps_gradients else 0,
+            gradients=self.accumulated_gradients() if self.keeps_gradients else 0,
             activations=self.waiting(layers) + norm_and_loss + self.mask(),
             logits=self.loss_logits(),
             communication=self.gathered(layers),
@@ -262,7 +267,7 @@ class _Sizes:
         done = 1 - (layers + 1) / self.shape.num_hidden_layers
         return self._plan(
             "backward",
-            gradients=self.own_gradients() * (1 if self.keeps_gradients else done),
+            gradients=self.accumulated_gradients() if self.keeps_gradients else done * self.own_gradients(),
             activations=self.waiting(layers) + self.used_by_layer() + 2 * self.hidden() + self.mask(),
             logits=self.kept_logits(),
             communication=self.gathered(layers + 1) + self.in_flight(layers),

@@ -152,22 +152,31 @@ def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0) -> StepTimeP
         gpu: that it runs on.
         padding: tokens that are computed for each of a pack's, where documents are padded rows: more micro-batches.
     """
-    training, num_shards = setup.training, setup.num_shards
-    tokens = setup.tokens
-    accumulation = max(1, training.global_batch_size // (training.micro_batch_size * setup.num_data_ranks))
-    accumulation = ceil(padding * accumulation)
-    micro = {
-        "gpu": _gpu_seconds(setup, gpu, tokens) + _exchange_seconds(setup, gpu) + _exposed_seconds(setup, gpu),
-        "network": max(_link_seconds(setup, gpu), _network_seconds(setup)),
-        "host": setup.shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[setup.engine],
-        "main memory": _offload_seconds(setup, tokens),
-    }
-    slowest = max(micro, key=lambda name: micro[name])
-    bound: Bound = slowest  # type: ignore[assignment] # the keys are the words
-    step = accumulation * micro[slowest] + _optimizer_seconds(setup, gpu)
+    training = setup.training
+    early, last = (_micro_batch_seconds(setup, gpu, is_last=is_last) for is_last in (False, True))
+    bound: Bound = max(last, key=lambda name: last[name])
+    num_micro_batches = ceil(padding * setup.num_micro_batches)
+    step = (num_micro_batches - 1) * max(early.values()) + last[bound] + _optimizer_seconds(setup, gpu)
     total = training.global_batch_size * training.sequence_length / step
     flops = document_flops(setup.shape, training, training.sequence_length).total
-    return StepTimePlan(bound, step, total, total * flops / (num_shards * gpu.peak_flops(training.compute_precision)))
+    peak = setup.num_processes * gpu.peak_flops(training.compute_precision)
+    return StepTimePlan(bound, step, total, total * flops / peak)
+
+
+def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound, float]:
+    """Return how long each thing is busy with a micro-batch; the longest of them holds it up."""
+    links, network = _collective_seconds(setup, gpu, is_last=is_last)
+    gpu_seconds = _gpu_seconds(setup, gpu, setup.tokens) + _exchange_seconds(setup, gpu)
+    if setup.engine == "zero3":
+        gpu_seconds += ZERO3_EXPOSED * max(links, network)
+    elif setup.num_nodes > 1 or setup.training.collectives == "nccl":
+        gpu_seconds += NCCL_SLOWDOWN * links
+    return {
+        "gpu": gpu_seconds,
+        "network": max(links, network),
+        "host": setup.shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[setup.engine],
+        "main memory": _offload_seconds(setup, setup.tokens),
+    }
 
 
 def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
@@ -211,27 +220,31 @@ def _fp8_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
     return 1 - share + share / FP8_SPEEDUP[training.precision == "fp8"]
 
 
-def _link_seconds(setup: Setup, gpu: Gpu) -> float:
-    """Return how long the links between a node's GPUs carry weights and gradients in a micro-batch.
+def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float, float]:
+    """Return how long a micro-batch's collectives use the links within a node, and the network between nodes.
 
-    Weights are all-gathered for the forward and perhaps for the backward pass, gradients are reduce-scattered.
+    Weights are all-gathered for the forward and perhaps for the backward pass, gradients are reduce-scattered: a
+    process gets what the others of its replica have, and a node gets it once. Replicas sum their gradients in the last
+    micro-batch: each shard goes around, once to sum it and once to spread it.
     """
-    return (1 - 1 / setup.num_shards) * _carried_bytes(setup) / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
+    nodes = max(1, setup.num_nodes // setup.num_replicas)  # of a replica
+    gradients = reduce_width(setup.training) * method_counts(setup.shape, setup.training).trained
+    carried = _gathered_bytes(setup, is_last=is_last) + (gradients if is_last or not setup.defers_sync else 0)
+    links, network = (1 - 1 / setup.num_shards) * carried, (1 - 1 / nodes) * carried
+    if is_last and setup.num_nodes > nodes:
+        network += 2 * (1 - nodes / setup.num_nodes) * gradients / nodes
+    elif is_last:
+        links += 2 * (1 - 1 / setup.num_replicas) * gradients / setup.num_shards
+    between = 0.0 if setup.node_bandwidth is None else network / (NETWORK_EFFICIENCY * setup.node_bandwidth)
+    return links / (NETWORK_EFFICIENCY * gpu.link_bandwidth), between
 
 
-def _network_seconds(setup: Setup) -> float:
-    """Return the same of the network between nodes: what others have comes to a node once."""
-    if setup.num_nodes == 1 or setup.node_bandwidth is None:
-        return 0.0
-    return (1 - 1 / setup.num_nodes) * _carried_bytes(setup) / (NETWORK_EFFICIENCY * setup.node_bandwidth)
-
-
-def _exposed_seconds(setup: Setup, gpu: Gpu) -> float:
-    """Return how much longer all else takes for the collectives beside it."""
-    if setup.engine == "zero3":
-        return ZERO3_EXPOSED * max(_link_seconds(setup, gpu), _network_seconds(setup))
-    has_copies = setup.num_nodes == 1 and setup.training.collectives != "nccl"
-    return 0.0 if has_copies else NCCL_SLOWDOWN * _link_seconds(setup, gpu)
+def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
+    """Count the bytes of weights that are all-gathered in a micro-batch; if they stay unsharded all step, in one."""
+    times = 2
+    if setup.keeps_weights:
+        times = 1 if is_last or not setup.defers_sync else 0
+    return times * compute_width(setup.training) * count_parameters(setup.shape)
 
 
 def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
@@ -243,20 +256,14 @@ def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
     return shape.num_hidden_layers * passes * moved / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
 
 
-def _carried_bytes(setup: Setup) -> int:
-    """Count the bytes of weights that come, once or twice in a micro-batch, and of gradients that go."""
-    shape, training = setup.shape, setup.training
-    weights = (1 if setup.keeps_weights else 2) * compute_width(training) * count_parameters(shape)
-    return weights + reduce_width(training) * method_counts(shape, training).trained
-
-
 def _offload_seconds(setup: Setup, tokens: int) -> float:
     shape, training = setup.shape, setup.training
     moved = 0
     if training.activation_offload:  # out and in again
         moved += 2 * compute_width(training) * tokens * shape.hidden_size * shape.num_hidden_layers
     if training.offload == "all":
-        moved += _carried_bytes(setup)
+        moved += 2 * compute_width(training) * count_parameters(shape)
+        moved += reduce_width(training) * method_counts(shape, training).trained
     return moved / HOST_BANDWIDTH
 
 

@@ -193,14 +193,16 @@ def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollec
 
 def _reason_against(training: TrainingPlan, world: World) -> str:
     """Return why copy engines can't be used; an empty string if they may."""
-    if world.device.type != "cuda":
-        return "there are no GPUs"
-    if world.num_hosts > 1:
-        return f"the processes are on {world.num_hosts} hosts"
-    if training.offload == "all":
-        return "weights are offloaded to main memory"
-    if not CUSTOM_COLLECTIVES:
-        return f"torch {torch.__version__} is older than 2.11"
+    against = {
+        "there are no GPUs": world.device.type != "cuda",
+        f"the processes are on {world.num_hosts} hosts": world.num_hosts > 1,
+        f"there are {world.size // world.num_shards} replicas of the model": world.num_shards < world.size,
+        "gradients are reduced once a step": training.sync_gradients == "last_micro_batch",
+        "weights are offloaded to main memory": training.offload == "all",
+        f"torch {torch.__version__} is older than 2.11": not CUSTOM_COLLECTIVES,
+    }
+    if reason := next((reason for reason, is_so in against.items() if is_so), ""):
+        return reason
     others = set(range(world.size)) - {world.local_rank}
     cut_off = [other for other in others if not reaches(world.local_rank, other)]
     return "no NVLink between the GPUs" if world.sum([len(cut_off)])[0] else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.engine import USUAL_SHARDING, ShardingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,8 +21,7 @@ def make_engine(
     training: TrainingPlan,
     world: World,
     init_weights: InitWeights,
-    *,
-    reshard_after_forward: bool = True,
+    sharding: ShardingOptions = USUAL_SHARDING,
 ) -> Engine:
     """Shard a transformers model, allocate and initialize its parameters, and return its engine.
 
@@ -31,8 +31,7 @@ def make_engine(
         training: the plan of its training.
         world: the processes that it is sharded over.
         init_weights: initializes or loads the sharded parameters.
-        reshard_after_forward: whether layers are resharded between forward and backward; only fsdp2 can keep them
-            unsharded.
+        sharding: when fsdp2 reshards and reduces; zero3 ignores it.
 
     Raises:
         PrerequisiteError: the engine's package is not installed.
@@ -42,4 +41,4 @@ def make_engine(
         from ftkit.train.distributed.zero3 import Zero3Engine  # noqa: PLC0415 - DeepSpeed is an extra
 
         return Zero3Engine(hf_model, training, world, init_weights)
-    return Fsdp2Engine(hf_model, training, world, init_weights, reshard_after_forward=reshard_after_forward)
+    return Fsdp2Engine(hf_model, training, world, init_weights, sharding)

@@ -26,6 +26,7 @@ from ftkit.train.components.optimizer import HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.dtypes import DTYPES
+from ftkit.train.engine import USUAL_SHARDING, ShardingOptions
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
@@ -61,19 +62,19 @@ class Fsdp2Engine:
         training: TrainingPlan,
         world: World,
         init_weights: InitWeights | None = None,
-        *,
-        reshard_after_forward: bool = True,
+        sharding: ShardingOptions = USUAL_SHARDING,
     ) -> None:
         """Shard a model, initialize its weights and create its optimizer; see `make_engine`."""
         self._world = world
         self._training = training
         self._is_unsharded = is_unsharded(training, world)
+        self._sharding = sharding
         if not self._is_unsharded:
             _check_precisions(hf_model)
             _check_sharing(hf_model)
         _check_device(world)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
-        self.model = parallelize(hf_model, training, world, reshard_after_forward=reshard_after_forward)
+        self.model = parallelize(hf_model, training, world, reshard_after_forward=sharding.reshard_after_forward)
         if is_empty:
             parameters_on = torch.device("cpu") if training.offload == "all" else world.device
             materialize(self.model, world.device, parameters_on)
@@ -90,7 +91,7 @@ class Fsdp2Engine:
         return collect_sharding_stats(
             hf_model,
             lambda parameter: ParameterShard(
-                parameter.numel(), _local(parameter).numel(), _even_share(parameter, self._world.size)
+                parameter.numel(), _local(parameter).numel(), _even_share(parameter, self._world.num_shards)
             ),
             num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
             num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in find_decoder_layers(hf_model)),
@@ -105,10 +106,16 @@ class Fsdp2Engine:
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
         """Accumulate gradients; see `Engine.backward`.
 
-        Each micro-batch's gradients are reduce-scattered immediately: otherwise they would stay unsharded until the
-        last one.
+        Each micro-batch's gradients are reduce-scattered immediately, unless the sync is deferred: then they are summed
+        unsharded, and layers that are not resharded after the forward pass stay unsharded until the last micro-batch.
+        Replicas sum their shards in the last one.
         """
-        del is_last
+        root = cast("FSDPModule", self.model)
+        if self._world.num_shards < self._world.size:
+            root.set_requires_all_reduce(is_last)
+        if self._sharding.defer_sync:
+            root.set_requires_gradient_sync(is_last)
+            root.set_reshard_after_backward(is_last or self._sharding.reshard_after_forward)
         # FSDP2 averages gradients over the ranks; the loss is a mean over the labels of all of them.
         torch.autograd.backward(loss * (self._world.size / num_labels))
 
@@ -279,7 +286,7 @@ def parallelize(
         else OffloadPolicy(),
     }
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=world.size > 1 and reshard_after_forward, **options)
+        fully_shard(layer, reshard_after_forward=world.num_shards > 1 and reshard_after_forward, **options)
     fully_shard(model, **options)
     if collectives is not None:
         for module in (*layers, model):

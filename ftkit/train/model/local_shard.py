@@ -83,7 +83,9 @@ def _local_shard_of_zero3(partition: Zero3Partition) -> LocalShard:
 
 def _local_rows(parameter: DTensor) -> tuple[int, int]:
     """Return the rows of this rank's shard, divided as by `torch.chunk`, like FSDP2's."""
-    ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    mesh = parameter.device_mesh
+    dimension = mesh.ndim - 1  # replicas are along the one before it
+    ranks, rank = mesh.size(dimension), mesh.get_local_rank(dimension)
     rows = parameter.shape[0]
     share = -(-rows // ranks)
     return min(rank * share, rows), min((rank + 1) * share, rows)

@@ -25,7 +25,7 @@ from ftkit.planning.choices import (
     least_memory,
     suggest_changes,
     suggest_faster,
-    with_resharding,
+    with_sharding,
 )
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.step_time import predict_step_time
@@ -219,7 +219,7 @@ def choose(
 
 def predicted(spec: RecipeSpec, training: TrainingPlan, gpu: Gpu, num_processes: int = 8) -> tuple[float, float]:
     """Return seconds of a step and GiB, as the plan predicts them."""
-    asked = with_resharding(Setup(spec.model.architecture, training, num_processes, gpu=gpu))
+    asked = with_sharding(Setup(spec.model.architecture, training, num_processes, gpu=gpu))
     return predict_step_time(asked, gpu).step_seconds, predict_memory(asked).total
 
 
@@ -315,7 +315,7 @@ def test_a_shipped_recipe_is_as_fast_on_a_shipped_cluster_as_the_plan_knows_how(
         best = 0.0
         for size, mode in product((n for n in range(1, per_process + 1) if per_process % n == 0), MODES):
             other = plan.setup.with_training(micro_batch_size=size, activation_checkpointing=mode)
-            changed = with_resharding(other)
+            changed = with_sharding(other)
             if predict_memory(changed).total <= ROOM * gpu.usable_gib:
                 best = max(best, predict_step_time(changed, gpu).tokens_per_second)
         assert plan.speed is not None
@@ -346,3 +346,53 @@ def test_a_run_that_nothing_makes_fit_is_rejected_without_trying_every_combinati
 def test_numbers_that_make_loops_long_are_refused(training: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"training.{training}: "):
         load_recipe("demo", NOWHERE, [f"training.{training}={value}"])
+
+
+# --- How the model is sharded ---------------------------------------------------------------------
+
+
+def sharding(num_nodes: int, gbps: float, *overrides: str, gpu: Gpu = H200) -> Setup:
+    """Return how full training of a 7B model is sharded on nodes of eight GPUs, with a network of so many Gbit/s."""
+    spec = recipe(f"training.global_batch_size={32 * num_nodes}", "training.sequence_length=2048", *overrides)
+    return with_sharding(
+        Setup(
+            spec.model.architecture,
+            spec.training,
+            8 * num_nodes,
+            gpu=gpu,
+            num_nodes=num_nodes,
+            node_bandwidth=gbps * 1e9 / 8,
+        )
+    )
+
+
+def test_replicas_are_made_where_the_network_would_hold_the_steps_up() -> None:
+    fast, slow = (sharding(4, gbps, "training.sync_gradients=every_micro_batch") for gbps in (3200, 100))
+    assert (fast.num_replicas, slow.num_replicas, slow.num_shards) == (1, 4, 8)
+    fully = replace(slow, num_replicas=1, num_shards=32)
+    one, other = (predict_step_time(each, H200) for each in (slow, fully))
+    assert (one.step_seconds * 2 < other.step_seconds, other.bound) == (True, "network")
+    states = "parameters", "optimizer"
+    less, more = (sum(predict_memory(each).parts[name] for name in states) for each in (fully, slow))
+    assert more == pytest.approx(4 * less, rel=0.02)  # a tied table, or the loss, may be another moment's
+
+
+def test_gradients_are_reduced_once_a_step_where_memory_allows_it() -> None:
+    deferred = sharding(4, 100, "training.shard_degree=32")
+    assert (deferred.defers_sync, deferred.keeps_weights, deferred.num_replicas) == (True, True, 1)
+    each = replace(deferred, defers_sync=False)
+    assert predict_step_time(deferred, H200).step_seconds * 2 < predict_step_time(each, H200).step_seconds
+    more, less = (predict_memory(one) for one in (deferred, each))
+    assert more.total > less.total
+    tight = sharding(4, 100, "training.shard_degree=32", gpu=replace(H200, memory_gib=less.total / 0.9 / 0.8))
+    assert not tight.defers_sync
+    assert not sharding(1, 100).defers_sync  # copy engines cost nothing
+    assert not sharding(4, 100, "training.global_batch_size=32").defers_sync  # one micro-batch
+
+
+def test_a_shard_degree_that_does_not_divide_the_gpus_is_refused() -> None:
+    created = datetime(2026, 1, 1, tzinfo=UTC)
+    request = RunRequest(None, 3, None, None, False, Path("/w"), "python", created, "a")
+    spec = load_recipe("olmo3-7b-full", NOWHERE, ("training.shard_degree=16", "training.global_batch_size=24"))
+    with pytest.raises(ConfigError, match="24 GPUs can't be divided into groups of 16"):
+        plan_run(spec, CLUSTER, None, request, ftkit_version="1")

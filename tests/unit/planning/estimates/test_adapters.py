@@ -11,7 +11,7 @@ from ftkit.config.load import load_recipe
 from ftkit.config.model_config import read_shape, read_shipped
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.errors import ConfigError
-from ftkit.planning.choices import choose_engine, least_memory, with_resharding
+from ftkit.planning.choices import choose_engine, least_memory, with_sharding
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_adapter_parameters, count_parameters, method_counts
 from ftkit.planning.setup import GPUS, Setup
@@ -104,7 +104,7 @@ def test_layers_keep_their_weights_where_a_gpu_has_memory_to_spare() -> None:
 
     def keeps(recipe: RecipeSpec, world_size: int, gpu: Gpu | None = GPUS["h200"], **changes: object) -> bool:
         setup = Setup(recipe.model.architecture, least_memory(recipe.training), world_size, gpu=gpu)
-        return with_resharding(setup.with_training(**changes)).keeps_weights
+        return with_sharding(setup.with_training(**changes)).keeps_weights
 
     assert keeps(small, 8)
     assert not keeps(large, 8)

@@ -8,7 +8,7 @@ import pytest
 from ftkit.config.execution import GIB
 from ftkit.config.model import ArchitecturePlan, ArchitectureSpec, ModelPlan
 from ftkit.config.model_config import read_shape
-from ftkit.planning.choices import with_resharding
+from ftkit.planning.choices import with_sharding
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts, read_experts
 from ftkit.planning.estimates.step_time import token_flops
@@ -138,7 +138,7 @@ def test_by_an_estimate_layers_do_not_stay_unsharded(training: Specs) -> None:
     exact = ArchitecturePlan.of(shape_of(config), count_by_config(config))
     estimated = ArchitecturePlan.of(exact, replace(exact.counts, source="config"))
     exact_setup, estimated_setup = (
-        with_resharding(Setup(shape, training(), 8, gpu=GPUS["h200"])) for shape in (exact, estimated)
+        with_sharding(Setup(shape, training(), 8, gpu=GPUS["h200"])) for shape in (exact, estimated)
     )
     assert exact_setup.keeps_weights
     assert not estimated_setup.keeps_weights

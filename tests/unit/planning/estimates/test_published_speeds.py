@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.planning.choices import with_resharding
+from ftkit.planning.choices import with_sharding
 from ftkit.planning.estimates.step_time import predict_step_time
 from ftkit.planning.setup import GPUS, Gpu, Setup
 
@@ -35,6 +35,7 @@ H100_AT_500_W = replace(H100, memory_gib=95.0, memory_bandwidth=2.4e12, bf16_flo
 LLAMA2 = {"vocab_size": 32_000}
 FLASH2 = {"attention": "flex", "collectives": "nccl"}
 EAGER = {**FLASH2, "compile": "none"}
+HSDP = {"shard_degree": 8}
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ PUBLISHED = (
     Published("torchtitan, 8B, FP8", 10_753, GPUS["h200"], 64, FLASH2 | SELECTIVE | FP8, half=True),
     Published("AutoModel, 70B, context parallel 2", 867, GPUS["h100-80gb"], 64, FULL | {"context_parallel": 2},
               LLAMA3_70B, micro=1, accumulation=4),
-    Published("fms-fsdp, Llama 2 7B", 7500, H100, 96, EAGER | AT_4K, LLAMA2_7B, node_gbps=800),
+    Published("fms-fsdp, Llama 2 7B", 7500, H100, 96, EAGER | AT_4K | HSDP, LLAMA2_7B, node_gbps=800),
     Published("fms-fsdp, Llama 2 13B", 3800, H100, 96, EAGER | AT_4K | SELECTIVE, LLAMA2_13B, half=True, node_gbps=800),
     Published("fms-fsdp, 34B", 1550, H100, 96, EAGER | AT_4K | FULL, LLAMA2_34B, node_gbps=800),
     Published("Megatron-Bridge, 8B, FP8", 30_624, GPUS["b200"], 8, FP8, accumulation=8),
@@ -105,7 +106,7 @@ PUBLISHED = (
     Published("torchtitan, Llama 2 13B, not compiled", 2162, A100, 64, EAGER | AT_4K, LLAMA2_13B, node_gbps=1600),
     Published("torchtitan, Llama 2 70B, not compiled", 353, A100, 64, EAGER | AT_4K | FULL, LLAMA2_70B,
               node_gbps=1600),
-    Published("fms-fsdp, Llama 2 7B", 3700, A100, 128, EAGER | AT_4K, LLAMA2_7B, node_gbps=400),
+    Published("fms-fsdp, Llama 2 7B", 3700, A100, 128, EAGER | AT_4K | HSDP, LLAMA2_7B, node_gbps=400),
     Published("fms-fsdp, Llama 2 13B", 1800, A100, 128, EAGER | AT_4K | SELECTIVE, LLAMA2_13B, half=True,
               node_gbps=400),
     Published("fms-fsdp, 34B", 700, A100, 128, EAGER | AT_4K | FULL, LLAMA2_34B, node_gbps=400),
@@ -118,14 +119,16 @@ def test_a_published_speed_is_predicted_within_15_percent(
 ) -> None:
     name, changed = run.model
     ranks = run.num_gpus // run.training.get("context_parallel", 1)
-    spec = training(micro_batch_size=run.micro, global_batch_size=run.micro * run.accumulation * ranks, **run.training)
+    sharding = {"shard_degree": run.num_gpus, "sync_gradients": "every_micro_batch"}
+    batch = {"micro_batch_size": run.micro, "global_batch_size": run.micro * run.accumulation * ranks}
+    spec = training(**(sharding | batch | run.training))
     nodes = -(-run.num_gpus // 8)
     setup = Setup(
         architecture(name).model_copy(update=changed), spec, run.num_gpus, gpu=run.gpu, num_nodes=nodes,
         node_bandwidth=run.node_gbps * 1e9 / 8,
     )  # fmt: skip
     modes = [spec.activation_checkpointing, "full" if run.half else spec.activation_checkpointing]
-    setups = [with_resharding(setup.with_training(activation_checkpointing=mode)) for mode in modes]
+    setups = [with_sharding(setup.with_training(activation_checkpointing=mode)) for mode in modes]
     seconds = sum(predict_step_time(each, run.gpu).step_seconds for each in setups) / 2
     speed = spec.global_batch_size * spec.sequence_length / seconds / run.num_gpus
     assert speed == pytest.approx(run.speed, rel=0.15)
