@@ -74,9 +74,14 @@ class World:
     context: ContextGroup = ContextGroup()
 
     @property
+    def num_replicas(self) -> int:
+        """Number of copies of the model."""
+        return self.mesh.size(0) if self.mesh.ndim > 1 else 1
+
+    @property
     def num_shards(self) -> int:
         """Number of processes that share a copy of the model."""
-        return self.mesh.size(self.mesh.ndim - 1)
+        return self.size // self.num_replicas
 
     @property
     def data_rank(self) -> int:

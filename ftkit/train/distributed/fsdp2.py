@@ -111,7 +111,7 @@ class Fsdp2Engine:
         Replicas sum their shards in the last one.
         """
         root = cast("FSDPModule", self.model)
-        if self._world.num_shards < self._world.size:
+        if self._world.num_replicas > 1:
             root.set_requires_all_reduce(is_last)
         if self._sharding.defer_sync:
             root.set_requires_gradient_sync(is_last)
