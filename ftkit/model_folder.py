@@ -38,6 +38,12 @@ def check_folder(folder: Path) -> None:
     Raises:
         NotFoundError: it is not.
     """
+    if folder.is_file():
+        raise NotFoundError(
+            f"model.weights: {folder} is a file",
+            meaning="a model is a folder in Hugging Face's layout: config.json, tokenizer, and weights as safetensors",
+            fix=f"give the folder: model.weights={folder.parent}",
+        )
     if not folder.is_dir():
         raise NotFoundError(
             f"model.weights: there is no folder {folder} on {socket.gethostname()}",
@@ -45,6 +51,13 @@ def check_folder(folder: Path) -> None:
             fix="give the right path: model.weights=PATH",
         )
     missing = missing_files(folder)
+    if missing and any(folder.glob("pytorch_model*.bin")):
+        raise NotFoundError(
+            f"model.weights: {folder} has its weights as pytorch_model.bin alone",
+            meaning="ftkit reads safetensors, from which each process loads its part, and which can't run code",
+            fix="convert them: python -c 'from transformers import AutoModelForCausalLM as M; "
+            f'M.from_pretrained("{folder}", dtype="auto").save_pretrained("{folder}")\'',
+        )
     if missing:
         raise NotFoundError(
             f"model.weights: {folder} has no {' and no '.join(missing)}",
@@ -59,6 +72,34 @@ def check_folder(folder: Path) -> None:
             meaning="a copy was interrupted, it holds Git LFS's pointer alone, or this user may not read it",
             fix="copy or download it again",
         )
+    _check_tensors(folder)
+
+
+def _check_tensors(folder: Path) -> None:
+    """Check that files hold what the index lists, as numbers that mean what they say."""
+    stored = {file: _stored_tensors(folder / file) for file in _weights_files(folder)}
+    if (folder / WEIGHTS_INDEX).is_file():
+        lacking = [name for name, file in _read_index(folder).items() if name not in stored[file]]
+        if lacking:
+            raise NotFoundError(
+                f"model.weights: {folder / WEIGHTS_INDEX} lists {', '.join(lacking[:3])}, which its file lacks",
+                meaning="index and files are of different versions of the model",
+                fix="copy or download all of them again",
+            )
+    tensors = {name: tensor for each in stored.values() for name, tensor in each.items()}
+    for name, tensor in tensors.items():
+        dtype, _ = tensor.kind
+        if name.endswith(".weight") and not (dtype in _FLOATS or (dtype in _SCALED and f"{name}_scale_inv" in tensors)):
+            raise NotFoundError(
+                f"model.weights: {folder} has '{name}' as {dtype} without scales that ftkit knows",
+                meaning="the weights are quantized, which their config.json does not say",
+                fix="name the unquantized version of the model",
+            )
+
+
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_SCALED = ("F8_E4M3",)
+"""Types of numbers, in the words of safetensors; `_SCALED` ones are dequantized by `_scale_inv` beside them."""
 
 
 def holds_adapters(folder: Path) -> bool:
@@ -81,7 +122,13 @@ def _weights_files(folder: Path) -> list[str]:
     index = folder / WEIGHTS_INDEX
     if not index.is_file():
         return [WEIGHTS_FILE]
-    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return sorted(set(_read_index(folder).values()))
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return which file holds a tensor, by the index."""
+    places: dict[str, str] = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
+    return places
 
 
 def _is_whole(path: Path) -> bool:

@@ -371,7 +371,10 @@ def find_notes(
             "largest that is usual (for an exact one, download the weights' config.json)"
         )
     elif not counts.is_exact:
-        yield f"to count '{shape.family}' exactly, plan where torch and transformers are: pip install 'ftkit[train]'"
+        yield (
+            f"to count '{shape.family}' exactly, plan where torch is, and a transformers that has it: "
+            "pip install 'ftkit[train]'"
+        )
     if image is not None and cluster.runtime != "none" and shape.family not in image.families:
         yield f"'{image.reference}' is not made for '{shape.family}': its transformers must support it"
 

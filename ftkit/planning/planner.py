@@ -13,7 +13,7 @@ from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
 from ftkit.config.model import ArchitecturePlan, ModelPlan
 from ftkit.config.model_config import resolve_shape
 from ftkit.config.recipe import RecipePlan
-from ftkit.errors import ConfigError
+from ftkit.errors import ConfigError, Problem, one_line
 from ftkit.planning.checks import find_notes, find_problems
 from ftkit.planning.choices import (
     choose_engine,
@@ -110,7 +110,12 @@ def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: Model
     """
     shape = resolve_shape(model, config)
     if counts is None and config is not None:
-        counts = count_by_config(config)
+        try:
+            counts = count_by_config(config)
+        except (LookupError, TypeError, ValueError) as error:
+            what = f"parameters can't be counted by its values ({type(error).__name__}: {one_line(error)})."
+            fix = "Correct the file, or copy or download it again."
+            raise ConfigError([Problem(f"config.json of {model.weights}", "model.weights", what, fix)]) from error
     return ModelPlan.of(model, shape, counts or count_model(shape))
 
 

@@ -42,7 +42,7 @@ def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
 def test_weights_that_a_copy_has_cut_short_are_refused_wherever_they_end(names: list[str], tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
     if len(names) > 1:
-        (tmp_path / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+        (tmp_path / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": dict(zip(["one", "two"], names, strict=True))}))
     whole = safetensors.numpy.save({"one": np.zeros(3), "two": np.ones((2, 2))}, {"format": "pt"})
     for name in names:
         (tmp_path / name).write_bytes(whole)
@@ -110,3 +110,22 @@ def test_the_files_decide_whether_embeddings_are_tied(
     (tmp_path / WEIGHTS_FILE).write_bytes(safetensors.numpy.save(tensors))
     found = read_model_config(tmp_path)
     assert found.get(tie) == found["text_config"].get(tie) == expected
+
+
+def test_weights_that_the_index_lists_in_vain_or_that_are_quantized_in_secret_are_refused(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
+    file, index = tmp_path / WEIGHTS_FILE, tmp_path / WEIGHTS_INDEX
+    weight = {"up.weight": np.ones((2, 2), np.int8)}
+    file.write_bytes(safetensors.numpy.save(weight))
+    with pytest.raises(NotFoundError, match=r"'up\.weight' as I8 without scales"):
+        check_folder(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"up.weight": WEIGHTS_FILE, "down.weight": WEIGHTS_FILE}}))
+    with pytest.raises(NotFoundError, match=r"lists down\.weight, which its file lacks"):
+        check_folder(tmp_path)
+    file.rename(tmp_path / "pytorch_model.bin")
+    index.unlink()
+    with pytest.raises(NotFoundError, match=r"pytorch_model\.bin alone") as caught:
+        check_folder(tmp_path)
+    assert "save_pretrained" in str(caught.value.fix)
+    with pytest.raises(NotFoundError, match="is a file"):
+        check_folder(tmp_path / CONFIG_FILE)

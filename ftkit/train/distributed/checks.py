@@ -158,6 +158,12 @@ def run_probe(
         with engine.probe() as model:
             other_states, gradients = _states_and_gradients(model, second, is_kept)
         _check_num_states(len(gradients), is_kept.numel())
+    if not (states.isfinite().all() and other_states.isfinite().all()):  # host sync: before step 1
+        raise TrainingError(
+            "the model computes hidden states that are not finite, before any training",
+            meaning="its weights hold NaN or infinite numbers, or numbers too large for training.precision",
+            fix="copy or download the weights again; or set training.precision=fp32",
+        )
     norms = gradients.float().norm(dim=1)
     kept_norm = world.context_sum(norms[is_kept].sum()) / world.context_sum(is_kept.sum())
     return ProbeResult(is_kept, is_later, (states, other_states), norms, kept_norm, own_logits, expected_logits)

@@ -199,12 +199,13 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
     try:
         with init_empty_weights(include_buffers=False):
             built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    except ValueError as error:
+    except Exception as error:  # each class raises errors of its own on odd values
         raise TrainingError(
             f"transformers {transformers.__version__} can't build a '{config.model_type}' with attention "
-            f"'{attention}': {one_line(error)}",
-            meaning="it is not a causal language model, or its class does not have this attention kernel",
-            fix="set training.attention=auto, or choose another model",
+            f"'{attention}': {type(error).__name__}: {one_line(error)}",
+            meaning="it is not a causal language model, its class does not have this attention kernel, or config.json "
+            "has a value that it does not know",
+            fix="set training.attention=auto, correct config.json, or choose another model",
         ) from error
     built.tie_weights()  # tied parameters became separate objects
     _check_has_decoder(built)

@@ -6,7 +6,9 @@ A rank reads only the rows of its shard of each tensor, so it never has the whol
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,10 +25,11 @@ from ftkit.data.staging import STAGED
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
+from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
 from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
-from ftkit.train.model.weight_conversion import MappedTensor, TensorSource, map_tensors
+from ftkit.train.model.weight_conversion import MappedTensor, TensorSource, map_tensors, text_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
     from ftkit.config.model import ArchitectureSpec, ModelSpec
     from ftkit.train.world import World
+
+log = logging.getLogger(__name__)
 
 
 def fetch_weights(model: ModelSpec, world: World) -> Path:
@@ -54,7 +59,9 @@ def fetch_weights(model: ModelSpec, world: World) -> Path:
     if world.local_rank == 0:
         download_weights(model, os.environ, home)
     world.barrier()
-    return download_weights(model, os.environ, home, local_files_only=True)
+    folder = download_weights(model, os.environ, home, local_files_only=True)
+    check_folder(folder)
+    return folder
 
 
 def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
@@ -96,6 +103,26 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
                 wanted[name].load(growth.grow(name, one.source), one.first)
             else:
                 buffers[name].copy_(one.source[...])
+        if unused := sorted(_in_layers(model, places.keys() - files.used)):
+            log.warning(
+                "%d tensors of the files have no place in %s, and are not trained: %s …",
+                len(unused),
+                type(model).__name__,
+                ", ".join(unused[:3]),
+            )
+
+
+def _in_layers(model: Any, stored: Iterable[str]) -> list[str]:
+    """Return those of the files' tensors that are in a decoder layer, without those that the class leaves out."""
+    layers = find_decoder_layers(model)
+    prefix = next(name for name, module in model.named_modules() if module is layers) + "."
+    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
+    names = {name: text_name(name) for name in stored}
+    return [
+        name
+        for name, own in names.items()
+        if own.startswith(prefix) and not any(re.search(pattern, own) for pattern in ignored)
+    ]
 
 
 class PretrainedTensors(Mapping[str, torch.Tensor]):
@@ -213,10 +240,12 @@ class _OpenFiles(ExitStack):
         super().__init__()
         self._places = places
         self._opened: dict[Path, Any] = {}
+        self.used: set[str] = set()
 
     def read(self, stored: str) -> Any:
         """Return a slice of a tensor; only the requested rows are read."""
         path = self._places[stored]
+        self.used.add(stored)
         if path not in self._opened:
             self._opened[path] = self.enter_context(safe_open(path, framework="pt"))
         return self._opened[path].get_slice(stored)
@@ -294,7 +323,7 @@ class _LoadTarget:
         if shape != self.wanted:
             raise TrainingError(
                 f"'{name}' has shape {shape} in the files and {self.wanted} in the model",
-                fix="check model.architecture against the weights' config.json",
+                fix="check model.architecture against the weights' config.json, and copy or download both again",
             )
         if self.layout is None and self.magnitude is None:
             self.shard.copy_rows(lambda first, last: source[first:last])
