@@ -23,8 +23,8 @@ class FtkitError(Exception):
     """A failure that a user can understand and act on.
 
     Args:
-        what: what failed, with the value that made it fail.
-        meaning: what it usually means; empty when `what` says it all.
+        what: what failed, with the value that caused it.
+        meaning: what it usually means; empty if `what` suffices.
         fix: what to do next.
     """
 
@@ -40,7 +40,7 @@ class FtkitError(Exception):
 
     @property
     def can_resume(self) -> bool:
-        """Whether a run that this error ended can be resumed once the cause is fixed; else it needs another plan."""
+        """Whether a run can be resumed after this error once the cause is fixed; else it needs another plan."""
         return self.is_outside or "ftkit resume" in self.fix
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class FtkitError(Exception):
 def one_line(error: BaseException | str) -> str:
     """Return an exception's message on one line of at most 200 characters.
 
-    Of a system call's error that is the system's reason; an exception without a message is named by its type.
+    For a system call's error it is the system's reason; for an exception without a message, the name of its type.
     """
     text = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_ONE_LINE else text[: _MAX_ONE_LINE - 1] + "…"
@@ -72,7 +72,7 @@ class Problem:
 
 
 class ConfigError(FtkitError):
-    """Files, options or their combination are wrong; with every problem found, not only the first."""
+    """Files, options or their combination are wrong; the error has every problem found."""
 
     exit_code = 3
 
@@ -106,7 +106,7 @@ class SubmitError(FtkitError):
 
 
 class RunFailedError(FtkitError):
-    """A run that the command followed failed; with the exit code of its error, if that is known."""
+    """The followed run failed; the exit code is that of its error, if it is known."""
 
     exit_code = 7
 
@@ -151,7 +151,7 @@ class DiskFullError(UnfitMachineError):
 
 
 def as_disk_full(error: Exception) -> Exception:
-    """Return a `DiskFullError` if an error or one of its causes says that a disk is full; else the error itself."""
+    """Return a `DiskFullError` if an error or one of its causes is a full disk; else the error."""
     if isinstance(error, DiskFullError):
         return error
     for cause in _causes(error):
@@ -213,7 +213,7 @@ EXIT_CODES: dict[int, str] = {
 
 _HIDDEN = "***"
 _SHORTEST_SECRET = 8
-"""Letters. Shorter values of variables are not searched for: they may be ordinary words."""
+"""Minimum length of a variable's value to search for: shorter ones may be ordinary words."""
 _SENSITIVE_NAME = (
     r"(?:(?<!bos_)(?<!cls_)(?<!eos_)(?<!pad_)(?<!sep_)(?<!unk_)token|secret|passw(?:or)?d|passphrase|"
     r"(?:access|account|api|private|secret)[_-]?key(?:[_-]?id)?|credentials?|signature)"
@@ -224,11 +224,11 @@ _SECRETS = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
         (r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", _HIDDEN),
-        # Tokens that their issuers mark: of hubs, forges and clouds, and JSON Web Tokens.
+        # Tokens with known prefixes: of hubs, forges and clouds, and JSON Web Tokens.
         (r"\b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|nvapi-|xox[a-z]-|AIza|ya29\.)[\w-]{8,}", _HIDDEN),
         (r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b", _HIDDEN),
         (r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", _HIDDEN),
-        # TOKEN@ or USER:PASSWORD@ before a host. An image's digest stands behind an @ too.
+        # TOKEN@ or USER:PASSWORD@ before a host. An image's digest also follows an @.
         (r"(?<=://)[^/\s\"'<>]*@(?!sha256:)", rf"{_HIDDEN}@"),
         (r"(?<![\w/.:@-])[\w.+-]+:[^\s/\"'<>]+@(?!sha256:)(?=\w)", rf"{_HIDDEN}@"),
         # Authorization: SCHEME VALUE; NAME=VALUE; "NAME": VALUE; --NAME VALUE.
@@ -245,7 +245,7 @@ def redact(text: str, environment: Mapping[str, str]) -> str:
 
     Args:
         text: a message, a traceback, or part of a command line.
-        environment: the values of its variables with the name of a secret (`..._TOKEN`) are replaced too.
+        environment: values of its variables with the name of a secret (`..._TOKEN`) are replaced too.
     """
     for name, value in environment.items():
         if len(value) >= _SHORTEST_SECRET and _SECRET_KEY.search(name):

@@ -1,6 +1,6 @@
-"""What ftkit knows of each family of models, under the `model_type` that transformers gives it.
+"""Model families by transformers' `model_type`: configuration defaults, attention, norms, biases, saved activations.
 
-The one table of it. A family that is not here is counted on its own class on the meta device, where torch is installed.
+The only table of families. A family that is not here is counted on its class on the meta device, if torch is installed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 MeasuredFamily = Literal["gemma3_text", "llama", "olmo3", "qwen3"]
-"""Families whose memory and step times were measured, and which every image and engine is tested with."""
+"""Families with measured memory and step times; every image and engine is tested with them."""
 MEASURED: tuple[MeasuredFamily, ...] = get_args(MeasuredFamily)
 
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What a decoder layer saves of a token for its backward pass: multiples of four widths.
+    """Activations that a decoder layer saves per token for its backward pass: multiples of four widths.
 
     Attributes:
         hidden: of the residual stream.
@@ -33,16 +33,16 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class LayerSavings:
-    """What autograd saves of a decoder layer, read off the real layers.
+    """Activations that autograd saves for a decoder layer, measured on the real layers.
 
     Attributes:
-        compiled: with torch.compile, which recomputes the element-wise work between matrix products: inputs of the
+        compiled: with torch.compile, which recomputes element-wise operations between matmuls: inputs of the
             projections (two of them normalized), queries, keys, values, the attention's output, and the feed-forward's
-            three wide tensors; a norm of queries and keys saves those from before it, a norm of outputs these.
-        compiled_adapters: what adapters add to it. A norm of queries saves their two parts, the frozen product's and
-            the adapter's, in place of the sum.
-        eager: without it.
-        eager_fp32: what norms save of their inputs without it, in fp32.
+            three wide tensors; a norm of queries and keys saves its inputs, a norm of outputs these.
+        compiled_adapters: additional ones with adapters. A norm of queries saves the frozen output and the adapter's
+            output instead of their sum.
+        eager: without torch.compile.
+        eager_fp32: inputs of norms that are saved in fp32, without torch.compile.
         norms_follow: whether the outputs into the residual stream are normalized.
     """
 
@@ -67,12 +67,12 @@ _GEMMA = LayerSavings(
 
 @dataclass(frozen=True)
 class UsualExperts:
-    """Experts to expect of a family whose config.json can't be read: those of its largest model.
+    """Assumed experts of a family whose config.json can't be read: those of its largest model.
 
     Attributes:
         num: routed experts.
-        per_token: those that a token is sent to.
-        narrower: how many times narrower than `intermediate_size` each is.
+        per_token: experts that a token is routed to.
+        narrower: `intermediate_size` divided by the width of an expert.
     """
 
     num: int
@@ -82,24 +82,24 @@ class UsualExperts:
 
 @dataclass(frozen=True)
 class Family:
-    """What ftkit knows of a family.
+    """Facts about a family.
 
     Attributes:
         has_formula: whether its parameters are counted by `ftkit.planning.estimates.parameters`, exactly.
-        defaults: what its configuration class in transformers has where config.json says nothing.
-        full_attention_every: one in so many layers has full attention where config.json has no `layer_types`;
-            0: all have it.
-        other_layers: what the others have.
-        last_is_full: whether the last layer has full attention, whatever its place.
+        defaults: of its configuration class in transformers, for keys that config.json lacks.
+        full_attention_every: interval of layers with full attention if config.json has no `layer_types`; 0: all have
+            it.
+        other_layers: type of the other layers.
+        last_is_full: whether the last layer always has full attention.
         window_switch: the key without which a window in config.json has no effect.
-        qk_norm: parameters of the norms of queries and keys: a head's width each, all heads' widths, or none.
+        qk_norm: parameters of the norms of queries and keys: one head's width each, all heads' widths, or none.
         num_norms: norms as wide as the residual stream in a decoder layer.
         bias: projections that have a bias, unless `attention_bias` says otherwise.
         has_sinks: whether each query head has a learned attention sink.
-        has_output_gate: whether `q_proj` also makes a gate for the attention's output.
+        has_output_gate: whether `q_proj` also computes a gate for the attention's output.
         expert_bias: whether router and experts have biases.
-        savings: what a layer saves for its backward pass.
-        usual_experts: experts to expect where config.json can't be read.
+        savings: activations that a layer saves for its backward pass.
+        usual_experts: assumed experts if config.json can't be read.
     """
 
     has_formula: bool = True
@@ -225,7 +225,7 @@ FAMILIES: Mapping[str, Family] = {
         full_attention_every=4, other_layers="linear_attention", qk_norm="head", has_output_gate=True,
         savings=_QK_NORM, usual_experts=UsualExperts(512, 10, 1),
     ),
-    # Without a formula: experts to expect where config.json can't be read
+    # Without a formula: assumed experts if config.json can't be read
     "deepseek_v2": Family(has_formula=False, usual_experts=UsualExperts(162, 8, 7)),
     "deepseek_v3": Family(has_formula=False, usual_experts=UsualExperts(257, 9, 9)),
     "glm4_moe": Family(has_formula=False, usual_experts=UsualExperts(161, 9, 7)),
@@ -249,7 +249,7 @@ TEXT_MODEL_TYPES: Mapping[str, str] = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-"""The `model_type` of the text model within a multimodal one, where config.json leaves it to the class."""
+"""The `model_type` of the text model within a multimodal one, if config.json leaves it to the class."""
 
 
 UNPACKED = frozenset(
@@ -302,10 +302,10 @@ UNPACKED = frozenset(
         "zaya",
     ]
 )
-"""Families whose packed documents were seen to see each other (docs/reference/families.md), at least without kernels of
-other packages: `data.packing: auto` then trains padded rows."""
+"""Families whose packed documents attended to each other in tests (docs/reference/families.md), at least without
+kernels of other packages: `data.packing: auto` then trains padded rows."""
 
 
 def family_of(model_type: str) -> Family:
-    """Return what is known of a family; of one that is not in the table, by its name, whether it has experts."""
+    """Return the facts about a family; for one that is not in the table, its name decides whether it has experts."""
     return FAMILIES.get(model_type) or (_UNKNOWN_MIXTURE if "moe" in model_type else _UNKNOWN)

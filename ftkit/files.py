@@ -30,10 +30,10 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically: whoever opens it sees the former content or all of the new one, after a crash too.
+    """Write a file atomically: readers see either the former content or all of the new one, also after a crash.
 
     Raises:
-        OSError: it can't be written; a former file is as it was.
+        OSError: it can't be written; a former file is unchanged.
     """
     with atomic_file(path) as temporary:
         temporary.write_bytes(data)
@@ -41,11 +41,11 @@ def write_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; what is written there takes the name `path` at the end of the block.
+    """Yield a temporary path in the folder of `path`, which is renamed to `path` at the end of the block.
 
     If the block raises, the temporary file is removed.
     """
-    temporary = path.with_name(f".{secrets.token_hex(4)}-{path.name}")  # libraries go by the suffix
+    temporary = path.with_name(f".{secrets.token_hex(4)}-{path.name}")  # some libraries select the format by the suffix
     try:
         yield temporary
         publish(temporary, path)
@@ -55,13 +55,13 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `path`, which takes the name `path` at the end of the block.
+    """Yield an empty temporary folder next to `path`, which is renamed to `path` at the end of the block.
 
-    If the block raises, the temporary folder is removed. A folder `path` from before is replaced.
+    If the block raises, the temporary folder is removed. An existing folder `path` is replaced.
 
     Args:
-        path: the final name. Its parents are made.
-        temporary: the temporary name, where several processes need to know it; what is there is removed first.
+        path: the final name. Missing parents are created.
+        temporary: the temporary name, if several processes need to know it; existing content is removed first.
     """
     temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     remove(temporary)
@@ -90,7 +90,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _replace_folder(temporary: Path, path: Path) -> None:
-    """Replace a folder: rename(2) replaces none that has files."""
+    """Replace a folder, since rename(2) only replaces empty ones."""
     former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.deleted")
     path.rename(former)
     try:
@@ -102,7 +102,7 @@ def _replace_folder(temporary: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the entries of a folder, to disk: `fsync` (POSIX), where the file system supports it."""
+    """Sync a file, or the entries of a folder, to disk with `fsync` (POSIX), if the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,7 +114,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all that is in it, if it is there; what can't be removed of a folder stays."""
+    """Remove a file or a folder with its content, if it exists; parts of a folder that can't be removed stay."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -122,9 +122,9 @@ def remove(path: Path) -> None:
 
 
 def mode_of_new_files(folder: Path) -> int:
-    """Return the permissions that this process's umask, or an ACL, gives to a new file of a folder.
+    """Return the permissions of a new file in a folder, by this process's umask or an ACL.
 
-    Some libraries and programs give their files others.
+    Some libraries and programs create files with other permissions.
     """
     probe = folder / f".mode-{secrets.token_hex(4)}"
     probe.touch()
@@ -138,16 +138,16 @@ def mode_of_new_files(folder: Path) -> int:
 
 
 def to_json(value: object) -> str:
-    """Return a dataclass, or a dictionary of plain values, as indented JSON with a line break at its end."""
-    # Not pydantic's own `dump_json`, which refuses names of files and arguments that are not UTF-8.
+    """Return a dataclass, or a dictionary of plain values, as indented JSON with a final line break."""
+    # Not pydantic's `dump_json`, which refuses file names and arguments that are not UTF-8.
     return json.dumps(_adapter(type(value)).dump_python(value, mode="json"), indent=2) + "\n"
 
 
 def parse_json(data: str | bytes, kind: type[ValueT]) -> ValueT:
-    """Parse the JSON of a dataclass or another type that pydantic knows.
+    """Parse JSON as a dataclass or another type that pydantic supports.
 
     Raises:
-        InvalidJsonError: it is no JSON, or that of something else.
+        InvalidJsonError: it is not JSON, or of another type.
     """
     from pydantic import ValidationError  # noqa: PLC0415 - slow to import
 
@@ -159,7 +159,7 @@ def parse_json(data: str | bytes, kind: type[ValueT]) -> ValueT:
 
 
 class InvalidJsonError(ValueError):
-    """JSON is damaged, or of another shape than expected; the message names the first few keys that are wrong."""
+    """JSON is damaged, or has an unexpected structure; the message lists the first few wrong keys."""
 
     def __init__(self, error: ValidationError) -> None:
         details = error.errors(include_input=False, include_url=False)[:_MAX_DETAILS]
@@ -174,7 +174,7 @@ def _describe_detail(key: str, message: str) -> str:
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's adapter of a type; making one takes milliseconds."""
+    """Return pydantic's adapter of a type; creating one takes milliseconds."""
     from pydantic import TypeAdapter  # noqa: PLC0415 - slow to import
 
     if kind not in _ADAPTERS:
@@ -238,7 +238,7 @@ class DamagedFileError(FtkitError):
 
 
 def copy_new(path: Path, offset: int, output: IO[bytes]) -> int:
-    """Copy to `output` what was added to a file after `offset`; return the new offset, the old one without a file."""
+    """Copy the content of a file after `offset` to `output`; return the new offset, or the old one without a file."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -253,7 +253,7 @@ def read_small(path: Path) -> bytes:
     """Read a file of at most 16 MiB.
 
     Raises:
-        OSError: it can't be read, is larger, or is a pipe or a device, which might never end.
+        OSError: it can't be read, is larger, or is a pipe or device, which might never end.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):

@@ -1,4 +1,4 @@
-"""A folder with a model in Hugging Face's layout: whether it is whole, and what it says of itself."""
+"""A folder with a model in Hugging Face's layout: check that it is complete, and read its configurations."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ GENERATION_FILE = "generation_config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-"""Of peft: in a folder of adapters."""
+"""File of peft in a folder of adapters."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's `max_lora_rank` can be: it makes room for adapters of that rank."""
+"""Values of vLLM's `max_lora_rank`, which reserves memory for adapters of that rank."""
 EXPORT_RECORD = "ftkit-export.json"
-"""Of ftkit: in an export, with the digests of its weights."""
+"""File of ftkit in an export, with the digests of its weights."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Limit of the format."""
 _TIED = "tie_word_embeddings"
 _EMBEDDING, _PROJECTION = "embed_tokens.weight", "lm_head.weight"
-"""How the names of the two tables end that may be tied."""
+"""Suffixes of the names of the two tables that may be tied."""
 _COMPARED_AT_ONCE = 2**24
-"""Bytes."""
+"""Bytes that are compared at a time."""
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder of weights is there, with a configuration and safetensors of their whole length.
+    """Check that a folder of weights exists, with a configuration and safetensors that are not truncated.
 
     Raises:
         NotFoundError: it is not.
@@ -103,12 +103,12 @@ _SCALED = ("F8_E4M3",)
 
 
 def holds_adapters(folder: Path) -> bool:
-    """Tell whether a folder holds adapters without a model."""
+    """Return whether a folder has adapters without a model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file()
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return what a folder lacks of a model in Hugging Face's layout."""
+    """Return the missing files of a model in Hugging Face's layout."""
     missing = [] if (folder / CONFIG_FILE).is_file() else [CONFIG_FILE]
     if not (folder / WEIGHTS_INDEX).is_file():
         return missing if (folder / WEIGHTS_FILE).is_file() else [*missing, f"{WEIGHTS_FILE} or {WEIGHTS_INDEX}"]
@@ -132,7 +132,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether a file of safetensors is as long as its header says: 8 bytes of length, the header, the tensors."""
+    """Return whether a safetensors file has the length in its header: 8 bytes of length, the header, the tensors."""
     try:
         end = max((tensor.end for tensor in _stored_tensors(path).values()), default=None)
         if end is None:
@@ -212,19 +212,19 @@ def _is_tied(folder: Path, config: Mapping[str, Any]) -> bool | None:
 
 
 def read_model_type(folder: Path) -> str:
-    """Return which architecture a model's configuration names, in transformers' words.
+    """Return the architecture in a model's configuration: its `model_type`.
 
     Raises:
-        NotFoundError: it can't be read, or names none.
+        NotFoundError: it can't be read, or has none.
     """
     return str(_read_config(folder)["model_type"])
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Return a model's configuration as it is stored, which has a `model_type`; embeddings tied as in its files.
+    """Return a model's stored configuration, which has a `model_type`; embeddings are tied as in its files.
 
     Raises:
-        NotFoundError: it can't be read, or names no architecture.
+        NotFoundError: it can't be read, or has no `model_type`.
     """
     stored = _read_config(folder)
     if (is_tied := _is_tied(folder, stored)) is not None:
@@ -240,14 +240,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
         raise NotFoundError(
             f"{path} has no model_type",
-            meaning="it is not a model's that transformers reads: those of other libraries are laid out otherwise",
+            meaning="it does not belong to a model for transformers: other libraries have other layouts",
             fix="convert the model to transformers' layout, or choose another with model.weights",
         )
     return stored
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return what the model's makers recommend for generation; empty if they recommend nothing.
+    """Return the generation settings of a model; empty if it has none.
 
     Raises:
         NotFoundError: it can't be read.
@@ -264,10 +264,10 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def read_end_tokens(folder: Path) -> list[int]:
-    """Return every token that ends the model's texts or answers, by its own files.
+    """Return all end tokens in a model's files.
 
-    They disagree: of Gemma 3, one has the end of a turn and another has not; in transformers' configurations, one
-    that no file sets has a default, which may be an ordinary token of this tokenizer.
+    They disagree: for Gemma 3, one file has the end of a turn and another does not; an end token that no file sets has
+    a default in transformers' configurations, which may be an ordinary token of this tokenizer.
 
     Raises:
         NotFoundError: they can't be read.

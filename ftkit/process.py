@@ -1,4 +1,4 @@
-"""Start other programs. Only this module does, and never through a shell."""
+"""Run programs. Only this module does, and never through a shell."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ProgramOutput:
-    """Run a program to its end and return what it printed, whatever its exit status.
+    """Run a program to its end and return its output, for any exit status.
 
     `environment` replaces that of this process, which the program inherits if it is null.
 
@@ -95,11 +95,11 @@ def run_stoppable(
     environment: Mapping[str, str] | None = None,
     stop: Callable[[], object] | None = None,
 ) -> ProgramOutput:
-    """Run a program that cleans up when it is interrupted; otherwise as `run` does.
+    """Run a program that cleans up when it is interrupted; otherwise like `run`.
 
-    The program leads a process group of its own, so that Ctrl-C reaches only this process. When this process is
-    interrupted, or the time is over, it calls `stop`, sends SIGTERM to the group, waits until the group has ended, and
-    kills what is left.
+    The program leads a new process group, so that Ctrl-C reaches only this process. When this process is interrupted,
+    or the time is over, it calls `stop`, sends SIGTERM to the group, waits until the group has ended, and kills the
+    rest.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
@@ -127,7 +127,7 @@ def run_stoppable(
 
 
 def _end_group(leader: subprocess.Popen[bytes], stop: Callable[[], object] | None) -> None:
-    """Terminate the group of `leader`, wait for it, and kill what is left; a second interruption kills at once."""
+    """Terminate the group of `leader`, wait for it, and kill the rest; a second interruption kills immediately."""
     try:
         if stop:
             stop()
@@ -164,8 +164,8 @@ def run_with_input(
 ) -> ProgramOutput:
     """Run a program to its end while `feed` writes its standard input; `environment` as for `run`.
 
-    Its output and errors are both in the result's `stderr`. A program that ends early is no error here: its exit status
-    and message tell more than a broken pipe. It is killed if `feed` raises.
+    Its output and errors are both in the result's `stderr`. A program that ends early is not an error here: its exit
+    status and message are more helpful than a broken pipe. It is killed if `feed` raises.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
@@ -235,9 +235,9 @@ def run_attached(args: Sequence[str]) -> int:
 
 
 def run_asking(args: Sequence[str]) -> int:
-    """Run a program that may ask its user something; return its exit status as `run_attached` does.
+    """Run a program that may prompt the user; return its exit status like `run_attached`.
 
-    All that it prints goes to stderr: stdout is for this process's own data.
+    Its output goes to stderr: stdout is for this process's data.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
@@ -251,9 +251,9 @@ def run_asking(args: Sequence[str]) -> int:
 
 
 def run_passing(args: Sequence[str], stdin: bytes, on_output: Callable[[bytes], None]) -> int:
-    """Run a program, give it `stdin`, and pass on its output as it comes; return its exit status as `run_attached`.
+    """Run a program with `stdin`, and pass on its output immediately; return its exit status like `run_attached`.
 
-    Its errors go where this process's go.
+    Its stderr is this process's stderr.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
@@ -265,7 +265,7 @@ def run_passing(args: Sequence[str], stdin: bytes, on_output: Callable[[bytes], 
     with started:
         if started.stdin is None or started.stdout is None:
             raise AssertionError("pipes were asked for")
-        with contextlib.suppress(BrokenPipeError):  # its exit status tells more
+        with contextlib.suppress(BrokenPipeError):  # its exit status is more helpful
             started.stdin.write(stdin)
             started.stdin.flush()
         with contextlib.suppress(BrokenPipeError):
@@ -278,7 +278,7 @@ def run_passing(args: Sequence[str], stdin: bytes, on_output: Callable[[bytes], 
 def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]) -> int:
     """Start a program that outlives this one and its terminal; return its process id.
 
-    Its output is appended to `log`. It leads a process group of its own, to which signals can be sent.
+    Its output is appended to `log`. It leads a new process group, to which signals can be sent.
     """
     with log.open("ab") as output:
         started = subprocess.Popen(
@@ -291,12 +291,12 @@ def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Ma
             env=dict(environment),
         )
     pid = started.pid
-    started.returncode = 0  # nobody waits for it; without this its destructor would warn
+    started.returncode = 0  # no process waits for it; without this its destructor would warn
     return pid
 
 
 def start_time(pid: int) -> str | None:
-    """Return a value that tells a process from a later one with the same id; None if it has ended.
+    """Return a value that distinguishes a process from a later one with the same id; None if it has ended.
 
     It is the start time in clock ticks, field 22 of /proc/PID/stat (proc(5)). A zombie has ended.
     """
@@ -323,7 +323,7 @@ def group_members(pid: int) -> list[int]:
 
 
 def signal_group(pid: int, signal_number: int) -> None:
-    """Send a signal to the process group that `pid` leads; that the group has ended is no error."""
+    """Send a signal to the process group that `pid` leads; do nothing if the group has ended."""
     try:
         os.killpg(pid, signal_number)
     except ProcessLookupError:

@@ -54,7 +54,7 @@ def packs_as_dataset(plan: RunPlan, num_steps: int) -> Dataset:
 def build_model(plan: RunPlan, attention: str, *, sharded: bool) -> Any:
     """Build the model with its first weights, on this process's device.
 
-    A model that is to be sharded waits in main memory, its weights on rank 0 alone: accelerate distributes them.
+    A model that is to be sharded waits in host memory, its weights on rank 0 alone: accelerate distributes them.
     """
     recipe, state = plan.recipe, PartialState()
     tokenizer = load_saved_tokenizer(PreparedData(plan.data_directory).tokenizer)

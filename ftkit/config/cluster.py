@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 GpuModel = Literal["a100-40gb", "a100-80gb", "b200", "h100-80gb", "h200", "l4"]
 Device = Literal["auto", "cpu", "cuda"]
 _SECONDS: Final = (86400, 3600, 60, 1)
-"""Of a day, an hour, a minute and a second."""
+"""Seconds of a day, an hour, a minute and a second."""
 
 
 class NcclSpec(Spec):
-    """What a job needs for the site's network plug-in for NCCL."""
+    """Settings for the site's NCCL network plug-in."""
 
     profile_script: str | None = None
-    """Script of the site that sets NCCL's variables; sourced in the job when it is there, with a warning when not."""
+    """Script of the site that sets NCCL's variables; sourced in the job if it exists, otherwise with a warning."""
     library_dir: str | None = None
     """Folder of the plug-in: mounted into the container and put first in LD_LIBRARY_PATH."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
@@ -122,8 +122,8 @@ class ClusterProfile(Spec):
     """Medium of `node_local_dir`: `memory` if it is in the node's memory, as /tmp on Soperator."""
     stage: Literal["shared", "local"] = "shared"
     """Where ranks read pretrained weights. `shared`: from the folder or the hub's cache on the shared file system.
-    `local`: each node copies them to its `node_local_dir` once, and verifies the copy at later starts; where there is
-    no room, they are read from the shared file system, and the log says so."""
+    `local`: each node copies them to its `node_local_dir` once, and verifies the copy at later starts; if there is no
+    room, they are read from the shared file system, and the log says so."""
     mounts: tuple[str, ...] = ()
     """Folders to mount into the container: `PATH` or `FROM:TO`, absolute, with pyxis's flags after a further colon."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
@@ -137,8 +137,8 @@ class ClusterProfile(Spec):
     recognized_by: RecognitionSpec = RecognitionSpec.model_construct()
     """How `ftkit init` recognizes this kind of cluster."""
     login: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:%+-]*$")
-    """Login node, as ssh takes it (`user@host`, or a host of its configuration). With it, `ftkit run` and the commands
-    for runs are forwarded from this machine to the ftkit there, which `ftkit remote setup` installs."""
+    """Login node for ssh (`user@host`, or a host of its configuration). With it, `ftkit run` and the commands for runs
+    are forwarded from this machine to the ftkit there, which `ftkit remote setup` installs."""
     ssh_options: tuple[OneLine, ...] = ()
     """More options for ssh, one word each. Its own configuration (`~/.ssh/config`) applies too."""
     login_folder: str = Field(default="ftkit", pattern=r"^[A-Za-z0-9_./][A-Za-z0-9_./-]*$")
@@ -154,7 +154,7 @@ class ClusterProfile(Spec):
         return "sif" if self.runtime == "apptainer" else "sqsh"
 
     def limit_time(self, wanted: str | None) -> str | None:
-        """Return the time limit of a job whose recipe wants this one; null: the partition's."""
+        """Return the time limit of a job for the recipe's one; null: the partition's."""
         limits = [limit for limit in (wanted or self.time_limit, self.max_time_limit) if limit]
         return min(limits, key=lambda limit: parse_time_limit(limit) or 0, default=None)
 
@@ -181,7 +181,7 @@ def nccl_for(cluster: ClusterProfile, num_nodes: int) -> NcclSpec | None:
 
 
 def site_folders(cluster: ClusterProfile, workspace: Path, num_nodes: int) -> Iterator[tuple[str, str]]:
-    """Yield each folder that any job on the cluster needs, after the key that names it."""
+    """Yield each folder that any job on the cluster needs, with its key."""
     yield "workspace", str(workspace)
     yield "node_local_dir", cluster.node_local_dir
     nccl = nccl_for(cluster, num_nodes)
@@ -192,7 +192,7 @@ def site_folders(cluster: ClusterProfile, workspace: Path, num_nodes: int) -> It
 def mounted_folders(
     recipe: RecipeSpec, cluster: ClusterProfile, workspace: Path, num_nodes: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield each folder that a job reads or writes, after the key that names it; a folder can be named twice."""
+    """Yield each folder that a job reads or writes, with its key; a folder may have several keys."""
     yield from site_folders(cluster, workspace, num_nodes)
     model = recipe.model
     for key, path in (("model.weights", model.weights), ("model.tokenizer.source", model.tokenizer.source)):
@@ -209,7 +209,7 @@ def mounted_folders(
 
 
 def parse_time_limit(text: str) -> int | None:
-    """Parse Slurm's time format, `[days-]hours:minutes:seconds` and shorter; None: no limit, or none that is known."""
+    """Parse Slurm's time format, `[days-]hours:minutes:seconds` and shorter; None: unlimited, or unknown."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)", text.strip())
     if match is None:
         return None
@@ -225,7 +225,7 @@ def parse_time_limit(text: str) -> int | None:
 
 
 def format_time_limit(seconds: int) -> str:
-    """Return a time limit as Slurm writes it."""
+    """Format a time limit for Slurm."""
     days, rest = divmod(seconds, _SECONDS[0])
     clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}-{clock}" if days else clock

@@ -1,4 +1,4 @@
-"""Where one call of ftkit happens, and which settings, recipes, cluster profiles and images it finds there.
+"""The context of one call of ftkit: the settings, recipes, cluster profiles and images that it finds.
 
 Names are looked up in the project, then in the user's configuration, then among the files that ftkit ships. This
 module imports no pydantic: the shell completes names with it.
@@ -20,7 +20,7 @@ PROJECT_FILE = "ftkit.yaml"
 
 @dataclass(frozen=True)
 class Context:
-    """Where this call of ftkit happens: the project's folder, the user's configuration, the environment."""
+    """The context of this call: the project's folder, the user's configuration, the environment."""
 
     project: Path
     user: Path
@@ -28,7 +28,7 @@ class Context:
 
     @classmethod
     def here(cls) -> Context:
-        """Look at the current folder and the process's environment."""
+        """Create the context from the current folder and the process's environment."""
         current = Path.cwd()
         inside = [folder for folder in (current, *current.parents) if (folder / PROJECT_FILE).is_file()]
         xdg = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
@@ -43,7 +43,7 @@ def list_names(kind: str, ctx: Context) -> list[str]:
 
 
 def list_images(ctx: Context) -> list[str]:
-    """Return `NAME:TAG` of every image that is defined."""
+    """Return `NAME:TAG` of every defined image."""
     paths = [path for folder in search_folders("image", ctx) for path in sorted(folder.glob("*/*/image.yaml"))]
     return list(dict.fromkeys(f"{path.parts[-3]}:{path.parts[-2]}" for path in paths))
 
@@ -56,19 +56,19 @@ def search_folders(kind: str, ctx: Context) -> list[Path]:
 
 
 def settings_files(ctx: Context) -> list[Path]:
-    """Return the files that may hold settings: the user's, then the project's."""
+    """Return the files for settings: the user's, then the project's."""
     return [ctx.user / "config.yaml", ctx.project / PROJECT_FILE]
 
 
 def read_settings_layers(ctx: Context, keys: Iterable[str], options: Layers | None = None) -> Layers:
     """Read the user's file, the project's file, `FTKIT_*` variables of `keys`, and options; later wins.
 
-    The values are not checked.
+    Values are not validated.
     """
     layers = Layers()
     for path in settings_files(ctx):
         if path.is_file():
-            from ftkit.config.yaml_files import read_yaml  # noqa: PLC0415 - the shell waits, and few have such a file
+            from ftkit.config.yaml_files import read_yaml  # noqa: PLC0415 - shell completion must be fast, and few users have such a file
 
             layers = read_yaml(path).over(layers)
     given = {key: value for key in keys if (value := ctx.environment.get(f"FTKIT_{key.upper()}"))}

@@ -29,7 +29,7 @@ class AutoFormat(Spec):
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it uses: known once rows are seen."""
+        """The columns that it uses: unknown before rows are read."""
         return []
 
 

@@ -1,8 +1,8 @@
 """The project's `.env`: variables such as HF_TOKEN and WANDB_API_KEY, for every command and the jobs that it starts.
 
-The syntax is what python-dotenv and shells agree on: `NAME=value`, `export NAME=value`, comments, and both quotes. What
-they read differently is refused. Messages name lines and variables, never values. This module imports no pydantic:
-`ftkit --help` reads the file too.
+The syntax is the common subset of python-dotenv and shells: `NAME=value`, `export NAME=value`, comments, and both
+quotes. Lines that they read differently are refused. Messages have lines and variables, never values. This module
+imports no pydantic: `ftkit --help` reads the file too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _LINE: Final = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=\s
 _QUOTED: Final = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:\#.*)?""")
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r"}
 _REFUSED: Final = re.compile(r"LD_.*|PYTHON.*|BASH_.*|ENV|IFS|PATH|SHELLOPTS")
-"""They change which programs and code run: a folder that somebody else made must not."""
+"""Variables that change which programs and code run, which a stranger's folder must not."""
 _MAX_BYTES: Final = 2**16
 
 
 def load_dotenv(project: Path, environment: MutableMapping[str, str]) -> None:
-    """Add the variables of a project's `.env` to an environment; those that it has already stay.
+    """Add the variables of a project's `.env` to an environment; existing ones take precedence.
 
     Raises:
         ConfigError: with every line that can't be used.
@@ -61,7 +61,7 @@ def read_dotenv(project: Path) -> dict[str, str]:
 
 
 def _parse(text: str) -> Iterator[tuple[int, str, str, str]]:
-    """Yield line number, name, value, and what is wrong with the line: empty if nothing is."""
+    """Yield line number, name, value, and the problem of the line: empty if there is none."""
     for number, line in enumerate(text.split("\n"), 1):
         stripped = line.strip()
         if not stripped or stripped.startswith("#"):
@@ -77,7 +77,7 @@ def _parse(text: str) -> Iterator[tuple[int, str, str, str]]:
 
 
 def _value(text: str) -> tuple[str, str]:
-    """Return a value, and what is wrong with it."""
+    """Return a value, and its problem."""
     quoted = _QUOTED.fullmatch(text)
     if quoted and quoted["single"] is not None:
         return quoted["single"], ""

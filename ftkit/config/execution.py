@@ -51,7 +51,7 @@ NF4_NESTED_BLOCK = 256
 
 
 def is_quantized(quantization: Quantization, num_inputs: int, num_outputs: int) -> bool:
-    """Tell whether a frozen linear layer of a decoder layer is stored quantized."""
+    """Return whether a frozen linear layer of a decoder layer is stored quantized."""
     if quantization == "fp8":
         return num_inputs % FP8_MULTIPLE == 0 and num_outputs % FP8_MULTIPLE == 0
     return quantization == "nf4"
@@ -65,9 +65,9 @@ def quantized_bytes(quantization: Quantization, num_inputs: int, num_outputs: in
 
 
 def nf4_parts(num_weights: int) -> tuple[int, int, int, int]:
-    """Return the bytes that a matrix takes in NF4: 4-bit weights, their scales, the scales of these, their mean.
+    """Return the bytes of a matrix in NF4: 4-bit weights, absmax, absmax2, and their mean.
 
-    Weights and scales fill their blocks, and each part begins where a GPU can load 16 bytes at once.
+    Weights and scales fill their blocks, and each part is aligned to 16 bytes.
     """
     blocks = -(-num_weights // NF4_BLOCK)
     nested = -(-blocks // NF4_NESTED_BLOCK)

@@ -70,7 +70,7 @@ class ImageSpec(Spec):
 
     @property
     def listed_packages(self) -> frozenset[str]:
-        """The packages that it adds or has from its base by its own word, as the package index compares names."""
+        """Normalized names of its packages: those that it adds, and those that it lists as provided by its base."""
         added = (re.match(r"[A-Za-z0-9._-]*", line) for line in self.packages)
         names = [*self.provided, *(found[0] for found in added if found)]
         return frozenset(re.sub(r"[-_.]+", "-", name).lower() for name in names)
@@ -87,7 +87,7 @@ def read_base_lock(path: Path) -> dict[str, Digest]:
     """Return the digest of each base by its `HOST/PATH:TAG`; nothing if there is no file.
 
     Raises:
-        ConfigError: it can't be read, or a line of it is no reference with a digest.
+        ConfigError: it can't be read, or a line is not a reference with a digest.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -110,5 +110,5 @@ _FIX: Final = "Correct it, or remove it: the next build writes a new one."
 
 
 def base_lock_text(digests: Mapping[str, Digest]) -> str:
-    """Return what the file holds."""
+    """Return the content of the file."""
     return _HEAD + "".join(f"{base}@{digest}\n" for base, digest in sorted(digests.items()))

@@ -1,6 +1,6 @@
 """Image references: a name, a file, an address in a registry, or a name in the docker engine; and digests.
 
-What a user types is parsed here, once; everything after that asks the type, never the text.
+User input is parsed here, once; all other code uses the types, never the text.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ _LONGEST_SHOWN: Final = 80
 
 
 class Digest(str):
-    """`sha256:` and 64 small hexadecimal digits; text that is anything else never becomes one.
+    """`sha256:` and 64 lowercase hexadecimal digits.
 
-    What a registry, an engine or a file calls a digest ends up in paths, addresses and labels: so each is made one of
-    these where it arrives.
+    Digests from registries, engines and files are used in paths, addresses and labels, so they are validated on
+    arrival.
 
     Raises:
-        ValueError: it is no digest, or one of another algorithm.
+        ValueError: it is not a digest, or of another algorithm.
     """
 
     __slots__ = ()
 
     def __new__(cls, text: str) -> Self:
-        """Check the text; `re.fullmatch` takes no line break at the end."""
+        """Check the text; `re.fullmatch` does not allow a line break at the end."""
         if not isinstance(text, str) or not _DIGEST.fullmatch(text):
             raise ValueError(f"a digest is 'sha256:' and 64 hexadecimal digits, not {shortened(text)}")
         return super().__new__(cls, text)
 
     @property
     def hex(self) -> str:
-        """The 64 digits alone."""
+        """The 64 digits without the algorithm."""
         return self.removeprefix("sha256:")
 
     @property
     def file_name(self) -> str:
-        """The digest as the name of a file."""
+        """The digest in the form of a file name."""
         return f"sha256-{self.hex}"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Let specs and manifests declare fields of this type; in JSON schemas it is text with a pattern."""
+        """Allow fields of this type in specs and manifests; in JSON schemas it is text with a pattern."""
         del source, handler
         return core_schema.no_info_after_validator_function(
             cls, core_schema.str_schema(strict=True), serialization=core_schema.to_string_ser_schema(),
@@ -65,7 +65,7 @@ class Digest(str):
 
 
 def shortened(value: object) -> str:
-    """Return a stranger's value as a message can show it: escaped, and no longer than a line."""
+    """Escape and shorten an untrusted value for a message."""
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
@@ -83,7 +83,7 @@ _NAMED = re.compile(rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>{_TAG
 _FILE_SUFFIXES: Final = (".sqsh", ".squashfs", ".sif")
 _DOCKERD: Final = "dockerd://"
 _DOCKER_PREFIX: Final = "ftkit/"
-"""Images built here are `ftkit/NAME:TAG` in the docker engine, so that they hide no image of another origin."""
+"""Images built here are `ftkit/NAME:TAG` in the docker engine, so that they can't shadow other images."""
 
 ImageFormat = Literal["sqsh", "sif"]
 """squashfs, which enroot and pyxis read, or Apptainer's SIF."""
@@ -91,7 +91,7 @@ ImageFormat = Literal["sqsh", "sif"]
 
 @dataclass(frozen=True)
 class NamedImage:
-    """An image that has a definition: `NAME:TAG`."""
+    """An image with a definition: `NAME:TAG`."""
 
     reference: str
 
@@ -111,14 +111,14 @@ class NamedImage:
         return self.reference.partition(":")[2]
 
     def file_name(self, image_format: ImageFormat) -> str:
-        """Return the name of its imported file, or of the link to that."""
+        """Return the name of its imported file, or of the link to it."""
         return f"{self.reference.replace(':', '+')}.{image_format}"
 
     def in_registry(self, registry: str) -> RegistryImage:
-        """Return where it is pushed to: below `registry`, which is `HOST` or `HOST/PATH`.
+        """Return its address below `registry`, which is `HOST` or `HOST/PATH`.
 
         Raises:
-            ConfigError: no image can be called so there.
+            ConfigError: the address is not legal.
         """
         return parse_reference(f"{registry.removeprefix('docker://').rstrip('/')}/{self.reference}")
 
@@ -152,47 +152,47 @@ class RegistryImage:
 
     @property
     def repository(self) -> str:
-        """Host and path as the docker engine takes them."""
+        """Host and path in the docker engine's form."""
         host = "docker.io" if self.host == DOCKER_HUB else self.host
         return f"{host}/{self.path}"
 
     @property
     def wanted(self) -> str:
-        """What to ask the registry for: the digest if it is known, else the tag."""
+        """Reference to request from the registry: the digest if it is known, else the tag."""
         return self.digest or self.tag
 
     @property
     def pinned(self) -> str:
-        """The whole as the docker engine takes it; by digest if there is one."""
+        """The whole reference in the docker engine's form; by digest if there is one."""
         return f"{self.repository}@{self.digest}" if self.digest else self.tagged
 
     @property
     def tagged(self) -> str:
-        """The address by its tag, whatever image that is at the moment."""
+        """The address by its tag, whose image may change."""
         return f"{self.repository}:{self.tag}"
 
     @property
     def docker_uri(self) -> str:
-        """The address as Apptainer takes it."""
+        """The address in Apptainer's form."""
         return f"docker://{self.pinned}"
 
     @property
     def enroot_uri(self) -> str:
-        """The address in enroot's words, with `#` after the host, which every release understands.
+        """The address in enroot's form, with `#` after the host, which every release supports.
 
-        By digest if there is one, which enroot takes from 4.0 on; older ones refuse it.
+        By digest if there is one; enroot before 4.0 refuses that.
         """
         which = f"@{self.digest}" if self.digest else f":{self.tag}"
         return f"docker://{self.host}#{self.path}{which}"
 
     @property
     def named(self) -> NamedImage:
-        """The name that it is imported under: the last part of its path, and its tag."""
+        """Name of the imported image: the last part of its path, and its tag."""
         return NamedImage(f"{self.path.rpartition('/')[2]}:{self.tag}")
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the registry is on this machine: such ones speak no TLS."""
+        """Whether the registry is on this machine, where no TLS is used."""
         return is_loopback(self.host)
 
     def __str__(self) -> str:
@@ -201,13 +201,13 @@ class RegistryImage:
 
 @dataclass(frozen=True)
 class DockerdImage:
-    """An image of the docker engine under any name: `dockerd://NAME:TAG`, as enroot writes it."""
+    """An image of the docker engine under any name: `dockerd://NAME:TAG`, in enroot's notation."""
 
     docker_name: str
 
     @property
     def named(self) -> NamedImage:
-        """The name that it is imported under."""
+        """Name of the imported image."""
         return parse_reference(self.docker_name).named
 
     def __str__(self) -> str:
@@ -215,17 +215,17 @@ class DockerdImage:
 
 
 AnyImage = NamedImage | ImageFile | RegistryImage
-"""Whatever `--image` takes. The text of one parses to the same one again."""
+"""Values of `--image`. The text of each parses to an equal value."""
 
 ImportableImage = NamedImage | RegistryImage | DockerdImage
-"""Whatever can be imported into a file."""
+"""Images that can be imported into a file."""
 
 
 def parse_importable(text: str, folder: Path, key: str = "NAME:TAG|URI") -> ImportableImage:
-    """Parse what is to be imported: as `parse_image` does, or `dockerd://NAME:TAG`.
+    """Parse the image of an import: as `parse_image` does, or `dockerd://NAME:TAG`.
 
     Raises:
-        ConfigError: it is none of these, a name that no image can have, or a file, which needs no import.
+        ConfigError: it is none of these, an illegal name, or a file, which needs no import.
     """
     if text.startswith(_DOCKERD):
         parse_reference(text.removeprefix(_DOCKERD), key=key)
@@ -240,16 +240,16 @@ def parse_importable(text: str, folder: Path, key: str = "NAME:TAG|URI") -> Impo
 
 
 def image_file(container_image: str | None) -> Path | None:
-    """Return the file that a container runs in; None for an address, a name in the docker engine, or no container."""
+    """Return the container's image file; None for an address, a name in the docker engine, or no container."""
     return Path(container_image) if container_image and container_image.startswith("/") else None
 
 
 def parse_image(text: str, folder: Path, where: str = "", key: str = "--image") -> AnyImage:
-    """Parse what names an image.
+    """Parse an image reference.
 
     Args:
-        text: `NAME:TAG`; a path, or whatever ends like an image file; an address with or without `docker://`.
-        folder: the folder that a relative path belongs to.
+        text: `NAME:TAG`; a path, or a text with the suffix of an image file; an address with or without `docker://`.
+        folder: base of relative paths.
         where: the place of the text, for messages.
         key: its key or option, for messages.
 
@@ -271,7 +271,7 @@ def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
     """Parse `[docker://][HOST/ or HOST#]PATH[:TAG][@sha256:...]`; without a host it is Docker Hub's.
 
     Raises:
-        ConfigError: it is no legal reference.
+        ConfigError: it is not a legal reference.
     """
     bare = text.removeprefix("docker://")
     if "#" in bare:
@@ -283,10 +283,10 @@ def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
     found, named = re.fullmatch(_HOST, host), _NAMED.fullmatch(rest)
     if not found or int(found["port"] or 0) > _LARGEST_PORT:
         raise ConfigError(
-            [Problem(where, key, f"{text!r} is no reference to an image: {host!r} is no host.", _GRAMMAR)]
+            [Problem(where, key, f"{text!r} is not a reference to an image: {host!r} is not a host.", _GRAMMAR)]
         )
     if not named:
-        raise ConfigError([Problem(where, key, f"{text!r} is no reference to an image: {_reason(rest)}.", _GRAMMAR)])
+        raise ConfigError([Problem(where, key, f"{text!r} is not a reference to an image: {_reason(rest)}.", _GRAMMAR)])
     path = named["path"]
     if host in ("docker.io", "index.docker.io"):
         host = DOCKER_HUB
@@ -309,12 +309,12 @@ def _reason(rest: str) -> str:
     if name != name.lower():
         return f"capital letters are not allowed in {name!r}"
     if not re.fullmatch(rf"{_COMPONENT}(?:/{_COMPONENT})*", name):
-        return f"{name!r} is no legal name"
+        return f"{name!r} is not a legal name"
     return f"{rest!r} has no legal tag or digest"
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host, with or without a port, is this machine: by its address, not by how its name begins."""
+    """Return whether a host, with or without a port, is this machine: by its address, not by a prefix of its name."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ip_address(name).is_loopback
@@ -323,10 +323,10 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_name(text: str) -> NamedImage:
-    """Parse `NAME:TAG`, which can name an image in the docker engine and in a registry.
+    """Parse `NAME:TAG`, which is legal in the docker engine and in a registry.
 
     Raises:
-        ConfigError: it can't, and why.
+        ConfigError: it is not legal, with the reason.
     """
     name, _, tag = text.partition(":")
     if "/" in name or not tag or not _NAMED.fullmatch(text):

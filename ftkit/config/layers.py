@@ -1,4 +1,4 @@
-"""Values from several places laid over each other, each value remembering where it came from."""
+"""Layers of values from several places, each value with its origin."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 KeyPath = tuple[str, ...]
 
 COMMAND_LINE = "command line"
-"""The origin of what was typed."""
+"""Origin of values from the command line."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """A tree of plain values, and for each key path the place that it was read from."""
+    """A tree of plain values, and the origin of each key path."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def over(self, below: Layers) -> Layers:
-        """Lay this over `below`: mappings merge, deeply, and anything else replaces.
+        """Merge this into `below`: mappings are merged recursively, other values replace.
 
-        A mapping of another `kind` replaces the old one: their other keys don't mix. A mapping that was only typed
-        through, on the way to a key in it, stays where it was.
+        A mapping with another `kind` replaces the old one: their other keys don't mix. A mapping of which only a key
+        was overridden keeps its origin.
         """
         values = dict(below.values)
         merged: set[KeyPath] = {()}
@@ -43,18 +43,18 @@ class Layers:
         return value
 
     def without(self, path: KeyPath) -> Layers:
-        """Leave out one key."""
+        """Remove one key."""
         origins = {key: place for key, place in self.origins.items() if key[: len(path)] != path}
         return Layers(_without(self.values, path), origins)
 
     def origin(self, path: KeyPath) -> str:
-        """Return the place of the value at `path`, or of the nearest mapping around it."""
+        """Return the origin of the value at `path`, or of the nearest mapping around it."""
         while path and path not in self.origins:
             path = path[:-1]
         return self.origins.get(path, "")
 
     def folder(self, path: KeyPath) -> Path:
-        """Return the folder that a relative path at `path` belongs to: its file's, or the current one."""
+        """Return the base of a relative path at `path`: the folder of its file, or the current one."""
         file, _, line = self.origin(path).rpartition(":")
         return Path(file).parent if file and line.isdigit() else Path.cwd()
 
@@ -62,7 +62,7 @@ class Layers:
 def _merge(
     values: dict[str, Any], above: Mapping[str, Any], path: KeyPath, merged: set[KeyPath], replaced: set[KeyPath]
 ) -> None:
-    """Lay `above` over `values`, in place; note the paths of mappings that were merged, and of what was replaced."""
+    """Merge `above` into `values`, in place; record the paths of merged mappings, and of replaced values."""
     for key, value in above.items():
         inner, old = (*path, key), values.get(key)
         if (

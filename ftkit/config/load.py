@@ -37,14 +37,14 @@ _LENGTHS: Final = (("training", "max_steps"), ("training", "num_epochs"))
 
 @dataclass(frozen=True)
 class Loaded(Generic[SpecT]):
-    """A spec, and where each of its values comes from."""
+    """A spec, and the origin of each of its values."""
 
     spec: SpecT
     layers: Layers
 
 
 def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loaded[RecipeSpec]:
-    """Read a recipe by name or path, lay `key.path=value` overrides over it, and check the whole.
+    """Read a recipe by name or path, apply `key.path=value` overrides, and validate the result.
 
     Raises:
         NotFoundError: there is no such recipe.
@@ -62,7 +62,7 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
 
 
 def override_recipe(recipe: Mapping[str, Any], overrides: Iterable[str]) -> Loaded[RecipeSpec]:
-    """Lay `key.path=value` overrides over the values of a recipe that was read before, and check the whole.
+    """Apply `key.path=value` overrides to the values of a recipe that was read before, and validate the result.
 
     Raises:
         ConfigError: with every problem found.
@@ -96,10 +96,10 @@ class ImageDefinition:
 
     Args:
         spec: the definition; its base has the digest that a lock records, if the definition gives none.
-        base_file: the file that names the base.
-        base_locks: where the base's digest may be recorded: beside that file, and in the user's configuration.
+        base_file: the file that sets the base.
+        base_locks: files that may record the base's digest: next to that file, and in the user's configuration.
         is_base_recorded: whether the base's digest is from one of these.
-        lock_file: the lock of the packages, beside the file that names them.
+        lock_file: the lock of the packages, next to the file that lists them.
     """
 
     spec: ImageSpec
@@ -135,7 +135,7 @@ def find_image(reference: str, ctx: Context) -> ImageDefinition:
 
 
 def _with_recorded_base(spec: ImageSpec, base_file: Path, lock_file: Path, ctx: Context) -> ImageDefinition:
-    """Give the base the digest that a lock records; the one beside the definition goes before the user's own."""
+    """Set the base's digest from a lock; the one next to the definition precedes the user's own."""
     base_locks = (base_file.with_name(BASE_LOCK_NAME), ctx.user / BASE_LOCK_NAME)
     base = parse_reference(spec.base.reference, str(base_file), "base.reference")
     digest = spec.base.digest or base.digest
@@ -178,7 +178,7 @@ def _closest(word: str, known: list[str], otherwise: str) -> str:
 
 
 def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] = ()) -> Layers:
-    """Read a file and, under it, the one that its `extends` names."""
+    """Read a file, on top of the one in its `extends`."""
     layers = _written_out(read_yaml(path))
     parent = layers.values.get("extends")
     if parent is None:
@@ -194,7 +194,7 @@ def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] =
 
 
 def _over(above: Layers, below: Layers) -> Layers:
-    """Lay one source of values over another. A length of the training that the upper one gives replaces the lower's."""
+    """Merge one layer into another. `max_steps` or `num_epochs` of the upper one replaces both of the lower."""
     given = [path for path in _LENGTHS if above.value(path) is not None]
     if len(given) == 1:
         (other,) = set(_LENGTHS) - set(given)
@@ -203,14 +203,14 @@ def _over(above: Layers, below: Layers) -> Layers:
 
 
 def _model_over(above: Layers, below: Layers) -> Layers:
-    """Lay one source of values over another. A model that the upper one names replaces the lower's whole."""
+    """Merge one layer into another. The short form of a model in the upper one replaces the lower's whole model."""
     if isinstance(above.values.get("model"), str):
         below = below.without(("model",))
     return _with_weights(above).over(_with_weights(below))
 
 
 def _with_weights(layers: Layers) -> Layers:
-    """Write out the short form of a model, which is its weights alone."""
+    """Expand the short form of a model, which is its weights alone."""
     weights = layers.values.get("model")
     if not isinstance(weights, str):
         return layers
@@ -219,7 +219,7 @@ def _with_weights(layers: Layers) -> Layers:
 
 
 def _written_out(layers: Layers) -> Layers:
-    """Replace short forms by what they are short for, so that other layers can change parts of it."""
+    """Expand short forms, so that other layers can change parts of them."""
     data = layers.values.get("data")
     if isinstance(data, dict) and "source" in data:
         values = {**layers.values, "data": {**data, "source": expand_source(data["source"])}}
@@ -228,7 +228,7 @@ def _written_out(layers: Layers) -> Layers:
 
 
 def _with_architecture(layers: Layers) -> Layers:
-    """Replace the name of a shipped architecture by its fields."""
+    """Replace the name of a shipped architecture with its fields."""
     model = layers.values.get("model")
     name = model.get("architecture") if isinstance(model, dict) else None
     if not isinstance(name, str):
@@ -239,7 +239,7 @@ def _with_architecture(layers: Layers) -> Layers:
         known = sorted(file.stem for file in assets.ARCHITECTURES.glob("*.yaml"))
         fix = _closest(name, known, f"Known: {', '.join(known)}; or give the fields themselves.")
         raise ConfigError([Problem(where, "model.architecture", f"there is no architecture '{name}'.", fix)])
-    # All fields, so that nothing of an architecture in a layer below is left.
+    # All fields, so that none of an architecture in a lower layer is left.
     shape = read_shape(read_shipped(path)[0], name).model_dump()
     origins = {("model", "architecture", key): str(path) for key in shape}
     named = {**layers.values, "model": {**layers.values["model"], "architecture": shape}}
@@ -247,7 +247,7 @@ def _with_architecture(layers: Layers) -> Layers:
 
 
 def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
-    """Make paths absolute: relative ones belong to the file (or the current folder) that names them."""
+    """Make paths absolute: relative ones are relative to their file, or to the current folder."""
 
     def absolute(value: str, *key: str) -> str:
         return str(absolute_path(value, layers.folder(key), layers.origin(key), ".".join(key)))
@@ -285,14 +285,14 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
 
 
 def _template_text(recipe: RecipeSpec, layers: Layers) -> str:
-    """Return the text of a chat template's file, which the plan then carries: no node needs the file."""
+    """Return the text of a chat template's file, which becomes part of the plan, so that no node needs the file."""
     template, key = recipe.data.chat_template, ("data", "chat_template")
     if not is_path(template):
         return template
     path = absolute_path(template, layers.folder(key), layers.origin(key), ".".join(key))
     try:
         text = path.read_text(encoding="utf-8")
-        problem = None if is_inline_template(text) else f"{path} is no chat template: it has no {{{{ or {{%."
+        problem = None if is_inline_template(text) else f"{path} is not a chat template: it has no {{{{ or {{%."
     except OSError as error:
         problem = f"can't read the chat template {path}: {error.strerror}."
     except UnicodeDecodeError:

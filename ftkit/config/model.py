@@ -22,14 +22,14 @@ from ftkit.config.strict import (
 from ftkit.families import MEASURED
 
 ModelType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-"""What Hugging Face calls an architecture."""
+"""Hugging Face's name of an architecture."""
 
 
 class RopeScalingSpec(Spec):
-    """Rotary positions beyond those that the weights were trained on, as transformers' `rope_parameters` have them."""
+    """Rotary positions beyond those that the weights were trained on, as in transformers' `rope_parameters`."""
 
     rope_type: Literal["dynamic", "linear", "llama3", "yarn"]
-    """How frequencies are stretched. `linear` (Chen et al. 2023), `dynamic`, `yarn` (Peng et al. 2023), `llama3`."""
+    """Scaling of the frequencies. `linear` (Chen et al. 2023), `dynamic`, `yarn` (Peng et al. 2023), `llama3`."""
     factor: Annotated[float, Field(gt=1), NUMBER]
     """Factor by which the number of positions grows."""
     original_max_position_embeddings: PositiveInt | None = None
@@ -61,7 +61,7 @@ class RopeScalingSpec(Spec):
 
     @property
     def positions(self) -> int:
-        """How many positions there are, once those of the weights are filled in."""
+        """Number of positions, once those of the weights are filled in."""
         return int(self.factor * (self.original_max_position_embeddings or 0))
 
 
@@ -136,7 +136,7 @@ class ArchitectureSpec(ArchitectureFields):
 
     @property
     def layer_types(self) -> list[str]:
-        """How far each layer looks back, in the words of Hugging Face configurations."""
+        """Type of each layer's attention, as in Hugging Face configurations."""
         every = self.full_attention_every
         layers = range(1, self.num_hidden_layers + 1)
         return ["full_attention" if number % every == 0 else "sliding_attention" for number in layers]
@@ -166,9 +166,9 @@ class AttentionLayers:
 
     Attributes:
         count: layers.
-        width: of all query heads together; of linear attention, of all value heads.
-        is_windowed: whether they look back no farther than the model's window.
-        state: of linear attention, the width of a head's keys; 0 for attention between tokens.
+        width: of all query heads together; for linear attention, of all value heads.
+        is_windowed: whether they use the model's sliding window.
+        state: for linear attention, the width of a head's keys; 0 for attention between tokens.
     """
 
     count: int
@@ -178,7 +178,7 @@ class AttentionLayers:
 
 
 NO_CAUSAL_CLASS = 9
-"""Exit code of the program that counts parameters, where transformers has no causal language model of a family."""
+"""Exit code of the program that counts parameters if transformers has no causal language model of a family."""
 
 
 @dataclass(frozen=True)
@@ -186,17 +186,17 @@ class ModelCounts:
     """Parameters of a model, before adapters.
 
     Attributes:
-        source: how they were counted: by the formula of a known family; on the model itself, without its weights; by
-            what config.json says of experts; or by what is usual for the family.
+        source: how they were counted: by the formula of a known family; on the model, without its weights; from the
+            experts in config.json; or from the family's usual values.
         layers: parameters of all decoder layers.
         largest_layer: parameters of the largest decoder layer.
         around: parameters outside the decoder layers, shared ones once.
-        active: weights of matrices in the decoder layers that one token is multiplied by; of experts, of those alone
-            that it is sent to.
-        feed_forward: width of the feed-forward layers that one token goes through in a decoder layer.
-        experts_per_token: experts that a token is sent to; 0 without any.
-        linears: the linear layers in the decoder layers; experts that are stacked in one tensor are none.
-        attention: the attention of all decoder layers; empty: as the shape says.
+        active: weights of matrices in the decoder layers that are active per token; of experts, only those that it is
+            routed to.
+        feed_forward: width of the feed-forward layers that are active per token in a decoder layer.
+        experts_per_token: experts that a token is routed to; 0 without any.
+        linears: the linear layers in the decoder layers, without experts that are stacked in one tensor.
+        attention: the attention of all decoder layers; empty: derived from the shape.
     """
 
     source: CountSource
@@ -228,17 +228,17 @@ class ArchitecturePlan(ArchitectureSpec):
 
     @classmethod
     def of(cls, shape: ArchitectureSpec, counts: ModelCounts | None) -> ArchitecturePlan:
-        """Put the counts beside the shape that they are of."""
+        """Add the counts to a shape."""
         fields = {name: getattr(shape, name) for name in ArchitectureSpec.model_fields}
         return cls.model_construct(**fields, counts=counts)
 
 
 class TokenizerSpec(Spec):
-    """Where the tokenizer comes from."""
+    """Source of the tokenizer."""
 
     source: HubIdOrFolder = "model"
-    """`model`: the one beside the weights. `trained`: a byte-level BPE learned from the training split.
-    Otherwise a folder or a hub id."""
+    """`model`: the one of the weights. `trained`: a byte-level BPE trained on the training split. Otherwise a folder or
+    a hub id."""
     vocab_size: Annotated[int, Field(ge=300, le=LARGEST_COUNT), WHOLE_NUMBER] | None = None
     """Size of a trained tokenizer's vocabulary, special tokens included."""
 
@@ -258,7 +258,7 @@ class ModelSpec(Spec):
 
     weights: Weights
     """A hub id such as `allenai/Olmo-3-1025-7B`, a folder (`/data/model`; `./model` in the recipe's folder),
-    `run:NAME` for what an earlier run has trained (its export, or its adapters on their base model), `run:NAME@STEP`
+    `run:NAME` for the result of an earlier run (its export, or its adapters on their base model), `run:NAME@STEP`
     for one of its checkpoints (a step, `best`, or `last`), or `random` for an untrained model. A folder of peft's LoRA
     adapters selects their base model with these adapters."""
     revision: str | None = None
@@ -268,11 +268,10 @@ class ModelSpec(Spec):
     weights have their shape in config.json: fields set here must agree with it, apart from `rope_scaling` and the
     `max_position_embeddings` that it allows."""
     tokenizer: TokenizerSpec = TokenizerSpec.model_construct()
-    """Where the tokenizer comes from."""
+    """Source of the tokenizer."""
     added_tokens: tuple[AddedToken, ...] = ()
-    """Special tokens to add to the tokenizer, such as `<|tool|>`. The embedding (and an output projection of its own)
-    grows by the tokens that don't fit into existing rows; new rows are initialized to the mean of the others. New
-    tokens need
+    """Special tokens to add to the tokenizer, such as `<|tool|>`. The embedding (and an untied output projection) grows
+    by the tokens that don't fit into existing rows; new rows are initialized to the mean of the others. New tokens need
     `training.method: full`: adapters leave the embedding frozen."""
 
     @field_validator("added_tokens", mode="after")
@@ -298,14 +297,14 @@ class ModelSpec(Spec):
         if self.revision is not None:
             raise ValueError("revision has no effect with weights 'random'")
         if self.tokenizer.source == "model":
-            raise ValueError("weights 'random' bring no tokenizer: set tokenizer.source")
+            raise ValueError("weights 'random' have no tokenizer: set tokenizer.source")
         if missing := _missing(self.architecture):
             raise ValueError(f"weights 'random' need the whole architecture: {', '.join(missing)} not given")
         return self
 
     @property
     def architecture_of_weights(self) -> ArchitectureFields:
-        """The shape as the weights' files have it, as far as it is given."""
+        """The shape in the weights' files, as far as it is given."""
         return self.architecture
 
 
@@ -315,44 +314,44 @@ def _missing(fields: ArchitectureFields) -> list[str]:
 
 
 class TrainedWeights(Spec):
-    """What an earlier run has trained, where training continues with it."""
+    """The result of an earlier run from which training continues."""
 
     run: str
     """The run's id."""
     step: NonNegativeInt
-    """Steps that it was trained."""
+    """Number of training steps."""
     sha256: str
-    """Of the file that lists the digests of all weights: the export's record, or the checkpoint's marker."""
+    """Digest of the file that lists the digests of all weights: the export's record, or the checkpoint's marker."""
     folder: str
-    """Where the export is. That of a checkpoint is made when the data is prepared."""
+    """Folder of the export. A checkpoint is exported when the data is prepared."""
 
 
 class ModelPlan(ModelSpec):
-    """The model with its shape whole and its parameters counted."""
+    """The model with its complete shape and its parameter counts."""
 
     architecture: ArchitecturePlan
     """The shape."""
     adapter: str | None = None
-    """Folder of the adapters that training continues with."""
+    """Folder of the adapters from which training continues."""
     source: str | None = None
-    """What the recipe asks for, where that is an earlier run or adapters."""
+    """The recipe's `weights`, if these are an earlier run or adapters."""
     trained: TrainedWeights | None = None
-    """Which weights of the earlier run these are."""
+    """Run and step of the weights."""
     requested_revision: str | None = None
-    """The revision that the recipe asks for, where it is resolved to a commit."""
+    """The recipe's revision, if it is resolved to a commit."""
     new_tokens: tuple[str, ...] = ()
     """The added tokens that the tokenizer lacks."""
     vocab_size_of_weights: PositiveInt | None = None
-    """Rows of the embedding in the weights' files, where added tokens need more."""
+    """Rows of the embedding in the weights' files, if added tokens need more."""
 
     @property
     def architecture_of_weights(self) -> ArchitecturePlan:
-        """The shape as the weights' files have it."""
+        """The shape in the weights' files."""
         rows = self.vocab_size_of_weights
         return self.architecture if rows is None else self.architecture.model_copy(update={"vocab_size": rows})
 
     @classmethod
     def of(cls, model: ModelSpec, shape: ArchitectureSpec, counts: ModelCounts | None) -> ModelPlan:
-        """Put the whole shape and the counts in their places."""
+        """Combine a recipe's model, its complete shape and the counts."""
         fields = {name: getattr(model, name) for name in ModelSpec.model_fields}
         return cls.model_construct(**fields | {"architecture": ArchitecturePlan.of(shape, counts)})

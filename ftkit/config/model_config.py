@@ -1,8 +1,8 @@
-"""A model's config.json: the shape that it tells, and whether a recipe contradicts it.
+"""A model's config.json: the shape in it, and whether a recipe contradicts it.
 
-Weights are trained by their own configuration. What a published file leaves out is what the family's class in
-transformers has (`ftkit.families`). Configurations of published models ship with ftkit, so that their recipes are
-planned without a network: a file holds the text part of a config.json, and under `models` the hub ids that have it.
+Weights are trained with their own configuration. Keys that a published file leaves out have the defaults of the
+family's class in transformers (`ftkit.families`). ftkit ships configurations of published models, so that their recipes
+are planned without a network: a file has the text part of a config.json, and under `models` the hub ids with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG_KEYS = (
     "layer_types", "tie_word_embeddings", "rope_theta", "rope_parameters", "rope_scaling", "rms_norm_eps",
     "initializer_range",
 )  # fmt: skip
-"""The keys of a configuration that are compared, in all spellings."""
+"""The compared keys of a configuration, in all spellings."""
 _EQUAL = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
@@ -45,10 +45,10 @@ DEQUANTIZED_METHODS = ("mxfp4", "fp8")
 
 
 def check_dequantizable(config: Mapping[str, Any], weights: str) -> None:
-    """Refuse weights that are quantized in a way that ftkit does not dequantize.
+    """Refuse quantized weights of a kind that ftkit does not dequantize.
 
     Raises:
-        ConfigError: they are; with what to name instead.
+        ConfigError: they are; with the model to use instead.
     """
     if (problem := why_not_dequantizable(config)) is not None:
         what = f"{problem}: fine-tuning starts from weights in bf16 or fp32."
@@ -56,7 +56,7 @@ def check_dequantizable(config: Mapping[str, Any], weights: str) -> None:
 
 
 def why_not_dequantizable(config: Mapping[str, Any]) -> str | None:
-    """Say how weights are quantized, if ftkit does not dequantize them; `config` is raw."""
+    """Return the quantization of weights that ftkit does not dequantize; `config` is raw."""
     quantization = config.get("quantization_config") or text_part(config).get("quantization_config")
     if not isinstance(quantization, dict) or not quantization:
         return None
@@ -76,27 +76,27 @@ _QUANTIZED_NAME = re.compile(
 
 
 def unquantized_fix(weights: str) -> str:
-    """Say what to name in place of quantized weights."""
+    """Return advice for quantized weights."""
     plain = _QUANTIZED_NAME.sub("", weights)
     named = f", most likely {plain}" if plain != weights and not is_path(weights) else ""
-    return f"Name the unquantized version of the model{named}; training.method=qlora quantizes it to 4 bits itself."
+    return f"Use the unquantized version of the model{named}; training.method=qlora quantizes it to 4 bits."
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text model's part of a raw configuration; of a multimodal model's, that is one of its values."""
+    """Return the text model's part of a raw configuration; in a multimodal model's, it is one of the values."""
     inner, outer_type = config.get("text_config"), str(config.get("model_type"))
     if not isinstance(inner, dict):
         return config
-    # The wrapper says whether the tables are tied, and the text model's type may be left to its class.
+    # The wrapper has `tie_word_embeddings`, and the text model's type may be implied by its class.
     outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     named = {"model_type": TEXT_MODEL_TYPES[outer_type]} if outer_type in TEXT_MODEL_TYPES else {}
     return named | inner | outer
 
 
 def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text part of a configuration with what it leaves out, as far as its family is known.
+    """Return the text part of a configuration with defaults, as far as its family is known.
 
-    In the spelling of transformers 5; `layer_types` has one entry a layer where the number of layers is known.
+    In the spelling of transformers 5; `layer_types` has one entry per layer if the number of layers is known.
     """
     text = text_part(config)
     family = family_of(str(text.get("model_type")))
@@ -106,7 +106,7 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if filled.get("model_type") in FAMILIES and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         filled = {"num_key_value_heads": heads, "head_dim": hidden // heads} | filled
     rope = filled.get("rope_parameters")
-    if isinstance(rope, dict):  # of layers of several kinds, each kind has its own
+    if isinstance(rope, dict):  # with several types of layers, each type has its own
         kind = rope.get(FULL, rope)
         if isinstance(kind, dict) and kind.get("rope_theta") is not None:
             filled["rope_theta"] = kind["rope_theta"]
@@ -121,7 +121,7 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_full_layers(filled: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Gemma 4's full layers have of their own, from the spelling in which transformers 5 saves it."""
+    """Return the values of Gemma 4's full-attention layers, from transformers 5's spelling."""
     layers = filled.get("per_layer_config")
     first = next(iter(layers.values()), None) if isinstance(layers, dict) else None
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
@@ -133,7 +133,7 @@ def _is_count(value: object) -> bool:
 
 
 def _layer_types(filled: Mapping[str, Any]) -> list[str] | None:
-    """Return the types of layers that a family has where its configuration lists none."""
+    """Return a family's types of layers if its configuration lists none."""
     layers, window = filled.get("num_hidden_layers"), filled.get("sliding_window")
     family = family_of(str(filled.get("model_type")))
     if not isinstance(layers, int) or not _is_count(layers) or not family.has_formula:
@@ -151,14 +151,14 @@ def _layer_types(filled: Mapping[str, Any]) -> list[str] | None:
 
 
 def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> ArchitectureSpec:
-    """Return the whole shape of a model: that of its configuration, with what the recipe overrides.
+    """Return the complete shape of a model: that of its configuration, with the recipe's overrides.
 
     Args:
         model: the recipe's.
         config: of its weights, raw; None: there is none, or it can't be read from here.
 
     Raises:
-        ConfigError: the recipe contradicts the configuration, or neither tells the whole shape.
+        ConfigError: the recipe contradicts the configuration, or neither defines the whole shape.
     """
     given = model.architecture
     if config is None:
@@ -174,7 +174,7 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
 def _unknown_shape(model: ModelSpec) -> Problem:
     what = f"the config.json of '{model.weights}' can't be read from here."
     if is_path(model.weights):
-        fix = "Correct the path; for a folder that the nodes alone see, give the whole model.architecture."
+        fix = "Correct the path; for a folder that only the nodes see, give the whole model.architecture."
     else:
         fix = (
             f"Where there is a network: hf download {model.weights} config.json; or give the whole model.architecture."
@@ -183,10 +183,10 @@ def _unknown_shape(model: ModelSpec) -> Problem:
 
 
 def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
-    """Return the shape that a configuration tells.
+    """Return the shape in a configuration.
 
     Raises:
-        ConfigError: it doesn't tell the whole, or has values that can't be.
+        ConfigError: it is incomplete, or has impossible values.
     """
     filled = fill_config(config)
     types, window = filled.get("layer_types"), filled.get("sliding_window")
@@ -219,7 +219,7 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
 
 
 def _width_of_experts(filled: Mapping[str, Any]) -> int | None:
-    """Return how wide the experts of a token are together, of a model whose every layer has experts."""
+    """Return the total width of a token's experts, for a model with experts in every layer."""
     width, num = filled.get("moe_intermediate_size"), filled.get("num_experts_per_tok")
     if not (isinstance(width, int) and isinstance(num, int)):
         return None
@@ -228,7 +228,7 @@ def _width_of_experts(filled: Mapping[str, Any]) -> int | None:
 
 
 def _with_more_positions(shape: ArchitectureSpec, given: ArchitectureFields) -> ArchitectureSpec:
-    """Return a shape with the positions that the recipe asks for: fewer, or more by scaling."""
+    """Return a shape with the recipe's positions: fewer, or more with scaling."""
     positions, scaling = shape.max_position_embeddings, given.rope_scaling
     if scaling is not None:
         scaling = scaling.of_weights(positions)
@@ -243,7 +243,7 @@ def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) ->
 
     Args:
         shape: the recipe's; fields that it does not set are not compared.
-        config: raw or with the defaults filled in. What it does not tell is not compared.
+        config: raw or with defaults. Missing keys are not compared.
     """
     told = {key: value for key, value in fill_config(config).items() if key in CONFIG_KEYS and value is not None}
     given = {key: value for key in shape.model_fields_set if (value := getattr(shape, key)) is not None}
@@ -257,12 +257,12 @@ def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) ->
     found |= _positions(shape, given, told)
     default = ArchitectureSpec.model_fields["initializer_range"].default
     if given.get("initializer_range", default) not in (default, told.get("initializer_range")):
-        found["initializer_range"] = f"{shape.initializer_range} has no effect on weights that are there"
+        found["initializer_range"] = f"{shape.initializer_range} has no effect on pretrained weights"
     return found | _windows(shape, told)
 
 
 def _positions(shape: ArchitectureFields, given: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, str]:
-    """Return whether more positions are asked for than there are."""
+    """Return the contradictions about positions and rope scaling."""
     key, scaling, own = "max_position_embeddings", shape.rope_scaling, _own_scaling(told)
     there, wanted = told.get(key), given.get(key)
     if scaling is not None and own is not None:
@@ -278,7 +278,7 @@ def _positions(shape: ArchitectureFields, given: Mapping[str, Any], told: Mappin
 
 
 def _own_scaling(told: Mapping[str, Any]) -> str | None:
-    """Return how the weights' own positions are scaled; None: they are not."""
+    """Return the weights' own rope scaling; None without one."""
     found = told.get("rope_parameters") or told.get("rope_scaling")
     found = found.get(FULL, found) if isinstance(found, dict) else None
     kind = (found.get("rope_type") or found.get("type")) if isinstance(found, dict) else None
@@ -286,7 +286,7 @@ def _own_scaling(told: Mapping[str, Any]) -> str | None:
 
 
 def _windows(shape: ArchitectureFields, told: Mapping[str, Any]) -> dict[str, str]:
-    """Return in what the windows of the layers differ."""
+    """Return the contradictions about sliding windows."""
     if not shape.model_fields_set & {"sliding_window", "full_attention_every"}:
         return {}
     window, types, planned = told.get("sliding_window"), told.get("layer_types"), shape.sliding_window
@@ -309,9 +309,9 @@ def _windows(shape: ArchitectureFields, told: Mapping[str, Any]) -> dict[str, st
 
 
 def shipped_config(weights: str) -> dict[str, Any] | None:
-    """Return the configuration of a model of the hub; None: it is not shipped."""
+    """Return the shipped configuration of a hub model; None if there is none."""
     for path in sorted(assets.ARCHITECTURES.glob("*.yaml")):
-        if weights in path.read_text(encoding="utf-8"):  # to parse them all would take longer than to plan
+        if weights in path.read_text(encoding="utf-8"):  # parsing all of them would take longer than planning
             config, models = read_shipped(path)
             if weights in models:
                 return config
@@ -319,6 +319,6 @@ def shipped_config(weights: str) -> dict[str, Any] | None:
 
 
 def read_shipped(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Read a file: the configuration, and the hub ids that have it."""
+    """Read a shipped file: the configuration, and the hub ids with it."""
     config = dict(read_yaml(path).values)
     return config, tuple(config.pop("models", ()))

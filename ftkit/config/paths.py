@@ -1,4 +1,4 @@
-"""Paths of this machine, as users write them."""
+"""Paths in user input."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _LONGEST_NAME: Final = 255
 
 
 def is_path(text: str) -> bool:
-    """Tell a path (`/data/model`, `./model`, `~/model`) from a hub id (`org/model`), a name or a keyword."""
+    """Return whether a text is a path (`/data/model`, `./model`, `~/model`), not a hub id, a name or a keyword."""
     return text.startswith(("/", "./", "../", "~"))
 
 
 def is_address(text: str) -> bool:
-    """Tell an address (`s3://bucket/chats.jsonl`) from a path."""
+    """Return whether a text is an address (`s3://bucket/chats.jsonl`), not a path."""
     return "://" in text
 
 
 def fixed_folder(pattern: str) -> Path:
-    """Return the folder that holds all files of a path or pattern."""
+    """Return the folder that contains all files of a path or pattern."""
     path = Path(pattern)
     while any(character in str(path) for character in "*?["):
         path = path.parent
@@ -35,7 +35,7 @@ def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Pa
     """Make a path absolute: a relative one belongs to `folder`; `~` and `~user` are home folders.
 
     Raises:
-        ConfigError: no file can have this path; `where` and `key` say whose it is.
+        ConfigError: no file can have this path; the message has `where` and `key`.
     """
     problem = path_problem(text)
     if problem:
@@ -44,7 +44,7 @@ def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Pa
 
 
 def is_file(path: Path) -> bool:
-    """Tell whether a file is there, also of paths that no file can have."""
+    """Return whether a file exists; False for paths that no file can have."""
     try:
         return path.is_file()
     except OSError:

@@ -1,4 +1,4 @@
-"""From pydantic's errors to problems that name file, line, key, value and what to do."""
+"""Convert pydantic's errors to problems with file, line, key, value and fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SpecT = TypeVar("SpecT", bound=BaseModel)
 
 
 MAX_PROBLEMS: Final = 20
-"""So many are shown; the rest would say the same."""
+"""Maximum number of problems shown; further ones add little."""
 _LONGEST_VALUE: Final = 80
 
 _SENTENCES: Final = {
@@ -48,14 +48,14 @@ _SENTENCES: Final = {
     "too_short": ("must hold at least {min_length}", "Name one, or leave the key out."),
     "tuple_type": ("must be a list", "Put it in brackets: [a, b]."),
 }
-"""pydantic's kinds of errors in the words of someone who writes YAML, with what to do."""
+"""Messages for pydantic's error types in the terms of YAML, with fixes."""
 
 
 def validate(model: type[SpecT], layers: Layers) -> SpecT:
-    """Check `layers` against a spec.
+    """Validate `layers` as a spec.
 
     Raises:
-        ConfigError: with the problems found, each with the place that it came from.
+        ConfigError: with the problems found, each with its origin.
     """
     try:
         return model.model_validate(layers.values)
@@ -66,7 +66,7 @@ def validate(model: type[SpecT], layers: Layers) -> SpecT:
         raise ConfigError(problems) from error
 
 
-def _problem(  # noqa: PLR0911 - one for each way to say it
+def _problem(  # noqa: PLR0911 - one for each form of message
     model: type[BaseModel], layers: Layers, detail: ErrorDetails
 ) -> Problem:
     path, owner = _walk(model, detail["loc"])
@@ -101,14 +101,14 @@ def _problem(  # noqa: PLR0911 - one for each way to say it
 
 
 def _advice(where: str, key: str, given: object, fix: str) -> str:
-    """Return what to do about a value of the wrong type, if it can be told."""
+    """Return the fix for a value of the wrong type, if it is known."""
     if where == COMMAND_LINE and isinstance(given, dict):  # YAML took text in braces for a mapping
         return f"Text that begins with a brace needs quotes for YAML too: {key}='\"{{column}}\"'."
     return "" if isinstance(given, dict | None) else fix
 
 
 def _place_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:
-    """Return the place to change after a check over several keys, whose message names them: what was typed, if any."""
+    """Return the origin to change after a check of several keys: that of a typed one if its message has one."""
     named = [(*path, key) for key in given if re.search(rf"\b{re.escape(key)}\b", message)]
     places = [layers.origins[key] for key in named if key in layers.origins]
     return COMMAND_LINE if COMMAND_LINE in places else next(iter(places), layers.origin(path))
@@ -119,7 +119,7 @@ def _own_words(detail: ErrorDetails) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as the user wrote it, cut if it is long."""
+    """Return a value as the user wrote it, shortened if it is long."""
     words = {None: "nothing", True: "true", False: "false"}
     shown = words[value] if value is None or isinstance(value, bool) else repr(value)
     return shown if len(shown) <= _LONGEST_VALUE else f"{shown[:_LONGEST_VALUE]}…"
@@ -133,7 +133,7 @@ def _suggestion(word: str, known: list[str], *, listing: bool = True) -> str:
 
 
 def _kinds(owner: type[BaseModel] | None, path: KeyPath) -> list[str]:
-    """Return the kinds that the key at the end of `path` may be of."""
+    """Return the possible kinds of the key at the end of `path`."""
     models = _models(owner.model_fields[path[-1]].annotation) if owner else []
     return [kind for model in models if (kind := _tag(model))]
 
@@ -148,7 +148,7 @@ def _walk(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[KeyP
         if tagged:
             candidates = tagged
             continue
-        if isinstance(part, int) or part == "[key]":  # pydantic's word for the key of a mapping, named before it
+        if isinstance(part, int) or part == "[key]":  # pydantic's name for the key of a mapping, which precedes it
             continue
         owner = candidates[0] if len(candidates) == 1 else None
         path.append(part)

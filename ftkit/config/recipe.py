@@ -26,11 +26,11 @@ SINK_PACKAGES: Final[dict[SinkName, tuple[str, ...]]] = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny", "mlflow"),
 }
-"""The Python packages that a sink needs one of; the first is what to install."""
+"""Python packages of a sink, one of which is required; the first one is for messages."""
 
 
 def sinks_without_package(sinks: Iterable[SinkName], packages: Container[str]) -> list[SinkName]:
-    """Return the sinks that can't work where these packages are; names are as the package index compares them."""
+    """Return the sinks without a package among these; names are normalized."""
     return [sink for sink in sinks if not any(name in packages for name in SINK_PACKAGES[sink])]
 
 
@@ -52,7 +52,7 @@ class TrackingSpec(Spec):
 
     @model_validator(mode="after")
     def _no_secret_in_a_file(self) -> Self:
-        # Of the whole spec, because a problem with a single key shows its value.
+        # On the whole spec, because a problem with a single key shows its value.
         if self.mlflow_uri is not None and "@" in urlsplit(self.mlflow_uri).netloc:
             raise ValueError(
                 "mlflow_uri holds a user or a password: export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
@@ -86,7 +86,7 @@ def check_access(tracking: TrackingSpec, environment: Mapping[str, str], *, sees
 
     Args:
         tracking: the recipe's trackers.
-        environment: the job's variables, as far as they are known.
+        environment: the job's variables that are known here.
         sees_home: whether the job sees the user's home folder, as no container does.
 
     Raises:
@@ -138,12 +138,12 @@ class ProfileSpec(Spec):
 
 
 def _with_weights(value: object) -> object:
-    """Take the short form of a model: its weights alone."""
+    """Expand the short form of a model: its weights alone."""
     return {"weights": value} if isinstance(value, str) else value
 
 
 def _as_destination(value: str) -> str:
-    """Take an address that runs are copied to."""
+    """Validate an address that runs are copied to."""
     scheme, _, rest = value.partition("://")
     if value.startswith("/") or (scheme in ("s3", "gs") and rest.strip("/")):
         return value.rstrip("/")
@@ -180,7 +180,7 @@ class RecipeSpec(Spec):
 
 
 class RecipePlan(RecipeSpec):
-    """A recipe as it is carried out: what `auto` stood for is resolved, and the model's parameters are counted."""
+    """A recipe with all `auto` values resolved and the model's parameters counted."""
 
     model: ModelPlan
     """The model to fine-tune."""
@@ -189,6 +189,6 @@ class RecipePlan(RecipeSpec):
 
     @classmethod
     def of(cls, recipe: RecipeSpec, model: ModelPlan, training: TrainingPlan) -> RecipePlan:
-        """Put what is resolved in its place."""
+        """Combine a recipe with the resolved values."""
         fields = {name: getattr(recipe, name) for name in RecipeSpec.model_fields}
         return cls.model_construct(**fields | {"model": model, "training": training})

@@ -1,4 +1,4 @@
-"""What one call of `ftkit run` says next to recipe and profile: settings, what was typed, what this machine has."""
+"""Inputs of one run besides recipe and profile: settings, arguments, and facts about this machine."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Settings(Spec):
     image: str | None = None
     """Image to run in when `--image` is not given."""
     workspace: str = "."
-    """Folder that holds `runs/`, `data/` and `images/`; on a cluster, on its shared file system."""
+    """Folder with `runs/`, `data/` and `images/`; on a cluster, on its shared file system."""
     registry: str | None = None
     """Registry that `ftkit push` pushes to and `ftkit import` imports from: `HOST` or `HOST/PATH`."""
 
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Settings, with the place of each and the files that were looked for."""
+    """Settings, with the origin of each and the files that were searched for."""
 
     settings: Settings
     layers: Layers
@@ -60,14 +60,14 @@ def load_settings(ctx: Context, options: Layers | None = None) -> LoadedSettings
 
 @dataclass(frozen=True)
 class Origins:
-    """Which line of which file, or what that was typed, each value of a run comes from."""
+    """Origins of a run's values: file and line, or the command line."""
 
     recipe: Layers = field(default_factory=Layers)
     cluster: Layers = field(default_factory=Layers)
     settings: Layers = field(default_factory=Layers)
 
     def locate(self, problem: Problem) -> Problem:
-        """Give a problem with a key of one of the three the place of that key."""
+        """Add the key's origin to a problem of one of the three specs."""
         path = tuple(problem.key.split("."))
         for spec, layers in ((Settings, self.settings), (RecipeSpec, self.recipe), (ClusterProfile, self.cluster)):
             if path[0] in spec.model_fields and path[:1] in layers.origins:
@@ -77,23 +77,23 @@ class Origins:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What is known of one run beyond the recipe and the profile.
+    """Inputs of one run besides the recipe and the profile.
 
     Args:
         name: name of the run; none: the recipe's.
         num_nodes: `--nodes`; none: the recipe's.
         gpus_per_node: `--gpus-per-node`; none: the recipe's, else the cluster's.
-        image: the image to run in; none: nothing names one.
-        image_is_explicit: whether `--image` named it, rather than a configuration file.
+        image: the image to run in; none: no image is set.
+        image_is_explicit: whether `--image` set it, rather than a configuration file.
         workspace: absolute path of the workspace.
         python: the interpreter that ftkit runs in, for runtime `none`.
-        created: when the run was asked for, in UTC.
+        created: when the run was requested, in UTC.
         suffix: makes the run's id unique.
-        data_stamp: changes when the files that a recipe names change.
-        num_packs: packs of the training part, when the data is prepared already.
-        padding: tokens of its documents as padded rows for each of its packs' tokens; None as long as it is not known.
-        model: with its shape whole and its parameters counted; none: the recipe's shape tells all.
-        origins: where the values come from, for messages.
+        data_stamp: changes when the recipe's files change.
+        num_packs: packs of the training split, if the data is already prepared.
+        padding: ratio of the tokens of padded rows to those of packs; None if unknown.
+        model: with its complete shape and parameter counts; none: the recipe's shape is complete.
+        origins: of the values, for messages.
     """
 
     name: str | None

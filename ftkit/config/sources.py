@@ -1,6 +1,6 @@
 """Data sources: files, addresses, the hub, a generator, and mixtures of them; the validation split.
 
-Recipes put columns together in format strings and Jinja templates, which are checked here.
+Recipes combine columns in format strings and Jinja templates, which are validated here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def parse_format_string(text: str) -> tuple[tuple[str, str | None], ...]:
     """Split a format string into pieces: literal text, and the column that follows it (None after the last).
 
     Raises:
-        ValueError: a brace is not closed, or has more between than a column's name.
+        ValueError: a brace is not closed, or contains more than a column's name.
     """
     try:
         pieces = list(string.Formatter().parse(text))
@@ -63,7 +63,7 @@ def _check(text: str) -> str:
 
 
 FormatString = Annotated[str, AfterValidator(_check)]
-"""A format string that was checked."""
+"""A validated format string."""
 
 
 @lru_cache(maxsize=16)
@@ -71,7 +71,7 @@ def variables_of(text: str) -> list[str]:
     """Return the variables that a Jinja template reads, in alphabetical order.
 
     Raises:
-        ValueError: it is no Jinja template.
+        ValueError: it is not a Jinja template.
     """
     import jinja2.meta  # noqa: PLC0415 - only recipes with a template need it
 
@@ -89,12 +89,12 @@ def _check_jinja(text: str) -> str:
 
 
 def is_inline_template(text: str) -> bool:
-    """Tell the text of a Jinja template from the name of a template or a file."""
+    """Return whether a text is a Jinja template, not the name of a template or a file."""
     return "{{" in text or "{%" in text
 
 
 JinjaText = Annotated[str, AfterValidator(_check_jinja)]
-"""A Jinja template over columns that was checked."""
+"""A validated Jinja template over columns."""
 
 
 class BinarySizes(Spec):
@@ -113,7 +113,7 @@ class BinarySizes(Spec):
 
 
 class GeneratedSource(Spec):
-    """Examples made by a generator that ftkit ships."""
+    """Examples of a generator that ftkit ships."""
 
     kind: Literal["generated"]
     generator: Literal["text-to-sql", "malware-analysis"]
@@ -131,12 +131,12 @@ class GeneratedSource(Spec):
 
     @property
     def name(self) -> str:
-        """What plan and metrics call this source."""
+        """Name of this source in plan and metrics."""
         return self.generator
 
     @property
     def binary_sizes(self) -> BinarySizes:
-        """How large simulated binaries are."""
+        """Sizes of simulated binaries."""
         return self.binary_bytes or BinarySizes()
 
     @model_validator(mode="after")
@@ -150,7 +150,7 @@ _DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|tsv|arrow|feather)(\.
 
 
 def _short_name(place: str) -> str:
-    """Return the last part of a path, address or id that says something."""
+    """Return the last meaningful part of a path, address or id."""
     parts = [part for part in place.split("/") if part.strip("*.")]
     return parts[-1] if parts else place
 
@@ -170,7 +170,7 @@ class _SampledSource(Spec):
     @model_validator(mode="after")
     def _weight_or_number(self) -> Self:
         if self.weight is not None and self.num_train is not None:
-            raise ValueError("weight and num_train both say how many rows to take: leave one of them out")
+            raise ValueError("weight and num_train both set the number of rows: leave one of them out")
         return self
 
 
@@ -186,7 +186,7 @@ class FilesSource(_SampledSource):
 
     @property
     def name(self) -> str:
-        """What plan and metrics call this source."""
+        """Name of this source in plan and metrics."""
         return _short_name(self.train)
 
     @model_validator(mode="after")
@@ -211,7 +211,7 @@ class HubSource(_SampledSource):
 
     @property
     def name(self) -> str:
-        """What plan and metrics call this source."""
+        """Name of this source in plan and metrics."""
         return _short_name(self.dataset) + (f"/{self.subset}" if self.subset else "")
 
 
@@ -221,9 +221,9 @@ _ListedSource = Annotated[FilesSource | HubSource, Field(discriminator="kind")]
 class MixtureSource(Spec):
     """Several sources, interleaved evenly.
 
-    With weights, each source gives its share of the rows. Rows are never repeated: the source that limits the total is
-    used completely, and the others are sampled. Without weights, each source gives all its rows, or `num_train` of
-    them.
+    With weights, each source contributes its share of the rows. Rows are never repeated: the source that limits the
+    total is used completely, and the others are sampled. Without weights, each source contributes all its rows, or
+    `num_train` of them.
     """
 
     kind: Literal["mixture"]
@@ -234,7 +234,7 @@ class MixtureSource(Spec):
     def _all_have_weights_or_none(self) -> Self:
         weighted = [source.name for source in self.sources if source.weight is not None]
         if weighted and len(weighted) < len(self.sources):
-            raise ValueError(f"a weight is given for {', '.join(weighted)} alone: give every source one, or none")
+            raise ValueError(f"only {', '.join(weighted)} has a weight: give every source one, or none")
         return self
 
     @property

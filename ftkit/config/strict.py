@@ -1,4 +1,4 @@
-"""The kind of model that every spec is: frozen, and unknown keys are errors."""
+"""The base class of all specs: frozen, and unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Spec(BaseModel):
 
     Validators are built when a spec is first used, and docstrings are read when a message or a schema shows them:
     both at import would take longer than planning a run.
-    A spec that is another one's default is made by `model_construct()`, which needs no validator.
+    A spec that is the default of a field is created by `model_construct()`, which needs no validator.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -44,7 +44,7 @@ class Spec(BaseModel):
 
 @cache
 def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each attribute of a spec and of the specs that it extends, by the attribute's name."""
+    """Return the docstring of each attribute of a spec and of its base classes, by the attribute's name."""
     texts: dict[str, str] = {}
     for owner in reversed(model.__mro__):
         if not issubclass(owner, Spec) or owner is Spec:
@@ -62,7 +62,7 @@ def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
 RUN = "run:"
-"""Begins the name of an earlier run where a model is asked for."""
+"""Prefix of an earlier run's name as a model."""
 _RUN = re.compile(r"run:[A-Za-z0-9][A-Za-z0-9._-]*(@(\d{1,18}|best|last))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -86,7 +86,7 @@ def _check_local_path(value: str) -> str:
 
 
 SCHEMES = ("s3", "gs", "hf")
-"""Of addresses that data may be read from."""
+"""Schemes of data addresses."""
 
 
 def _check_data_path(value: str) -> str:
@@ -133,7 +133,7 @@ OneLine = Annotated[str, AfterValidator(_check_one_line)]
 
 
 def _check_is_no_bool(kind: Literal["int_type", "float_type"]) -> BeforeValidator:
-    """Refuse what pydantic would read as 1 or 0: nobody who writes `max_steps: true` means one step."""
+    """Refuse booleans, which pydantic would convert to 1 or 0: `max_steps: true` does not mean one step."""
 
     def check(value: object) -> object:
         if isinstance(value, bool):
@@ -144,12 +144,12 @@ def _check_is_no_bool(kind: Literal["int_type", "float_type"]) -> BeforeValidato
 
 
 WHOLE_NUMBER, NUMBER = _check_is_no_bool("int_type"), _check_is_no_bool("float_type")
-"""For the end of an annotation: a bound that comes after it is not in the JSON schema."""
+"""Must be last in an annotation: a bound after it is not in the JSON schema."""
 
 LARGEST_COUNT = 2**31 - 1
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_COUNT), WHOLE_NUMBER]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT), WHOLE_NUMBER]
-"""Counts. They are bounded so that no arithmetic with them overflows, and no loop over them lasts."""
+"""Counts, bounded so that arithmetic does not overflow, and loops end."""
 
 Float = Annotated[float, NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]

@@ -1,4 +1,4 @@
-"""How to train, and which resources to request."""
+"""Training settings, and the resources to request."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Quantization = Literal["none", "nf4", "fp8"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 ProjectionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-"""A linear layer within a decoder layer, of a family that may have others than these seven."""
+"""Name of a linear layer within a decoder layer; some families have others than these seven."""
 
 LARGEST_MICRO_BATCH = LARGEST_SHARD_DEGREE = 2**16
 LONGEST_SEQUENCE = 2**24
-"""Far beyond what fits; all divisors of the one, with all halves of the other, are looked through for what does."""
+"""Far beyond sizes that fit. The search for those that do tries all divisors of the one and halvings of the other."""
 
 
 def _check_micro_batch_size(value: object) -> object:
@@ -91,7 +91,7 @@ class TrainingSpec(Spec):
     engine: EngineChoice = "auto"
     """Engine that shards the model over processes; `auto` chooses, and the plan shows the reason."""
     offload: Offload = "none"
-    """State kept in main memory: none, optimizer states, or also parameters and gradients."""
+    """State kept in host memory: none, optimizer states, or also parameters and gradients."""
     precision: TrainingPrecision = "bf16"
     """Precision of forward and backward, and of frozen weights; master weights and optimizer states are fp32.
     `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (torchao, tensorwise
@@ -138,7 +138,7 @@ class TrainingSpec(Spec):
     (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory and a
     third more time. `auto`: the one that is predicted to be the fastest on the cluster's GPUs with memory to spare."""
     activation_offload: bool = False
-    """With `full` checkpointing: keep the inputs of decoder layers in main memory until the backward pass."""
+    """With `full` checkpointing: keep the inputs of decoder layers in host memory until the backward pass."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether decoder layers are resharded after the forward pass and all-gathered again for the backward pass.
     `never`, with engine fsdp2: they stay unsharded, for less traffic and more memory; `auto`: `never` if the GPU has
@@ -167,7 +167,7 @@ class TrainingSpec(Spec):
     keep_every_steps: PositiveInt | None = None
     """Also keep the checkpoints of all steps that are a multiple of this. None if null."""
     max_failed_checkpoints: NonNegativeInt = 2
-    """How many checkpoints in a row may fail to be written (no room, file system out of reach) while training
+    """How many consecutive checkpoints may fail to be written (disk full, file system unreachable) while training
     continues. One more failure ends the run; so does a failure of the last checkpoint."""
     log_every_steps: PositiveInt = 10
     """Steps between records in metrics.jsonl."""
@@ -193,12 +193,12 @@ class TrainingSpec(Spec):
 
     @property
     def multiplies_in_fp8(self) -> bool:
-        """Whether linear layers of decoder layers multiply in FP8."""
+        """Whether linear layers of decoder layers compute in FP8."""
         return "fp8" in (self.precision, self.base_precision)
 
     @property
     def only_with_fsdp2(self) -> tuple[str, ...]:
-        """The settings that engine zero3 can't serve."""
+        """The settings that engine zero3 does not support."""
         needed = {
             "activation_checkpointing": self.activation_checkpointing == "selective",
             "precision": self.precision == "fp8",
@@ -236,7 +236,7 @@ class TrainingSpec(Spec):
             raise ValueError(f"base_precision is for method 'lora'; with method '{self.method}' leave it out")
         if self.base_precision == "fp8" and self.precision == "fp32":
             raise ValueError(
-                "base_precision 'fp8' returns bf16 from its products: it does not go with precision 'fp32'"
+                "base_precision 'fp8' returns bf16 from its matmuls: it is incompatible with precision 'fp32'"
             )
         return self
 
@@ -266,7 +266,7 @@ class TrainingSpec(Spec):
     @model_validator(mode="after")
     def _copy_engines_copy_between_devices(self) -> Self:
         if self.collectives == "copy_engine" and self.offload == "all":
-            raise ValueError("collectives 'copy_engine' doesn't go with offload 'all': weights wait in main memory")
+            raise ValueError("collectives 'copy_engine' is incompatible with offload 'all': weights are in host memory")
         return self
 
     @model_validator(mode="after")
@@ -328,11 +328,11 @@ class ResourcesSpec(Spec):
     gpus_per_node: PositiveInt | None = None
     """GPUs per node, one process each. All of the node's if null."""
     spare_nodes: Annotated[int, Field(ge=0, le=2**10), WHOLE_NUMBER] = 0
-    """Nodes that the job holds beyond those that train, on Slurm. A node that no longer answers is replaced by one of
-    them within the job; without one, the job is requeued."""
+    """Additional nodes of the job that don't train, on Slurm. One of them replaces a node that no longer answers,
+    within the job; without one, the job is requeued."""
     max_restarts: Annotated[int, Field(ge=0, le=1000), WHOLE_NUMBER] = 3
-    """Maximum restarts in a row within a job, from the newest checkpoint, after a process died or failed for a reason
-    that may be transient; a new checkpoint resets the count. 0: never."""
+    """Maximum consecutive restarts within a job, from the newest checkpoint, after a process died or failed for a
+    possibly transient reason; a new checkpoint resets the count. 0: never."""
     hang_timeout_seconds: PositiveInt = 600
     """A step that takes longer than this, and longer than ten times the median of the last steps, counts as a hang: all
     ranks write their Python stacks and last collectives to `logs/`, and training restarts."""
@@ -340,8 +340,8 @@ class ResourcesSpec(Spec):
     """Leave out the slowest node when the job is requeued, if it computes at least 10 % more slowly than the others
     (`ftkit status`), on Slurm with two nodes and more. The cluster must have another node to take its place."""
     preflight: bool | None = None
-    """Check all nodes before training, on Slurm, and leave out those that are out of order. With GPUs on two nodes and
-    more if null."""
+    """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on two or more
+    nodes."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
     """Time limit in Slurm's format: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`. The profile's
     if null."""

@@ -1,7 +1,7 @@
-"""Read YAML into plain values, each with its line; whatever the bytes are, the answer is values or a ConfigError.
+"""Read YAML into plain values, each with its line; any bytes give either values or a ConfigError.
 
-ruamel parses the syntax. What scalars mean (YAML 1.2's core schema), anchors and merge keys are done here, because
-ruamel's own loaders run without limits: an alias bomb or a thousand brackets would keep them busy for hours.
+ruamel parses the syntax. Scalars (YAML 1.2's core schema), anchors and merge keys are resolved here, because ruamel's
+loaders have no limits: an alias bomb or a thousand brackets would keep them busy for hours.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 MAX_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
 MAX_VALUES: Final = 5_000
-"""Keys, items and values of a file, aliases followed."""
+"""Maximum keys, items and values of a file, aliases included."""
 MAX_DIGITS: Final = 18
-"""Of an integer: what fits into 64 bits."""
+"""Maximum digits of an integer: those of 64 bits."""
 _LONGEST_SHOWN: Final = 200
 
 _STRING_TAGS: Final = ("!", "tag:yaml.org,2002:str")
@@ -64,12 +64,12 @@ def read_yaml(path: Path) -> Layers:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = error.strerror or error
-        raise NotFoundError(f"can't read {path}: {reason}", fix="check the path and the rights on it") from error
+        raise NotFoundError(f"can't read {path}: {reason}", fix="check the path and its permissions") from error
     return parse_bytes(data, str(path))
 
 
 def parse_bytes(data: bytes, where: str) -> Layers:
-    """Parse what a file holds, as `read_yaml` does; `where` names it in messages."""
+    """Parse a file's content, as `read_yaml` does; `where` is its name in messages."""
     if len(data) > MAX_BYTES:
         raise _error(where, 1, f"the file is larger than {MAX_BYTES // 1024} KiB.", "Is it the right one?")
     try:
@@ -81,7 +81,7 @@ def parse_bytes(data: bytes, where: str) -> Layers:
 
 
 def parse_yaml(text: str, where: str) -> Layers:
-    """Parse YAML as `read_yaml` does; `where` names the text in messages."""
+    """Parse YAML as `read_yaml` does; `where` is its name in messages."""
     top = _Composer(where).compose(text)
     if top is None or (isinstance(top, _Scalar) and top.value is None):
         return Layers({}, {(): f"{where}:1"})
@@ -94,11 +94,11 @@ def parse_yaml(text: str, where: str) -> Layers:
 def parse_override(text: str) -> Layers:
     """Parse `key.path=value`.
 
-    A value is a list (`[a, b]`), a mapping (`{a: 1}`) or text in quotes, as in YAML; or else a single word or text,
-    in which nothing but YAML's numbers, `true`, `false` and `null` has a meaning.
+    A value is a list (`[a, b]`), a mapping (`{a: 1}`) or quoted text, as in YAML; otherwise a single word or text, in
+    which only YAML's numbers, `true`, `false` and `null` have a meaning.
 
     Raises:
-        ConfigError: there is no `=`, or the value is no YAML.
+        ConfigError: there is no `=`, or the value is not YAML.
     """
     key, separator, value = text.partition("=")
     path = tuple(key.split("."))
@@ -124,11 +124,11 @@ def _typed_value(value: str, where: str) -> Any:
     return _scalar(text, where, None)
 
 
-# --- What a scalar means -------------------------------------------------------------------------
+# --- Scalars -------------------------------------------------------------------------------------
 
 
 def _scalar(text: str, where: str, line: int | None) -> bool | int | float | str | None:
-    """Return what an unquoted scalar means in YAML 1.2's core schema."""
+    """Return the value of an unquoted scalar in YAML 1.2's core schema."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -141,7 +141,7 @@ def _scalar(text: str, where: str, line: int | None) -> bool | int | float | str
 
 
 def _check_text(text: str, where: str, line: int | None) -> None:
-    """Refuse what can stand in no file name, script or UTF-8 file."""
+    """Refuse characters that are illegal in file names, scripts or UTF-8."""
     if "\0" in text:
         raise _error(where, line, "a zero byte can't stand in a value.")
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -176,7 +176,7 @@ _Node = _Scalar | _Sequence | _Mapping
 
 
 class _Composer:
-    """Makes nodes of events. An alias is the same node again: following it is `_Expansion`'s part."""
+    """Builds nodes from events. An alias is the same node again, which `_Expansion` follows."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -186,10 +186,10 @@ class _Composer:
         self._line = 1
 
     def compose(self, text: str) -> _Node | None:
-        """Return the document; None if the text holds none.
+        """Return the document; None if the text has none.
 
         Raises:
-            ConfigError: the text is no YAML, holds several documents, or is beyond the limits.
+            ConfigError: the text is not YAML, has several documents, or exceeds the limits.
         """
         events = self._events(text)
         documents = [self._node(next(events), events) for event in events if self._begins_document(event)]
@@ -223,7 +223,7 @@ class _Composer:
         return begins
 
     def _node(self, event: Any, events: Iterator[Any]) -> _Node:
-        """Make the node that begins with `event`."""
+        """Build the node that begins with `event`."""
         line = self._line
         self._num_values += 1
         if self._num_values > MAX_VALUES:
@@ -302,7 +302,7 @@ class _Composer:
 
 
 class _Expansion:
-    """Turns nodes into plain values, following aliases, and notes the line of each key."""
+    """Converts nodes to plain values, following aliases, and records the line of each key."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -314,11 +314,11 @@ class _Expansion:
 
         Args:
             node: the node.
-            path: where its value lies among the keys.
-            depth: how many lists and mappings are around it.
+            path: keys that lead to it.
+            depth: number of lists and mappings around it.
 
         Raises:
-            ConfigError: aliases make more of it than the limits allow.
+            ConfigError: its aliases exceed the limits.
         """
         self._count(node, 1, depth)
         if isinstance(node, _Scalar):
@@ -333,7 +333,7 @@ class _Expansion:
         return result
 
     def _entries(self, node: _Mapping, depth: int) -> dict[str, tuple[int, _Node]]:
-        """Return a mapping's own entries and, where it has none of a name, those that it merges."""
+        """Return a mapping's own entries, and merged entries for other keys."""
         if not node.merged:
             return node.entries
         merged: dict[str, tuple[int, _Node]] = {}

@@ -230,9 +230,9 @@ class ChatRenderer:
     def _behind(self, before: str, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], turn: int) -> str | None:
         """Return the prompt of inference followed by the assistant turn, if the template renders the turn differently.
 
-        gpt-oss leaves out the analysis before a tool call as soon as the final answer is there; Gemma 4 opens a turn
-        with an empty thought that it leaves out of the turn itself. The turn begins behind the last words that open
-        one in what its rendering shares with that of another answer. None: it is not opened with these words.
+        gpt-oss omits the analysis before a tool call once there is a final answer; Gemma 4's generation prompt has an
+        empty thought that the rendered turn omits. The turn starts after the last generation prompt within the common
+        prefix of its rendering and that of another completion. None: the prefix has no generation prompt.
         """
         text = self._to_end_of_turn(self._render(turns[: turn + 1], tools, open_turn=False)[0])
         context, _ = self._render(turns[:turn], tools, open_turn=False)

@@ -131,8 +131,8 @@ class DataManifest:
     def identity(self) -> str:
         """Identity of the data in checkpoints.
 
-        An earlier version's plan keeps its fingerprint when its data is prepared anew, by another version, into other
-        packs; only this tells them apart.
+        A plan of an earlier version keeps its fingerprint when another version prepares its data again, into different
+        packs; only this distinguishes them.
         """
         version = self.preparation_version
         return f"{self.fingerprint}@{version}" if version else self.fingerprint
@@ -207,7 +207,7 @@ class PackWriter:
 
 
 class PackStore:
-    """The packs of a split, mapped into memory: a pack is read when it is asked for."""
+    """The packs of a split, mapped into memory; a pack is read on access."""
 
     def __init__(self, folder: Path, sequence_length: int) -> None:
         self.sequence_length = sequence_length
@@ -379,7 +379,7 @@ def new_prepared_data(final: Path) -> Iterator[PreparedData]:
     final.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(final.parent)
     temporary = final.with_name(f".{final.name}-{secrets.token_hex(4)}")
-    temporary.mkdir()  # as the umask has it: colleagues may share prepared data
+    temporary.mkdir()  # with the umask's permissions: colleagues may share prepared data
     try:
         yield PreparedData(temporary)
         if not PreparedData(final).is_complete:
@@ -392,6 +392,6 @@ def _remove_leftovers(parent: Path) -> None:
     """Remove folders of killed preparations of any data, except young folders that may still be in use."""
     limit = time.time() - _LEFTOVER_SECONDS
     for folder in parent.glob(".*-*"):
-        with suppress(OSError):  # another user's, or removed by another job
+        with suppress(OSError):  # belongs to another user, or was removed by another job
             if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < limit:
                 shutil.rmtree(folder)

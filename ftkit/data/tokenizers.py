@@ -23,7 +23,7 @@ PAD = "<pad>"
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int, template_name: str) -> PreTrainedTokenizerBase:
-    """Learn a byte-level BPE: digits stand alone, so that numbers are copied digit by digit."""
+    """Train a byte-level BPE; each digit is one token, so that numbers are copied digit by digit."""
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - seconds of imports
 
     template = TEMPLATES[template_name]

@@ -33,7 +33,7 @@ _OPENAI_KEYS = frozenset(
 _SHAREGPT_KEYS = frozenset(("from", "value", "name", *_REASONING, *_TRAINED))
 _CALL_KEYS = frozenset(("id", "type", "index", "function", "name", "arguments"))
 _GLAIVE = re.compile(r"""("arguments"\s*:\s*)'(.*)'(\s*}\s*)""", re.DOTALL)
-"""Arguments in single quotes, as data made from Glaive's function calls has them."""
+"""Arguments in single quotes, as in data derived from Glaive's function calls."""
 _WRAPPED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 _SHOWN = 80
 

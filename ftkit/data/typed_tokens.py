@@ -53,7 +53,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def cut(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Put a cut behind the first letter of each special token in texts, at any depth."""
+    """Insert a cut after the first character of each special token in texts, at any depth."""
     if isinstance(value, str):
         return pattern.sub(lambda found: found[0][0] + CUT + found[0][1:], value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The tokens that a tokenizer's files list: known without loading it, where a run is planned."""
+"""The tokens in a tokenizer's files, for planning without loading the tokenizer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A cache of the tokens of words: a tokenizer's results, several times as fast.
+"""A cache of the tokens of words: the same result as the tokenizer, several times as fast.
 
-Most of a tokenizer's time goes into finding words and into telling where each token is in the text. Words repeat: here
-they are found by one regular expression, and looked up. A tokenizer that works in another way is used as it is.
+A tokenizer spends most of its time on finding words and on the offsets of tokens. Words repeat: here one regular
+expression finds them, and they are looked up. A tokenizer with another structure is called directly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_WORDS: Final = 1 << 17
 """Maximum number of cached words: about 30 MB."""
 _MAX_WORD_LENGTH: Final = 64
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""Words of `ByteLevel` with `use_regex`: those of GPT-2, as tokenizers' documentation gives them."""
+"""Words of `ByteLevel` with `use_regex`: those of GPT-2, from tokenizers' documentation."""
 
 _ASCII: Final = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
 """ASCII characters of Unicode categories."""
@@ -32,7 +32,7 @@ _ODD_BLANKS: Final = "\x1c\x1d\x1e\x1f"
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A regular expression that finds words; what is between two of them is a word as well."""
+    """A regular expression that finds words; the text between two of them is a word as well."""
 
     pattern: regex.Pattern[str]
     for_ascii: re.Pattern[str] | None
@@ -59,9 +59,9 @@ class WordCache:
 
     Attributes:
         backend: a `tokenizers.Tokenizer` without truncation and padding.
-        added: finds added tokens, which are taken out of a text first; None if there are none.
-        patterns: find the words, one after another; None if the tokenizer's own way can't be told from its settings.
-        needs_nfc: whether the tokenizer brings texts to Unicode's form NFC first.
+        added: finds added tokens, which are split off first; None if there are none.
+        patterns: find the words, applied in order; None if the tokenizer's settings don't determine them.
+        needs_nfc: whether the tokenizer normalizes texts to Unicode's NFC first.
     """
 
     backend: Any
@@ -74,7 +74,7 @@ class WordCache:
 
     @classmethod
     def of(cls, backend: Any) -> WordCache:
-        """Derive from a tokenizer's settings how it finds words."""
+        """Derive the patterns of words from a tokenizer's settings."""
         normalizer, tokens = _settings(backend.normalizer), list(backend.get_added_tokens_decoder().values())
         is_known = normalizer in (None, {"type": "NFC"}) and not any(
             token.lstrip or token.rstrip or token.single_word or (token.normalized and normalizer) for token in tokens
@@ -121,7 +121,7 @@ class WordCache:
         return words
 
     def _is_well_known(self, text: str) -> bool:
-        """Whether all characters are in Python's version of Unicode, so that every library sees them alike."""
+        """Return whether all characters are in Python's version of Unicode, so that all libraries agree on them."""
         new = set(text) - self._known
         if any(unicodedata.category(character) == "Cn" for character in new):
             return False
@@ -167,7 +167,7 @@ def _patterns(settings: Any) -> tuple[_Pattern, ...] | None:
 
 
 def _ascii_pattern(pattern: str) -> re.Pattern[str] | None:
-    """Return a pattern that finds the same in ASCII texts, for Python's own engine, which is twice as fast."""
+    """Return an equivalent pattern for ASCII texts and Python's `re`, which is twice as fast."""
     depth, parts, place = 0, [], 0
     for found in re.finditer(r"\\p\{(\w+)\}|\\.|\[|\]", pattern):
         parts.append(pattern[place : found.start()])

@@ -153,7 +153,7 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: i
     if num_workers == 1 or len(first) < _BATCHES_BEFORE_WORKERS:
         yield from map(encoder.encode, chain(first, batches))
         return
-    # Forked, a worker has the tokenizer at once; started anew, it would import transformers for seconds.
+    # A forked worker has the tokenizer immediately; a spawned one would import transformers for seconds.
     workers = ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("fork"), initializer=_begin_worker, initargs=(encoder, os.getpid())
     )

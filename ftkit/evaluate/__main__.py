@@ -23,7 +23,7 @@ def main(plan_path: Path, settings: str) -> int:
             sys.stderr.write(f"evaluate: {redact(text, os.environ)}\n")
 
     try:
-        from ftkit.evaluate.job import CheckpointEvaluations, is_asked_to_end  # noqa: PLC0415 - torchao speaks
+        from ftkit.evaluate.job import CheckpointEvaluations, is_asked_to_end  # noqa: PLC0415 - importing torchao prints warnings
         from ftkit.evaluate.measure import MeasureSettings  # noqa: PLC0415
         from ftkit.evaluate.ranks import joined_ranks  # noqa: PLC0415
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reply:
-    """An assistant turn; `is_ended` tells whether the model ended it itself."""
+    """An assistant turn; `is_ended` tells whether it has its end token."""
 
     text: str
     is_ended: bool
@@ -68,7 +68,7 @@ class ChatSession:
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc] # transformers has no types
-    """Passes on the text of the completion; of end tokens nothing, of other special tokens if they are asked for."""
+    """Passes on the text of the completion, without end tokens, and with other special tokens only on request."""
 
     def __init__(self, model: GeneratingModel, on_text: Callable[[str], None], *, is_raw: bool) -> None:
         super().__init__(model.tokenizer, skip_prompt=True, skip_special_tokens=not is_raw)

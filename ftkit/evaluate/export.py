@@ -52,9 +52,9 @@ def export_run(
     Args:
         layout: the run's folder.
         request: what to export.
-        verify: checks a written folder, and raises if it is not what was trained; None: nothing to compare with is
+        verify: checks a written folder, and raises if it differs from the trained model; None: no reference values are
             recorded either, and the model is never computed.
-        report: called with one line as each stage begins.
+        report: called with one line at the start of each stage.
 
     Raises:
         NotFoundError: there is no such checkpoint, or the base model can't be found.
@@ -92,7 +92,7 @@ def export_run(
 
 
 def choose_checkpoint(layout: RunLayout, wanted: str) -> tuple[int, Path]:
-    """Return step and folder of the checkpoint that is meant. Arguments and errors as `choose_step` has them."""
+    """Return step and folder of the requested checkpoint. Arguments and errors as in `choose_step`."""
     there = dict(layout.list_checkpoints())
     step = choose_step(layout, wanted, there)
     return step, there[step]

@@ -1,4 +1,4 @@
-"""Other formats of an export: GGUF through llama.cpp's own converter, and adapters as vLLM's LoRA loader takes them."""
+"""Other formats of an export: GGUF with llama.cpp's converter, and adapters for vLLM's LoRA loader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONVERTER = "FTKIT_GGUF_CONVERTER"
 _SCRIPT = "convert_hf_to_gguf.py"
 _CONVERSION_SECONDS = 24 * 3600.0
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's `max_lora_rank`, which is the least of these that is not below an adapter's rank."""
+"""Values of vLLM's `max_lora_rank`; the smallest one that is at least an adapter's rank is used."""
 _VLLM_MODULE = re.compile(r"base_model\.model\.(?:.+\.)?(?P<module>[a-z_]+)\.lora_[AB]\.weight")
 
 
@@ -73,10 +73,10 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
 def verify_vllm_lora(folder: Path) -> int:
     """Check that vLLM's loader finds every tensor of an adapter folder; return the `--max-lora-rank` that it needs.
 
-    vLLM drops what it does not know, and serves the base model.
+    vLLM drops unknown tensors, and serves the base model.
 
     Raises:
-        TrainingError: with the names that it would not find.
+        TrainingError: with the names of tensors that it would drop.
     """
     config = read_json_if_valid(folder / ADAPTER_CONFIG, dict[str, Any]) or {}
     targets = set(config.get("target_modules") or ())
@@ -109,7 +109,7 @@ def find_converter() -> Path:
         where = f"there is no {named}" if named else f"no {_SCRIPT} on PATH"
         raise PrerequisiteError(
             f"--format gguf needs llama.cpp's converter: {where}",
-            meaning="ftkit does not bring it: it belongs to the llama.cpp that will run the model",
+            meaning="ftkit does not include it: it belongs to the llama.cpp that will run the model",
             fix=f"git clone https://github.com/ggml-org/llama.cpp, and set {CONVERTER}=…/llama.cpp/{_SCRIPT}",
         )
     if find_spec("gguf") is None:
@@ -120,10 +120,10 @@ def find_converter() -> Path:
 
 
 def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str], None]) -> None:
-    """Convert a whole model, and check that its chat template and its end token came along.
+    """Convert a whole model, and check that the result has its chat template and end token.
 
     Raises:
-        TrainingError: the converter failed, or left something out.
+        TrainingError: the converter failed, or dropped something.
     """
     converter = find_converter()
     report(f"converting to GGUF by {converter}")
@@ -166,7 +166,7 @@ def _check_gguf(file: Path, export: Path) -> None:
     if missing:
         raise TrainingError(
             f"the GGUF file lacks {' and '.join(missing)} of the export",
-            meaning="llama.cpp's converter dropped it; the model would not be asked as in training, or never stop",
+            meaning="llama.cpp's converter dropped it: prompts would differ from training, or never stop",
             fix="take a newer llama.cpp",
         )
 

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, on a loaded model: benchmarks whose data and prompts others have defined."""
+"""Run tasks of lm-evaluation-harness, which define their data and prompts, on a loaded model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from ftkit.evaluate.load import LoadedModel
 
 _QUANTILE = 1.96
-"""Of the normal distribution: 95 % lie between minus and plus as many standard errors."""
+"""Standard errors of a 95 % interval of the normal distribution."""
 
 
 class Harness:
-    """The tasks of lm-evaluation-harness that were chosen."""
+    """The selected tasks of lm-evaluation-harness."""
 
     def __init__(self, tasks: Sequence[str], folder: Path | None = None) -> None:
         """Find the tasks.
 
         Args:
             tasks: names of tasks or groups, or patterns of them.
-            folder: has further tasks as YAML files; None: there are only those of the harness.
+            folder: has further tasks as YAML files; None: only the harness's tasks.
 
         Raises:
             PrerequisiteError: the harness is not installed.
@@ -48,17 +48,17 @@ class Harness:
         if unknown:
             raise NotFoundError(
                 f"lm-evaluation-harness has no task '{unknown[0]}'",
-                fix="list them: lm-eval ls tasks; tasks of your own: --harness-tasks FOLDER",
+                fix="list them: lm-eval ls tasks; your own tasks: --harness-tasks FOLDER",
             )
         self._tasks = self._manager.match_tasks(list(tasks))
 
     def evaluate(self, model: LoadedModel, limit: int | None, batch_size: int) -> dict[str, Any]:
-        """Return what the harness reports of a model.
+        """Return the harness's results for a model.
 
         Args:
-            model: it.
+            model: the model.
             limit: questions of each task; None: all.
-            batch_size: questions at a time.
+            batch_size: questions per batch.
 
         Raises:
             DataError: a task can't be loaded or run; most are downloaded from the hub.
@@ -72,7 +72,7 @@ class Harness:
                 found: dict[str, Any] = simple_evaluate(
                     adapted, tasks=self._tasks, limit=limit, task_manager=self._manager, log_samples=False
                 )
-            except Exception as error:  # tasks are code and data of others
+            except Exception as error:  # tasks contain code and data of others, which may raise anything
                 raise DataError(
                     f"lm-evaluation-harness failed on {', '.join(self._tasks)}: {one_line(error)}",
                     meaning="most tasks are downloaded from the Hugging Face hub when they are first used",
@@ -82,9 +82,9 @@ class Harness:
 
 
 def compare_harness(after: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[Result]:
-    """Return all scores of the harness with their intervals, by its own standard errors.
+    """Return all scores of the harness with intervals from its standard errors.
 
-    Those of before and after are taken for independent, which makes intervals of changes wider than they need be.
+    Scores before and after are treated as independent, which makes intervals of changes too wide.
     """
     results = []
     for task, scores in after["results"].items():

@@ -1,4 +1,4 @@
-"""Evaluate the checkpoints of a run while it trains, in a job of its own that ends when the run does."""
+"""Evaluate the checkpoints of a run while it trains, in a separate job that ends when the run does."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CheckpointEvaluations:
         self._metrics: list[Metric] = []
 
     def follow(self, is_over: Callable[[], bool], pause: Callable[[float], None] = time.sleep) -> None:
-        """Evaluate checkpoints, newest first, until the run is over and none is left; then tell the trackers.
+        """Evaluate checkpoints, newest first, until the run has ended and none is left; then update the trackers.
 
         Args:
             is_over: whether no further checkpoint will be written.
@@ -96,13 +96,13 @@ class CheckpointEvaluations:
             self._report(f"step {step}: loss {record.loss:.4f}, perplexity {record.perplexity:.4g}{scores}")
 
     def _data_for(self, model: LoadedModel) -> EvaluationSet:
-        """Return the rows as the run's tokenizer reads them: the same for all of its checkpoints."""
+        """Return the encoded rows, which are the same for all checkpoints of the run."""
         if self._data is None:
             self._data, self._metrics = evaluation_set(model, self._plan, self._settings, self._report)
         return self._data
 
     def _send_late(self) -> None:
-        """Send the trackers what the trainer did not take over before it ended."""
+        """Send the trackers the evaluations that the trainer did not copy before it ended."""
         late = read_job_evaluations(self._layout.metrics, self._layout.evaluations)
         start = end = None
         for record in read_outline(self._layout.metrics):
@@ -110,11 +110,11 @@ class CheckpointEvaluations:
             end = record if isinstance(record, EndRecord) else end
         if late and start is not None:
             step = max(record.step for record in late)
-            # As resumed after the last step: nothing that trackers have of earlier ones is replaced.
+            # Like a run that is resumed after the last step, so that trackers keep earlier records.
             start = replace(start, resumed_from=max(step, end.step if end else 0))
             send_late(self._plan, [start, *late, *([end] if end else [])])
 
 
 def is_asked_to_end() -> bool:
-    """Whether the job's script has seen the end of the job that trains."""
+    """Return whether the job script has detected the end of the training job."""
     return Path(os.environ["FTKIT_STOP_FILE"]).exists()

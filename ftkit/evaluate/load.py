@@ -1,4 +1,4 @@
-"""Load what was trained for inference, on the CPU or one GPU: an export, adapters, or a checkpoint of a run."""
+"""Load a trained model for inference, on the CPU or one GPU: an export, adapters, or a checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class GeneratingModel(Protocol):
-    """A model that completes prompts, in whatever engine."""
+    """A model that completes prompts, in any engine."""
 
     @property
     def label(self) -> str: ...
@@ -55,7 +55,7 @@ class GeneratingModel(Protocol):
         """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
 
     def is_ended(self, completion: Sequence[int]) -> bool:
-        """Tell whether a completion has its end token."""
+        """Return whether a completion has its end token."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LoadedModel:
     """A model ready for inference.
 
     Attributes:
-        autocast: makes the context of its computations, where adapters have another dtype than the weights.
+        autocast: creates the autocast context if adapters have another dtype than the weights.
     """
 
     label: str
@@ -75,12 +75,12 @@ class LoadedModel:
 
     @property
     def input(self) -> ModelInput:
-        """What the model takes."""
+        """Limits of the model's inputs."""
         return ModelInput.of(self.tokenizer, self.label, self.hf_model.config)
 
     @contextmanager
     def inference(self) -> Iterator[PreTrainedModel]:
-        """Give the model in the context of its computations: without gradients, with a kernel that takes masks."""
+        """Yield the model for inference: without gradients, with an attention kernel that supports masks."""
         with torch.inference_mode(), self.autocast(), generation_attention(self.hf_model):
             yield self.hf_model
 
@@ -95,12 +95,12 @@ class LoadedModel:
         return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
 
     def is_ended(self, completion: Sequence[int]) -> bool:
-        """Tell whether a completion has its end token."""
+        """Return whether a completion has its end token."""
         return bool(completion) and completion[-1] in self.generation.end_tokens
 
 
 def default_device() -> torch.device:
-    """Return the first GPU, the one of this rank if there are several processes, or the CPU where there is none."""
+    """Return the first GPU, that of this rank if there are several processes, or the CPU without GPUs."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -126,13 +126,13 @@ def _load_folder(source: ModelFolder, device: torch.device) -> LoadedModel:
             from peft import PeftModel  # noqa: PLC0415 - takes seconds, and only adapters need it
 
             model = PeftModel.from_pretrained(model, source.folder).get_base_model()
-    except Exception as error:  # transformers, peft and safetensors raise errors of their own on odd files
+    except Exception as error:  # transformers, peft and safetensors raise various errors on damaged files
         raise _unreadable(source, error) from error
     return LoadedModel(source.label, model.to(device).eval(), tokenizer, generation, device)
 
 
 def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokenizerBase, Generation]:
-    """Return the folder of a model's whole weights, its tokenizer, and how its completions end.
+    """Return the folder of a model's weights, its tokenizer, and its end tokens.
 
     Raises:
         NotFoundError: files are missing.
@@ -142,7 +142,7 @@ def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokeniz
     has_tokenizer = (source.folder / "tokenizer_config.json").is_file()
     try:
         tokenizer = load_saved_tokenizer(source.folder if has_tokenizer else base.folder)
-    except Exception as error:  # transformers raises errors of its own on odd files
+    except Exception as error:  # transformers raises various errors on damaged files
         raise _unreadable(source, error) from error
     generation = Generation.of(tokenizer, base.folder)
     if source.is_adapter:
@@ -182,7 +182,7 @@ def _with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 
 
 def _load_step(source: TrainedStep, device: torch.device) -> LoadedModel:
-    """Build the model as its trainer does, and load the trained weights of a checkpoint into it."""
+    """Build the model like the trainer, and load the trained weights of a checkpoint."""
     recipe, training = source.plan.recipe, source.plan.recipe.training
     tokenizer = _tokenizer_of(source)
     folder = find_base(source.plan)
@@ -217,7 +217,7 @@ def _load_step(source: TrainedStep, device: torch.device) -> LoadedModel:
 
 
 def _tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the run was trained with: it is beside the prepared data, and in the export."""
+    """Load the tokenizer of the run's training, from the prepared data or the export."""
     for folder in (PreparedData(source.plan.data_directory).tokenizer, source.layout.export):
         if (folder / "tokenizer_config.json").is_file():
             return load_saved_tokenizer(folder)
@@ -229,7 +229,7 @@ def _tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
 
 
 def _load_trained(model: torch.nn.Module, source: TrainedStep) -> None:
-    """Fill the trained parameters from a checkpoint of any engine and world size; ZeRO-3's are flat."""
+    """Load the trained parameters from a checkpoint of any engine and world size; ZeRO-3's are flat."""
     folder = source.layout.checkpoint(source.step)
     if damage := describe_damage(folder, source.step):
         raise TrainingError(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ALONE = Ranks()
 _TOKENS_AT_ONCE = 8192
-"""In one forward pass: their logits are in memory at a time."""
+"""Maximum tokens of a forward pass, whose logits are all in memory."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Measured:
     """A model's measurements.
 
     Attributes:
-        loss: float64 [rows, 3]: summed loss, tokens that count, those of them that the model finds most probable.
+        loss: float64 [rows, 3]: summed loss, tokens in the loss, and those of them with the highest probability.
         answers: of each case.
         scores: of each case, by metric; None where a metric does not apply.
     """
@@ -69,7 +69,7 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class Measurements:
-    """A model, what it was measured on, and the measurements: `before` are those of the model before training."""
+    """A model, its data, and the measurements; `before` are those of the model before training."""
 
     model: LoadedModel
     data: EvaluationSet
@@ -83,9 +83,9 @@ class Result:
     """A metric, before and after.
 
     Attributes:
-        source: whose rows; empty for all rows.
-        interval: 95 %, of the change, or of `after` if there is nothing before.
-        num_cases: rows for losses, answers for others.
+        source: of the rows; empty for all rows.
+        interval: 95 %, of the change, or of `after` without `before`.
+        num_cases: number of rows for losses, of completions for others.
     """
 
     metric: str
@@ -115,16 +115,16 @@ class Example:
 def evaluation_set(
     model: LoadedModel, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
 ) -> tuple[EvaluationSet, list[Metric]]:
-    """Read and encode what a model is measured on, and choose the metrics of its answers.
+    """Read and encode the rows of an evaluation, and select the metrics of completions.
 
     Args:
-        model: it, or one with the same tokenizer.
+        model: the model, or one with the same tokenizer.
         plan: of the run that it is from.
-        settings: which rows and metrics.
-        report: told of rows that are left out.
+        settings: rows and metrics.
+        report: called with messages about skipped rows.
 
     Raises:
-        DataError: there are no rows that can be used.
+        DataError: there are no usable rows.
         NotFoundError: there is no such metric.
     """
     prepared = PreparedData(plan.data_directory) if plan else None
@@ -140,7 +140,7 @@ def measure_target(
     report: Callable[[str], None],
     ranks: Ranks = ALONE,
 ) -> Measurements:
-    """Measure a model, and the one before training on the same rows if there is one. Collective.
+    """Measure a model, and the model before training on the same rows if there is one. Collective.
 
     Raises:
         DataError: no rows can be used, or a metric failed.
@@ -165,7 +165,7 @@ def measure(
     settings: MeasureSettings,
     ranks: Ranks = ALONE,
 ) -> Measured:
-    """Compute losses, and answer and score all cases if there are metrics for answers. Collective.
+    """Compute losses, and generate and score completions if there are metrics for them. Collective.
 
     Batches are the same for any number of ranks, and so are the results.
 
@@ -256,7 +256,7 @@ class _Column:
 def compare(
     data: EvaluationSet, metrics: Sequence[Metric], after: Measured, before: Measured | None, seed: int
 ) -> list[Result]:
-    """Return all metrics with their intervals: losses of all rows and of each source, then those of answers."""
+    """Return all metrics with their intervals: losses of all rows and of each source, then those of completions."""
     return [_result(column, seed) for column in _columns(data, metrics, after, before)]
 
 
@@ -313,7 +313,7 @@ def _result(column: _Column, seed: int) -> Result:
 def changed_examples(
     model: LoadedModel, data: EvaluationSet, metric: Metric, after: Measured, before: Measured
 ) -> list[Example]:
-    """Return the cases whose score changed, those that gained most first."""
+    """Return the cases whose score changed, largest gains first."""
     sign = -1 if metric.is_lower_better else 1
     found = []
     for number, case in enumerate(data.cases):

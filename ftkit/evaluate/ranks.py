@@ -1,4 +1,4 @@
-"""Processes of one machine that share an evaluation: each has the whole model, and a part of the examples."""
+"""Share an evaluation among processes of one machine: each has the whole model, and a part of the examples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone prints and writes."""
+        """Whether this is rank 0, the only one that prints and writes."""
         return self.rank == 0
 
     def share(self, items: Sequence[ItemT]) -> list[ItemT]:
@@ -45,13 +45,13 @@ class Ranks:
         return values
 
     def merge(self, own: Sequence[ItemT]) -> list[ItemT]:
-        """Return the results of all ranks in the order of the items that were shared. Collective."""
+        """Return the results of all ranks in the order of the shared items. Collective."""
         parts = self.exchange(list(own))
         return [parts[number % self.size][number // self.size] for number in range(sum(map(len, parts)))]
 
 
 def is_a_rank() -> bool:
-    """Whether torchrun started this process as one of several."""
+    """Return whether torchrun started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -61,7 +61,7 @@ def joined_ranks() -> Iterator[Ranks]:
     if not is_a_rank():
         yield Ranks()
         return
-    dist.init_process_group("gloo")  # nothing but Python objects is exchanged
+    dist.init_process_group("gloo")  # only Python objects are exchanged
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
@@ -84,7 +84,7 @@ def run_ranks(size: int, words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - a second
     from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the command tells why it failed
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the command reports why it failed
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_usable_cpus() // size)))
     options = ["--standalone", f"--nproc-per-node={size}", "--local-ranks-filter=0"]
     try:

@@ -29,8 +29,8 @@ class ModelFolder:
     """A model or adapters in Hugging Face's layout.
 
     Attributes:
-        label: as it is shown.
-        hub_home: where the base model of adapters is looked for, and downloaded to, unless HF_HOME is set.
+        label: name in output.
+        hub_home: cache for the base model of adapters, unless HF_HOME is set.
     """
 
     folder: Path
@@ -39,7 +39,7 @@ class ModelFolder:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it holds adapters for another model."""
+        """Whether these are adapters for another model."""
         return (self.folder / ADAPTER_CONFIG).is_file()
 
 
@@ -53,7 +53,7 @@ class TrainedStep:
 
     @property
     def label(self) -> str:
-        """The run and the step, as they can be typed."""
+        """The run and the step, as typed in commands."""
         return f"{self.plan.id}@{self.step}"
 
 
@@ -62,7 +62,7 @@ ModelSource = ModelFolder | TrainedStep
 
 @dataclass(frozen=True)
 class Target:
-    """A model to try, with the run that it is from, if it is from one.
+    """A model to run, with its run if it has one.
 
     Attributes:
         before: the same model before training; None if that is unknown.
@@ -74,15 +74,15 @@ class Target:
 
     @property
     def data(self) -> DataSpec | None:
-        """What the run's recipe says of its data."""
+        """The data section of the run's recipe."""
         return self.plan.recipe.data if self.plan else None
 
 
 def find_target(reference: str, workspace: Workspace) -> Target:
-    """Return the model that `RUN`, `RUN@STEP`, `RUN@best`, a folder or a hub id means.
+    """Resolve `RUN`, `RUN@STEP`, `RUN@best`, a folder or a hub id to a model.
 
     A run selects its best step by `evaluation.best`, else the newest step with an export or a checkpoint. The export of
-    a step takes precedence over its checkpoint: it loads faster, and it is what users share.
+    a step takes precedence over its checkpoint: it loads faster, and users share it.
 
     Raises:
         NotFoundError: there is no such run, step or model.
@@ -118,7 +118,7 @@ def _choose_source(layout: RunLayout, plan: RunPlan, wanted: str) -> ModelSource
 
 
 def _exports(layout: RunLayout) -> list[tuple[int, Path]]:
-    """Return the exports in a run's folder with their steps; of one step, the last is the one to take."""
+    """Return the exports in a run's folder with their steps; for each step, the last one takes precedence."""
     there = sorted((folder for folder in layout.exports.glob("step-*")), key=lambda folder: folder.name, reverse=True)
     steps = []
     for folder in (*there, layout.export):
@@ -133,7 +133,7 @@ def _exports(layout: RunLayout) -> list[tuple[int, Path]]:
 
 
 def fetch_model(name: str, revision: str | None = None, hub_home: Path = _HUB_CACHE) -> ModelFolder:
-    """Return the folder of a model that a path or a hub id names; a hub model is downloaded once.
+    """Return the folder of a model by its path or hub id; a hub model is downloaded once.
 
     Raises:
         NotFoundError: there is none.
@@ -145,10 +145,10 @@ def fetch_model(name: str, revision: str | None = None, hub_home: Path = _HUB_CA
 
 
 def find_base(plan: RunPlan) -> Path | None:
-    """Return the folder of the weights that a run began with; None if they were random.
+    """Return the folder of a run's initial weights; None if they were random.
 
     Raises:
-        NotFoundError: they are not there, and can't be downloaded.
+        NotFoundError: they don't exist, and can't be downloaded.
     """
     model = plan.recipe.model
     return None if model.weights == "random" else fetch_model(model.weights, model.revision, _hub_home(plan)).folder

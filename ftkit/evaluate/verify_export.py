@@ -1,4 +1,4 @@
-"""Verify an export: load it by transformers and peft, and compare what it computes with its record."""
+"""Verify an export: load it with transformers and peft, and compare its logits with its record."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TOLERANCE = 1e-4
-"""Largest error of logits: the root of the mean square of the difference to those in the record, relative to the
-standard deviation of these. Both are computed in fp32 with the same numbers: see docs/use-the-model.md for what was
-measured."""
+"""Largest error of logits: the root-mean-square difference from the record's, relative to their standard deviation.
+Both are computed in fp32 from the same numbers; docs/use-the-model.md has measured errors."""
 _TOLERANCE_BEFORE_ROUNDING = 5e-2
 """The same for records of earlier versions, which have the logits of the weights before they were rounded to bf16."""
 _CLOSER_THAN_BASE = 0.5
-"""The error, and what rounding changes, may be at most so much of the distance between the trained model and its
-base."""
+"""Largest error, and largest change by rounding, relative to the distance between the trained model and its base."""
 _NUM_TOKENS_BEFORE_END = 3
 
 
@@ -49,10 +47,10 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
 
     Args:
         folder: the export.
-        report: called with one line as each stage begins.
+        report: called with one line at the start of each stage.
 
     Raises:
-        NotFoundError: it is no export, or has no record to compare with.
+        NotFoundError: it is not an export, or has no record.
     """
     record = read_record(folder)
     report("reading the files of weights")
@@ -73,7 +71,7 @@ def require_passed(folder: Path, checks: list[Check]) -> None:
     """Raise an error if any check failed.
 
     Raises:
-        TrainingError: with all that failed.
+        TrainingError: with all failed checks.
     """
     failed = [check for check in checks if not check.passed]
     if failed:
@@ -89,7 +87,7 @@ def read_record(folder: Path) -> ExportRecord:
     """Read the record of an export.
 
     Raises:
-        NotFoundError: there is none that can be used.
+        NotFoundError: there is no usable record.
     """
     missing = NotFoundError(
         f"{folder} has no {EXPORT_RECORD} with what the trained model computes",
@@ -139,7 +137,7 @@ def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:
 
 def _check_model(folder: Path, record: ExportRecord) -> list[Check]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they warn of, missing adapters for one, is checked below
+        warnings.simplefilter("ignore")  # the reasons for warnings, such as missing adapters, are checked below
         model = _load(folder, record)
     model.eval()
     logits, trained = sample_logits(model, record.prompts), record.trained or []
@@ -185,7 +183,7 @@ def _load(folder: Path, record: ExportRecord) -> Any:
 
 
 def _distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) -> float:
-    """Return the root mean square of the difference, relative to the standard deviation of the last one."""
+    """Return the root-mean-square difference, relative to the standard deviation of the last argument."""
     if [len(row) for row in one] != [len(row) for row in other]:
         return float("inf")
     first, second, third = (
@@ -198,7 +196,7 @@ def _distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) 
 
 
 def _check_end(folder: Path, model: Any, record: ExportRecord) -> Check:
-    """Generate with the exported settings; a completion must end where each end token comes."""
+    """Generate with the exported settings; a completion must end at each end token."""
     if not record.end_tokens:
         return Check("end of turn", "no token ends a completion, as in training", passed=True)
     settings = GenerationConfig.from_pretrained(folder)
@@ -209,13 +207,13 @@ def _check_end(folder: Path, model: Any, record: ExportRecord) -> Check:
     length = prompt.shape[1] + _NUM_TOKENS_BEFORE_END
     other = next(token for token in range(len(record.end_tokens) + 1) if token not in record.end_tokens)
     written = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
-    missed = [str(end) for end in record.end_tokens if end not in written]  # where the model's own would serve
+    missed = [str(end) for end in record.end_tokens if end not in written]  # if the model's own is sufficient
     for end in () if missed else record.end_tokens:
         done = model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=settings,
-            # No token is left to chance: the end comes at this length, and nothing that ends before it.
+            # All tokens are forced: the end token comes at this length, and no other end token before it.
             prefix_allowed_tokens_fn=lambda _, row, end=end: [end] if len(row) == length else [other],
         )
         missed += [] if done.shape[1] == length + 1 else [str(end)]

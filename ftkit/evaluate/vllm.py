@@ -1,6 +1,6 @@
-"""Generate with vLLM's engine where it is installed: the same prompts, end tokens and settings as with transformers.
+"""Generate with vLLM's engine if it is installed: the same prompts, end tokens and settings as with transformers.
 
-vLLM is no extra of ftkit: it pins its own torch. It is in the serving image, or in an environment of its own.
+vLLM is not an extra of ftkit, because it pins its own torch. It is in the serving image, or in a separate environment.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ EngineName = Literal["auto", "transformers", "vllm"]
 
 
 def takes_vllm(source: ModelSource, engine: EngineName) -> bool:
-    """Tell whether a model is run by vLLM: if that was asked for, or by `auto` on GPUs where it is installed.
+    """Return whether vLLM runs a model: on request, or with `auto` on GPUs if it is installed.
 
     Raises:
-        PrerequisiteError: vLLM was asked for, and is missing here or can't load a checkpoint.
+        PrerequisiteError: vLLM was requested, and is missing here or can't load a checkpoint.
     """
     is_installed, is_folder = find_spec("vllm") is not None, isinstance(source, ModelFolder)
     if engine == "vllm" and not is_installed:
         raise PrerequisiteError(
             "--engine vllm: vLLM is not installed here",
             meaning="it pins its own torch, and so is in no training image",
-            fix="type the same command in the serving image (vllm:0.33), or leave --engine out",
+            fix="type the same command in the serving image (vllm:0.33), or omit --engine",
         )
     if engine == "vllm" and not is_folder:
         raise PrerequisiteError(
             f"--engine vllm: {source.label} is a checkpoint, and vLLM loads Hugging Face's layout",
-            fix="export it first (ftkit export), or leave --engine out",
+            fix="export it first (ftkit export), or omit --engine",
         )
     return engine == "vllm" or (engine == "auto" and is_installed and is_folder and torch.cuda.is_available())
 
@@ -68,9 +68,9 @@ class VllmModel:
     def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any) -> list[list[int]]:
         """Return the completion of each prompt in tokens, with its end token if it has one.
 
-        A `streamer` gets the completion once it is there: vLLM's offline engine has no tokens before.
+        A `streamer` gets the completion once it is complete: vLLM's offline engine returns no tokens before.
         """
-        from vllm import SamplingParams  # noqa: PLC0415 - not installed where transformers run the model
+        from vllm import SamplingParams  # noqa: PLC0415 - only installed where vLLM runs the model
 
         params = SamplingParams(
             max_tokens=config.max_new_tokens,
@@ -120,10 +120,10 @@ def load_with_vllm(source: ModelFolder) -> VllmModel:
         engine = LLM(
             model=str(base.folder),
             tensor_parallel_size=max(1, torch.cuda.device_count()),
-            generation_config="vllm",  # only what each request says
+            generation_config="vllm",  # only the settings of each request
             **options,
         )
-    except Exception as error:  # vLLM and its workers raise anything
+    except Exception as error:  # vLLM and its workers may raise any exception
         raise TrainingError(
             f"vLLM can't load {source.label}: {one_line(error)}",
             meaning="it does not know the model, or has too little memory for it",

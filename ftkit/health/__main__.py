@@ -1,4 +1,4 @@
-"""`python -m ftkit.health`: check this node, in a job beside the job's other nodes. Needs torch, and no Slurm."""
+"""`python -m ftkit.health`: check this node, in a job together with its other nodes. Needs torch, but not Slurm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARNING_PREFIX = "ftkit-warning "
 
 def main(words: list[str]) -> int:
     """Check this node; print the report, return the exit code."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints a page for each node that is missing
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints a page for each missing node
     options = _parser().parse_args(words)
     device, num_devices, gpu = _devices(options)
     host = options.host or socket.gethostname()
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _devices(options: argparse.Namespace) -> tuple[MeasuredDevice, int, GpuModel | None]:
-    """Return what to measure, asking torch for what was not given."""
+    """Return the settings of the checks, with torch's values for those that were not given."""
     device, count, gpu = options.device, options.num_devices, options.gpu
     if device == "cpu":
         return "cpu", count or 1, None

@@ -1,9 +1,9 @@
 """Expected performance of GPUs and networks, and thresholds for faults.
 
-Peaks are those of the vendors' data sheets (`ftkit.planning.setup`). The shares are what large matrix products and
-NCCL's collectives reach of them on healthy nodes, with room: cuBLAS reaches 65 to 75 % of the dense bf16 peak of an
-H100 or H200 with matrices of 8,192 x 8,192, an L4 half of it, because of its 72 W. nccl-tests' all-reduce reaches 75 %
-and more of NVLink's one-way bandwidth between the GPUs of a node, and of the network's between nodes.
+Peaks are those of the vendors' data sheets (`ftkit.planning.setup`). The fractions are those of large matmuls and
+NCCL's collectives on healthy nodes, with a margin: cuBLAS reaches 65 to 75 % of the dense bf16 peak of an H100 or H200
+with matrices of 8,192 x 8,192, and half of an L4's, because of its 72 W. nccl-tests' all-reduce reaches 75 % or more of
+NVLink's one-way bandwidth between the GPUs of a node, and of the network's between nodes.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _MEMORY_SHARE: Final = 0.7
 _LINK_SHARE: Final = 0.5
 _NETWORK_SHARE: Final = 0.5
 OUTLIER: Final = {"cuda": 0.85, "cpu": 0.1}
-"""Share of the median of all devices below which one is an outlier. CPUs have other work to do as well."""
+"""Fraction of the median of all devices below which one is an outlier. CPUs are shared with other work."""
 
 
 def least_matmul(gpu: GpuModel | None) -> float | None:
-    """Return the least TFLOP/s of bf16 matrix products on a healthy GPU; None for one that is not known."""
+    """Return the minimum TFLOP/s of bf16 matmuls on a healthy GPU; None for an unknown one."""
     return None if gpu is None else _MATMUL_SHARES.get(gpu, _MATMUL_SHARE) * GPUS[gpu].bf16_flops / 1e12
 
 
 def least_memory_bandwidth(gpu: GpuModel | None) -> float | None:
-    """Return the least GB/s that a copy within a healthy GPU's memory reads and writes."""
+    """Return the minimum GB/s that a copy within a healthy GPU's memory reads and writes."""
     return None if gpu is None else _MEMORY_SHARE * GPUS[gpu].memory_bandwidth / 1e9
 
 
 def least_link_bandwidth(gpu: GpuModel | None) -> float | None:
-    """Return the least bus bandwidth in GB/s of collectives within a node."""
+    """Return the minimum bus bandwidth in GB/s of collectives within a node."""
     return None if gpu is None else _LINK_SHARE * GPUS[gpu].link_bandwidth / 1e9
 
 
 def least_network_bandwidth(network_gbps: float | None) -> float | None:
-    """Return the least bus bandwidth in GB/s of collectives between nodes; from their network's Gbit/s."""
+    """Return the minimum bus bandwidth in GB/s of collectives between nodes, from their network's Gbit/s."""
     return None if network_gbps is None else _NETWORK_SHARE * network_gbps / 8
 
 
@@ -58,7 +58,7 @@ def all_gather_bus_bandwidth(num_bytes: int, num_ranks: int, seconds: float) -> 
 
 
 def is_outlier(value: float, others: Sequence[float], device: str) -> bool:
-    """Tell whether a measured rate is far below the median of all, itself included, or of two below the other."""
+    """Return whether a measured rate is far below the median of all rates (of two rates: below the other)."""
     return (len(others) > 1 and value < OUTLIER[device] * median(others)) or (
         len(others) == 2 and value < OUTLIER[device] * max(others)  # noqa: PLR2004 - the median lies between them
     )

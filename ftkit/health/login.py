@@ -1,4 +1,4 @@
-"""Checks on the machine from which runs are submitted: a few seconds, nothing is written but one small file."""
+"""Checks on the machine from which runs are submitted: they take a few seconds, and write only one small file."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _TIMEOUT_SECONDS: Final = 2.0
 CHECK_SECONDS: Final = 3.0
 """For all checks together; a name server or a file system may answer much later, or never."""
 _FEW_GIB: Final = 100
-"""A run writes checkpoints, prepared data and an export: below this, a warning."""
+"""Free space for checkpoints, prepared data and an export, below which there is a warning."""
 _CLOCK_SECONDS: Final = 5.0
-"""Clocks that differ by more make leases, file times and certificates unreliable."""
+"""Largest difference of clocks: a larger one makes leases, file times and certificates unreliable."""
 _PROXIED: Final = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
@@ -82,7 +82,7 @@ def _check_slurm(node: LoginNode) -> list[Finding]:
 
 
 def _check_partition(node: LoginNode) -> list[Finding]:
-    """Compare what the profile asks Slurm for with what Slurm has."""
+    """Compare the profile's requests with Slurm's resources."""
     cluster = node.cluster
     if cluster.scheduler != "slurm" or not node.site.has_slurm:
         return []
@@ -141,13 +141,13 @@ def _which(program: str, node: LoginNode) -> str | None:
 
 
 def _check_workspace(node: LoginNode) -> list[Finding]:
-    """Check that the workspace can be written, has room, is shared, and has the same time as this machine."""
+    """Check that the workspace is writable and shared, has free space, and the same time as this machine."""
     root = node.workspace.root
     try:
         root.mkdir(parents=True, exist_ok=True)
         before = time.time()
         mode_of_new_files(root)
-        stamp = root.stat().st_mtime  # of the file that was just made and removed
+        stamp = root.stat().st_mtime  # of the file that was just created and removed
         free_gib = shutil.disk_usage(root).free / 2**30
     except OSError as error:
         fix = "set 'workspace:' in ftkit.yaml to a folder that you can write to"
@@ -192,7 +192,7 @@ def _check_image(node: LoginNode) -> list[Finding]:
 
 
 def _check_registry(node: LoginNode) -> list[Finding]:
-    """Check that the registry answers, and that enroot has a line of credentials for it."""
+    """Check that the registry responds, and that enroot has credentials for it."""
     host = node.image.host if isinstance(node.image, RegistryImage) else (node.registry or "").partition("/")[0]
     if not host or node.cluster.runtime == "none":
         return []
@@ -242,7 +242,7 @@ def _check_hub(node: LoginNode) -> list[Finding]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Whether a server answered, in words too, and by how many seconds its clock is ahead."""
+    """Whether a server responded, with a description, and how many seconds its clock is ahead."""
 
     is_there: bool
     text: str
@@ -250,7 +250,7 @@ class _Answer:
 
 
 def _ask(url: str, environment: Mapping[str, str]) -> _Answer:
-    """Send a request to a server; a refusal counts as an answer."""
+    """Send a request to a server; a refusal counts as a response."""
     if urlsplit(url).scheme not in ("http", "https"):
         return _Answer(is_there=False, text="not an address of HTTP")
     proxy = next((environment[name] for name in _PROXIED if environment.get(name)), None)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _MIB: Final = 2**20
 _DCGM_SECONDS: Final = 40.0
 _LEAST_FREE_GIB: Final = 2
-"""On the local disk: compiled kernels and temporary files of one run."""
+"""Free space on the local disk for compiled kernels and temporary files of one run."""
 _SLOW_MB: Final = {"local disk": 200, "shared disk": 50}
-"""MB/s of one writer; below, loading weights and writing checkpoints take hours."""
+"""Minimum MB/s of one writer; below it, loading weights and writing checkpoints take hours."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Expectation:
 
     Attributes:
         local_dir: folder on its own disk.
-        shared_file: a file that the submitting machine wrote on the shared file system; None: nothing is shared.
-        num_gpus: GPUs; 0: it computes on its CPUs.
-        device_name: what the driver calls them; empty if that is not known.
+        shared_file: a file that the submitting machine wrote on the shared file system; None without one.
+        num_gpus: GPUs; 0: training on CPUs.
+        device_name: the driver's name of them; empty if unknown.
     """
 
     local_dir: Path
@@ -53,11 +53,11 @@ def check_machine(
     """Check this node.
 
     Args:
-        expected: what it should have.
-        nvml: its GPUs, or why they can't be asked.
+        expected: its expected properties.
+        nvml: its GPUs, or why NVML is unavailable.
         environment: of the container.
-        mib: how much is written to each disk.
-        is_short: leave out NVIDIA's own diagnostics, which take some ten seconds.
+        mib: amount written to each disk.
+        is_short: skip NVIDIA's diagnostics, which take some ten seconds.
     """
     findings = [_check_disk("local disk", expected.local_dir, mib)]
     if expected.shared_file is not None:
@@ -115,7 +115,7 @@ def _check_disk(name: str, folder: Path, mib: int) -> Finding:
 
 
 def _check_driver(nvml: Nvml, environment: Mapping[str, str]) -> list[Finding]:
-    """Compare the driver with the CUDA of the image, by CUDA's rule of compatibility within a major version."""
+    """Compare the driver with the CUDA of the image, by CUDA's minor version compatibility."""
     needed = image_cuda(environment)
     value = f"{nvml.driver}" + (f", CUDA {nvml.cuda[0]}.{nvml.cuda[1]}" if nvml.cuda else "")
     if nvml.cuda and needed and nvml.cuda[0] < needed[0]:
@@ -153,7 +153,7 @@ def _check_gpus(gpus: list[GpuHealth], expected: Expectation) -> list[Finding]:
 
 
 def _check_dcgm() -> list[Finding]:
-    """Run the short diagnostics of NVIDIA's DCGM where the program is there and may be used."""
+    """Run the short diagnostics of NVIDIA's DCGM if the program is installed and permitted."""
     program = shutil.which("dcgmi")
     if program is None:
         return []
@@ -190,7 +190,7 @@ def check_gpu(gpu: GpuHealth, *, has_peers: bool) -> Iterator[Finding]:
         value = f"{gpu.power_limit:.0f} W, {gpu.default_power_limit:.0f} W by default"
         yield Finding("power limit", "warning", value, "nvidia-smi --power-limit sets it", index)
     generation, width, most_generation, most_width = gpu.pcie
-    if width and most_width and width < most_width:  # generations fall when a GPU idles, widths do not
+    if width and most_width and width < most_width:  # the generation drops when a GPU is idle, the width does not
         value = f"x{width} of x{most_width} (generation {generation} of {most_generation})"
         yield Finding("PCIe", "failed", value, "reseat the GPU, or its riser", index)
     if has_peers and gpu.active_links < gpu.num_links:

@@ -1,6 +1,6 @@
-"""Processes that measure one device each: matrix products, memory, and collectives among them. Only here is torch.
+"""Processes that measure one device each: matmuls, memory, and collectives. The only module here that imports torch.
 
-A process that hangs in a collective, as NCCL does on a broken network, is killed and started anew by the next question.
+A process that hangs in a collective, as NCCL does on a broken network, is killed, and restarted for the next request.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 MeasuredDevice = Literal["cpu", "cuda"]
 _START_SECONDS: Final = 90.0
-"""Importing torch and creating a CUDA context on a busy node, eight at once."""
+"""Time for importing torch and creating a CUDA context on a busy node, in eight processes."""
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What one device does by itself.
+    """Rates of a single device.
 
     Attributes:
-        matmul: bf16 (on a CPU: fp32) matrix products, in TFLOP/s.
-        memory: read and written by a copy within its memory, in GB/s.
-        host: copied from pinned main memory, in GB/s; None on a CPU.
+        matmul: bf16 (on a CPU: fp32) matmuls, in TFLOP/s.
+        memory: reads and writes of a copy within its memory, in GB/s.
+        host: copies from pinned host memory, in GB/s; None on a CPU.
     """
 
     matmul: float
@@ -45,13 +45,13 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class CollectiveRates:
-    """Bus bandwidths of collectives, in GB/s by nccl-tests' formulas, and what carried them.
+    """Bus bandwidths of collectives, in GB/s by nccl-tests' formulas, and their transport.
 
     Attributes:
         all_reduce: of an all-reduce in bf16 (on a CPU: fp32).
         all_gather: of an all-gather.
         num_ranks: processes.
-        transport: what NCCL said that it uses; empty if it said nothing.
+        transport: as logged by NCCL; empty if it logged none.
     """
 
     all_reduce: float
@@ -62,7 +62,7 @@ class CollectiveRates:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group to measure: where its ranks meet, and which of them are these processes."""
+    """A process group to measure: its rendezvous, and the ranks of these processes."""
 
     host: str
     port: int
@@ -84,12 +84,12 @@ class DeviceProcesses:
         self._running: list[tuple[SpawnProcess, Connection]] = []
 
     def rates(self, *, is_short: bool) -> list[DeviceRates]:
-        """Measure each device by itself, all at once: as in training, they share power and cooling."""
+        """Measure each device alone, all concurrently: as in training, they share power and cooling."""
         rates: list[DeviceRates] = self._ask([("rates", is_short)] * self.count, _START_SECONDS)
         return rates
 
     def collectives(self, group: Group) -> CollectiveRates:
-        """Measure collectives of a group; the slowest process decides."""
+        """Measure collectives of a group; the result is that of the slowest process."""
         questions = [("collectives", group, group.first_rank + local) for local in range(self.count)]
         answers: list[CollectiveRates] = self._ask(questions, group.timeout + (0 if self._running else _START_SECONDS))
         return min(answers, key=lambda each: each.all_reduce)
@@ -103,10 +103,10 @@ class DeviceProcesses:
         self._running = []
 
     def _ask(self, questions: list[tuple[Any, ...]], timeout: float) -> list[Any]:
-        """Ask each process its question.
+        """Send each process its request.
 
         Raises:
-            MeasureError: one failed, or did not answer in time; then all are ended.
+            MeasureError: one failed, or did not respond in time; then all are ended.
         """
         if not self._running:
             self._start()
@@ -133,7 +133,7 @@ class DeviceProcesses:
 
 
 def _receive(connection: Connection, index: int, deadline: float) -> Any:
-    """Return the answer of a process; a text says why there is none."""
+    """Return the response of a process, or the reason why there is none as text."""
     try:
         if connection.poll(max(0.0, deadline - time.monotonic())):
             return connection.recv()
@@ -143,7 +143,7 @@ def _receive(connection: Connection, index: int, deadline: float) -> Any:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on now."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -154,9 +154,9 @@ def free_port() -> int:
 
 
 def _serve(connection: Connection, device: MeasuredDevice, index: int) -> None:
-    """Answer questions until the other side closes."""
+    """Handle requests until the other side closes."""
     with tempfile.TemporaryDirectory(prefix="ftkit-nccl-") as logs:
-        # NCCL reads these once, when it is first used. A level that the site or the user has set stays.
+        # NCCL reads these once, on first use. A level that the site or the user has set stays.
         os.environ.setdefault("NCCL_DEBUG", "INFO")
         os.environ.setdefault("NCCL_DEBUG_FILE", f"{logs}/%h.%p")
         if device == "cpu":
@@ -175,7 +175,7 @@ def _serve(connection: Connection, device: MeasuredDevice, index: int) -> None:
                     connection.send(_measure_rates(device, is_short=question[1]))
                 else:
                     connection.send(_measure_collectives(device, question[1], question[2], Path(logs)))
-            except Exception as error:  # noqa: BLE001 - whatever torch, CUDA or NCCL raise is the finding
+            except Exception as error:  # noqa: BLE001 - any exception of torch, CUDA or NCCL is a finding
                 connection.send(f"{type(error).__name__}: {one_line(error)}")
 
 
@@ -210,7 +210,7 @@ def _measure_rates(device: MeasuredDevice, *, is_short: bool) -> DeviceRates:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
-    # Some seconds, so that clocks settle where power and cooling let them.
+    # Some seconds, so that clocks settle at the limits of power and cooling.
     repeats = (100 if is_short else 1000) if on_gpu else 5
     matmul = 2 * width**3 / _seconds(lambda: torch.mm(left, right, out=out), device, repeats) / 1e12
     source = torch.empty(2**30 if on_gpu else 2**24, device=device, dtype=torch.uint8)
@@ -257,7 +257,7 @@ def _measure_collectives(device: MeasuredDevice, group: Group, rank: int, logs: 
 
 
 def find_transport(log: str) -> str:
-    """Return what NCCL's log (NCCL_DEBUG=INFO) says that it uses: its network, and the paths within the node."""
+    """Return the transport in NCCL's log (NCCL_DEBUG=INFO): its network, and the paths within the node."""
     networks = re.findall(r"NCCL INFO (?:Using network|Assigned NET plugin) ([\w./-]+(?: [\w.]+)?)", log)
     paths = {path for path in re.findall(r"NCCL INFO Channel .* via ([A-Z0-9]+)", log) if path != "NET"}
     found = [*dict.fromkeys(name.removesuffix(" to comm").strip() for name in networks[-1:]), *sorted(paths)]

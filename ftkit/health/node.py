@@ -1,8 +1,8 @@
-"""All checks of one node, beside those of the other nodes of its job. `python -m ftkit.health` runs them.
+"""All checks of one node, together with the other nodes of its job. `python -m ftkit.health` runs them.
 
-First every node checks itself. Then they meet at the first node that answers, say what they found, and those that are
-in order measure collectives together: all of them, and pair by pair, which shows whose network is slow. A node that is
-missing or out of order keeps nobody waiting for more than `wait_seconds`.
+First every node checks itself. Then they rendezvous at the first node that responds and exchange their findings, and
+the healthy ones measure collectives: all together, and in pairs, which shows whose network is slow. The others wait at
+most `wait_seconds` for a missing or unhealthy node.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _GROUP_SECONDS: Final = 40.0
 _PAIR_ROUNDS: Final = 3
-"""Rounds of pairs: a node is slow with all of its partners, its partners only with it."""
+"""Rounds of pairs: a slow node is slow with all of its partners, its partners only with it."""
 _FAST_NETWORK_GBPS: Final = 100
 _CLOCK_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.1
@@ -54,16 +54,16 @@ class NodeJob:
     """Checks of one node.
 
     Attributes:
-        host: its name among `hosts`, which are all of the job.
-        port: where the first one of them lets the others meet; the ports after it are for measurements.
-        device: what training runs on, with `num_devices` on each node.
-        gpu: model in the cluster's profile, if it is known.
-        network_gbps: of a node, if it is known.
+        host: its name among `hosts`, which are all nodes of the job.
+        port: of the rendezvous on the first responding node; the following ports are for measurements.
+        device: of training, with `num_devices` on each node.
+        gpu: model in the cluster's profile, if known.
+        network_gbps: of a node, if known.
         local_dir: folder on the node's own disk.
-        shared_file: what has to be there if the shared file system is.
-        is_short: the form that runs before training: no pairs unless something is wrong.
-        wait_seconds: how long to wait for nodes that start late.
-        absent_dir: folder in which HOST.absent says that a node need not be waited for.
+        shared_file: a file that exists if the shared file system is mounted.
+        is_short: the form before training: pairs only after a failed check.
+        wait_seconds: maximum wait for nodes that start late.
+        absent_dir: folder in which HOST.absent marks a node that will not come.
     """
 
     host: str
@@ -89,10 +89,10 @@ class NodeReport:
         findings: of all checks.
         devices: rates of each device.
         within: collectives among the devices of the node.
-        between: collectives among all nodes that are in order.
+        between: collectives among all healthy nodes.
         pairs: bus bandwidth in GB/s of all-reduces with one other node each.
-        time: by the node's clock, when all nodes were there.
-        seconds: that the checks took.
+        time: by the node's clock, when all nodes had joined.
+        seconds: duration of the checks.
     """
 
     host: str
@@ -160,9 +160,9 @@ def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: Device
 
 
 def _below_peak(job: NodeJob) -> Status:
-    """Return what it means to be slower than a data sheet promises: before training, only other nodes are the measure.
+    """Return the status of a rate below the data sheet's: before training, only the comparison with other nodes fails.
 
-    A site may limit the power of all its GPUs, or a profile may promise too fast a network: no node is to blame.
+    A site may limit the power of all its GPUs, or a profile may have too fast a network, without a fault of the node.
     """
     return "warning" if job.is_short else "failed"
 
@@ -194,7 +194,7 @@ def _judge_collectives(job: NodeJob, name: str, rates: CollectiveRates, least: f
 
 
 class _Meeting:
-    """Where the nodes of a job tell each other what they found: a store of torch on the first node that answers."""
+    """Exchange of findings between the nodes of a job: a torch store on the first node that responds."""
 
     def __init__(self, job: NodeJob) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - it is exported by name only
@@ -204,14 +204,14 @@ class _Meeting:
         for host in job.hosts:
             if self._is_absent(host):
                 continue
-            with contextlib.suppress(Exception):  # of torch, when nobody listens there
+            with contextlib.suppress(Exception):  # raised by torch if there is no listener
                 wait = timedelta(seconds=job.wait_seconds)
                 self._store = TCPStore(host, job.port, is_master=host == job.host, wait_for_workers=False, timeout=wait)
                 break
         self.is_host = self._store is not None and host == job.host
 
     def share(self, topic: str, value: Any, hosts: tuple[str, ...]) -> dict[str, Any]:
-        """Give a value to the others and take theirs; hosts that give none in time are missing from the result."""
+        """Exchange a value with the other nodes; hosts without a value in time are missing from the result."""
         if self._store is None:
             return {self._job.host: value}
         self._store.set(f"{topic}/{self._job.host}", json.dumps(value))
@@ -231,7 +231,7 @@ class _Meeting:
         return folder is not None and (folder / f"{host}.absent").exists()
 
     def decide(self, topic: str, value: Any) -> Any:
-        """Return what the host of the meeting says: those that waited for others may have seen other things."""
+        """Return the value of the rendezvous' host, since nodes may have seen different values."""
         if self._store is None or self.is_host:
             if self._store is not None:
                 self._store.set(topic, json.dumps(value))
@@ -239,7 +239,7 @@ class _Meeting:
         try:
             self._store.wait([topic], timedelta(seconds=2 * self._job.wait_seconds))
             return json.loads(self._store.get(topic))
-        except Exception:  # noqa: BLE001 - torch's, of a host that went away
+        except Exception:  # noqa: BLE001 - torch's errors if the host is gone
             return value
 
 
@@ -308,7 +308,7 @@ def _measure_pairs(job: NodeJob, processes: DeviceProcesses, report: NodeReport,
 
 
 def pair_rounds(members: tuple[str, ...]) -> list[dict[str, str]]:
-    """Return rounds in which each node has another partner: the circle method of round-robin tournaments."""
+    """Return rounds in which each node has a different partner: the circle method of round-robin tournaments."""
     ring: list[str | None] = list(members) if len(members) % 2 == 0 else [*members, None]
     rounds = []
     for _ in range(len(ring) - 1):
@@ -324,7 +324,7 @@ def judge_beside_others(host: str, device: str, numbers: Mapping[str, Mapping[st
 
     Args:
         host: the node.
-        device: what was measured.
+        device: the measured device.
         numbers: of all nodes, by name: `matmul` of each device, `pair` with the best partner, `time`, `driver`.
     """
     findings, own = [], numbers[host]

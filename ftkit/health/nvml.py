@@ -1,6 +1,6 @@
 """Query the GPU driver through NVML (nvidia-ml-py); only this module does.
 
-What a GPU or a driver does not support is None. Constants are those of NVIDIA's NVML API reference.
+Values that a GPU or driver does not support are None. Constants are from NVIDIA's NVML API reference.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ THROTTLE_REASONS: Final = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
-"""nvmlClocksEventReason*: why clocks are below what was asked for. Idle and set clocks are no throttling."""
+"""nvmlClocksEventReason*: why clocks are below the requested ones. Idle and fixed clocks are not throttling."""
 FAULTY_REASONS: Final = ("hardware slowdown", "hardware thermal", "power brake")
-"""What no load explains on a healthy node: a power cap and software thermal limits occur under full load."""
+"""Reasons that no load explains on a healthy node; a power cap and software thermal limits occur under full load."""
 _NVLINK_BYTES: Final = ((138, "sent"), (139, "received"))
 """NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX, in KiB since the driver was loaded."""
 _ALL_LINKS: Final = 2**32 - 1
@@ -34,23 +34,23 @@ _ALL_LINKS: Final = 2**32 - 1
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """What does not change while a job runs, and what should be as the vendor delivered it.
+    """State of a GPU: properties that don't change during a job, and signs of faults.
 
     Attributes:
-        index: as NVML counts.
+        index: NVML's.
         name: of the model.
         bus_id: PCI address.
         memory_gib: memory.
         power_limit: in W; `default_power_limit` is the vendor's.
         max_clock: of the SMs, in MHz.
-        throttle: names in `THROTTLE_REASONS` that hold now.
+        throttle: current reasons, named as in `THROTTLE_REASONS`.
         temperature: in degrees Celsius.
-        uncorrected_errors: of ECC, since the driver was loaded.
+        uncorrected_errors: ECC errors since the driver was loaded.
         retired_pages: of GPUs before Ampere.
-        is_remap_failed: whether a memory row could not be replaced: the GPU has to be.
+        is_remap_failed: whether a memory row could not be remapped: the GPU must be replaced.
         is_remap_pending: whether a reset is needed.
-        pcie: generation and width now, and at most.
-        active_links: of NVLink; `num_links` that there are.
+        pcie: current and maximum generation and width.
+        active_links: of `num_links` NVLinks.
     """
 
     index: int
@@ -72,7 +72,7 @@ class GpuHealth:
 
 
 class Nvml:
-    """The GPUs that this process may use, by NVML. Made by `open_nvml`."""
+    """The GPUs that this process may use, through NVML. Created by `open_nvml`."""
 
     def __init__(self, library: Any, indices: list[int]) -> None:
         self._library = library
@@ -89,16 +89,16 @@ class Nvml:
 
     @property
     def cuda(self) -> tuple[int, int] | None:
-        """The newest CUDA that the driver supports by itself."""
+        """The newest CUDA that the driver supports."""
         number = self._ask("nvmlSystemGetCudaDriverVersion_v2") or self._ask("nvmlSystemGetCudaDriverVersion")
         return None if number is None else (number // 1000, number % 1000 // 10)
 
     def health(self) -> list[GpuHealth]:
-        """Ask for the state of all GPUs."""
+        """Return the state of all GPUs."""
         return [self._health(index, handle) for index, handle in self._handles.items()]
 
     def samples(self) -> list[GpuSample]:
-        """Ask for the load of all GPUs: some hundred microseconds each."""
+        """Return the load of all GPUs: some hundred microseconds each."""
         return [self._sample(index, handle) for index, handle in self._handles.items()]
 
     def _health(self, index: int, handle: Any) -> GpuHealth:
@@ -165,7 +165,7 @@ class Nvml:
         return None if answer is None else float(answer.metrics[0].value)
 
     def _throttle(self, handle: Any) -> tuple[str, ...]:
-        # Drivers from 535 on know the newer name alone in future; nvidia-ml-py has both.
+        # Drivers from 535 on may only have the newer name in future; nvidia-ml-py has both.
         bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
         return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
 
@@ -175,7 +175,7 @@ class Nvml:
         return 1024.0 * sum(known) if known else None
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Call a function of NVML; None if this GPU, this driver or this library has no answer."""
+        """Call a function of NVML; None if this GPU, driver or library does not support it."""
         call: Callable[..., Any] | None = getattr(self._library, function, None)
         if call is None:
             return None
@@ -187,7 +187,7 @@ class Nvml:
 
 @contextmanager
 def open_nvml(environment: Mapping[str, str] = os.environ) -> Iterator[Nvml | str]:
-    """Yield the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, or why NVML can't be asked."""
+    """Yield the GPUs in CUDA_VISIBLE_DEVICES, or why NVML is unavailable."""
     try:
         import pynvml as library  # noqa: PLC0415 - not everywhere installed
     except ImportError:
@@ -205,7 +205,7 @@ def open_nvml(environment: Mapping[str, str] = os.environ) -> Iterator[Nvml | st
 
 
 def visible_indices(count: int, visible: str | None) -> list[int]:
-    """Return which of `count` GPUs a process may use; names other than numbers (UUIDs, MIG) leave all of them."""
+    """Return which of `count` GPUs a process may use; all with names other than numbers (UUIDs, MIG)."""
     if visible is None:
         return list(range(count))
     words = [word.strip() for word in visible.split(",") if word.strip()]

@@ -1,6 +1,6 @@
-"""`python -m ftkit.health.sampler FILE`: one process a node that writes how busy its GPUs are, beside training.
+"""`python -m ftkit.health.sampler FILE`: one process per node that samples its GPUs during training.
 
-It imports neither torch nor pydantic, holds no GPU memory, and ends with the process that started it.
+It imports neither torch nor pydantic, uses no GPU memory, and ends with its parent process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ THROTTLE_METRIC: Final = "ftkit_gpu_throttled"
 
 @contextmanager
 def sampling(layout: RunLayout) -> Iterator[None]:
-    """Run the sampler of this node for the time of the block; training does not depend on it."""
+    """Run the sampler of this node during the block; training does not depend on it."""
     port = os.environ.get("FTKIT_METRICS_PORT", "")
     words = [sys.executable, "-m", "ftkit.health.sampler", str(layout.gpu_samples / f"{socket.gethostname()}.jsonl")]
     sampler = subprocess.Popen([*words, "--run", layout.root.name, *(["--metrics-port", port] if port else [])])
@@ -57,7 +57,7 @@ def sampling(layout: RunLayout) -> Iterator[None]:
 
 
 def main(words: list[str]) -> int:
-    """Write samples until the parent ends; return at once where NVML can't be asked."""
+    """Write samples until the parent ends; return immediately if NVML is unavailable."""
     parser = argparse.ArgumentParser(prog="python -m ftkit.health.sampler")
     parser.add_argument("file", type=Path, help="file that samples are appended to")
     parser.add_argument("--run", default="", help="name of the run, a label of the metrics")
@@ -89,7 +89,7 @@ def take_sample(nvml: Nvml, root: Path = Path("/")) -> NodeSample:
 
 
 def network_bytes(root: Path) -> float:
-    """Return the bytes that InfiniBand or RoCE adapters, or else network devices, have sent and received."""
+    """Return the bytes sent and received by InfiniBand or RoCE adapters, or else network devices."""
     # The kernel counts port_*_data in units of 4 bytes (Documentation/ABI/stable/sysfs-class-infiniband).
     data = [4 * _number(path) for path in root.glob("sys/class/infiniband/*/ports/*/counters/port_*_data")]
     devices = root.glob("sys/class/net/*/device")  # virtual ones have none
@@ -142,7 +142,7 @@ def _labels(sample: NodeSample, run: str, gpu: int | None = None) -> str:
 
 
 def _serve(latest: _Latest, port: int) -> None:
-    """Answer Prometheus in another thread; a port that is taken costs the metrics, not the run."""
+    """Serve Prometheus in another thread; if the port is taken, only the metrics are missing."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

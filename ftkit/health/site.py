@@ -1,7 +1,7 @@
 """Detect the site: Slurm and its partitions, container programs, file systems, networks.
 
-Everything is asked of programs and files that any user may read; a program that is missing or does not answer within
-two seconds leaves its part unknown. Programs are asked side by side, so that `ftkit init` takes seconds.
+All facts come from programs and files that any user may read; they stay unknown if a program is missing or does not
+respond within two seconds. Programs run concurrently, so that `ftkit init` takes seconds.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _LOCAL_CANDIDATES: Final = ("/mnt/localssd", "/mnt/scratch", "/local_scratch", "
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition of Slurm whose nodes are alike; a partition with several kinds of nodes is several of these.
+    """Nodes of one kind in a Slurm partition; a partition with several kinds of nodes has several of these.
 
     Attributes:
         name: of the partition.
-        is_default: whether jobs that name none go there.
+        is_default: whether it is the default partition.
         num_nodes: nodes of this kind.
-        gpus_per_node: GPUs that Slurm knows of, as generic resources; 0: none.
-        gpu_type: what Slurm calls them; empty if it does not say.
+        gpus_per_node: GPUs in Slurm's generic resources; 0: none.
+        gpu_type: Slurm's name of them; empty if it has none.
         cpus_per_node: CPUs that a job can have.
-        max_seconds: longest time limit; None: none.
+        max_seconds: longest time limit; None: unlimited.
     """
 
     name: str
@@ -61,17 +61,17 @@ class Site:
     """The detected site. Empty text or 0 means absent.
 
     Attributes:
-        slurm_version: of Slurm's programs, if they answer.
-        cluster_name: what Slurm calls the cluster.
+        slurm_version: of Slurm's programs, if they respond.
+        cluster_name: Slurm's name of the cluster.
         partitions: those that jobs can be submitted to.
         accounts: Slurm accounts of this user.
-        has_pyxis: whether srun takes `--container-image`.
+        has_pyxis: whether srun has `--container-image`.
         enroot: version.
         apptainer: version of Apptainer or Singularity.
-        docker: version of a docker engine that answers.
+        docker: version of a docker engine that responds.
         networks: network devices that NCCL could use: InfiniBand or RoCE adapters, else network interfaces.
-        shared_folders: mount points of file systems that other machines can see.
-        local_folder: a folder that is likely on each node's own disk.
+        shared_folders: mount points of network file systems.
+        local_folder: a folder that is probably on each node's own disk.
         num_gpus: GPUs of this machine.
         unknown: undetected properties, with the reason.
     """
@@ -92,7 +92,7 @@ class Site:
 
     @property
     def has_slurm(self) -> bool:
-        """Whether Slurm answers and has a partition."""
+        """Whether Slurm responds and has a partition."""
         return bool(self.partitions)
 
 
@@ -134,12 +134,12 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
 
 
 def answering_partitions(environment: Mapping[str, str]) -> tuple[Partition, ...]:
-    """Return the partitions of the Slurm that answers here; none if there is none, or it does not answer."""
+    """Return Slurm's partitions; none if there is no Slurm here, or it does not respond."""
     return parse_partitions(_ask(("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G|%l"), environment))
 
 
 def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return what a program printed; empty if it is not there, fails, or does not answer in time."""
+    """Return the output of a program; empty if it is missing, fails, or does not respond in time."""
     program = shutil.which(words[0], path=environment.get("PATH", os.defpath))
     if program is None:
         return ""
@@ -211,10 +211,10 @@ def parse_gres(text: str) -> tuple[str, int]:
 
 
 def parse_mounts(text: str) -> tuple[str, ...]:
-    """Return the mount points in /proc/mounts of file systems that other machines can see."""
+    """Return the mount points of network file systems in /proc/mounts."""
     fields = [line.split() for line in text.splitlines()]
     shared = [each[1] for each in fields if len(each) > len("dp") and _SHARED_TYPES.fullmatch(each[2])]
-    # proc(5): spaces and the like are written in octal
+    # proc(5): white space is octal
     return tuple(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path) for path in shared)
 
 
@@ -247,6 +247,6 @@ def _read(path: Path) -> str:
 
 
 def _local_folder(slurm_tmp: str, root: Path) -> str:
-    """Return a folder that likely is each node's own: one of the usual names, else what Slurm calls TmpFS."""
+    """Return a folder that is probably on each node's own disk: one of the usual names, else Slurm's TmpFS."""
     usual = next((path for path in _LOCAL_CANDIDATES if (root / path.lstrip("/")).is_dir()), "")
     return usual or (slurm_tmp if slurm_tmp.startswith("/") and slurm_tmp != "/tmp" else "")  # noqa: S108

@@ -22,14 +22,14 @@ _LONGEST_NAME: Final = 63
 
 @dataclass(frozen=True)
 class ProposedCluster:
-    """The profile that fits a site.
+    """The proposed profile of a site.
 
     Attributes:
-        name: of the profile to choose.
-        extends: the profile that a new one extends; empty if `name` is a known profile that fits as it is.
-        values: the keys of the new profile, apart from `name` and `extends`.
-        reason: why this one.
-        unknown: values that the user must set, since they could not be detected.
+        name: of the profile.
+        extends: the profile that a new one extends; empty if `name` is a known profile that matches.
+        values: the keys of the new profile, except `name` and `extends`.
+        reason: why it was chosen.
+        unknown: values that could not be detected, which the user must set.
     """
 
     name: str
@@ -40,12 +40,12 @@ class ProposedCluster:
 
 
 def propose_cluster(site: Site, profiles: Iterable[ClusterProfile], root: Path = Path("/")) -> ProposedCluster:
-    """Choose the profile that fits a site, or the values of one that extends it.
+    """Choose the profile of a site, or the values of one that extends it.
 
     Args:
-        site: what was found.
-        profiles: all that are known; the first one that recognizes the site is taken.
-        root: where the profiles' paths are looked up.
+        site: the detected site.
+        profiles: all known profiles; the first one that recognizes the site is chosen.
+        root: base of the profiles' paths.
     """
     known = {profile.name: profile for profile in profiles}
     if not site.has_slurm:
@@ -84,7 +84,7 @@ def _recognize(site: Site, known: dict[str, ClusterProfile], root: Path) -> tupl
 
 
 def _choose_partition(site: Site, base: ClusterProfile) -> Partition:
-    """Choose the partition of the profile, else the one with the most GPUs; the default one goes before others."""
+    """Choose the partition of the profile, else the one with the most GPUs, preferring the default one."""
     named = [each for each in site.partitions if each.name in (base.partition, *base.recognized_by.partitions)]
     return max(
         named or site.partitions, key=lambda each: (each.gpus_per_node > 0, each.is_default, _num_gpus(site, each))
@@ -96,7 +96,7 @@ def _num_gpus(site: Site, partition: Partition) -> int:
 
 
 def _differences(site: Site, partition: Partition, base: ClusterProfile) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the keys in which the site differs from a profile, and what can't be known from here."""
+    """Return the keys in which the site differs from a profile, and the values that can't be detected here."""
     unknown = []
     values: dict[str, Any] = {"partition": partition.name, "runtime": _runtime(site, base)}
     kinds = [each for each in site.partitions if each.name == partition.name]
@@ -135,9 +135,9 @@ def _runtime(site: Site, base: ClusterProfile) -> str:
 
 
 def recognize_gpu(gpu_type: str) -> str | None:
-    """Return the GPU model that Slurm's name for it stands for; None if it stands for several, or for none.
+    """Return the GPU model for Slurm's name of it; None if it is ambiguous or unknown.
 
-    `nvidia_h100_80gb_hbm3` and `h100` are h100-80gb, `a100` may be either of two.
+    `nvidia_h100_80gb_hbm3` and `h100` are h100-80gb; `a100` is ambiguous.
     """
     words = set(re.findall(r"[a-z0-9]+", gpu_type.lower()))
     models = [str(model) for model in get_args(GpuModel) if str(model).partition("-")[0] in words]

@@ -1,1 +1,1 @@
-"""Hugging Face's hub: what of it is in the caches here, requests, and access to weights and data."""
+"""The Hugging Face hub: its caches on this machine, requests, and access to weights and data."""

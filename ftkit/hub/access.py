@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 CARD = "README.md"
-"""Of a data set: what `datasets` asks for first, gated with the rest. One without it may be read as well."""
+"""File of a data set that `datasets` requests first, gated with the rest. Data sets without it are readable too."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
-    """Check that a model's weights are there and may be read.
+    """Check that a model's weights exist and may be read.
 
     Args:
         model: its weights are a folder, a hub id, or random.
         environment: the variables that Hugging Face's libraries read: the hub's address, its token, its cache.
-        default_home: where the job keeps downloads, unless HF_HOME is set.
+        default_home: the job's cache, unless HF_HOME is set.
 
     Returns:
-        A warning, if that can't be told from here.
+        A warning, if that is unknown here.
 
     Raises:
         NotFoundError: there is no such folder, model or revision.
-        PrerequisiteError: the model is gated, or there is no right to it.
-        ConfigError: their configuration can be read, and `model.architecture` contradicts it.
+        PrerequisiteError: the model is gated, or access is denied.
+        ConfigError: `model.architecture` contradicts their configuration.
     """
     if model.weights == "random":
         return None
@@ -68,7 +68,7 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
 
 
 def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
-    """Refuse a shape that would have no effect: what is trained is what the weights' configuration says."""
+    """Refuse a shape that contradicts the weights' configuration, which defines the trained model."""
     found = find_contradictions(model.architecture_of_weights, config)
     where, fix = f"{CONFIG_FILE} of {model.weights}", "Correct the recipe, or leave it out."
     if found:
@@ -76,7 +76,7 @@ def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
 
 
 def _check_complete(wanted: Repository, missing: list[str]) -> None:
-    """Refuse a model that is not laid out as transformers does it, or has no safetensors."""
+    """Refuse a model without transformers' layout, or without safetensors."""
     if CONFIG_FILE in missing:
         raise NotFoundError(
             f"{wanted.key}: '{wanted.name}' has no {CONFIG_FILE}",
@@ -93,9 +93,9 @@ def _check_complete(wanted: Repository, missing: list[str]) -> None:
 def download_weights(
     model: ModelSpec, environment: Mapping[str, str], default_home: Path, *, local_files_only: bool = False
 ) -> Path:
-    """Bring a model's files into the hub's cache, if they are not there; return their folder.
+    """Download a model's missing files into the hub's cache; return their folder.
 
-    Arguments as `check_weights` has them.
+    Arguments as in `check_weights`.
 
     Raises:
         NotFoundError: there is no such hub model, or this token may not read it.
@@ -123,9 +123,9 @@ def download_weights(
 
 
 def find_commit(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
-    """Return the commit that a model's revision is: in the cache, or by asking the hub; None: neither tells.
+    """Return the commit of a model's revision, from the cache or the hub; None if unknown.
 
-    Arguments as `check_weights` has them; raises as it does.
+    Arguments and errors as in `check_weights`.
     """
     if model.weights == "random" or is_path(model.weights) or _COMMIT.fullmatch(model.revision or ""):
         return model.revision
@@ -137,13 +137,13 @@ def find_commit(model: ModelSpec, environment: Mapping[str, str], default_home: 
 
 
 def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> dict[str, Any] | None:
-    """Return the configuration of a model of the hub by one small request, which leaves it in the cache.
+    """Download the configuration of a hub model into the cache with one small request, and return it.
 
-    Arguments as `check_weights` has them. None: the hub can't be asked from here, or has nothing sensible.
+    Arguments as in `check_weights`. None: the hub does not respond, or its response is not usable.
 
     Raises:
         NotFoundError: there is no such model or revision, or it has no configuration.
-        PrerequisiteError: the model is gated, or there is no right to it.
+        PrerequisiteError: the model is gated, or access is denied.
     """
     if offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         return None
@@ -154,16 +154,16 @@ def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home:
     _check_complete(wanted, answer.missing)
     try:
         return read_model_config(download_file(model, CONFIG_FILE, environment, default_home).parent)
-    except Exception:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
+    except Exception:  # noqa: BLE001 - errors of the client, of its HTTP library, of the file system
         return None
 
 
 def fetch_files(
     model: ModelSpec, names: Sequence[str], environment: Mapping[str, str], default_home: Path
 ) -> Path | None:
-    """Return the folder of the hub's cache that has some of a model's files, downloaded if the first is not there.
+    """Return the folder of the hub's cache with some of a model's files; download them if the first is missing.
 
-    Arguments as `check_weights` has them; raises as it does. None: the first is lacking, or the hub can't be asked.
+    Arguments and errors as in `check_weights`. None: the model lacks the first file, or the hub does not respond.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
@@ -178,13 +178,13 @@ def fetch_files(
         return None
     try:
         files = [download_file(model, name, environment, default_home) for name in names if name not in answer.missing]
-    except Exception:  # noqa: BLE001 - of the client, of the HTTP library below it, of the file system
+    except Exception:  # noqa: BLE001 - errors of the client, of its HTTP library, of the file system
         return None
     return files[0].parent
 
 
 def check_data(source: Source, environment: Mapping[str, str], default_home: Path) -> str | None:
-    """Check that a data set of the hub is there and may be read, as `check_weights` does; others have no hub."""
+    """Check that a hub data set exists and may be read, like `check_weights`; other sources pass."""
     if not isinstance(source, HubSource) or is_path(source.dataset):
         return None
     wanted = Repository("data set", "data.source.dataset", source.dataset, source.revision)
@@ -198,7 +198,7 @@ def check_data(source: Source, environment: Mapping[str, str], default_home: Pat
 
 
 def _bare(name: str) -> str:
-    """Return what `datasets` leaves of a name in its cache, where `org/MyData` is `org___my_data`."""
+    """Return the name of a data set's folder in the cache of `datasets`: `org___my_data` for `org/MyData`."""
     return re.sub("[/_]", "", name).lower()
 
 

@@ -1,4 +1,4 @@
-"""What is in Hugging Face's caches on this machine: no network, and huggingface_hub only where a model is cached."""
+"""Hugging Face's caches on this machine; uses no network, and imports huggingface_hub only for cached models."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MODEL_CACHE = ("hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 
 
 def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
-    """Return the folder on this machine that has a model's files: the given one, or one of the hub's cache.
+    """Return the folder on this machine with a model's files: the given one, or one in the hub's cache.
 
     Args:
         model: its weights are a folder, a hub id, or random.
         environment: the variables that Hugging Face's libraries read: the hub's address, its token, its cache.
-        default_home: where the job keeps downloads, unless HF_HOME is set.
+        default_home: the job's cache, unless HF_HOME is set.
 
     Returns:
         None if there is no such folder.
@@ -39,7 +39,7 @@ def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: 
 
 
 def find_tokenizer(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
-    """Return the folder on this machine that has a model's tokenizer. Arguments as in `find_folder`.
+    """Return the folder on this machine with a model's tokenizer. Arguments as in `find_folder`.
 
     Returns:
         None if there is none, or if it is one of the hub's that was not downloaded as tokenizer.json.
@@ -56,7 +56,7 @@ def find_tokenizer(model: ModelSpec, environment: Mapping[str, str], default_hom
 def _cached(
     name: str, file: str, revision: str | None, environment: Mapping[str, str], default_home: Path
 ) -> Path | None:
-    """Return the folder of the hub's cache that has a model's file."""
+    """Return the folder of the hub's cache with a model's file."""
     cache = cache_folder(environment, default_home, *MODEL_CACHE)
     if not (cache / f"models--{name.replace('/', '--')}").is_dir():  # as for most models: nothing to import
         return None
@@ -75,7 +75,7 @@ def is_fetched(model: ModelSpec, environment: Mapping[str, str], default_home: P
 
 
 def cache_folder(environment: Mapping[str, str], default_home: Path, name: str, *variables: str) -> Path:
-    """Return the folder that the first variable that is set gives; else `name` below HF_HOME or `default_home`."""
+    """Return the folder of the first set variable; else `name` below HF_HOME or `default_home`."""
     named = next((environment[variable] for variable in variables if environment.get(variable)), None)
     return Path(named or Path(environment.get("HF_HOME") or default_home, name)).expanduser()
 

@@ -1,4 +1,4 @@
-"""Ask the hub for files, and turn its refusals into errors. Requests are huggingface_hub's."""
+"""Query the hub with huggingface_hub, and convert its refusals to errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 10
 
 @dataclass(frozen=True)
 class Repository:
-    """What a recipe asks for of the hub, and under which key."""
+    """A repository in a recipe, with its key."""
 
     kind: Literal["model", "data set"]
     key: str
@@ -33,7 +33,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the hub says of a repository: a warning if it can't be asked, the files it lacks, the revision's commit."""
+    """The hub's answer about a repository: a warning if it does not respond, missing files, the revision's commit."""
 
     warning: str | None
     missing: list[str]
@@ -45,7 +45,7 @@ def repository_of(model: ModelSpec) -> Repository:
 
 
 def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, str]) -> Answer:
-    """Ask for files, not about the repository: of a gated one, everybody may know that it is there."""
+    """Query files, not the repository, since everyone may see that a gated one exists."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
 
     token, endpoint = read_token(environment), endpoint_of(environment)
@@ -57,7 +57,7 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
         try:
             found = get_hf_file_metadata(url, token=token or False, timeout=TIMEOUT_SECONDS)
             commit = commit or found.commit_hash
-        except Exception as error:  # noqa: BLE001 - of the client, and of the HTTP library below it
+        except Exception as error:  # noqa: BLE001 - errors of the client, and of its HTTP library
             refused = _read_refusal(error)
             if refused is None:
                 reason = str(error).partition("\n")[0] or type(error).__name__
@@ -81,16 +81,16 @@ def download_file(model: ModelSpec, name: str, environment: Mapping[str, str], d
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
-    """Return the hub's token: the variable's, or that of the file in which `hf auth login` leaves it.
+    """Return the hub's token: from the variable, or from the file of `hf auth login`.
 
     Raises:
-        PrerequisiteError: what is there can't be a token.
+        PrerequisiteError: the content can't be a token.
     """
     home = environment.get("HF_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache" / "huggingface"
     path = Path(environment.get("HF_TOKEN_PATH") or Path(home, "token")).expanduser()
     places = {name: environment.get(name, "").strip() for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
     for place, token in (places | {str(path): _read(path)}).items():
-        if token and not re.fullmatch(r"[!-~]+", token):  # the HTTP library would show it in its complaint
+        if token and not re.fullmatch(r"[!-~]+", token):  # the HTTP library's error would contain it
             raise PrerequisiteError(
                 f"what {place} holds is not a token of the hub: a token is one word",
                 fix="create one in the settings of your account on the hub",
@@ -114,14 +114,14 @@ def endpoint_of(environment: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """How the hub refuses: its own code, or the HTTP status alone."""
+    """The hub's refusal: its error code, or the HTTP status."""
 
     status: int
     code: str
 
 
 def _read_refusal(error: Exception) -> _Refusal | None:
-    """Return how the hub refused; None: the error is another."""
+    """Return the hub's refusal; None for other errors."""
     from huggingface_hub import errors  # noqa: PLC0415
 
     codes: dict[str, type[Exception]] = {
@@ -136,7 +136,7 @@ def _read_refusal(error: Exception) -> _Refusal | None:
 
 
 def _explain(wanted: Repository, refused: _Refusal, *, has_token: bool) -> str:
-    """Raise what an answer of the hub means; return a warning where it means nothing for the repository."""
+    """Raise the error for the hub's answer; return a warning if the answer is not about the repository."""
     if refused.code == "RevisionNotFound":
         raise NotFoundError(
             f"{wanted.key.rpartition('.')[0]}.revision: '{wanted.name}' has no revision '{wanted.revision or 'main'}'",

@@ -165,13 +165,13 @@ def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
     if recipe.training.offload != "none" and cluster.device == "cpu":
         yield Problem(
             f"recipe {recipe.name} on cluster {cluster.name}", "training.offload",
-            f"'{recipe.training.offload}' has no effect without GPUs: everything is in main memory.",
+            f"'{recipe.training.offload}' has no effect without GPUs: everything is in host memory.",
             "Take 'none', or a cluster with GPUs.",
         )  # fmt: skip
     if recipe.training.activation_offload and cluster.device == "cpu":
         yield Problem(
             f"recipe {recipe.name} on cluster {cluster.name}", "training.activation_offload",
-            "has no effect without GPUs: everything is in main memory.", "Leave it out, or take a cluster with GPUs.",
+            "has no effect without GPUs: everything is in host memory.", "Leave it out, or take a cluster with GPUs.",
         )  # fmt: skip
 
 

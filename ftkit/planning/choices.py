@@ -1,4 +1,4 @@
-"""What ftkit chooses where a recipe says `auto` (engine, micro-batch, checkpointing), and the changes it suggests."""
+"""Resolve a recipe's `auto` values (engine, micro-batch, checkpointing), and suggest changes."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _SHARDED: dict[Method, str] = {
     "qlora": "4-bit weights and adapters",
 }
 SPARE = 0.8
-"""Part of a GPU's usable memory up to which layers stay unsharded: predictions have missed by
-6 %, and by 12 % before the worst were mended."""
+"""Fraction of a GPU's usable memory up to which layers stay unsharded: predictions were off by up to 6 %, and by 12 %
+before the worst were corrected."""
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """How the model is spread over the processes, and why so.
+    """The engine that shards the model, with the reason.
 
     Attributes:
         name: the engine.
-        reason: why it is this one.
+        reason: why it was chosen.
         keeps_weights: whether layers stay unsharded from the forward pass to the backward pass.
         num_replicas: copies of the model, each sharded over as many neighboring processes.
         defers_sync: whether gradients are reduced in the last micro-batch of a step alone.
@@ -68,7 +68,7 @@ class EnginePlan:
 
 
 def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
-    """Return the engine that the recipe asks for; with `auto`, FSDP2 unless only ZeRO-3 fits the GPU."""
+    """Return the recipe's engine; with `auto`, FSDP2 unless only ZeRO-3 fits the GPU."""
     only = wanted.only_with_fsdp2
     if wanted.engine != "auto":
         return EnginePlan(wanted.engine, "the recipe asks for it")
@@ -88,7 +88,7 @@ def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int
 
 
 def least_memory(training: TrainingSpec) -> TrainingPlan:
-    """Resolve what is left open to the values that take the least memory."""
+    """Resolve `auto` values to those with the least memory."""
     micro, checkpointing = training.micro_batch_size, training.activation_checkpointing
     return TrainingPlan.of(
         training, 1 if micro == "auto" else micro, "full" if checkpointing == "auto" else checkpointing
@@ -146,37 +146,37 @@ def _shardings(setup: Setup) -> Iterator[Setup]:
 
 NUM_SUGGESTIONS = 3
 SHORTEST = 512
-"""Tokens; nobody trains on shorter packs for memory's sake."""
+"""Minimum tokens of a pack in suggestions; shorter packs are not useful."""
 
 WORTHWHILE = 1.1
-"""Speed-up from which on a change is suggested: predictions are off by as much."""
+"""Minimum speed-up of a suggestion, as large as the errors of predictions."""
 LEAST_DIFFERENCE = 1.02
-"""Speed-up over a smaller micro-batch that is worth a larger one."""
+"""Minimum speed-up for a larger micro-batch."""
 ROOM = 0.85
-"""Part of a GPU's usable memory that is filled where the choice is ftkit's: predictions have missed by a tenth."""
+"""Fraction of a GPU's usable memory for `auto`: predictions were off by up to a tenth."""
 ROOM_IF_ESTIMATED = 0.5
-"""The same for a model whose parameters are an estimate."""
+"""The same for a model with estimated parameters."""
 MOST_TOKENS = 2**17
-"""Tokens of a micro-batch, at most, where the choice is ftkit's: more were never measured."""
+"""Maximum tokens of a micro-batch for `auto`: more were never measured."""
 CPU_TOKENS = 2**11
-"""The same without GPUs, whose memory and speed are not predicted."""
+"""The same without GPUs: memory and speed of CPUs are not predicted."""
 MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
 
 Change = dict[str, Any]
-"""Fields of `training` with their new values, or `num_nodes` with its."""
+"""Fields of `training`, or `num_nodes`, with their new values."""
 
 
 OPEN = ("micro_batch_size", "activation_checkpointing")
-"""Settings of `training` that change speed and memory, and nothing that is learned."""
+"""Settings of `training` that change only speed and memory, not the result."""
 
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """How micro-batch and activation checkpointing came about.
+    """The choice of micro-batch and activation checkpointing.
 
     Attributes:
-        chosen: those that the recipe leaves to the plan (`auto`).
-        reason: why they are as they are.
+        chosen: keys that are `auto` in the recipe.
+        reason: why the values were chosen.
     """
 
     chosen: tuple[str, ...] = ()
@@ -185,7 +185,7 @@ class ExecutionPlan:
 
 @dataclass(frozen=True)
 class _Option:
-    """A way to compute the same optimization, and what is predicted for it."""
+    """Settings for the same optimization, with their predictions."""
 
     training: TrainingPlan
     step_seconds: float
@@ -196,13 +196,13 @@ class _Option:
 
 
 def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingPlan, ExecutionPlan]:
-    """Resolve what a recipe leaves open to the fastest way that is predicted to fit with memory to spare.
+    """Resolve a recipe's `auto` values to the fastest settings that are predicted to fit with memory to spare.
 
-    What the recipe sets stays. Where nothing can be predicted the choice is a small one.
+    Values that the recipe sets stay. Without predictions the choice is small.
 
     Args:
         training: the recipe's.
-        lightest: the setup, with what is open resolved by `least_memory`.
+        lightest: the setup with `auto` values resolved by `least_memory`.
     """
     chosen, gpu = tuple(field for field in OPEN if getattr(training, field) == "auto"), lightest.gpu
     resolved = lightest.training
@@ -238,7 +238,7 @@ def _predict(setup: Setup, gpu: Gpu) -> _Option:
 def _options(
     setup: Setup, gpu: Gpu, sizes: Sequence[int], modes: Sequence[ActivationCheckpointing]
 ) -> Iterator[_Option]:
-    """Yield what is possible, those that need the least memory first."""
+    """Yield the possible settings, those with the least memory first."""
     for size, mode in product(sizes, modes):
         if (mode == "selective" and setup.engine != "fsdp2") or (mode != "full" and setup.training.activation_offload):
             continue
@@ -256,7 +256,7 @@ def _fastest(options: Iterator[_Option], room_gib: float) -> _Option | None:
 
 
 def _micro_batch_sizes(setup: Setup, most_tokens: int) -> list[int]:
-    """Return the micro-batches that make up the global batch without rest, smallest first."""
+    """Return the micro-batches that divide the global batch, smallest first."""
     training = setup.training
     per_process = training.global_batch_size // setup.num_data_ranks
     most = max(1, min(per_process, most_tokens * training.context_parallel // training.sequence_length))
@@ -265,7 +265,7 @@ def _micro_batch_sizes(setup: Setup, most_tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change as typed after a recipe, and the predicted memory of a process."""
+    """An override, and the predicted memory of a process."""
 
     override: str
     total_gib: float
@@ -275,12 +275,12 @@ class Suggestion:
 
 
 def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> list[Suggestion]:
-    """Return the mildest changes that would fit: each alone if three do, else together with others.
+    """Return the mildest changes that would fit: single ones if there are three, else also combinations.
 
     Args:
-        setup: what does not fit.
-        cluster: where it runs; decides whether there are more nodes and whether there is something to offload from.
-        room_gib: what a process's tensors may take.
+        setup: the setup that does not fit.
+        cluster: of the run; decides whether there are more nodes, and whether offloading is possible.
+        room_gib: available memory for a process's tensors.
     """
     run = _Run(setup, cluster)
     knobs = [knob for knob in run.knobs() if knob]
@@ -291,10 +291,10 @@ def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> l
             if len(found) == NUM_SUGGESTIONS:
                 return found
             if any(earlier <= set(chosen) for earlier in used):
-                continue  # less is enough
+                continue  # a milder value suffices
             strongest = _together(knobs[index][-1] for index in chosen)
             if run.predict(strongest) > room_gib:
-                continue  # milder ones don't fit either
+                continue  # milder values don't fit either
             for changes in product(*(knobs[index] for index in chosen)):
                 change = _together(changes)
                 total = run.predict(change)
@@ -311,11 +311,11 @@ def _together(changes: Iterable[Change]) -> Change:
 
 @dataclass(frozen=True)
 class FasterSuggestion:
-    """Changes that would make a run faster and still fit, as typed after a recipe.
+    """Overrides that would make a run faster and still fit.
 
     Attributes:
-        override: what is typed.
-        speedup: how many times as fast.
+        override: as typed after a recipe.
+        speedup: factor.
         total_gib: predicted memory of a process.
     """
 
@@ -328,9 +328,9 @@ class FasterSuggestion:
 
 
 def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
-    """Return the micro-batch and the checkpointing with which the same global batch takes the least time.
+    """Return the micro-batch and the checkpointing for the shortest step with the same global batch.
 
-    Only what fits the GPU, with no memory to spare, and is worth a change.
+    Only settings that fit the GPU, even without memory to spare, and with a sufficient speed-up.
     """
     now = _predict(setup, gpu).step_seconds
     best = _fastest(_options(setup, gpu, _micro_batch_sizes(setup, MOST_TOKENS), MODES), gpu.usable_gib)
@@ -342,7 +342,7 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
 
 @dataclass(frozen=True)
 class _Run:
-    """What is to be changed."""
+    """The setup to change."""
 
     setup: Setup
     cluster: ClusterProfile
@@ -353,7 +353,7 @@ class _Run:
 
     def predict(self, change: Change) -> float:
         """Return the GiB of a process after a change."""
-        fields, setup = dict(change), replace(self.setup, gpu=None)  # where there is no room, layers reshard
+        fields, setup = dict(change), replace(self.setup, gpu=None)  # without spare memory, layers are resharded
         num_nodes = fields.pop("num_nodes", setup.num_nodes)
         num_processes = num_nodes * setup.num_processes // setup.num_nodes
         whole = replace(setup, num_nodes=num_nodes, num_shards=num_processes, num_replicas=1)
@@ -394,10 +394,10 @@ class _Run:
         ]
 
     def _optimizer_states(self) -> list[Change]:
-        """Return how the optimizer's states, and more, leave the device: 8 bits and offload exclude each other.
+        """Return the changes for optimizer states and more: 8 bits and offload exclude each other.
 
-        8 bits come first: to round the states costs no time, to fetch them from main memory does in each step. Those of
-        adapters are too few to matter.
+        8 bits come first: rounding the states costs no time, fetching them from host memory does in each step. States
+        of adapters are too small to matter.
         """
         training = self.training
         stays = training.optimizer == "adamw" and training.offload == "none"
@@ -418,7 +418,7 @@ class _Run:
 
 
 def _smaller_divisors(number: int) -> list[int]:
-    """Return the divisors below a number, largest first: with them the global batch stays what it is."""
+    """Return the divisors below a number, largest first: with them the global batch does not change."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)} - {number}, reverse=True)
 
@@ -432,7 +432,7 @@ def _halves(length: int) -> list[int]:
 
 
 def _typed(change: Change) -> str:
-    """Return a change as it is typed."""
+    """Format a change as an override."""
     words = {field: "true" if value is True else value for field, value in change.items()}
     return " ".join(
         f"--nodes {value}" if field == "num_nodes" else f"training.{field}={value}" for field, value in words.items()

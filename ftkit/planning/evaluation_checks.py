@@ -1,4 +1,4 @@
-"""Checks of what a recipe evaluates: with its data, its generation and its metrics."""
+"""Checks of a recipe's evaluation against its data, its generation and its metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
-    """Return what keeps a recipe from being evaluated as it asks."""
+    """Return the problems of a recipe's evaluation."""
     evaluation, where = recipe.evaluation, f"recipe {recipe.name}"
     without = "there is no validation split.", "Set data.validation, for example data.validation.count=200."
     if evaluation.every_steps is not None and not recipe.data.has_validation:

@@ -54,7 +54,7 @@ class CodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan(ABC):
-    """What scheduler, runtime and run folder need to know of a run. Frozen, and written to plan.json as it stands."""
+    """The plan of a run for scheduler, runtime and run folder. Frozen, and written to plan.json unchanged."""
 
     version: int
     ftkit_version: str

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 PLAN_VERSION = 1
 PREPARATION_VERSION = 6
-"""Part of the data's fingerprint, and of what checkpoints know their data by: raise it when the same spec would be
+"""Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be
 prepared into other packs."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch arithmetic: micro x processes with packs of their own x accumulation = global, in packs."""
+    """The batch arithmetic, in packs: micro-batch x processes with different packs x accumulation = global batch."""
 
     micro_batch_size: int
     accumulation_steps: int
@@ -44,12 +44,12 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The sweep that a run belongs to, and the values that are this run's own.
+    """The sweep that a run belongs to, and this run's values.
 
     Args:
         id: of the sweep, the same for all of its runs.
-        name: of the sweep; the runs' names are it and a number.
-        values: by key, as they were typed.
+        name: of the sweep; the runs' names add a number.
+        values: by key, as typed.
     """
 
     id: str
@@ -125,7 +125,7 @@ def setup_of(
 
 
 def plan_to_json(plan: JobPlan) -> str:
-    """Return what plan.json holds."""
+    """Return the content of plan.json."""
     return to_json(plan)
 
 
@@ -136,10 +136,10 @@ class PlanError(FtkitError):
 
 
 def plan_from_json(text: str | bytes, where: str) -> RunPlan:
-    """Read a plan back; `where` names the text in messages.
+    """Parse a plan; `where` is the place of the text in messages.
 
     Raises:
-        PlanError: it is no plan, or one of another version of ftkit, which allowed what this one refuses.
+        PlanError: it is not a plan, or another version of ftkit wrote it, whose values this one refuses.
     """
     try:
         return parse_json(text, RunPlan)
@@ -161,7 +161,7 @@ def plan_from_json(text: str | bytes, where: str) -> RunPlan:
 
 @dataclass(frozen=True)
 class PlanHeader:
-    """What every version writes into a plan, and what tells a script's plan from the trainer's."""
+    """The part of a plan that every version writes, which distinguishes a script's plan from the trainer's."""
 
     ftkit_version: str = ""
     script: Any = None

@@ -1,6 +1,6 @@
 """From recipe, cluster, image and request to a plan.
 
-`plan_run` is pure: it reads no file and asks no one.
+`plan_run` is pure: it does no I/O.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ def plan_run(
 
 
 def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: ModelCounts | None = None) -> ModelPlan:
-    """Resolve a model to its whole shape, with its parameters counted.
+    """Resolve a model to its complete shape, with its parameter counts.
 
     Args:
         model: the recipe's.
         config: of its weights, raw; None: there is none, or it can't be read from here.
-        counts: of the model itself, where it was counted; None: they follow from the configuration or the shape.
+        counts: counted on the model; None: they follow from the configuration or the shape.
 
     Raises:
-        ConfigError: the recipe contradicts the configuration, or neither tells the whole shape.
+        ConfigError: the recipe contradicts the configuration, or neither defines the complete shape.
     """
     shape = resolve_shape(model, config)
     if counts is None and config is not None:
@@ -120,10 +120,10 @@ def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: Model
 
 
 def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
-    """Return the plan with what follows from the parameters as they are counted on the real model.
+    """Return the plan updated with the parameter counts of the real model.
 
-    A plan by an estimate says so, and no layers stay unsharded by it: the counts decide that anew, and how much memory
-    is needed. Micro-batch, checkpointing and replicas stay as planned.
+    Plans from estimates reshard all layers: the counts decide that again, and the predicted memory. Micro-batch,
+    checkpointing and replicas stay as planned.
     """
     shape = plan.recipe.model.architecture
     if shape.is_measured:
@@ -142,7 +142,7 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
 
 
 def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
-    """Return the name of the prepared data: the same for whatever leads to the same packs."""
+    """Return the name of the prepared data, which depends on all inputs that determine the packs."""
     parts = (
         str(PREPARATION_VERSION),
         recipe.data.model_dump_json(exclude={"packing"}),  # documents are packed on disk in any case
@@ -157,7 +157,7 @@ def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
 
 
 def count_steps(training: TrainingSpec, num_packs: int | None) -> int | None:
-    """Return the number of optimizer steps; None as long as it depends on data not yet packed."""
+    """Return the number of optimizer steps; None while it depends on unprepared data."""
     if training.max_steps is not None:
         return training.max_steps
     if num_packs is None or training.num_epochs is None:
@@ -166,7 +166,7 @@ def count_steps(training: TrainingSpec, num_packs: int | None) -> int | None:
 
 
 def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: Path) -> str | None:
-    """Return what the runtime is given: a path, the engine's name, or an address in the runtime's words."""
+    """Return the image in the runtime's form: a path, the docker engine's name, or an address."""
     if cluster.runtime == "none" or image is None:
         return None
     match image:
@@ -182,7 +182,7 @@ def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: 
 
 
 def plan_placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> PlacementPlan:
-    """Return where the processes are, with the threads of each."""
+    """Return the placement of the processes, with the threads of each."""
     if cluster.device == "auto":
         raise AssertionError("device 'auto' is resolved before a run is planned")
     threads = max(1, (cluster.cpus_per_node or per_node) // per_node)

@@ -1,4 +1,4 @@
-"""What memory and step time are predicted from: the setup of a run, and the numbers of its GPU."""
+"""Inputs of the predictions of memory and step time: the setup of a run, and the figures of its GPU."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's numbers, from its vendor's data sheet; the memory as nvidia-smi shows it, where that was seen.
+    """A GPU's figures from its vendor's data sheet; the memory is nvidia-smi's if it was measured.
 
     Attributes:
-        device_name: what torch calls it. Variants of other speed (PCIe, NVL) have other names, and are unknown.
+        device_name: torch's name of it. Variants with another speed (PCIe, NVL) have other names, and are unknown.
         memory_gib: GiB.
-        bf16_flops: dense bf16 floating-point operations a second, on tensor cores.
-        matmul_efficiency: part of `bf16_flops` that the best of single matmuls reaches.
-        flex_efficiency: part of `bf16_flops` that flex attention reaches, forward and backward.
-        fp32_flops: fp32 operations a second, on CUDA cores: the trainer keeps TF32 off
-            (`ftkit.train.world`).
-        memory_bandwidth: bytes a second.
-        link_bandwidth: bytes a second to the other GPUs of its node, one way.
+        bf16_flops: dense bf16 FLOP/s, on tensor cores.
+        matmul_efficiency: fraction of `bf16_flops` that the best single matmul reaches.
+        flex_efficiency: fraction of `bf16_flops` that flex attention reaches, forward and backward.
+        fp32_flops: fp32 FLOP/s, on CUDA cores: the trainer keeps TF32 off (`ftkit.train.world`).
+        memory_bandwidth: bytes/s.
+        link_bandwidth: bytes/s to the other GPUs of its node, one way.
         has_fast_attention: whether flash-attn-4 runs on it (Hopper and newer).
-        has_fp8: whether it multiplies in FP8 (Ada, Hopper and newer).
+        has_fp8: whether it has FP8 matmuls (Ada, Hopper and newer).
     """
 
     device_name: str
@@ -44,12 +43,12 @@ class Gpu:
     flex_efficiency: float = 0.34
 
     def peak_flops(self, precision: Precision) -> float:
-        """Return the operations a second of matrix products in the precision of forward and backward."""
+        """Return the FLOP/s of matmuls in the compute dtype."""
         return self.bf16_flops if precision == "bf16" else self.fp32_flops
 
     @property
     def usable_gib(self) -> float:
-        """Memory that tensors can take."""
+        """Memory that is available to tensors."""
         return USABLE_MEMORY * self.memory_gib
 
 
@@ -75,23 +74,23 @@ GPUS: dict[GpuModel, Gpu] = {
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Return the GPU that torch calls so; None if its numbers are not known."""
+    """Return the GPU with torch's name for it; None if its figures are unknown."""
     return next((gpu for gpu in GPUS.values() if gpu.device_name == device_name), None)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, how, and on what.
+    """Model, training settings, and devices of a run.
 
     Attributes:
         shape: the model's.
         training: with every `auto` resolved.
         num_shards: processes that share a copy of the model.
-        engine: how the model is spread over them.
-        device: what they compute on.
-        gpu: its numbers; none: a CPU, or the profile names no GPU.
+        engine: that shards the model over them.
+        device: of the computation.
+        gpu: its figures; none: a CPU, or the profile sets no GPU.
         num_nodes: nodes.
-        node_bandwidth: bytes a second of a node's network; none: unknown, taken as no obstacle.
+        node_bandwidth: bytes/s of a node's network; none: unknown, assumed unlimited.
         keeps_weights: whether layers stay unsharded between forward and backward pass.
         num_replicas: copies of the model, each on `num_shards` neighboring processes.
         defers_sync: whether gradients are reduced in the last micro-batch of a step alone.
@@ -121,7 +120,7 @@ class Setup:
 
     @property
     def num_data_ranks(self) -> int:
-        """Groups of processes with packs of their own: context parallelism divides a pack among several."""
+        """Groups of processes with different packs: context parallelism divides a pack within a group."""
         return self.num_processes // self.training.context_parallel
 
     @property

@@ -60,7 +60,7 @@ class World:
         local_rank: among the processes of this host.
         device: of this process.
         mesh: all processes as they shard the model, for tensors on their devices: [shards], or [replicas, shards].
-        host_mesh: the same, for tensors in main memory.
+        host_mesh: the same, for tensors in host memory.
         context: this process in its context-parallel group, whose ranks are consecutive.
     """
 

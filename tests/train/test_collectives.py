@@ -67,7 +67,7 @@ def test_one_process_needs_no_collectives_and_cpus_have_only_one_kind(
 
 @pytest.mark.parametrize(
     ("changes", "num_hosts", "reason"),
-    [({}, 3, "the processes are on 3 hosts"), ({"offload": "all"}, 1, "weights are offloaded to main memory")],
+    [({}, 3, "the processes are on 3 hosts"), ({"offload": "all"}, 1, "weights are offloaded to host memory")],
 )
 def test_where_copy_engines_are_out_of_reach_nccl_does_it_and_the_log_says_why(
     changes: dict[str, object],

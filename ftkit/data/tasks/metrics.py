@@ -83,7 +83,7 @@ def verdict(case: Case, answer: Answer) -> float | None:
 
 
 def calls(case: Case, answer: Answer) -> float | None:
-    """Compare calls by name and arguments, in any order, where the data has at least one."""
+    """Compare calls by name and arguments, in any order, if the data has at least one."""
     return _compared(case, answer, at_least=1)
 
 
@@ -93,12 +93,12 @@ def call_names(case: Case, answer: Answer) -> float | None:
 
 
 def parallel_calls(case: Case, answer: Answer) -> float | None:
-    """Compare calls by name and arguments where the data has several in one turn."""
+    """Compare calls by name and arguments if the data has several in one turn."""
     return _compared(case, answer, at_least=2)
 
 
 def no_call(case: Case, answer: Answer) -> float | None:
-    """Whether the model calls no tool, for rows with tools where the reference calls none."""
+    """Return whether the model calls no tool, for rows with tools whose reference calls none."""
     if not case.has_tools or case.message is None or case.message.tool_calls:
         return None
     return float(not read_calls(answer.raw))
@@ -133,12 +133,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "exact_match": (Metric("exact_match", exact_match),),
     "repetition": (_REPETITION,),
 }
-"""Metrics of answers by the name that `--metrics` and recipes take (`ftkit.config.evaluation.SCORES`); the first of a
-result says which examples changed."""
+"""Metrics of completions by their name in `--metrics` and recipes (`ftkit.config.evaluation.SCORES`); the first one of
+a result determines which examples changed."""
 
 
 def choose_metrics(asked: Sequence[str], cases: Sequence[Case]) -> list[Metric]:
-    """Return the metrics that were asked for; without any, those of the task that the data is, and repetition.
+    """Return the requested metrics; by default those of the data's task, and repetition.
 
     Raises:
         NotFoundError: there is no such metric.
@@ -159,13 +159,13 @@ def _task_of(cases: Sequence[Case]) -> list[str]:
 
 
 def _own(name: str) -> Metric:
-    """Import a user's metric: a function of a row's columns and an answer."""
+    """Import a user's metric: a function of a row's columns and a completion."""
     module_name, _, function_name = name.partition(":")
     if not function_name:
         raise NotFoundError(
             f"there is no metric '{name}'",
             meaning=f"known: loss, {', '.join(METRICS)}",
-            fix="correct --metrics, or give a function of your own as module:function",
+            fix="correct --metrics, or give your own function as module:function",
         )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -186,7 +186,7 @@ def _score_by(function: Callable[..., object], name: str, case: Case, answer: An
     except Exception as error:  # user code may raise anything
         raise DataError(
             f"the metric '{name}' failed: {type(error).__name__}: {one_line(error)}",
-            meaning="it is called with a row's columns and the answer, and returns a number",
+            meaning="it is called with a row's columns and the completion, and returns a number",
             fix="correct the function",
         ) from error
     if not math.isfinite(score):

@@ -12,7 +12,7 @@ _COUNT = struct.Struct("<II")  # sections, and a field that is always 0
 _ENTRY = struct.Struct("<8sII")  # name, offset, size
 
 IMPORTS = "imports"
-"""The section that holds the names of imported functions, each ended by a zero."""
+"""The section with the names of imported functions, each terminated by a zero."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Section:
 
 
 def header_size(num_sections: int) -> int:
-    """Return how many bytes come before the first section."""
+    """Return the number of bytes before the first section."""
     return len(MAGIC) + _COUNT.size + num_sections * _ENTRY.size
 
 
@@ -41,7 +41,7 @@ def read_binary(binary: bytes) -> list[Section]:
     """Read back what `write_binary` wrote.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not such a file.
     """
     if not binary.startswith(MAGIC):
         raise ValueError("not a simulated binary")
@@ -59,5 +59,5 @@ def write_imports(names: Sequence[str]) -> Section:
 
 
 def read_imports(section: Section) -> list[str]:
-    """Return the imported names, in the order in which they lie."""
+    """Return the imported names, in their order in the file."""
     return section.content.decode().split("\0")[:-1]

@@ -1,4 +1,4 @@
-"""Judge a model's SQL by executing it: the rows that it returns against the reference's rows."""
+"""Score a model's SQL by execution: compare its rows with the reference's."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ftkit.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Far above what a question on small tables needs, far below what a reader would wait for or a node has memory for.
+# Far above the needs of a question on small tables, far below an unacceptable wait or a node's memory.
 MAX_INSTRUCTIONS = 1_000_000
 MAX_SECONDS = 5.0
 """CPU seconds of this thread, since one instruction may search a long text; wall time would depend on the load."""
 INSTRUCTIONS_PER_CHECK = 100
 MAX_VALUE_BYTES = 10_000
-"""Of a text, a blob or a row. Sorting keeps as many rows as the instructions can make, and few of them in memory."""
+"""Maximum size of a text, a blob or a row. Sorting keeps all rows that the instructions make, but few in memory."""
 MAX_COLUMNS = 256
 MAX_ROWS = 10_000
 MAX_RESULT_BYTES = 1_000_000
@@ -37,7 +37,7 @@ _READ_ACTIONS = {
     sqlite3.SQLITE_FUNCTION,
     sqlite3.SQLITE_RECURSIVE,
 }
-# VACUUM INTO asks for ATTACH too: without it no statement reaches a file.
+# VACUUM INTO needs ATTACH too: without it no statement can access a file.
 _FILE_ACTIONS = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH, sqlite3.SQLITE_PRAGMA}
 
 
@@ -147,12 +147,12 @@ def _same_rows(rows: Rows, others: Rows, *, is_ordered: bool) -> bool:
 
 
 def _rounded(cell: object) -> object:
-    """Drop the digits that depend on the order in which sqlite adds numbers up."""
+    """Round away the digits that depend on sqlite's order of summation."""
     return float(f"{cell:.9g}") if isinstance(cell, float) else cell
 
 
 def _asks_for_order(sql: str) -> bool:
-    """Whether an ORDER BY stands outside of texts, subqueries and window functions."""
+    """Return whether there is an ORDER BY outside of texts, subqueries and window functions."""
     sql = re.sub(r"'(?:[^']|'')*'", "", sql)
     num_removed = 1
     while num_removed:

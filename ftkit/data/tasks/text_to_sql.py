@@ -1,8 +1,7 @@
 """The demo task: a deterministic generator of text-to-SQL examples.
 
-Every example has its own schema: which columns its tables have, in which order, and what tables and columns are called
-are drawn, so that no question can be answered without reading the schema. The validation split has other schemas than
-the training split.
+Every example has its own schema: the columns of its tables, their order, and all names are drawn, so that no question
+can be answered without reading the schema. The schemas of the validation split are not in the training split.
 """
 
 import random
@@ -34,7 +33,7 @@ LIMITS = (2, 3, 4)
 class Example:
     """A question on a schema, and the query that answers it.
 
-    `sql_fixture` fills the tables for whoever executes the query; no model sees it.
+    `sql_fixture` fills the tables to execute the query; no model sees it.
     """
 
     sql_prompt: str
@@ -82,7 +81,7 @@ def _draw_example(rng: random.Random) -> Example:
 
 
 def _tells_apart(query: Query, fixture: str) -> bool:
-    """Whether executing the query shows every near miss to be wrong."""
+    """Return whether executing the query distinguishes it from every near miss."""
     with closing(sqlite3.connect(":memory:")) as database:
         database.executescript(query.schema.create_sql + fixture)
 
@@ -111,7 +110,7 @@ def _draw_schema(rng: random.Random) -> Schema:
 
 
 def _draw_parent(rng: random.Random, name: str, asked_as: str) -> Table:
-    """Draw a parent table, whose columns questions call, for instance, "author city"."""
+    """Draw a parent table, whose columns are, for example, "author city" in questions."""
     categories = (
         replace(column, phrases=tuple(f"{asked_as} {phrase}" for phrase in column.phrases))
         for column in _draw_columns(rng, name, Kind.CATEGORY, PARENT_CATEGORIES)
@@ -194,7 +193,7 @@ def _draw_prompt(rng: random.Random, query: Query, shape: Shape) -> str:
 
 
 def _draw_things(rng: random.Random, query: Query) -> str:
-    """Name the rows that a query is about, as in "cars whose price is above 20"."""
+    """Describe the rows of a query, as in "cars whose price is above 20"."""
     table = query.schema.table
     start, is_ = rng.choice((("with", ""), ("whose", " is"), ("where", " is")))
     tests = []

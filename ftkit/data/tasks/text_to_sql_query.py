@@ -1,4 +1,4 @@
-"""Schemas and queries of the text-to-SQL demo task, and how both are written in SQL."""
+"""Schemas and queries of the text-to-SQL demo task, and their SQL."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ Cell = str | int
 
 
 class Kind(Enum):
-    """What a column is for. A reference holds a key of the parent table."""
+    """Role of a column. A reference contains a key of the parent table."""
 
     LABEL = auto()
     CATEGORY = auto()
@@ -25,7 +25,7 @@ TEXTS = (Kind.LABEL, Kind.CATEGORY)
 
 @dataclass(frozen=True)
 class Column:
-    """A column of one table: its name there, what questions call it, and what it may hold."""
+    """A column of one table: its name there, its name in questions, and its possible values."""
 
     table: str
     name: str
@@ -43,7 +43,7 @@ Row = dict[Column, Cell]
 
 @dataclass(frozen=True)
 class Table:
-    """A table, and the word that questions have for its rows."""
+    """A table, and the word for its rows in questions."""
 
     name: str
     noun: str
@@ -64,7 +64,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Schema:
-    """The table that questions are about and, in some schemas, the parent that its rows belong to."""
+    """The table of the questions and, in some schemas, the parent that its rows belong to."""
 
     table: Table
     parent: Table | None = None
@@ -81,7 +81,7 @@ class Schema:
         return [column for table in self.tables for column in table.columns_of(*kinds)]
 
     def similar_columns(self, column: Column) -> list[Column]:
-        """The columns that one could take for this one."""
+        """The columns that could be mistaken for this one."""
         kinds = TEXTS if column.kind in TEXTS else (Kind.QUANTITY,)
         return [other for other in self.columns_of(*kinds) if other.table == column.table and other != column]
 
@@ -99,7 +99,7 @@ class Condition:
 class Query:
     """A SELECT from a schema's main table, joined with the parent where a condition needs it.
 
-    A clause that is empty is not there.
+    Empty clauses are left out.
     """
 
     schema: Schema

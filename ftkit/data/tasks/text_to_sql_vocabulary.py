@@ -1,4 +1,4 @@
-"""The words of the text-to-SQL demo task: what tables hold, and how questions ask for it."""
+"""The words of the text-to-SQL demo task: values of tables, and phrases of questions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ TITLES = (
 
 @dataclass(frozen=True)
 class Concept:
-    """What a column may hold; schemas call it one of `names`, questions one of `phrases`."""
+    """Possible values of a column; its name is one of `names` in schemas, one of `phrases` in questions."""
 
     names: tuple[str, ...]
     phrases: tuple[str, ...]
@@ -163,7 +163,7 @@ PHRASES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of question: how it may be put, and which clauses its query has.
+    """A kind of question: its phrasings, and the clauses of its query.
 
     An empty tuple means that the query has no such clause.
     """

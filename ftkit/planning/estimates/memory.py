@@ -1,10 +1,10 @@
-"""How much memory a process needs, from the architecture alone.
+"""Predict the memory of a process from the architecture alone.
 
 Formulas count the tensors of the Hugging Face implementations of the four families; the tests
 compare the parameter counts with the real classes. For other families they are estimates.
-What a decoder layer saves for the backward pass was read off the real layers: the tensors that autograd saves, with
-the layer compiled (torch.compile recomputes element-wise operations between matrix products) and eager. The
-multiples are in `ftkit.families`.
+The activations that a decoder layer saves for the backward pass were measured on the real layers: the tensors that
+autograd saves, with the layer compiled (torch.compile recomputes element-wise operations between matmuls) and eager.
+The multiples are in `ftkit.families`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Moment = Literal["loading", "loss", "backward", "optimizer"]
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted peak memory of one process, in GiB, by part: what each holds at the moment of the peak.
+    """Predicted peak memory of one process, in GiB, by part at the time of the peak.
 
     Attributes:
-        moment: when the peak is: while weights are loaded, while the loss is computed, in the backward pass, or in the
-            optimizer's step.
-        parameters: the process's own shard of the weights.
-        gradients: its own shard of their gradients.
-        optimizer: its own shard of the optimizer's states.
-        activations: what is kept for the backward pass.
+        moment: time of the peak: while weights are loaded, while the loss is computed, in the backward pass, or in the
+            optimizer step.
+        parameters: the process's shard of the weights.
+        gradients: its shard of their gradients.
+        optimizer: its shard of the optimizer states.
+        activations: tensors that are saved for the backward pass.
         logits: the output projection's logits and gradients.
-        communication: weights gathered from the other shards, and gradients on their way there.
+        communication: unsharded weights, and gradients before their reduction.
     """
 
     moment: Moment
@@ -69,7 +69,7 @@ class MemoryPlan:
 
 
 def compute_width(training: TrainingPlan) -> int:
-    """Return the bytes of a number in the precision of forward and backward."""
+    """Return the bytes of a number in the compute dtype."""
     return 2 if training.compute_precision == "bf16" else FP32
 
 
@@ -79,18 +79,18 @@ def reduce_width(training: TrainingPlan) -> int:
 
 
 def predict_memory(setup: Setup) -> MemoryPlan:
-    """Predict the peak memory of one process: the largest of five moments of a step.
+    """Predict the peak memory of one process: the maximum of five points of a step.
 
-    Trained weights have fp32 masters, gradients and two states of AdamW (16 bytes a parameter in all; ZeRO-3 has
-    them in the compute precision as well); frozen ones are there once. All are sharded. While a layer runs, its
-    whole weights are there in the compute precision, those of the next one are on their way, and so are those
-    outside the layers; if layers stay unsharded, those of all of them, from the forward pass to the backward pass.
+    Trained weights have fp32 masters, gradients and two states of AdamW (16 bytes per parameter in total; ZeRO-3 also
+    has them in the compute dtype); frozen ones exist once. All are sharded. While a layer runs, its unsharded weights
+    exist in the compute dtype, and those of the prefetched next layer, and those outside the layers; if layers stay
+    unsharded, those of all layers, from the forward pass to the backward pass.
     """
     return max(_Sizes(setup).moments(), key=lambda moment: moment.total)
 
 
 class _Sizes:
-    """Bytes of everything that a process holds at one time or another."""
+    """Bytes of all tensors of a process at different times."""
 
     def __init__(self, setup: Setup) -> None:
         shape, training = setup.shape, setup.training
@@ -106,7 +106,7 @@ class _Sizes:
         self.table = shape.vocab_size * shape.hidden_size
         self.trains_table = training.adapters is None
 
-    # What stays from step to step
+    # Tensors between steps
 
     def own_weights(self) -> float:
         if self.training.offload == "all":
@@ -128,16 +128,16 @@ class _Sizes:
     def own_states(self) -> float:
         if self.training.offload != "none":
             return 0
-        # In fp32, or a byte each and a scale in fp32 for every 256.
+        # In fp32, or one byte each and an fp32 scale for every 256.
         each = 4 if self.training.optimizer == "adamw" else 1 + 4 / 256
         return 2 * each * self.trained / self.num_shards
 
-    # Weights and gradients in full, for as long as they are needed
+    # Unsharded weights and gradients
 
     def layer(self) -> float:
         adapters = (self.total - self.counts.total) / self.shape.num_hidden_layers
         saved = self._saved_by_quantization() / self.shape.num_hidden_layers
-        adapter_width = self.width if self.engine == "zero3" else FP32  # FSDP2 gathers adapters in fp32
+        adapter_width = self.width if self.engine == "zero3" else FP32  # FSDP2 all-gathers adapters in fp32
         return self.width * self.counts.largest_layer + adapter_width * adapters - saved
 
     def around(self) -> float:
@@ -150,12 +150,12 @@ class _Sizes:
         return self.counts.around if self.trains_table else 0
 
     def matrix(self) -> float:
-        """Return the bytes of the largest quantized matrix, in the precision of its product."""
+        """Return the bytes of the largest quantized matrix, in the compute dtype."""
         width = {"none": 0, "nf4": self.width, "fp8": 1}[self.training.quantization]
         return width * max((linear.size for linear in self.counts.linears), default=0)
 
     def _saved_by_quantization(self) -> float:
-        """Return how many bytes fewer the quantized matrices take than in the compute precision."""
+        """Return the bytes that quantized matrices save compared with the compute dtype."""
         kind = self.training.quantization
         return sum(
             each.count * (self.width * each.size - quantized_bytes(kind, each.inputs, each.outputs))
@@ -164,11 +164,11 @@ class _Sizes:
         )
 
     def _frozen_bytes(self) -> float:
-        """Return the bytes of all frozen weights, quantized ones as they are stored."""
+        """Return the bytes of all frozen weights in their storage dtype."""
         return self.width * self.counts.total - self._saved_by_quantization()
 
     def gathered(self, layers: int) -> float:
-        """Return the bytes of whole weights while so many layers wait for their backward pass."""
+        """Return the bytes of unsharded weights while a number of layers wait for their backward pass."""
         if self.engine == "zero3":
             return self.width * min(ZERO3_LIVE_WEIGHTS, self.total)
         if self.num_shards > 1 or self.training.offload == "all":
@@ -177,17 +177,17 @@ class _Sizes:
             return self.around() + self.layer() * (layers if self.keeps_weights else 1)
         if self.width == FP32:
             return 0
-        # One process: frozen weights are used as they are, trained ones stay in the compute precision.
+        # One process: frozen weights are used without a copy, trained ones stay in the compute dtype.
         return self.width * (self.trained_around() + self.trained_layer() * layers)
 
     def in_flight(self, layers: int) -> float:
-        """Return what the backward pass of a layer adds: gradients that go, and the next layer's weights that come."""
+        """Return the communication of a layer's backward pass: its gradients, and the next layer's weights."""
         if self.engine == "zero3":
             return (self.width + reduce_width(self.training)) * ZERO3_BUCKET + self.matrix()
         going = self.width * self.trained_layer()
         if self.num_shards > 1:
             reduced = reduce_width(self.training) * self.trained_layer()
-            # The layer before it is being reduced; by the time that it is itself, it is done with its activations.
+            # The previous layer's gradients are being reduced; this layer's follow after its activations are freed.
             going += reduced + max(0, reduced - self.used_by_layer())
             going += 2 * self.layer() if layers and not self.keeps_weights else 0
         return going + self.matrix()
@@ -195,13 +195,13 @@ class _Sizes:
     # Activations and logits
 
     def used_by_layer(self) -> float:
-        """Return what a layer has in its backward pass, all of it computed again or not.
+        """Return the activations of a layer in its backward pass, recomputed or not.
 
-        What it computes there takes the place of what it is done with (measured at 65,536 tokens).
+        Tensors of the backward pass replace freed activations (measured at 65,536 tokens).
         """
         has_adapters = self.training.adapters is not None
         size = layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
-        if self.training.context_parallel > 1:  # attention's output, before its heads are traded for tokens
+        if self.training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += self.width * self.shape.num_attention_heads * self.shape.head_dim
         return self.tokens * size
 
@@ -213,12 +213,12 @@ class _Sizes:
         return self.plain_attention * self.training.micro_batch_size * self.training.sequence_length**2
 
     def waiting(self, layers: int) -> float:
-        """Return what so many layers keep for their backward pass."""
+        """Return the activations that a number of layers save for their backward pass."""
         if self.training.activation_checkpointing == "none":
             return layers * self.used_by_layer()
         if self.training.activation_checkpointing == "selective":
             return layers * self.width * self.tokens * selective_numbers(self.shape)
-        # Of the inputs that wait in main memory, one is in use and one on its way.
+        # Of the offloaded inputs, one is in use and one is being copied.
         return (min(layers, 2) if self.training.activation_offload else layers) * self.hidden()
 
     def loss_logits(self) -> float:
@@ -236,15 +236,15 @@ class _Sizes:
             return self.tokens * self.shape.vocab_size * (self.width + 8)
         return self.width * self.table if self.trains_table else 0
 
-    # The moments
+    # The points of a step
 
     def moments(self) -> list[MemoryPlan]:
-        # Activations are the most when the last layer's gradients have just gone, gradients at the first layer.
+        # Activations are largest after the last layer's gradients are reduced, gradients at the first layer.
         at_its_start = self.in_backward(max(0, self.shape.num_hidden_layers - 2))
         return [self.in_loading(), self.in_loss(), at_its_start, self.in_backward(0), self.in_optimizer()]
 
     def in_loading(self) -> MemoryPlan:
-        """A tied table has memory under both of its names before it is tied."""
+        """A tied table exists twice before it is tied."""
         tied = self.engine == "fsdp2" and self.shape.tie_word_embeddings
         width = FP32 if self.trains_table else self.width
         second = width * self.table / self.num_shards if tied and self.training.offload != "all" else 0
@@ -263,7 +263,7 @@ class _Sizes:
         )
 
     def in_backward(self, layers: int) -> MemoryPlan:
-        """In the backward pass of a layer, while so many others wait for theirs."""
+        """In the backward pass of a layer, while a number of other layers wait for theirs."""
         done = 1 - (layers + 1) / self.shape.num_hidden_layers
         return self._plan(
             "backward",
@@ -274,13 +274,13 @@ class _Sizes:
         )
 
     def in_optimizer(self) -> MemoryPlan:
-        """The gradients are complete, those of what is around the layers just so."""
+        """The gradients are complete, last those outside the layers."""
         if self.engine == "zero3":
             leaving = 4 * min(ZERO3_LIVE_WEIGHTS, self.trained / self.num_shards)
         else:
             reduced = reduce_width(self.training) if self.num_shards > 1 else 0
             leaving = (reduced + 2 * self.width) * self.trained_around()
-        if self.training.offload == "optimizer" and self.engine == "fsdp2":  # a tensor's states at a time
+        if self.training.offload == "optimizer" and self.engine == "fsdp2":  # one tensor's states at a time
             leaving += 8 * self.table / self.num_shards
         return self._plan("optimizer", gradients=self.own_gradients(), communication=leaving)
 
@@ -290,7 +290,7 @@ class _Sizes:
 
 
 def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, has_adapters: bool = False) -> int:
-    """Return the bytes that a layer saves of a token, in a compute precision of `width` bytes."""
+    """Return the bytes that a layer saves per token, in a compute dtype of `width` bytes."""
     savings = family_of(shape.family).savings
     size = width * _numbers(savings.compiled if compiled else savings.eager, shape)
     if compiled and has_adapters and savings.compiled_adapters is not None:
@@ -301,17 +301,17 @@ def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, has_adap
 
 
 def selective_numbers(shape: ArchitectureSpec) -> int:
-    """Return how many numbers a layer saves of a token with selective checkpointing.
+    """Return the number of elements that a layer saves per token with selective checkpointing.
 
-    They are its input and the outputs of its products and of its attention; of those into the residual stream
-    only where a norm follows them, and otherwise the stream between attention and feed-forward.
+    They are its input and the outputs of its matmuls and of its attention; outputs into the residual stream only if a
+    norm follows them, otherwise the stream between attention and feed-forward.
     """
     return _numbers(SavedTensors(3 if family_of(shape.family).savings.norms_follow else 2, 2, 2, 2), shape)
 
 
 def _numbers(saved: SavedTensors, shape: ArchitectureSpec) -> int:
     counts = count_model(shape)
-    # A token is copied for each of its experts, whose outputs are weighted and summed up.
+    # A token is copied for each of its experts, whose outputs are weighted and summed.
     hidden = saved.hidden + 3 * counts.experts_per_token * (saved.intermediate > 0)
     return (
         hidden * shape.hidden_size

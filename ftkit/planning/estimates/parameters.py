@@ -1,8 +1,7 @@
-"""How many parameters a model has, and how many of them a method trains: by formula, from its configuration.
+"""Count a model's parameters, and those that a method trains, by formula from its configuration.
 
-Exact for the Hugging Face implementations of the families that have a formula in `ftkit.families`; the tests compare
-with the real classes. Of others it is an estimate, unless they were counted on their own class
-(`ftkit.train.param_count`).
+Exact for the Hugging Face implementations of families with a formula in `ftkit.families`; the tests compare with the
+real classes. For others it is an estimate, unless they were counted on their class (`ftkit.train.param_count`).
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def count_model(shape: ArchitectureSpec) -> ModelCounts:
-    """Count the parameters of a model by its shape, or return how they were counted before."""
+    """Count the parameters of a model from its shape, or return existing counts."""
     if isinstance(shape, ArchitecturePlan) and shape.counts is not None:
         return shape.counts
     return _count_shape(shape)
 
 
-@lru_cache(maxsize=64)  # every prediction asks for it
+@lru_cache(maxsize=64)  # called by every prediction
 def _count_shape(shape: ArchitectureSpec) -> ModelCounts:
     config = _config_of(shape)
     is_exact = shape.family in FAMILIES and family_of(shape.family).has_formula
@@ -41,17 +40,17 @@ def _count_shape(shape: ArchitectureSpec) -> ModelCounts:
 
 
 def count_by_config(config: Mapping[str, Any]) -> ModelCounts:
-    """Count the parameters of a model by its config.json, raw: exact with a formula, an estimate without one.
+    """Count the parameters of a model from its raw config.json: exact with a formula, an estimate without one.
 
     Raises:
-        KeyError: the configuration of a family that is not known leaves out what is needed.
+        KeyError: the configuration of an unknown family lacks required keys.
     """
     filled = fill_config(config)
     return _count(filled, "formula" if family_of(str(filled.get("model_type"))).has_formula else "config")
 
 
 def _config_of(shape: ArchitectureSpec) -> dict[str, Any]:
-    """Return the configuration of a model that is given by its shape alone; with the experts that are usual for it."""
+    """Return the configuration of a model that is defined only by its shape, with its family's usual experts."""
     fields = shape.model_dump(exclude={"family", "full_attention_every", "rope_scaling", "counts"})
     family = family_of(shape.family)
     filled = {**family.defaults, **fields, "model_type": shape.family}
@@ -76,14 +75,14 @@ def count_parameters(shape: ArchitectureSpec) -> int:
 
 
 def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
-    """Count the parameters of all adapters: two narrow matrices a projection, and DoRA's magnitudes of outputs."""
+    """Count the parameters of all adapters: two narrow matrices per projection, and DoRA's magnitudes."""
     counts = count_model(shape)
     adapters = sum(
         linear.count * adapter_size(lora, linear.inputs, linear.outputs)
         for linear in counts.linears
         if linear.name in lora.targets
     )
-    # An estimate, for families with projections of their own.
+    # An estimate, for families with other projections.
     unknown = set() if counts.is_exact else set(lora.targets) - {linear.name for linear in counts.linears}
     return adapters + len(unknown) * shape.num_hidden_layers * adapter_size(lora, shape.hidden_size, shape.hidden_size)
 
@@ -115,7 +114,7 @@ class Experts:
 
     Attributes:
         num: routed experts.
-        per_token: those that a token is sent to.
+        per_token: experts that a token is routed to.
         width: of each.
         shared_width: of all experts together that every token goes through.
         num_dense_layers: decoder layers without experts.
@@ -140,9 +139,9 @@ _EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_peri
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts | None:
-    """Return the experts that a Hugging Face configuration names, under whichever keys; None: it names none.
+    """Return the experts in a Hugging Face configuration, under any of their keys; None if it has none.
 
-    What it leaves open is taken as what needs more memory.
+    Missing keys are assumed to have the values with the most memory.
     """
     num = _first(config, _NUM)
     if num is None or num <= 1 or config.get("is_moe") is False or config.get("enable_moe_block") is False:
@@ -170,13 +169,13 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
 
 @dataclass
 class _Layer:
-    """What is counted of a decoder layer.
+    """The counts of a decoder layer.
 
     Attributes:
         linears: its linear layers: numbers of inputs and outputs by name.
-        others: parameters of other matrices that every token is multiplied by: routers and convolutions.
+        others: parameters of other matrices that are active for every token: routers and convolutions.
         experts: parameters of matrices of all routed experts.
-        active_experts: those of them that a token is sent to.
+        active_experts: those of the experts that a token is routed to.
         vectors: norms, biases, scales and sinks.
     """
 
@@ -251,7 +250,7 @@ def _layer_type(config: Mapping[str, Any], index: int) -> str:
 
 
 def _heads(config: Mapping[str, Any], kind: str) -> tuple[int, int]:
-    """Return the width of a head and the number of key and value heads, which Gemma 4's full layers have their own."""
+    """Return the head size and the number of key and value heads, which differ in Gemma 4's full-attention layers."""
     width, groups = config["head_dim"], config["num_key_value_heads"]
     if kind == FULL and config.get("global_head_dim"):
         width = config["global_head_dim"]
@@ -339,10 +338,10 @@ def _add_experts(layer: _Layer, config: Mapping[str, Any], family: Family, exper
 
 
 def count_attention(config: Mapping[str, Any]) -> tuple[AttentionLayers, ...]:
-    """Return how many layers of a filled configuration have which attention.
+    """Return the number of layers with each kind of attention in a configuration with defaults.
 
     Raises:
-        KeyError: it leaves out how many heads there are.
+        KeyError: it lacks the number of heads.
     """
     kinds = Counter(_layer_type(config, index) for index in range(config["num_hidden_layers"]))
     found = []

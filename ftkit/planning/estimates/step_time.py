@@ -117,7 +117,7 @@ moved: a slower network between nodes does not add to it."""
 ZERO3_EXPOSED = 0.5
 """Part of the time of ZeRO-3's collectives that nothing hides."""
 HOST_BANDWIDTH = 50e9
-"""Bytes a second between a GPU and main memory (PCIe 5, 16 lanes)."""
+"""Bytes a second between a GPU and host memory (PCIe 5, 16 lanes)."""
 PADDING: Final = 2 * log(2)
 """Tokens of padded rows for each token of documents, if not known: widths are doubled from one to the next, and lengths
 are taken to be as likely in proportion."""

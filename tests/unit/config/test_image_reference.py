@@ -104,12 +104,12 @@ def test_a_digest_wins_over_a_tag() -> None:
         ("r.io/a b:1", "blanks"),
         ("r.io/a\n:1", "blanks"),
         ("r.io/", "nothing after the host"),
-        ("r.io/a..b:1", "no legal name"),
+        ("r.io/a..b:1", "not a legal name"),
         ("r.io/a:-1", "no legal tag"),
         ("r.io/a@sha256:12", "no legal tag or digest"),
-        ("r.io:65536/a:1", "no host"),
-        ("docker://r.io:9999999#a:1", "no host"),
-        ("-r.io/a:1", "no host"),
+        ("r.io:65536/a:1", "not a host"),
+        ("docker://r.io:9999999#a:1", "not a host"),
+        ("-r.io/a:1", "not a host"),
     ],
 )
 def test_an_illegal_reference_is_refused_with_a_reason(text: str, reason: str) -> None:

@@ -278,7 +278,7 @@ def test_a_source_has_short_forms_that_overrides_can_change(ctx: Context) -> Non
         ("hub", "b", 1.0),
     ]
     (found,) = problems(ctx, "data.source=[{source: a.jsonl, weight: 3}, b.jsonl]", recipe="olmo3-7b-full")
-    assert "a weight is given for a.jsonl alone: give every source one, or none" in found
+    assert "only a.jsonl has a weight: give every source one, or none" in found
 
 
 def test_a_hub_id_that_is_also_a_folder_beside_the_recipe_is_refused(ctx: Context) -> None:
@@ -391,7 +391,7 @@ def test_a_model_by_its_weights_alone_replaces_the_model_of_what_is_below(ctx: C
     [
         ("model=run:../x", "a run is given as run:NAME"),
         ("model={weights: run:x, revision: v1}", "revision has no effect with the weights of a run"),
-        ("model=random", "weights 'random' bring no tokenizer"),
+        ("model=random", "weights 'random' have no tokenizer"),
         (
             "model.architecture.rope_scaling={rope_type: linear, factor: 2, beta_fast: 3}",
             "beta_fast has no effect with",

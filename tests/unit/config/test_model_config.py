@@ -64,7 +64,7 @@ def test_shipped_shapes_are_those_of_the_published_configurations(
             "131072 in the recipe, 8192 in the weights (more need rope_scaling)",
         ),
         ({"family": "qwen3"}, "family", "qwen3 in the recipe, llama in the weights"),
-        ({"initializer_range": 0.01}, "initializer_range", "0.01 has no effect on weights that are there"),
+        ({"initializer_range": 0.01}, "initializer_range", "0.01 has no effect on pretrained weights"),
         ({"sliding_window": 4096}, "sliding_window", "4096 in the recipe, None in the weights"),
     ],
 )

@@ -383,7 +383,7 @@ def test_copy_engines_need_several_gpus_of_one_node() -> None:
     assert "'copy_engine' is not supported" in problems(
         demo("training.collectives=copy_engine", "training.engine=zero3")
     )
-    with pytest.raises(ConfigError, match="doesn't go with offload 'all'"):
+    with pytest.raises(ConfigError, match="is incompatible with offload 'all'"):
         demo("training.collectives=copy_engine", "training.offload=all")
 
 
