@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ftkit.cli.report import write_report_at_end
 from ftkit.cli.terminal.report import show_end
 from ftkit.errors import FtkitError, RunFailedError
+from ftkit.runs.progress import excluded_nodes
 from ftkit.runs.records import RecordTail
 from ftkit.runs.states import Observation, RunState
 
@@ -55,8 +56,13 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
 
 def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -> Observation:
     last = Observation(RunState.UNKNOWN, is_final=False)
+    known = excluded_nodes(run.layout)
     for seen in poll_states(run):
         if seen:
+            now = excluded_nodes(run.layout)
+            for host in [host for host in now if host not in known]:
+                view.note(f"left out {host}: {now[host]}")
+            known = now
             view.state(seen)
             last = seen
         for record in tail.read_new():  # after the state: what was written before the end is read

@@ -21,7 +21,7 @@ def signing_options(what: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in (
-            click.option("--signer", type=click.Choice(_SIGNERS), help="Default: the first one installed."),
+            click.option("--signer", type=click.Choice(_SIGNERS), help="Default: by the key."),
             click.option(
                 "--key",
                 metavar="FILE",
@@ -52,7 +52,7 @@ def required_signer(*, signs: bool, key: Path | None, signer: Signer | None) -> 
 
     Raises:
         UsageError: the options don't fit together.
-        PrerequisiteError: no such program is installed.
+        PrerequisiteError: the program is not installed, or the key is of none.
     """
     from ftkit.runs.signing import find_signer
 
@@ -60,4 +60,4 @@ def required_signer(*, signs: bool, key: Path | None, signer: Signer | None) -> 
         raise click.UsageError("--sign needs --key FILE, the private key", click.get_current_context())
     if not signs and (key or signer):
         raise click.UsageError("--key and --signer are for --sign", click.get_current_context())
-    return (find_signer(signer), key) if key else None
+    return (find_signer(key, signer), key) if key else None

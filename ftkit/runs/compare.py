@@ -226,9 +226,14 @@ def describe_inputs(
             "ftkit has uncommitted changes": code.get("has_uncommitted_changes"),
             **(start.versions if start else {}),
         },
-        "cluster": dict(_flat({**_mapping(plan.get("cluster")), **_mapping(plan.get("placement"))}))
+        "cluster": {key: value for key, value in _flat(_place(plan)) if key != "description"}
         | {"device": start.device if start else None},
     }
+
+
+def _place(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the cluster's profile, and what the run took of it."""
+    return {**_mapping(plan.get("cluster")), **_mapping(plan.get("placement"))}
 
 
 def _plan_of(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,15 @@ PRINCIPAL: Final = "ftkit"
 """Identity of the signer in ssh-keygen's allowed-signers file."""
 SUFFIXES: dict[Signer, str] = {"minisign": ".minisig", "ssh-keygen": ".sig", "cosign": ".sigstore.json"}
 _MAX_KEY_BYTES: Final = 1 << 20
+_KEY_MARKS: Final[dict[str, Signer]] = {
+    "minisign": "minisign",
+    "SIGSTORE PRIVATE KEY": "cosign",
+    "COSIGN PRIVATE KEY": "cosign",
+    "PRIVATE KEY": "ssh-keygen",
+    "ssh-": "ssh-keygen",
+    "ecdsa-": "ssh-keygen",
+}
+"""What is in a private key's file (for ssh-keygen, also in a public one's, whose private key an agent holds)."""
 
 
 class SignatureError(FtkitError):
@@ -30,21 +39,27 @@ class SignatureError(FtkitError):
     exit_code = PrerequisiteError.exit_code
 
 
-def find_signer(name: Signer | None = None) -> Signer:
-    """Return the requested program if it is installed, or the first installed one of `SIGNERS`.
+def find_signer(key: Path, name: Signer | None = None) -> Signer:
+    """Return the program to sign with: the named one, else the one that a private key is for.
 
     Raises:
-        PrerequisiteError: none is.
+        PrerequisiteError: it is not installed, or the key is of none of them.
     """
-    wanted = (name,) if name else SIGNERS
-    for each in wanted:
-        if shutil.which(each):
-            return each
-    raise PrerequisiteError(
-        f"no program to sign with: {', '.join(wanted)}",
-        meaning="signatures are made by one of these programs",
-        fix="install one; on Debian and Ubuntu: apt-get install openssh-client, or minisign",
-    )
+    text = _key_text(key)
+    kinds = [signer for mark, signer in _KEY_MARKS.items() if mark in text]
+    signer = name or next(iter(kinds), None)
+    if signer is None:
+        raise PrerequisiteError(
+            f"{key} is not a key of {', '.join(SIGNERS)}",
+            fix="give another private key: --key FILE; or choose the program: --signer NAME",
+        )
+    if shutil.which(signer) is None:
+        raise PrerequisiteError(
+            f"{signer} is not on PATH",
+            meaning=f"{key} is a key of {signer}",
+            fix="install it; on Debian and Ubuntu: apt-get install openssh-client, or minisign",
+        )
+    return signer
 
 
 def sign(path: Path, key: Path, signer: Signer, purpose: Purpose) -> Path:
@@ -165,7 +180,7 @@ def _key_text(key: Path) -> str:
         with key.open(encoding="utf-8", errors="replace") as file:
             return file.read(_MAX_KEY_BYTES)
     except OSError as error:
-        raise PrerequisiteError(f"can't read the public key {key}: {one_line(error)}") from error
+        raise PrerequisiteError(f"can't read the key {key}: {one_line(error)}") from error
 
 
 def _allowed_signers(key: Path, folder: Path) -> Path:

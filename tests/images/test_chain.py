@@ -323,12 +323,12 @@ def test_only_an_image_that_its_maker_signed_is_imported(project: Project, tmp_p
     assert unsigned.returncode == 10
     assert "is not signed" in unsigned.stderr
     assert not project.images.exists()
-    project.ok("push", "tiny:1", "--sign", "--key", str(tmp_path / "theirs"), "--signer", "ssh-keygen")
+    project.ok("push", "tiny:1", "--sign", "--key", str(tmp_path / "theirs"))
     foreign = project.call(*wanted)
     assert foreign.returncode == 10
     assert "no signature of tiny:1 fits" in foreign.stderr
-    pushed = project.ok("push", "tiny:1", "--sign", "--key", str(tmp_path / "ours"), "--signer", "ssh-keygen")
-    link = project.ok(*wanted, "--sign", "--key", str(tmp_path / "ours"), "--signer", "ssh-keygen").stdout.strip()
+    pushed = project.ok("push", "tiny:1", "--sign", "--key", str(tmp_path / "ours"))
+    link = project.ok(*wanted, "--sign", "--key", str(tmp_path / "ours")).stdout.strip()
     manifest = (project.root / link).resolve()
     manifest = manifest.with_name(f"{manifest.name}.json")
     assert json.loads(manifest.read_text())["registry_digest"] == pushed.stdout.strip().partition("@")[2]

@@ -62,14 +62,31 @@ def ftkit(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     return cluster.execute("bash", "-c", script, "ftkit", *words)
 
 
-def test_doctor_names_the_fault_of_each_node(cluster: Cluster, image: str) -> None:
-    on_node("n2", "mkdir /mnt/localssd/scratch && mount -t tmpfs -o size=1m,mode=1777 full /mnt/localssd/scratch")
+@contextmanager
+def full_disk(node: str) -> Iterator[None]:
+    """Leave no space on a node's own disk."""
+    scratch = "/mnt/localssd/scratch"
+    on_node(node, f"mkdir {scratch} && mount -t tmpfs -o size=1m,mode=1777 full {scratch}")
     try:
-        on_node("n2", "head -c 1m /dev/zero >/mnt/localssd/scratch/fill")
-        with faults(n1={"slow": True}, n3={"driver": True}, n4={"no_containers": True}):
-            done = ftkit(cluster, "doctor", "--cluster", "boxes", "--nodes", "all", "--image", image, "--json")
+        on_node(node, f"head -c 1m /dev/zero >{scratch}/fill")
+        yield
     finally:
-        on_node("n2", "umount /mnt/localssd/scratch && rm -r /mnt/localssd/scratch")
+        on_node(node, f"umount {scratch} && rm -r {scratch}")
+
+
+@contextmanager
+def no_shared_files(node: str) -> Iterator[None]:
+    """Hide the shared file system from a node."""
+    on_node(node, f"mount -t tmpfs -o mode=755 none {STATE}/shared")
+    try:
+        yield
+    finally:
+        on_node(node, f"umount {STATE}/shared")
+
+
+def test_doctor_names_the_fault_of_each_node(cluster: Cluster, image: str) -> None:
+    with full_disk("n2"), faults(n1={"slow": True}, n3={"driver": True}, n4={"no_containers": True}):
+        done = ftkit(cluster, "doctor", "--cluster", "boxes", "--nodes", "all", "--image", image, "--json")
     assert done.returncode == 12, done.stderr
     found = json.loads(done.stdout)
     assert found["exclude"] == ["n1", "n2", "n3", "n4"]
@@ -81,19 +98,38 @@ def test_doctor_names_the_fault_of_each_node(cluster: Cluster, image: str) -> No
     assert "no loop device available" in problems["n4"]
 
 
-def test_a_run_continues_without_a_node_that_does_not_see_its_folder(cluster: Cluster, image: str) -> None:
+def run_excluding(cluster: Cluster, image: str, name: str) -> tuple[dict[str, str], set[str]]:
+    """Train on two nodes of four; return the excluded nodes with their reasons, and the nodes that trained."""
     short = ("training.global_batch_size=16", "training.max_steps=2", "evaluation.sql_execution=null")
-    on_node("n1", f"mount -t tmpfs -o mode=755 none {STATE}/shared")  # where the job's script starts first
-    try:
-        done = ftkit(
-            cluster, "run", TINY, "--cluster", "boxes", "--nodes", "2", "--image", image, "--name", "picky",
-            "--prepare", "here", "resources.preflight=true", *short,
-        )  # fmt: skip
-    finally:
-        on_node("n1", f"umount {STATE}/shared")
+    done = ftkit(
+        cluster, "run", TINY, "--cluster", "boxes", "--nodes", "2", "--image", image, "--name", name,
+        "--prepare", "here", "resources.preflight=true", *short,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    run = cluster.folder(cluster.status("picky")["id"])
+    run = cluster.folder(cluster.status(name)["id"])
+    newest = max((run / "preflight").iterdir(), key=lambda path: path.stat().st_mtime)
     excluded = json.loads((run / "manifest.json").read_text())["starts"][-1]["excluded_nodes"]
-    assert excluded == {"n1": f"does not see {run}"}
-    (reports,) = (run / "preflight").iterdir()
-    assert {path.stem for path in reports.glob("*.out")} == {"n2", "n3"}
+    for host, reason in excluded.items():
+        assert f"left out {host}: {reason}" in done.stderr
+    return excluded, {path.stem for path in newest.glob("*.out")}
+
+
+def test_a_run_continues_without_nodes_that_do_not_see_its_folder_or_are_slow(cluster: Cluster, image: str) -> None:
+    with no_shared_files("n1"), faults(n3={"slow": True}):  # where the job's script starts first, and its replacement
+        excluded, trained = run_excluding(cluster, image, "picky")
+    assert set(excluded) == {"n1", "n3"}
+    assert excluded["n1"].startswith("does not see ")
+    assert "matrix products" in excluded["n3"]
+    assert trained == {"n2", "n4"}
+
+
+def test_a_run_continues_without_nodes_that_are_full_have_an_old_driver_or_start_no_container(
+    cluster: Cluster, image: str
+) -> None:
+    with full_disk("n1"), faults(n1={"driver": True}, n3={"no_containers": True}):
+        excluded, trained = run_excluding(cluster, image, "choosy")
+    assert set(excluded) == {"n1", "n3"}
+    assert "No space left on device" in excluded["n1"]
+    assert "CUDA 11.4; the image has CUDA 12.8" in excluded["n1"]
+    assert "no loop device available" in excluded["n3"]
+    assert trained == {"n2", "n4"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,18 +27,34 @@ def is_training(status: dict[str, Any]) -> bool:
     return status["last_step"] is not None and status["last_step"]["step"] > 25
 
 
-def test_a_followed_run_trains_over_two_nodes_and_ends_with_a_model(cluster: Cluster) -> None:
+@pytest.fixture(scope="module")
+def followed(cluster: Cluster) -> str:
+    """A run over two nodes that was followed to its end."""
     done = cluster.ftkit("run", "tests/train/tiny.yaml", "--cluster", "dev", "--nodes", "2", FOUR)
     assert "step 20/20" in done.stderr
-    status = cluster.status("last")
+    return str(cluster.status("last")["id"])
+
+
+def test_a_followed_run_trains_over_two_nodes_and_ends_with_a_model(cluster: Cluster, followed: str) -> None:
+    status = cluster.status(followed)
     assert (status["state"], status["world_size"], status["start"]["world_size"]) == ("completed", 4, 4)
-    log = cluster.ftkit("logs", "last").stdout
+    log = cluster.ftkit("logs", followed).stdout
     assert "n[1-2]" in log
     assert "rank 0 INFO" in log
-    assert "rank 3 INFO" in cluster.ftkit("logs", "last", "--rank", "3").stdout
+    assert "rank 3 INFO" in cluster.ftkit("logs", followed, "--rank", "3").stdout
     found = cluster.execute("find", status["end"]["export"], "-name", "model.safetensors")
     assert found.stdout.strip().endswith("export/model.safetensors")
     assert "tiny" in cluster.ftkit("runs").stdout
+
+
+def test_a_run_of_slurm_is_repeated_on_another_cluster_of_another_size(cluster: Cluster, followed: str) -> None:
+    told = cluster.ftkit("rerun", followed, "--cluster", "local", "--gpus-per-node", "1", "--name", "elsewhere")
+    for difference in ("name is local, was dev", "num_nodes is 1, was 2", "processes_per_node is 1, was 2"):
+        assert f"warning: cluster: {difference}" in told.stderr
+    assert "2 packs × 1 process × 8 accumulation = 16 packs" in told.stderr
+    assert re.search(rf"repeated: losses differ from those of {followed} from step \d+ on", told.stdout)
+    assert "on devices of another kind or number (20 records)" in told.stdout
+    assert "cluster: scheduler" in told.stdout
 
 
 def test_a_cancelled_run_ends_and_is_not_put_back_into_the_queue(cluster: Cluster) -> None:

@@ -26,6 +26,9 @@ class FollowView(Protocol):
     def state(self, seen: Observation) -> None:
         """Show the run's state; called after each poll."""
 
+    def note(self, text: str) -> None:
+        """Show what happened to the job."""
+
     def record(self, record: Record) -> None:
         """Show a record of the trainer."""
 
@@ -52,6 +55,10 @@ class PlainView:
         if words != self._shown and seen.state is not RunState.COMPLETED:
             self._terminal.say(words)
             self._shown = words
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._terminal.say(text)
 
     def record(self, record: Record) -> None:
         """Print a line; for steps, the first, the last, and one every half minute of the run."""
@@ -93,6 +100,10 @@ class LiveView:
         elif self._is_waiting:
             self._show_waiting("running")
         self._is_waiting = seen.state is not RunState.RUNNING
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(printable(text))
 
     def record(self, record: Record) -> None:
         """Move the bar, or print a line above it. Records of memory are left to the log."""

@@ -102,7 +102,11 @@ def test_a_key_of_another_program_than_the_signature_is_reported_as_such(file: P
     assert key_kind(key) == "cosign"
 
 
-def test_without_a_program_that_signs_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_says_which_program_signs(keys: KeyPair, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_signer(keys.private) == keys.signer
+    with pytest.raises(PrerequisiteError, match="is not a key of minisign, ssh-keygen, cosign"):
+        find_signer(file)
+    file.write_text("-----BEGIN ENCRYPTED SIGSTORE PRIVATE KEY-----\n")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(PrerequisiteError, match="no program to sign with"):
-        find_signer()
+    with pytest.raises(PrerequisiteError, match="cosign is not on PATH"):
+        find_signer(file)
