@@ -89,7 +89,7 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
     run_args = RunArgs(
         cluster=args.cluster,
         name=args.name or f"{recipe.name}-rerun",
-        num_nodes=args.num_nodes or place.get("num_nodes"),
+        num_nodes=args.num_nodes or (1 if profile.scheduler == "local" else place.get("num_nodes")),
         gpus_per_node=args.gpus_per_node or (None if args.cluster else place.get("processes_per_node")),
     )
     request = build_request(
