@@ -48,7 +48,13 @@ if TYPE_CHECKING:
 @click.argument("reference", metavar="RUN", shell_complete=complete_run)
 @placement_options
 @click.option("--name", metavar="NAME", help="Name of the new run; default: the recipe's name with -rerun.")
-@click.option("--allow", "allowed", metavar="PART", multiple=True, help="Accept different data, or a different image.")
+@click.option(
+    "--allow",
+    "allowed",
+    metavar="PART",
+    multiple=True,
+    help="Accept different data, a different image, or different code.",
+)
 @require_signature_option("a bundle")
 @click.option("--import", "does_import", is_flag=True, help="Import the image first if it is missing.")
 @click.option("--dry-run", is_flag=True, help="List the differences and print the job script; submit nothing.")
@@ -75,8 +81,10 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.cli.run import make_ready, report_submission, submit_ready
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.config.context import Context
+    from ftkit.launch.code import copies_of_run, files_of
     from ftkit.launch.render import render_job
     from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun
+    from ftkit.planning.layout import RunLayout
     from ftkit.runs.bundle import SIGNED_AS
     from ftkit.runs.repeat import original_to_json, read_original
     from ftkit.runs.signing import verify_beside
@@ -89,6 +97,9 @@ def command(  # noqa: PLR0913 - one for each option
     original = read_original(str(get_run(reference).layout.root) if is_own else reference)
     args = RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
     plan = plan_rerun(original, args, ctx, workspace, current_settings().image)
+    folder = get_run(reference).layout.code if is_own else RunLayout(path if path.is_dir() else path.parent).code
+    copies = copies_of_run(original.manifest, folder, allows_changes="code" in allowed)
+    plan = replace(plan, code=tuple(copy.plan for copy in copies))
     terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)
     if dry_run:
         terminal.data(render_job(plan))
@@ -106,7 +117,7 @@ def command(  # noqa: PLR0913 - one for each option
     ready = replace(
         ready,
         manifest={**ready.manifest, "repeats": repeats},
-        files={**ready.files, ready.plan.layout.original.name: original_to_json(original)},
+        files={**ready.files, **files_of(copies), ready.plan.layout.original.name: original_to_json(original)},
     )
     run = submit_ready(ready)
     report_submission(run, terminal, does_follow=follow)

@@ -121,9 +121,9 @@ class ClusterProfile(Spec):
     node_local_kind: Literal["disk", "memory"] = "disk"
     """Medium of `node_local_dir`: `memory` if it is in the node's memory, as /tmp on Soperator."""
     stage: Literal["shared", "local"] = "shared"
-    """Where ranks read pretrained weights. `shared`: from the folder or the hub's cache on the shared file system.
-    `local`: each node copies them to its `node_local_dir` once, and verifies the copy at later starts; if there is no
-    room, they are read from the shared file system, and the log says so."""
+    """Where nodes read the image and pretrained weights. `shared`: from the shared file system. `local`: each node
+    copies them to its `node_local_dir` once, and verifies the copy at later starts; sbcast passes the image from node
+    to node. If there is no room, they are read from the shared file system, and the log says so."""
     mounts: tuple[str, ...] = ()
     """Folders to mount into the container: `PATH` or `FROM:TO`, absolute, with pyxis's flags after a further colon."""
     environment: dict[VariableName, str] = Field(default_factory=dict)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ftkit
 from ftkit import process
@@ -105,6 +105,33 @@ def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
         copy_code(folder, f"with-{folder.name}", "--with-code", is_package=(folder / "__init__.py").is_file())
         for folder in absolute
     ]
+
+
+def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: bool) -> list[CodeCopy]:
+    """Read the copies that another run carries, for a run that repeats it.
+
+    Args:
+        manifest: that run's.
+        folder: where its copies are.
+        allows_changes: take a copy that was changed, and leave one out that is missing.
+
+    Raises:
+        ConfigError: a copy is missing or was changed.
+    """
+    copies, problems = [], []
+    for name, values in manifest.get("code", {}).items():
+        plan = CodePlan(**values)
+        files = read_copy(folder / name)
+        found = digest_of(files) if files else ""
+        if found != plan.sha256 and not allows_changes:
+            what = f"was changed: sha256 {found[:12]}, was {plan.sha256[:12]}" if found else "is not here"
+            fix = "Repeat it from its own folder; or run it without that code, or with what is there: --allow code"
+            problems.append(Problem("", f"code: {name}", f"the run's copy of {plan.source} {what}.", fix))
+        elif files:
+            copies.append(CodeCopy(replace(plan, sha256=found), files))
+    if problems:
+        raise ConfigError(problems)
+    return copies
 
 
 def files_of(copies: Iterable[CodeCopy]) -> dict[str, str | bytes]:

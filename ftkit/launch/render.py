@@ -83,7 +83,8 @@ def render_job(plan: RunPlan | ScriptPlan, *, prepares: bool = True) -> str:
         ConfigError: a value can't be expressed for Slurm, pyxis or bash.
     """
     template, checks = _TEMPLATES[plan.cluster.scheduler], plan.has_preflight
-    values = {"prepares": prepares, "preflight": checks, "check_seconds": _PREFLIGHT_SECONDS}
+    values: dict[str, object] = {"prepares": prepares, "preflight": checks, "check_seconds": _PREFLIGHT_SECONDS}
+    values |= _image_to_start(is_staged=plan.cluster.stage == "local" and plan.image_file is not None)
     return _render(template, plan, _script_folders(plan), **values)
 
 
@@ -113,6 +114,7 @@ def _render(template: str, plan: RunPlan | ScriptPlan, mounted: Sequence[str] = 
             "time_limit": plan.cluster.limit_time(plan.resources.time_limit),
             "container_environment": _container_environment(plan.cluster, nccl, has_code=bool(plan.code)),
             "preflight": False,
+            **_image_to_start(is_staged=False),
         }
         | values,
     )  # fmt: skip
@@ -147,6 +149,11 @@ def _payload(plan: RunPlan | ScriptPlan) -> _Payload:
     can_restart = plan.script.can_restart
     restarts = restarts if can_restart else 0
     return _Payload("ftkit.train.script", None, None, can_restart=can_restart, max_restarts=restarts)
+
+
+def _image_to_start(*, is_staged: bool) -> dict[str, object]:
+    """Return what templates are told of the image: whether it is copied to each node, and bash's name of its path."""
+    return {"stages_image": is_staged, "image_variable": "$staged_image" if is_staged else "$CONTAINER_IMAGE"}
 
 
 def _script_folders(plan: RunPlan | ScriptPlan) -> Sequence[str]:
@@ -189,6 +196,7 @@ def render_checks(checks: NodeChecks) -> str:
         container_environment=_container_environment(cluster, nccl),
         image_is_file=image_file(checks.container_image) is not None,
         python_path=[],
+        **_image_to_start(is_staged=False),
         check_seconds=_CHECK_SECONDS,
     )  # fmt: skip
 

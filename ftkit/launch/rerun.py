@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _SAME = {
     "data": ("train sha256", "validation sha256", "tokenizer sha256"),
     "image": ("image_id", "image_lock_sha256"),
+    "code": (),
 }
 """Keys that must be equal in a repetition, by section, if both runs have them."""
 _EXPECTED = ("ftkit has uncommitted changes", "fingerprint", "image_sha256", "image_size", "image_modified")
@@ -80,6 +82,11 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
         NotFoundError: the cluster, or a file of the recipe, does not exist.
     """
     manifest = original.manifest
+    if "script" in manifest:
+        raise PlanError(
+            f"{original.run.id} is not repeatable: it started a script, whose data and weights ftkit does not know",
+            fix=f"start it again, and compare the results: {shlex.join(map(str, manifest.get('command', [])))}",
+        )
     recipe = _read(manifest.get("resolved_recipe"), RecipePlan, "resolved_recipe")
     place, execution = _mapping(manifest.get("placement")), _mapping(manifest.get("execution"))
     profile, origins = _profile(manifest, args, ctx)

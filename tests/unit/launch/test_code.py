@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ftkit.errors import ConfigError
 from ftkit.launch import code
-from ftkit.launch.code import copy_code, copy_own_package, copy_packages, digest_of, files_of
+from ftkit.launch.code import copies_of_run, copy_code, copy_own_package, copy_packages, digest_of, files_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,3 +69,19 @@ def test_a_package_keeps_its_name_and_a_folder_of_modules_does_not(tmp_path: Pat
 def test_the_copy_of_ftkit_itself_is_a_package_with_its_data() -> None:
     copy = copy_own_package()
     assert {"ftkit/__init__.py", "ftkit/train/script.py", "ftkit/recipes/demo.yaml"} <= copy.files.keys()
+
+
+def test_a_repetition_carries_the_same_code_or_says_what_is_missing_or_changed(tmp_path: Path) -> None:
+    write(tmp_path, "mylib/__init__.py")
+    (copy,) = copy_packages([tmp_path / "mylib"])
+    run = tmp_path / "run"
+    manifest = {"code": {copy.plan.name: asdict(copy.plan)}}
+    with pytest.raises(ConfigError, match="is not here"):
+        copies_of_run(manifest, run / "code", allows_changes=False)
+    assert copies_of_run(manifest, run / "code", allows_changes=True) == []
+    write(run / "code" / "with-mylib", "mylib/__init__.py", "mylib/__pycache__/x.pyc")
+    (run / "code" / "with-mylib" / "mylib" / "__init__.py").write_bytes(copy.files["mylib/__init__.py"])
+    assert copies_of_run(manifest, run / "code", allows_changes=False) == [copy]
+    write(run / "code" / "with-mylib", "mylib/new.py")
+    with pytest.raises(ConfigError, match="was changed"):
+        copies_of_run(manifest, run / "code", allows_changes=False)

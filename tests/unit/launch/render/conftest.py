@@ -44,6 +44,8 @@ STAND_INS = {
         '*--overlap*" true") exit "${FAKE_PROBE_ALL:-0}" ;; esac\n'
         'while [[ ${1-} == -* ]]; do shift; done\nSLURM_NODEID=${FAKE_NODEID:-0} exec "$@"\n'
     ),
+    # All nodes are this one.
+    "sbcast": '[[ -z ${FAKE_FULL_DISK-} ]] && cp "$2" "$3"',
     "scontrol": (
         'if [[ "$1 $2" == "show job" ]]; then echo "${FAKE_JOB:-PreemptTime=None}"\n'
         'elif [[ "$1 $2" == "show config" ]]; then echo "${FAKE_CONFIG:-}"\n'
@@ -184,6 +186,7 @@ class Machine:
             "SLURMD_NODENAME": "n1",
             "SLURM_JOB_ID": "12345",
             "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_JOB_NUM_NODES": "1",
             **self.environment,
         }
 

@@ -68,7 +68,8 @@ def test_the_script_is_the_golden_one(cluster: str, num_nodes: int, make_plan: P
 
 @pytest.mark.parametrize("cluster", SCRIPTS)
 def test_the_job_that_starts_a_script_is_the_golden_one(cluster: str, make_plan: PlanMaker) -> None:
-    plan = make_script_plan(make_plan(cluster, 1 if cluster == "local" else 2), can_restart=cluster == "dev")
+    stage = {"stage": "local"} if cluster == "a4-highgpu-8g" else {}  # the image goes to the nodes' disks, too
+    plan = make_script_plan(make_plan(cluster, 1 if cluster == "local" else 2, **stage), can_restart=cluster == "dev")
     script = render_job(plan)
     compare(script, f"script-{cluster}.sbatch")
     assert "ftkit.data" not in script

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -589,3 +591,34 @@ def test_a_node_that_does_not_see_the_run_leaves_itself_out(checked_plan: RunPla
     machine.environment["FAKE_PREPARE"] = _check({"n1": "ok", "n2": "ok"})
     machine.run(checked_plan)
     assert "does not see" in checked_plan.layout.excluded_nodes.read_text()
+
+
+def test_the_image_is_copied_to_the_nodes_once_and_verified_and_else_started_from_the_shared_file_system(
+    make_plan: PlanMaker, machine: Machine
+) -> None:
+    make_plan.workspace = machine.root / "shared"
+    plan = make_plan("slurm", 2, node_local_dir=machine.local_disk, stage="local")
+    assert plan.container_image
+    plan.layout.logs.mkdir(parents=True)
+    image = Path(plan.container_image)
+    image.parent.mkdir()
+    image.write_text("an image")
+    staged = Path(machine.local_disk, f"ftkit-{os.getuid()}", "images", image.name)
+
+    def started() -> tuple[str, int]:
+        shutil.rmtree(machine.root / "record")
+        (machine.root / "record").mkdir()
+        assert machine.run(plan, with_image=False)[0] == 0
+        prefix = "--container-image="
+        (word,) = (word for word in machine.calls("srun")[-1].words if word.startswith(prefix))
+        return word.removeprefix(prefix), len(machine.calls("sbcast"))
+
+    assert started() == (str(staged), 1)
+    assert staged.read_text() == "an image"
+    assert started() == (str(staged), 0)  # it is there
+    staged.write_text("damaged")
+    assert started() == (str(staged), 1)
+    assert staged.read_text() == "an image"
+    staged.write_text("damaged")
+    machine.environment = {"FAKE_FULL_DISK": "1"}
+    assert started() == (str(image), 1)
