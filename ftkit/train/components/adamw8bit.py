@@ -7,12 +7,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from ftkit.errors import TrainingError
-from ftkit.train.model.local_shard import local_shard
+from ftkit.train.model.local_shard import local_shard, num_shards
 from ftkit.train.private_apis import import_bitsandbytes
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ def _as_shards(parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[
 def _sharded(values: torch.Tensor, parameter: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return values
-    return DTensor.from_local(values, parameter.device_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _own(parameter: torch.Tensor, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -233,7 +234,7 @@ def _reblocked(
 
 
 def _layout(parameter: torch.Tensor) -> _Layout:
-    return _Layout.of(parameter, parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1)
+    return _Layout.of(parameter, num_shards(parameter))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,11 +81,18 @@ def _local_shard_of_zero3(partition: Zero3Partition) -> LocalShard:
     return LocalShard(partition.shape, partition.values.detach()[: min(share, total - begin)], begin)
 
 
+def num_shards(parameter: torch.Tensor) -> int:
+    """Return the number of ranks that FSDP2 shards a parameter over; 1 if it does not."""
+    return parameter.device_mesh.size(_shard_dimension(parameter)) if isinstance(parameter, DTensor) else 1
+
+
+def _shard_dimension(parameter: DTensor) -> int:
+    """Return the dimension of the mesh that shards: the last one; replicas are along the one before it."""
+    return parameter.device_mesh.ndim - 1
+
+
 def _local_rows(parameter: DTensor) -> tuple[int, int]:
     """Return the rows of this rank's shard, divided as by `torch.chunk`, like FSDP2's."""
-    mesh = parameter.device_mesh
-    dimension = mesh.ndim - 1  # replicas are along the one before it
-    ranks, rank = mesh.size(dimension), mesh.get_local_rank(dimension)
-    rows = parameter.shape[0]
-    share = -(-rows // ranks)
+    rows, rank = parameter.shape[0], parameter.device_mesh.get_local_rank(_shard_dimension(parameter))
+    share = -(-rows // num_shards(parameter))
     return min(rank * share, rows), min((rank + 1) * share, rows)
