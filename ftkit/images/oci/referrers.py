@@ -26,7 +26,9 @@ INDEX_TYPE: Final = "application/vnd.oci.image.index.v1+json"
 _EMPTY_TYPE: Final = "application/vnd.oci.empty.v1+json"
 _EMPTY: Final = b"{}"
 _MAX_BLOB: Final = 1 << 20
-_MAX_ARTIFACTS: Final = 1000
+_MAX_ARTIFACTS: Final = 200
+_MAX_FILES: Final = 16
+"""Of one artifact; a signature has two."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,7 @@ class _Reference(_Document):
 
 
 class _Artifact(_Document):
-    layers: tuple[_Reference, ...] = ()
-    artifact_type: str = Field(default="", alias="artifactType")
+    layers: tuple[_Reference, ...] = Field(default=(), max_length=_MAX_FILES)
 
 
 class _Listing(_Document):
@@ -65,6 +66,7 @@ class _Index(_Document):
 
 class _Typed(_Document):
     media_type: str = Field(default=MANIFEST_TYPE, alias="mediaType")
+    artifact_type: str = Field(default="", alias="artifactType")
 
 
 def attach(registry: Registry, subject: Digest, artifact_type: str, blobs: tuple[Blob, ...]) -> Digest:
@@ -109,8 +111,8 @@ def attached(registry: Registry, subject: Digest, artifact_type: str) -> list[tu
         if each.media_type != MANIFEST_TYPE or each.artifact_type not in ("", artifact_type):
             continue
         body = registry.document(f"manifests/{each.digest}", each.digest)
-        artifact = read_answer(_Artifact, body, f"the artifact {each.digest} has a manifest that")
-        if artifact.artifact_type == artifact_type:
+        if read_answer(_Typed, body, f"the artifact {each.digest} has a manifest that").artifact_type == artifact_type:
+            artifact = read_answer(_Artifact, body, f"the artifact {each.digest} has a manifest that")
             found.append(tuple(_download(registry, layer) for layer in artifact.layers))
     return found
 

@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -16,6 +16,7 @@ from ftkit.config.image_reference import Digest, NamedImage
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images.oci.referrers import INDEX_TYPE, MANIFEST_TYPE
 from ftkit.images.signatures import require_in_registry, sign_in_registry
+from ftkit.runs.signing import find_signer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,13 +75,17 @@ class StandIn:
         return {"oci-subject": "x"} if self.has_referrers else {}
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if shutil.which("ssh-keygen") is None:
-        pytest.skip("needs ssh-keygen")
+@pytest.fixture(scope="module", params=["ssh-keygen", "minisign"])
+def keys(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the keys `ours` and `theirs` of one program."""
+    if shutil.which(request.param) is None:
+        pytest.skip(f"needs {request.param}")
     folder = tmp_path_factory.mktemp("keys")
     for name in ("ours", "theirs"):
-        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name]
+        command = {
+            "ssh-keygen": ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name],
+            "minisign": ["minisign", "-G", "-W", "-s", folder / name, "-p", folder / f"{name}.pub"],
+        }[request.param]
         subprocess.run(command, check=True, capture_output=True)
     return folder
 
@@ -95,10 +100,10 @@ def test_a_signature_holds_for_the_image_the_name_and_the_key(keys: Path, has_re
 
     with pytest.raises(ImageError, match="tiny:1 is not signed"):
         require(TINY, image)
-    sign_in_registry(registry, TINY, image, keys / "theirs", "ssh-keygen")
+    sign_in_registry(registry, TINY, image, keys / "theirs", find_signer(keys / "ours"))
     with pytest.raises(ImageError, match="no signature of tiny:1 fits"):
         require(TINY, image)
-    sign_in_registry(registry, TINY, image, keys / "ours", "ssh-keygen")
+    sign_in_registry(registry, TINY, image, keys / "ours", find_signer(keys / "ours"))
     require(TINY, image)
     require(TINY, image, key="theirs.pub")
     require(TINY, digest_of(b"an index that leads to it"), image)
@@ -112,16 +117,20 @@ def test_a_signature_holds_for_the_image_the_name_and_the_key(keys: Path, has_re
 def test_a_signature_that_was_moved_to_another_image_is_refused(keys: Path) -> None:
     stand_in = StandIn(has_referrers=False)
     registry, image, other = cast("Registry", stand_in), stand_in.push("a"), stand_in.push("b")
-    sign_in_registry(registry, TINY, image, keys / "ours", "ssh-keygen")
+    sign_in_registry(registry, TINY, image, keys / "ours", find_signer(keys / "ours"))
     tags = [f"manifests/{digest.replace(':', '-')}" for digest in (image, other)]
     stand_in.stored[tags[1]] = stand_in.stored[tags[0]]
     with pytest.raises(ImageError, match="which is another image"):
         require_in_registry(registry, TINY, [other], keys / "ours.pub")
 
 
-def test_signing_twice_lists_one_signature(keys: Path) -> None:
+def test_a_further_signature_is_listed_beside_the_first(keys: Path) -> None:
     stand_in = StandIn(has_referrers=False)
     image = stand_in.push("a")
-    for _ in range(2):
-        sign_in_registry(cast("Registry", stand_in), TINY, image, keys / "ours", "ssh-keygen")
-    assert len(json.loads(stand_in.stored[f"manifests/{image.replace(':', '-')}"])["manifests"]) == 1
+    tag = f"manifests/{image.replace(':', '-')}"
+    for name in ("ours", "theirs", "ours"):
+        sign_in_registry(cast("Registry", stand_in), TINY, image, keys / name, find_signer(keys / name))
+    listed = [each["digest"] for each in json.loads(stand_in.stored[tag])["manifests"]]
+    assert len(listed) == len(set(listed)) >= 2
+    for name in ("ours.pub", "theirs.pub"):
+        require_in_registry(cast("Registry", stand_in), TINY, [image], keys / name)
