@@ -84,7 +84,7 @@ def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int
             f"{world_size} processes: {needed['zero3']:.0f} GiB a {gpu} with zero3, which it has "
             f"({GPUS[gpu].memory_gib:g} GiB); {needed['fsdp2']:.0f} GiB with fsdp2",
         )
-    return EnginePlan("fsdp2", f"{world_size} processes: {_SHARDED[wanted.method]} in {world_size} shards")
+    return EnginePlan("fsdp2", f"{world_size} processes: {_SHARDED[wanted.method]} in shards")
 
 
 def least_memory(training: TrainingSpec) -> TrainingPlan:
@@ -151,7 +151,7 @@ SHORTEST = 512
 WORTHWHILE = 1.1
 """Minimum speed-up of a suggestion, as large as the errors of predictions."""
 LEAST_DIFFERENCE = 1.02
-"""Minimum speed-up for a larger micro-batch."""
+"""Minimum speed-up for a larger micro-batch, and for a way to shard that takes more memory."""
 ROOM = 0.85
 """Fraction of a GPU's usable memory for `auto`: predictions were off by up to a tenth."""
 ROOM_IF_ESTIMATED = 0.5

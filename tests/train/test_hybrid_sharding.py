@@ -15,6 +15,7 @@ WORDS = (
     "training.max_steps=3",
     "training.micro_batch_size=1",
     "training.global_batch_size=8",
+    "training.optimizer=adamw8bit",
     "training.checkpoint_every_steps=1",
     "training.keep_checkpoints=3",
     "evaluation.sql_execution=null",
