@@ -1,9 +1,14 @@
-"""Servers that speak S3 and Google's storage, on this machine."""
+"""Servers that speak S3, Google's storage, and the Hugging Face hub, on this machine."""
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,3 +70,66 @@ def found_by_programs(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]
     s3fs.S3FileSystem.clear_instance_cache()
     yield
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+@contextmanager
+def hub_server(files: dict[str, bytes], patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start a hub with the data set `org/chats` of these files, for whoever has the token `good`."""
+    from huggingface_hub import HfFileSystem
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Hub, files)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        patch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        patch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        )
+        patch.setenv("HF_TOKEN", "good")
+        HfFileSystem.clear_instance_cache()
+        yield
+        HfFileSystem.clear_instance_cache()
+        server.shutdown()
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Answers what `HfFileSystem` asks: a data set's information, its tree, and its files' content."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, files: dict[str, bytes], *args: Any) -> None:
+        self.files = files
+        super().__init__(*args)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        place = self.path.partition("?")[0]
+        if not place.removeprefix("/api").startswith("/datasets/org/chats"):
+            self._answer(404, b"{}")
+        elif self.headers["Authorization"] != "Bearer good":
+            self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif "/tree/" in place:
+            self._answer(200, json.dumps(self._tree()).encode())
+        elif "/resolve/" in place:
+            content = self.files[place.partition("/resolve/main/")[2]]
+            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            part = content[first : last + 1]
+            self._answer(206, part, {"Content-Range": f"bytes {first}-{last}/{len(content)}"})
+        else:
+            self._answer(200, json.dumps({"id": "org/chats", "sha": "a" * 40}).encode())
+
+    def _tree(self) -> list[dict[str, Any]]:
+        folders = {str(PurePosixPath(name).parent) for name in self.files} - {"."}
+        return [{"type": "directory", "path": name, "size": 0, "oid": "c" * 40} for name in sorted(folders)] + [
+            {"type": "file", "path": name, "size": len(content), "oid": f"{hash(content):040x}"}
+            for name, content in self.files.items()
+        ]
+
+    def _answer(self, code: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)

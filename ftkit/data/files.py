@@ -144,7 +144,10 @@ def _find_remote(place: str, key: str) -> list[str]:
         else:
             found = [place] if system.exists(place) else []
     if not found:
-        raise NotFoundError(f"{key}: there is nothing at {place}", fix="check the address, and your permissions")
+        fix = "check the address, and your permissions"
+        if scheme == "hf":  # which answers so for private data sets, too
+            fix = f"check the address; if the data set is private or gated: {ADVICE['hf']}"
+        raise NotFoundError(f"{key}: there is nothing at {place}", fix=fix)
     return sorted(file if is_address(file) else f"{scheme}://{file}" for file in found)
 
 
@@ -215,7 +218,8 @@ def _open(path: str, key: str) -> Iterator[IO[bytes]]:
     opened: Any
     if is_address(path):
         with _remote_errors(path, key):
-            opened = _file_system(path, key).open(path, "rb")
+            # A driver's own file reads lines slowly, and without a limit.
+            opened = io.BufferedReader(_file_system(path, key).open(path, "rb"), _BUFFER)
     else:
         opened = Path(path).open("rb", buffering=_BUFFER)  # noqa: SIM115 - entered below
     with opened as file:

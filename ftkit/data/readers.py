@@ -9,6 +9,7 @@ import json
 import shlex
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,8 @@ _BATCH_ROWS = 256
 _BUFFER = 1 << 20
 _MAX_FIRST_LINE = 64 << 20
 _MAX_CELL = 1 << 30
+MAX_LINE = 128 << 20
+"""Bytes of a line; several times what the longest text that is tokenized takes as JSON."""
 _WRAPPERS = ("data", "rows", "examples", "instances")
 """Keys of a JSON object that may hold the list of rows."""
 
@@ -73,9 +76,21 @@ def cut_error(path: str, error: Exception) -> DataError:
 
 def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
     """Read lines that end at line feeds only: U+2028, U+2029 and U+0085 may occur inside a JSON text."""
-    for number, line in enumerate(file, start=1):
-        if not line.isspace():
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
+        if len(line) == MAX_LINE and not line.endswith(b"\n"):
+            while (more := file.readline(MAX_LINE)) and not more.endswith(b"\n"):
+                pass
+            yield RawRow(path, ":", number, _long_line(path, number))
+        elif not line.isspace():
             yield RawRow(path, ":", number, line)
+
+
+def _long_line(path: str, number: int) -> DataError:
+    return DataError(
+        f"{path}:{number}: a line of more than {MAX_LINE >> 20} MiB",
+        meaning="the file is one JSON value, or damaged: no row of this size can be trained on",
+        fix=f"write one object a line: jq -c '.[]' {shlex.quote(path)} > lines.jsonl",
+    )
 
 
 def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:

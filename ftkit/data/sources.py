@@ -33,6 +33,8 @@ Split = Literal["train", "validation"]
 FIRST_BYTES = 1 << 20
 FIRST_ROWS = 200
 """Bytes of a file that are checked before a job is submitted."""
+_DETECTION_BYTES = 64 << 20
+"""Bytes of the rows from which a format is detected."""
 
 
 class SourceRow(NamedTuple):
@@ -73,7 +75,12 @@ def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
     if isinstance(data.source, GeneratedSource):
         raw = [row for _, _, row in _generate(data.source.model_copy(update={"num_train": 1, "num_heldout": 0}))]
     else:
-        raw = list(islice(_open_sources(data, count=False)[source].rows.read(), num_rows))
+        raw, left = [], _DETECTION_BYTES
+        for row in islice(_open_sources(data, count=False)[source].rows.read(), num_rows):
+            raw.append(row)
+            left -= len(row.content) if isinstance(row.content, bytes) else 0
+            if left < 0:
+                break
     return _parsed(raw, max_bad=len(raw) - 1)
 
 

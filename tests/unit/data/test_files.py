@@ -206,6 +206,18 @@ def test_the_selection_that_is_suggested_for_a_folder_with_splits_finds_its_trai
     assert find_files(suggested, "key") == [str(tmp_path / train)]
 
 
+def test_a_line_that_is_too_long_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftkit.data.readers.MAX_LINE", 64)
+    lines = [b'{"a": 1}', b'{"a": "' + b"x" * 1000 + b'"}', b'{"a": 2}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    first, long, last = read_file(str(tmp_path / "a.jsonl"))
+    assert [row.parse() for row in (first, last)] == [
+        Row({"a": value}, f"{tmp_path}/a.jsonl:{line}") for line, value in ((1, 1), (3, 2))
+    ]
+    with pytest.raises(DataError, match=r"a\.jsonl:2: a line of more than"):
+        long.parse()
+
+
 def test_tables_with_two_columns_of_a_name_or_bytes_of_another_encoding_are_refused(tmp_path: Path) -> None:
     two = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(two, tmp_path / "two.parquet")
