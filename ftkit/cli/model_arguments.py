@@ -96,15 +96,16 @@ def load_for_generation(source: ModelSource, engine: EngineName, terminal: Termi
 
 
 def load_model(source: ModelSource, terminal: Terminal) -> LoadedModel:
-    """Load a model on the first GPU, or on the CPU, and say so."""
+    """Load a model on the first GPU, on all if it is larger, or on the CPU, and say so."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
-    from ftkit.evaluate.load import default_device
+    from ftkit.evaluate.devices import available_devices
     from ftkit.evaluate.load import load_model as load
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    device = default_device()
-    terminal.say(f"loading {source.label} on {'the CPU' if device.type == 'cpu' else device}")
-    return load(source, device)
+    devices = available_devices()
+    where = "the CPU" if devices[0].type == "cpu" else str(devices[0])
+    terminal.say(f"loading {source.label} on {where if len(devices) == 1 else f'{where}, or on {len(devices)} GPUs'}")
+    return load(source, *devices)

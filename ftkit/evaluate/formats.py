@@ -15,7 +15,7 @@ from safetensors import safe_open
 from ftkit import process
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.files import atomic_file, read_json_if_valid
-from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD
+from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD, VLLM_LORA_RANKS
 from ftkit.train.model.lora import ADAPTER_FILE
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ Format = Literal["hf", "gguf", "vllm-lora"]
 CONVERTER = "FTKIT_GGUF_CONVERTER"
 _SCRIPT = "convert_hf_to_gguf.py"
 _CONVERSION_SECONDS = 24 * 3600.0
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's `max_lora_rank`; the smallest one that is at least an adapter's rank is used."""
 _VLLM_MODULE = re.compile(r"base_model\.model\.(?:.+\.)?(?P<module>[a-z_]+)\.lora_[AB]\.weight")
 
 
@@ -59,7 +57,10 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
         text
         for is_wrong, text in (
             (lora.use_dora, "training.lora.use_dora: vLLM has no DoRA"),
-            (lora.rank > _VLLM_RANKS[-1], f"training.lora.rank: {lora.rank}, and vLLM takes at most {_VLLM_RANKS[-1]}"),
+            (
+                lora.rank > VLLM_LORA_RANKS[-1],
+                f"training.lora.rank: {lora.rank}, and vLLM takes at most {VLLM_LORA_RANKS[-1]}",
+            ),
         )
         if is_wrong
     ]
@@ -94,7 +95,7 @@ def verify_vllm_lora(folder: Path) -> int:
             meaning="its LoRA loader takes lora_A and lora_B of the target modules alone",
             fix="export a whole model for it: --merge, without --format",
         )
-    return next(each for each in _VLLM_RANKS if each >= rank)
+    return next(each for each in VLLM_LORA_RANKS if each >= rank)
 
 
 def find_converter() -> Path:

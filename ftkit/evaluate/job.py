@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.errors import FtkitError, one_line
-from ftkit.evaluate.load import default_device, load_model
+from ftkit.evaluate.devices import available_devices
+from ftkit.evaluate.load import load_model
 from ftkit.evaluate.measure import evaluation_set, measure, to_record
 from ftkit.evaluate.source import TrainedStep
 from ftkit.planning.plan import read_plan
@@ -80,7 +81,7 @@ class CheckpointEvaluations:
         self._report(f"evaluating the checkpoint of step {step}")
         model, reason = None, ""
         try:
-            model = load_model(TrainedStep(self._layout, self._plan, step), default_device())
+            model = load_model(TrainedStep(self._layout, self._plan, step), *available_devices())
         except (FtkitError, OSError) as error:
             reason = one_line(error)
         reasons = [each for each in self._ranks.exchange(reason) if each]

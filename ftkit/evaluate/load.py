@@ -1,9 +1,8 @@
-"""Load a trained model for inference, on the CPU or one GPU: an export, adapters, or a checkpoint of a run."""
+"""Load a trained model for inference, on the CPU or on GPUs: an export, adapters, or a checkpoint of a run."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from ftkit.data.cases import ModelInput
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
+from ftkit.evaluate.devices import place
 from ftkit.evaluate.source import ModelFolder, TrainedStep, fetch_model, find_base
 from ftkit.model_folder import ADAPTER_CONFIG, read_generation_config
 from ftkit.train.components.checkpoint import describe_damage, read_state, saved_sizes
@@ -99,26 +99,21 @@ class LoadedModel:
         return bool(completion) and completion[-1] in self.generation.end_tokens
 
 
-def default_device() -> torch.device:
-    """Return the first GPU, that of this rank if there are several processes, or the CPU without GPUs."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def load_model(source: ModelSource, device: torch.device) -> LoadedModel:
-    """Load a model.
+def load_model(source: ModelSource, *devices: torch.device) -> LoadedModel:
+    """Load a model onto the first device, or spread over all of them if it is larger.
 
     Raises:
         NotFoundError: files are missing.
         TrainingError: they can't be loaded.
+        PrerequisiteError: the model is larger than the devices' memory.
     """
-    return _load_folder(source, device) if isinstance(source, ModelFolder) else _load_step(source, device)
+    return _load_folder(source, devices) if isinstance(source, ModelFolder) else _load_step(source, devices)
 
 
 # --- Hugging Face's layout -----------------------------------------------------------------------
 
 
-def _load_folder(source: ModelFolder, device: torch.device) -> LoadedModel:
+def _load_folder(source: ModelFolder, devices: Sequence[torch.device]) -> LoadedModel:
     base, tokenizer, generation = find_generation(source)
     try:
         model = AutoModelForCausalLM.from_pretrained(base.folder, dtype="auto", trust_remote_code=False)
@@ -128,7 +123,8 @@ def _load_folder(source: ModelFolder, device: torch.device) -> LoadedModel:
             model = PeftModel.from_pretrained(model, source.folder).get_base_model()
     except Exception as error:  # transformers, peft and safetensors raise various errors on damaged files
         raise _unreadable(source, error) from error
-    return LoadedModel(source.label, model.to(device).eval(), tokenizer, generation, device)
+    place(model, devices)
+    return LoadedModel(source.label, model.eval(), tokenizer, generation, devices[0])
 
 
 def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokenizerBase, Generation]:
@@ -181,11 +177,13 @@ def _with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 # --- Checkpoints ---------------------------------------------------------------------------------
 
 
-def _load_step(source: TrainedStep, device: torch.device) -> LoadedModel:
+def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedModel:
     """Build the model like the trainer, and load the trained weights of a checkpoint."""
     recipe, training = source.plan.recipe, source.plan.recipe.training
     tokenizer = _tokenizer_of(source)
     folder = find_base(source.plan)
+    # A large model is built on the CPU, from where it can be spread; random weights are drawn where training drew them.
+    device = devices[0] if len(devices) == 1 or folder is None else torch.device("cpu")
     if folder is None:
         config = TextConfig(make_config(recipe.model.architecture, tokenizer))
     else:
@@ -210,10 +208,11 @@ def _load_step(source: TrainedStep, device: torch.device) -> LoadedModel:
     if training.adapters is None:
         model.to(dtype)
     elif training.compute_precision == "bf16":
-        autocast = partial(torch.autocast, device.type, dtype)
+        autocast = partial(torch.autocast, devices[0].type, dtype)
     generation = Generation.of(tokenizer, folder)
     model.generation_config.eos_token_id = list(generation.end_tokens) or None
-    return LoadedModel(source.label, model.eval(), tokenizer, generation, device, autocast)
+    place(model, devices)
+    return LoadedModel(source.label, model.eval(), tokenizer, generation, devices[0], autocast)
 
 
 def _tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:

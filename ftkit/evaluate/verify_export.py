@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 Both are computed in fp32 from the same numbers; docs/use-the-model.md has measured errors."""
 _TOLERANCE_BEFORE_ROUNDING = 5e-2
 """The same for records of earlier versions, which have the logits of the weights before they were rounded to bf16."""
-_CLOSER_THAN_BASE = 0.5
+CLOSER_THAN_BASE = 0.5
 """Largest error, and largest change by rounding, relative to the distance between the trained model and its base."""
 _NUM_TOKENS_BEFORE_END = 3
 
@@ -141,25 +141,25 @@ def _check_model(folder: Path, record: ExportRecord) -> list[Check]:
         model = _load(folder, record)
     model.eval()
     logits, trained = sample_logits(model, record.prompts), record.trained or []
-    error = _distance(logits, record.exported or trained)
+    error = distance(logits, record.exported or trained)
     is_before_rounding = record.exported is None and record.precision != "fp32"
     tolerance = _TOLERANCE_BEFORE_ROUNDING if is_before_rounding else TOLERANCE
     checks, effect = [], None
     if record.untrained is not None:
-        effect = _distance(record.untrained, trained)
-        tolerance = min(tolerance, _CLOSER_THAN_BASE * effect)
-        from_base = _distance(logits, record.untrained, trained)
+        effect = distance(record.untrained, trained)
+        tolerance = min(tolerance, CLOSER_THAN_BASE * effect)
+        from_base = distance(logits, record.untrained, trained)
         text = f"differ by {from_base:.2g}, as trained: {effect:.2g}"
         checks.append(Check("logits and the base model's", text, passed=effect > 0 and from_base > error))
         if record.kind == "adapters":
             with model.disable_adapter():
-                base_error = _distance(sample_logits(model, record.prompts), record.untrained)
+                base_error = distance(sample_logits(model, record.prompts), record.untrained)
             text = f"logits differ by {base_error:.2g} from those of the base of training"
             checks.append(Check("base model", text, passed=base_error <= TOLERANCE))
     if record.exported is not None:
-        rounding = _distance(record.exported, trained)
+        rounding = distance(record.exported, trained)
         text = f"to {record.precision} moves logits by {rounding:.2g}"
-        is_small = effect is None or rounding <= _CLOSER_THAN_BASE * effect
+        is_small = effect is None or rounding <= CLOSER_THAN_BASE * effect
         checks.append(Check("rounding", text if is_small else f"{text}, training by {effect:.2g}", passed=is_small))
     text = f"differ by {error:.2g}, tolerance {tolerance:.2g}"
     checks.append(Check("logits and the trained model's", text, passed=error <= tolerance))
@@ -182,7 +182,7 @@ def _load(folder: Path, record: ExportRecord) -> Any:
     return PeftModel.from_pretrained(base, str(folder))
 
 
-def _distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) -> float:
+def distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) -> float:
     """Return the root-mean-square difference, relative to the standard deviation of the last argument."""
     if [len(row) for row in one] != [len(row) for row in other]:
         return float("inf")

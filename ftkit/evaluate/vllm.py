@@ -6,6 +6,7 @@ vLLM is not an extra of ftkit, because it pins its own torch. It is in the servi
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.load import find_generation
 from ftkit.evaluate.source import ModelFolder
-from ftkit.model_folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
+from ftkit.model_folder import ADAPTER_CONFIG, CONFIG_FILE, VLLM_LORA_RANKS
 from ftkit.train.components.generation import Generation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from transformers import GenerationConfig
 
@@ -100,29 +102,16 @@ class VllmModel:
 
 
 def load_with_vllm(source: ModelFolder) -> VllmModel:
-    """Load an export or a model of the hub into vLLM's engine, sharded over all GPUs of this machine.
+    """Load an export or a model of the hub into vLLM's engine, sharded over the GPUs of this machine.
 
     Raises:
         NotFoundError: files are missing.
         TrainingError: vLLM can't load it.
     """
-    from vllm import LLM  # noqa: PLC0415 - see above
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415
-
     base, tokenizer, generation = find_generation(source)
-    options: dict[str, Any] = {}
-    adapter = None
-    if source.is_adapter:
-        rank = json.loads((source.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
-        options = {"enable_lora": True, "max_lora_rank": next((each for each in VLLM_LORA_RANKS if each >= rank), rank)}
-        adapter = LoRARequest("trained", 1, str(source.folder))
     try:
-        engine = LLM(
-            model=str(base.folder),
-            tensor_parallel_size=max(1, torch.cuda.device_count()),
-            generation_config="vllm",  # only the settings of each request
-            **options,
-        )
+        # "vllm": only the settings of each request apply, not those of the folder.
+        engine, adapter = start_engine(source.folder, base.folder, generation_config="vllm")
     except Exception as error:  # vLLM and its workers may raise any exception
         raise TrainingError(
             f"vLLM can't load {source.label}: {one_line(error)}",
@@ -130,3 +119,42 @@ def load_with_vllm(source: ModelFolder) -> VllmModel:
             fix="leave --engine out, or try --engine transformers",
         ) from error
     return VllmModel(source.label, engine, tokenizer, generation, adapter)
+
+
+def start_engine(folder: Path, base: Path, **options: Any) -> tuple[Any, Any]:
+    """Start vLLM's engine; return its `LLM`, and its `LoRARequest` for adapters.
+
+    Args:
+        folder: a whole model, or adapters in peft's layout.
+        base: the folder of the whole weights; the same one for a whole model.
+        options: more for `LLM`.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # by default it logs to stdout
+    from vllm import LLM  # noqa: PLC0415 - see above
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+    adapter = None
+    if folder != base:
+        rank = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
+        options |= {
+            "enable_lora": True,
+            "max_lora_rank": next((each for each in VLLM_LORA_RANKS if each >= rank), rank),
+        }
+        adapter = LoRARequest("trained", 1, str(folder))
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    engine = LLM(
+        model=str(base),
+        tokenizer=str(folder if has_tokenizer else base),
+        tensor_parallel_size=_num_shards(base),
+        enforce_eager=not torch.cuda.is_available(),  # compiling takes a CPU minutes
+        **options,
+    )
+    return engine, adapter
+
+
+def _num_shards(base: Path) -> int:
+    """Return the largest number of GPUs here that divides the attention heads, as vLLM requires."""
+    config = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
+    heads = int((config.get("text_config") or config).get("num_attention_heads", 1))
+    return next(each for each in range(max(1, torch.cuda.device_count()), 0, -1) if heads % each == 0)

@@ -213,8 +213,10 @@ class _SamplingParams:
 class _Llm:
     """As vLLM's LLM, on transformers: token by token, up to an end token, which is part of the completion."""
 
-    def __init__(self, *, model: str, tensor_parallel_size: int, generation_config: str) -> None:
-        assert (tensor_parallel_size, generation_config) == (1, "vllm")
+    def __init__(
+        self, *, model: str, tokenizer: str, tensor_parallel_size: int, generation_config: str, enforce_eager: bool
+    ) -> None:
+        assert (tokenizer, tensor_parallel_size, generation_config, enforce_eager) == (model, 1, "vllm", True)
         self.model = AutoModelForCausalLM.from_pretrained(model)
 
     def generate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import ChainMap, defaultdict
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import TrainingError, one_line
-from ftkit.files import atomic_folder, mode_of_new_files, write_json
+from ftkit.files import atomic_folder, mode_of_new_files, sync, write_json
 from ftkit.model_folder import EXPORT_RECORD, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.runs.card import read_license, write_card
 from ftkit.runs.checkpoints import SavedFile
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _SHARD_BYTES = 2 * 2**30
-"""Maximum size of a file; writing it needs twice its size in memory."""
+"""Maximum size of a file, which is held in memory until it is written."""
+_FILES_IN_FLIGHT = 2
+"""Files that are being written while the next one is computed: one is synced or hashed, and one goes to disk."""
 
 
 _MOST_RECORDED = 4 * 10**9
@@ -152,28 +155,28 @@ class Exporter:
         if dtype is not torch.float32 and record.kind == "adapters":
             exported = of_trained(_RoundedTensors(self._trained, dtype))
         elif dtype is not torch.float32:
-            exported = streamed_logits(self._plain, _RoundedTensors(self._whole_weights(), dtype), record.prompts)
+            exported = streamed_logits(self._plain, _RoundedTensors(self._whole_weights(dtype), dtype), record.prompts)
         untrained = None if self._base is None else streamed_logits(self._plain, self._base, record.prompts)
         return replace(record, trained=of_trained(self._trained), exported=exported, untrained=untrained)
 
     def write(self, record: ExportRecord, folder: Path, layout: RunLayout) -> None:
         """Write weights, configurations, tokenizer, model card and record into an empty folder."""
         dtype = DTYPES[record.precision]
-        if record.kind == "adapters":
-            self._write_adapters(dtype, folder)
-        else:
-            self._write_model(dtype, folder)
+        write = self._write_adapters if record.kind == "adapters" else self._write_model
+        files = write(dtype, folder)
         self._parts.tokenizer.save_pretrained(folder)
         self._parts.generation.save(folder)
         known = None if self._parts.pretrained is None else read_license(self._parts.pretrained)
         write_card(folder, layout, self._parts.recipe, record.step, record.kind, known)
-        files = {path.name: SavedFile.of(path) for path in sorted(folder.glob("*.safetensors"))}
         write_json(folder / EXPORT_RECORD, replace(record, files=files))
         _let_others_read(folder)
 
-    def _write_model(self, dtype: torch.dtype, folder: Path) -> None:
-        """Write the files for `AutoModelForCausalLM.from_pretrained`: the text model, also of a multimodal one."""
-        weights = self._whole_weights()
+    def _write_model(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
+        """Write the files for `AutoModelForCausalLM.from_pretrained`: the text model, also of a multimodal one.
+
+        Returns those of weights.
+        """
+        weights = self._whole_weights(dtype)
         if missing := sorted({name for name, _ in self._plain.named_parameters()} - weights.keys()):
             raise TrainingError(
                 f"{len(missing)} of the model's parameters are not there: {', '.join(missing[:3])} …",
@@ -181,19 +184,26 @@ class Exporter:
                 fix="download the base model again",
             )
         config = self._parts.config.text
-        write_shards(_as_stored(self._plain, weights, dtype), folder)
+        files = write_shards(_as_stored(self._plain, weights, dtype), folder)
         end_tokens = end_token_setting(self._parts.generation.end_tokens)
         config_for_export(config, type(self._plain).__name__, dtype, end_tokens).save_pretrained(folder)
+        return files
 
-    def _whole_weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the weights of a whole model; adapters are merged into their base on access."""
+    def _whole_weights(self, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+        """Return the weights of a whole model; adapters are merged into their base, and rounded, on access.
+
+        Weights without adapters keep the dtype that they have.
+        """
         lora = self._parts.recipe.training.adapters
         if lora is None:
             return self._with_untrained(self._trained)
-        return MergedTensors(self._need_base(), self._trained, lora)
+        return MergedTensors(self._need_base(), self._trained, lora, dtype)
 
-    def _write_adapters(self, dtype: torch.dtype, folder: Path) -> None:
-        """Write the files for `PeftModel.from_pretrained` on the pretrained model, which may be multimodal."""
+    def _write_adapters(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
+        """Write the files for `PeftModel.from_pretrained` on the pretrained model, which may be multimodal.
+
+        Returns the file of adapters.
+        """
         lora, is_wrapped = self._parts.recipe.training.adapters, self._parts.config.is_wrapped
         if lora is None:
             raise AssertionError("there are adapters to write, or the whole model is written")
@@ -204,6 +214,7 @@ class Exporter:
         if is_wrapped:
             config.target_modules = wrapped_targets(lora.targets)
         config.save_pretrained(str(folder))
+        return {ADAPTER_FILE: SavedFile.of(folder / ADAPTER_FILE)}
 
     def _with_untrained(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Add tensors of the pretrained files that no checkpoint has: buffers; in older ones also frozen parameters."""
@@ -258,8 +269,13 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _contiguous(tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = _SHARD_BYTES) -> None:
-    """Write safetensors files with an index; only one file's tensors are in memory.
+def write_shards(
+    tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = _SHARD_BYTES
+) -> dict[str, SavedFile]:
+    """Write safetensors files with an index; return their sizes and digests.
+
+    Complete files are written, synced and read back for their digests by threads, while the tensors of the next one are
+    computed. So the tensors of `1 + _FILES_IN_FLIGHT` files are in memory.
 
     Args:
         tensors: contiguous, by their names in the files.
@@ -267,23 +283,44 @@ def write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shar
         shard_bytes: maximum size of a file, unless it has a single tensor.
     """
     places: dict[str, int] = {}
-    shard: dict[str, torch.Tensor] = {}
-    num_bytes = total = number = 0
-    for name, tensor in tensors:
-        if shard and num_bytes + tensor.nbytes > shard_bytes:
-            save_file(shard, folder / f"{number}.part", metadata={"format": "pt"})
-            shard, num_bytes, number = {}, 0, number + 1
-        shard[name], places[name] = tensor, number
-        num_bytes, total = num_bytes + tensor.nbytes, total + tensor.nbytes
-    save_file(shard, folder / f"{number}.part", metadata={"format": "pt"})
-    if number == 0:
+    total = 0
+    saved: list[Future[SavedFile]] = []
+    with ThreadPoolExecutor(_FILES_IN_FLIGHT) as writers:
+        for number, shard in enumerate(_in_shards(tensors, shard_bytes)):
+            places |= dict.fromkeys(shard, number)
+            total += sum(tensor.nbytes for tensor in shard.values())
+            saved.append(writers.submit(_save, shard, folder / f"{number}.part"))
+            del shard  # the thread has it, and frees it
+            if number >= _FILES_IN_FLIGHT:
+                saved[number - _FILES_IN_FLIGHT].result()
+        parts = [each.result() for each in saved]
+    if len(parts) == 1:
         (folder / "0.part").rename(folder / WEIGHTS_FILE)
-        return
-    files = [f"model-{one + 1:05d}-of-{number + 1:05d}.safetensors" for one in range(number + 1)]
+        return {WEIGHTS_FILE: parts[0]}
+    files = [f"model-{one + 1:05d}-of-{len(parts):05d}.safetensors" for one in range(len(parts))]
     for one, file in enumerate(files):
         (folder / f"{one}.part").rename(folder / file)
     index = {"metadata": {"total_size": total}, "weight_map": {name: files[one] for name, one in places.items()}}
     write_json(folder / WEIGHTS_INDEX, index)
+    return dict(zip(files, parts, strict=True))
+
+
+def _in_shards(tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of one file after another; no shard is kept once the next one is asked for."""
+    shard: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(each.nbytes for each in shard.values()) + tensor.nbytes > shard_bytes:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard
+
+
+def _save(shard: dict[str, torch.Tensor], file: Path) -> SavedFile:
+    save_file(shard, file, metadata={"format": "pt"})
+    shard.clear()
+    sync(file)
+    return SavedFile.of(file)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -122,13 +122,16 @@ def sample_logits(model: Any, prompts: Sequence[Prompt]) -> list[list[list[float
     longest = max(len(prompt.tokens) for prompt in prompts)
     rows = [[*prompt.tokens, *[0] * (longest - len(prompt.tokens))] for prompt in prompts]
     logits: torch.Tensor = model(input_ids=torch.tensor(rows), use_cache=False).logits.float()
-    size = logits.shape[-1]
-    columns = torch.linspace(0, size - 1, min(size, _NUM_COLUMNS)).long()
-    kept = torch.cat([logits[..., columns], logits.logsumexp(-1, keepdim=True)], -1).tolist()
+    kept = torch.cat([logits[..., sample_columns(logits.shape[-1])], logits.logsumexp(-1, keepdim=True)], -1).tolist()
     return [
         [[float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values] for values in row[: len(prompt.tokens)]]
         for row, prompt in zip(kept, prompts, strict=True)
     ]
+
+
+def sample_columns(vocab_size: int) -> torch.Tensor:
+    """Return the tokens whose logits are kept."""
+    return torch.linspace(0, vocab_size - 1, min(vocab_size, _NUM_COLUMNS)).long()
 
 
 def streamed_logits(

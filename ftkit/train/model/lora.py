@@ -129,34 +129,50 @@ def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:
     return set(filter(is_of_experts, lora.targets))
 
 
+_MERGED_AT_ONCE = 2**20
+"""Elements that are merged at a time: in fp32 4 MiB, which stay in a CPU's cache from one step to the next."""
+
+
 class MergedTensors(Mapping[str, torch.Tensor]):
-    """The weights of a model with its adapters merged, in fp32; each is computed on access.
+    """The weights of a model with its adapters merged in fp32; each is computed on access.
 
     LoRA: `W + s B A` with `s = alpha / r` (Hu et al. 2021, section 4.1), or `alpha / sqrt(r)` (rsLoRA). DoRA: each row
     of that is scaled to the trained magnitude (Liu et al. 2024, equation 5).
     """
 
-    def __init__(self, base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], lora: LoraSpec) -> None:
+    def __init__(
+        self,
+        base: Mapping[str, torch.Tensor],
+        adapters: Mapping[str, torch.Tensor],
+        lora: LoraSpec,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """Combine base weights and adapters.
 
         Args:
             base: unquantized weights, by the names of a model without adapters.
             adapters: by the names of the model with adapters.
-            lora: settings of the adapters.
+            lora: how the adapters were made.
+            dtype: of merged weights, which are rounded once.
         """
-        self._base, self._adapters, self._lora = base, adapters, lora
+        self._base, self._adapters, self._lora, self._dtype = base, adapters, lora, dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
         weight, module = self._base[name], name.removesuffix("weight")
         down = self._adapters.get(f"{module}lora_A.{ADAPTER}.weight")
         if down is None or module == name:
             return weight
-        up = self._adapters[f"{module}lora_B.{ADAPTER}.weight"]
-        divisor = math.sqrt(self._lora.rank) if self._lora.use_rslora else self._lora.rank
-        merged = torch.addmm(weight.float(), up.float(), down.float(), alpha=self._lora.alpha / divisor)
+        up, down = self._adapters[f"{module}lora_B.{ADAPTER}.weight"].float(), down.float()
         magnitude = self._adapters.get(module + DORA_MAGNITUDE)
-        if magnitude is not None:
-            merged *= (magnitude.float() / torch.linalg.norm(merged, dim=1))[:, None]
+        divisor = math.sqrt(self._lora.rank) if self._lora.use_rslora else self._lora.rank
+        merged = torch.empty(weight.shape, dtype=self._dtype)
+        height = max(1, _MERGED_AT_ONCE // weight.shape[1])
+        for first in range(0, weight.shape[0], height):
+            rows = slice(first, first + height)
+            sums = weight[rows].to(torch.float32, copy=True).addmm_(up[rows], down, alpha=self._lora.alpha / divisor)
+            if magnitude is not None:
+                sums *= (magnitude[rows].float() / torch.linalg.norm(sums, dim=1))[:, None]
+            merged[rows] = sums
         return merged
 
     def __iter__(self) -> Iterator[str]:
