@@ -88,7 +88,8 @@ _LONGEST = 300
 )  # fmt: skip
 @click.option(
     "--gpus", metavar="N", type=click.IntRange(min=1), default=1,
-    help="GPUs of one node that share the rows; each loads the whole model. Without GPUs, processes (default 1).",
+    help="GPUs of one node that share the rows; each loads the whole model: leave this out for one that needs several. "
+    "Without GPUs, processes (default 1).",
 )  # fmt: skip
 @click.option("--time", "time_limit", metavar="LIMIT", help="Time limit for --as-job; default: the profile's.")
 @click.option("--dry-run", is_flag=True, help="Print the script of --as-job and submit nothing.")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ from ftkit.model_folder import EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import find_damage, read_marker
+from ftkit.runs.storage import patience
 from ftkit.runs.storage import store as store_module
 from ftkit.runs.storage.fetch import fetch_run
 from ftkit.runs.storage.store import Store
@@ -152,6 +156,39 @@ def test_a_store_that_fails_is_reported_and_retried(finished_run: Run, tmp_path:
     assert status.error is None
     assert status.done == ("checkpoints/step-000010", "checkpoints/step-000020", "export")
     assert status.destination == copy_of
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """Take connections and never answer: a store, or a proxy before it, that hangs."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_store_that_never_answers_is_named_and_neither_a_push_nor_the_end_of_a_run_waits_for_it(
+    finished_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "_SECONDS", 0.6)
+    run = finished_run.copy_to("hanging-20260102T030405Z-ab12")
+    with silent_server() as address, found_by_programs(address, monkeypatch):
+        with pytest.raises(PrerequisiteError, match=rf"list s3://{BUCKET}/hung: no answer for 1 s"):
+            push(make_export(tmp_path / "export"), f"s3://{BUCKET}/hung", EXPORT_RECORD, quiet)
+        status = RunCopy(run.layout, f"s3://{BUCKET}/runs", quiet).follow(lambda: True, pytest.fail)
+    assert status.error == f"can't write to {status.destination}: no answer for 1 s"
+    assert status.waiting == ("checkpoints/step-000020", "checkpoints/step-000010", "export")
+    assert read_status(run.layout) == status
+
+
+def test_a_slow_call_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "_SECONDS", 0.4)
+
+    def work(progress: patience.Progress) -> str:
+        for _ in range(6):
+            time.sleep(0.1)
+            progress.relative_update()
+        return "done"
+
+    assert patience.call_patiently(work) == "done"
 
 
 @pytest.mark.usefixtures("client")

@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any
 from ftkit.config.paths import is_address
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line
 from ftkit.runs.storage.drivers import ADVICE, open_driver
+from ftkit.runs.storage.patience import call_patiently
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from ftkit.runs.storage.patience import Progress
+
 _PART_BYTES = 64 * 2**20
 """Part size of multipart uploads. S3's ETag of a file is a digest of its parts, so their size must be known."""
+_PARTS_AT_ONCE = 4
+"""Parts that s3fs uploads at the same time; it reports none before all of them are there."""
 _READ_BYTES = 2**24
 _PROBE = ".ftkit-write-test"
 
@@ -35,7 +40,9 @@ class Store:
         """
         self.address = address.rstrip("/")
         self._scheme = address.partition("://")[0] if is_address(address) else "file"
-        options = {"use_listings_cache": False} if self._scheme != "file" else {}
+        options: dict[str, Any] = {"use_listings_cache": False} if self._scheme != "file" else {}
+        if self._scheme == "s3":
+            options["max_concurrency"] = _PARTS_AT_ONCE
         self._system: Any = open_driver(self._scheme, **options)
         self._root = (
             str(Path(address).absolute()) if self._scheme == "file" else address.partition("://")[2].rstrip("/")
@@ -43,18 +50,22 @@ class Store:
 
     def check_writable(self) -> None:
         """Check write access: write a small file, and remove it again."""
-        with self._errors("write to"):
+
+        def write(_: Progress) -> None:
             if self._scheme == "file":
                 self._system.makedirs(self._root, exist_ok=True)
             self._system.pipe_file(self._place(_PROBE), b"ftkit")
             with suppress(Exception):  # some accounts may write but not delete
                 self._system.rm_file(self._place(_PROBE))
 
+        with self._errors("write to"):
+            call_patiently(write)
+
     def sizes(self) -> dict[str, int]:
         """Return the files by their names below the address, with their sizes in bytes."""
         with self._errors("list"):
             try:
-                found: Mapping[str, Any] = self._system.find(self._root, detail=True)
+                found: Mapping[str, Any] = call_patiently(lambda _: self._system.find(self._root, detail=True))
             except FileNotFoundError:
                 return {}
         start = len(self._root) + 1
@@ -63,14 +74,19 @@ class Store:
     def put(self, path: Path, name: str) -> None:
         """Upload a file; it appears under its name once it is complete."""
         place = self._place(name)
-        with self._errors("write to"):
+
+        def write(progress: Progress) -> None:
             if self._scheme != "file":
-                self._system.put_file(str(path), place, chunksize=_PART_BYTES)
+                self._system.put_file(str(path), place, chunksize=_PART_BYTES, callback=progress)
                 return
             partial = Path(place).with_name(f".{Path(place).name}.partial")
             partial.parent.mkdir(parents=True, exist_ok=True)
-            self._system.put_file(str(path), str(partial))
+            _copy(path, partial, progress)
             partial.replace(place)
+
+        unseen = min(path.stat().st_size, _PARTS_AT_ONCE * _PART_BYTES)
+        with self._errors("write to"):
+            call_patiently(write, unseen)
 
     def get(self, name: str, path: Path) -> None:
         """Download a file.
@@ -80,7 +96,13 @@ class Store:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._errors("read"):
-            self._system.get_file(self._place(name), str(path))
+            if self._scheme == "file":
+                call_patiently(lambda progress: _copy(Path(self._place(name)), path, progress))
+            else:
+                call_patiently(
+                    lambda progress: self._system.get_file(self._place(name), str(path), callback=progress),
+                    _PARTS_AT_ONCE * _PART_BYTES,
+                )
 
     def holds(self, name: str, path: Path) -> bool:
         """Return whether the stored file has the content of a local file.
@@ -89,7 +111,7 @@ class Store:
         """
         with self._errors("read"):
             try:
-                info = self._system.info(self._place(name))
+                info = call_patiently(lambda _: self._system.info(self._place(name)))
             except FileNotFoundError:
                 return False
             if int(info["size"]) != path.stat().st_size:
@@ -98,11 +120,18 @@ class Store:
                 return str(told) == base64.b64encode(_digest_of_file(path, hashlib.md5)).decode()
             if str(info.get("ETag", "")).strip('"') == _etag(path):
                 return True  # another one may be that of encrypted content
-            with self._system.open(self._place(name), "rb", block_size=_READ_BYTES) as file:
-                there = hashlib.sha256()
-                while chunk := file.read(_READ_BYTES):
-                    there.update(chunk)
-            return there.digest() == _digest_of_file(path, hashlib.sha256)
+            return call_patiently(lambda progress: self._read_digest(name, progress)) == _digest_of_file(
+                path, hashlib.sha256
+            )
+
+    def _read_digest(self, name: str, progress: Progress) -> bytes:
+        """Read a file there, and return its SHA-256."""
+        with self._system.open(self._place(name), "rb", block_size=_READ_BYTES) as file:
+            there = hashlib.sha256()
+            while chunk := file.read(_READ_BYTES):
+                there.update(chunk)
+                progress.relative_update(len(chunk))
+        return there.digest()
 
     def _place(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -114,6 +143,12 @@ class Store:
             yield
         except FtkitError:
             raise
+        except TimeoutError as error:
+            raise PrerequisiteError(
+                f"can't {verb} {self.address}: {one_line(error) or 'no answer'}",
+                meaning="the store or a proxy takes connections and does not answer, or the file system hangs",
+                fix="see whether others reach it; then repeat the command: what is there already is not copied again",
+            ) from error
         except FileNotFoundError as error:
             raise NotFoundError(
                 f"there is nothing at {self.address}: {one_line(error)}", fix="check the address"
@@ -126,6 +161,13 @@ class Store:
                 else "the disk is full, not mounted, or not writable",
                 fix=ADVICE.get(self._scheme, "check the folder"),
             ) from error
+
+
+def _copy(source: Path, target: Path, progress: Progress) -> None:
+    with source.open("rb") as read, target.open("wb") as written:
+        while chunk := read.read(_READ_BYTES):
+            written.write(chunk)
+            progress.relative_update(len(chunk))
 
 
 def _digest_of_file(path: Path, algorithm: Callable[..., Any]) -> bytes:

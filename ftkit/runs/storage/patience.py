@@ -1,0 +1,62 @@
+"""Give up a call that makes no progress: drivers wait long, some for ever, for a store that does not answer."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ResultT = TypeVar("ResultT")
+
+_SECONDS = 60.0
+_SLOWEST = 2**20
+"""Bytes per second that a store which is alive takes at least."""
+
+
+class Progress:
+    """When a call last got on: what fsspec's drivers call of a `fsspec.callbacks.Callback`."""
+
+    def __init__(self) -> None:
+        """Begin now."""
+        self.last = time.monotonic()
+
+    def set_size(self, size: int) -> None:
+        """Take the bytes to copy, which are known."""
+
+    def relative_update(self, inc: int = 1) -> None:
+        """Note that bytes were copied."""
+        del inc
+        self.last = time.monotonic()
+
+
+def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -> ResultT:
+    """Return what a call returns; it runs in a thread, which is left behind if it hangs.
+
+    Args:
+        call: gets what it reports its progress to.
+        unseen_bytes: as many are copied at most between two reports.
+
+    Raises:
+        TimeoutError: the call made no progress.
+    """
+    progress, future = Progress(), Future[ResultT]()
+    patience = _SECONDS + unseen_bytes / _SLOWEST
+
+    def run() -> None:
+        try:
+            future.set_result(call(progress))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    while (left := progress.last + patience - time.monotonic()) > 0:
+        try:
+            return future.result(left)
+        except TimeoutError:
+            if future.done():  # the call's own
+                raise
+    raise TimeoutError(f"no answer for {patience:.0f} s")

@@ -1,0 +1,130 @@
+"""vLLM's own engine, where it is installed: exports compute in it what was trained, and its server takes our arguments.
+
+CONTRIBUTING.md says how to install it on a CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.evaluate.verify_export import read_record
+from ftkit.launch.serving import serve_words
+from ftkit.train.components.generation import Generation
+from ftkit.train.model.lora import ADAPTER_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Run
+
+    from ftkit.train.world import World
+
+pytest.importorskip("vllm", reason="needs an environment with vLLM: see CONTRIBUTING.md")
+pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("ignore")]  # vLLM's own
+
+SHORT = ("training.max_steps=20", "training.learning_rate=0.02", "evaluation.sql_execution=null")
+
+
+@pytest.fixture(scope="module")
+def runs(make_run: Callable[..., Run], world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Train all weights, and adapters, of a model whose heads are as wide as vLLM's kernels take."""
+    base = tmp_path_factory.mktemp("vllm") / "base"
+    tokenizer = learn_tokenizer(["CREATE TABLE pets (name TEXT) SELECT COUNT(*) FROM pets"], 400, "gemma")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    Generation.of(tokenizer, None).save(base)
+    methods = {"full": (), "lora": ("training.method=lora", "training.lora={rank: 4}")}
+    found = {}
+    for method, settings in methods.items():
+        own = ("model.architecture=null", f"model.weights={base}", *SHORT, *settings)
+        found[method] = make_run(f"vllm-{method}-20260102T030405Z-ab12", *own, processes=1)
+        found[method].train_here(world)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def failed_checks(folder: Path) -> list[str]:
+    from ftkit.evaluate.verify_vllm import verify_with_vllm
+
+    checks = verify_with_vllm(folder, read_record(folder))
+    gc.collect()  # the engine
+    assert len(checks) == 4
+    return [check.name for check in checks if not check.passed]
+
+
+def rename(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("model.layers", "model.language_model.layers"): each for name, each in tensors.items()}
+
+
+def clear(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(each) for name, each in tensors.items()}
+
+
+def leave_out(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in tensors.items() if ".layers.0." in name}
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_an_export_computes_in_vllm_what_was_trained(method: str, runs: dict[str, Run]) -> None:
+    assert failed_checks(runs[method].layout.export) == []
+
+
+@pytest.mark.parametrize("change", [rename, clear, leave_out])
+def test_adapters_that_vllm_leaves_out_without_an_error_fail(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], runs: dict[str, Run], tmp_path: Path
+) -> None:
+    export = shutil.copytree(runs["lora"].layout.export, tmp_path / "export")
+    save_file(change(load_file(export / ADAPTER_FILE)), export / ADAPTER_FILE, metadata={"format": "pt"})
+    assert "vLLM: and the trained model's" in failed_checks(export)
+
+
+def test_another_template_and_another_end_token_fail(runs: dict[str, Run], tmp_path: Path) -> None:
+    export = shutil.copytree(runs["full"].layout.export, tmp_path / "export")
+    template = export / "chat_template.jinja"
+    template.write_text(template.read_text() + "\n{{- 'Answer:' }}")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        content = (export / name).read_text()
+        end = read_record(export).end_tokens[0]
+        (export / name).write_text(
+            content.replace(f'"eos_token_id": {end}', '"eos_token_id": 3').replace(
+                '"eos_token": "<end_of_turn>"', '"eos_token": "<unk>"'
+            )
+        )
+    assert failed_checks(export) == ["vLLM: end of turn", "vLLM: chat template"]
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_server_takes_the_arguments_of_the_serving_job(method: str, runs: dict[str, Run]) -> None:
+    arguments: Any = import_module("vllm.utils.argparse_utils")
+    entry: Any = import_module("vllm.entrypoints.launchers.cli_args")
+    run = runs[method]
+    words = serve_words(run.layout.export, run.plan, 1)
+    assert words[:2] == ["vllm", "serve"]
+    parser = entry.make_arg_parser(arguments.FlexibleArgumentParser())
+    parsed = parser.parse_args([*words[2:], "--port", "8000"])
+    entry.validate_parsed_serve_args(parsed)
+    assert parsed.model_tag == words[2]
+    modules = [(each.name, each.path) for each in parsed.lora_modules or []]
+    assert modules == ([(run.plan.name, str(run.layout.export))] if method == "lora" else [])
