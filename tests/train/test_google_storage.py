@@ -17,11 +17,19 @@ from object_storage import BUCKET, gcs_server
 
 from ftkit.data.files import find_files, read_file, stamp
 from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.model_folder import EXPORT_RECORD
+from ftkit.planning.layout import Workspace
+from ftkit.runs.checkpoints import find_damage, read_marker
+from ftkit.runs.storage.fetch import fetch_run
 from ftkit.runs.storage.store import Store
+from ftkit.runs.storage.sync import RunCopy
+from ftkit.runs.storage.upload import push
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from conftest import Run
 
 pytestmark = pytest.mark.train
 pytest.importorskip("gcp_storage_emulator", reason="needs the extra dev-storage")
@@ -96,6 +104,22 @@ def test_files_are_copied_there_and_back(tmp_path: Path) -> None:
     assert (tmp_path / "back" / "tokens.bin").read_bytes() == LINES
     file.write_bytes(LINES[:-1] + b" ")
     assert not store.holds("data/tokens.bin", file)
+
+
+@pytest.mark.usefixtures("address")
+def test_an_export_is_pushed_and_a_run_is_copied_and_each_is_found_whole(finished_run: Run, tmp_path: Path) -> None:
+    export, copied = finished_run.layout.export, []
+    push(export, "gs://team/models/one", EXPORT_RECORD, copied.append)
+    assert Store("gs://team/models/one").sizes() == {
+        path.relative_to(export).as_posix(): path.stat().st_size for path in export.rglob("*") if path.is_file()
+    }
+    assert copied[-1] == f"copying {EXPORT_RECORD}"
+    push(export, "gs://team/models/one", EXPORT_RECORD, pytest.fail)
+    status = RunCopy(finished_run.layout, "gs://team/runs", lambda _: None).update()
+    assert (status.error, status.waiting) == (None, ())
+    plan = fetch_run(status.destination, Workspace(tmp_path), lambda _: None)
+    marker = read_marker(plan.layout.checkpoint(20), 20)
+    assert find_damage(plan.layout.checkpoint(20), marker, marker.files) == []
 
 
 @pytest.mark.usefixtures("address")

@@ -185,7 +185,7 @@ def test_a_slow_call_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     def work(progress: patience.Progress) -> str:
         for _ in range(6):
             time.sleep(0.1)
-            progress.relative_update()
+            progress.note()
         return "done"
 
     assert patience.call_patiently(work) == "done"

@@ -8,22 +8,25 @@ from __future__ import annotations
 import gc
 import shutil
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
+from ftkit.config.context import Context
+from ftkit.config.load import load_recipe
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.evaluate.verify_export import read_record
 from ftkit.launch.serving import serve_words
 from ftkit.train.components.generation import Generation
+from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from conftest import Run
 
@@ -32,7 +35,13 @@ if TYPE_CHECKING:
 pytest.importorskip("vllm", reason="needs an environment with vLLM: see CONTRIBUTING.md")
 pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("ignore")]  # vLLM's own
 
-SHORT = ("training.max_steps=20", "training.learning_rate=0.02", "evaluation.sql_execution=null")
+SHAPE = ("model.architecture.family=llama", "model.architecture.head_dim=32")
+SHORT = (
+    "training.max_steps=6",
+    "training.checkpoint_every_steps=6",
+    "training.learning_rate=0.02",
+    "evaluation.sql_execution=null",
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +49,15 @@ def runs(make_run: Callable[..., Run], world: World, tmp_path_factory: pytest.Te
     """Train all weights, and adapters, of a model whose heads are as wide as vLLM's kernels take."""
     base = tmp_path_factory.mktemp("vllm") / "base"
     tokenizer = learn_tokenizer(["CREATE TABLE pets (name TEXT) SELECT COUNT(*) FROM pets"], 400, "gemma")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )  # fmt: skip
+    recipe = load_recipe(str(Path(__file__).with_name("tiny.yaml")), Context.here(), list(SHAPE))
     torch.manual_seed(7)
-    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    AutoModelForCausalLM.from_config(make_config(recipe.model.architecture, tokenizer)).save_pretrained(base)
     tokenizer.save_pretrained(base)
     Generation.of(tokenizer, None).save(base)
     methods = {"full": (), "lora": ("training.method=lora", "training.lora={rank: 4}")}
     found = {}
     for method, settings in methods.items():
-        own = ("model.architecture=null", f"model.weights={base}", *SHORT, *settings)
+        own = (f"model.weights={base}", *SHAPE, *SHORT, *settings)
         found[method] = make_run(f"vllm-{method}-20260102T030405Z-ab12", *own, processes=1)
         found[method].train_here(world)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,19 +18,21 @@ _SLOWEST = 2**20
 
 
 class Progress:
-    """When a call last got on: what fsspec's drivers call of a `fsspec.callbacks.Callback`."""
+    """When a call last got on."""
 
     def __init__(self) -> None:
         """Begin now."""
         self.last = time.monotonic()
 
-    def set_size(self, size: int) -> None:
-        """Take the bytes to copy, which are known."""
-
-    def relative_update(self, inc: int = 1) -> None:
+    def note(self, *_: object, **__: object) -> None:
         """Note that bytes were copied."""
-        del inc
         self.last = time.monotonic()
+
+    def callback(self) -> Any:
+        """Return the callback for fsspec's drivers."""
+        from fsspec.callbacks import Callback  # noqa: PLC0415 - heavy, and 'ftkit status' does without
+
+        return Callback(hooks={"progress": self.note})
 
 
 def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -> ResultT:

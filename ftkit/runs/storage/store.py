@@ -77,7 +77,7 @@ class Store:
 
         def write(progress: Progress) -> None:
             if self._scheme != "file":
-                self._system.put_file(str(path), place, chunksize=_PART_BYTES, callback=progress)
+                self._system.put_file(str(path), place, chunksize=_PART_BYTES, callback=progress.callback())
                 return
             partial = Path(place).with_name(f".{Path(place).name}.partial")
             partial.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class Store:
                 call_patiently(lambda progress: _copy(Path(self._place(name)), path, progress))
             else:
                 call_patiently(
-                    lambda progress: self._system.get_file(self._place(name), str(path), callback=progress),
+                    lambda progress: self._system.get_file(self._place(name), str(path), callback=progress.callback()),
                     _PARTS_AT_ONCE * _PART_BYTES,
                 )
 
@@ -130,7 +130,7 @@ class Store:
             there = hashlib.sha256()
             while chunk := file.read(_READ_BYTES):
                 there.update(chunk)
-                progress.relative_update(len(chunk))
+                progress.note()
         return there.digest()
 
     def _place(self, name: str) -> str:
@@ -167,7 +167,7 @@ def _copy(source: Path, target: Path, progress: Progress) -> None:
     with source.open("rb") as read, target.open("wb") as written:
         while chunk := read.read(_READ_BYTES):
             written.write(chunk)
-            progress.relative_update(len(chunk))
+            progress.note()
 
 
 def _digest_of_file(path: Path, algorithm: Callable[..., Any]) -> bytes:
