@@ -43,7 +43,7 @@ def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
             base,
             generation_config=str(folder),
             dtype="auto" if torch.cuda.is_available() else "float32",
-            max_model_len=longest + _NUM_TOKENS,
+            max_model_len=2 * longest + _NUM_TOKENS,  # another template may render longer prompts
             max_logprobs=-1,
         )
         return [

@@ -65,8 +65,7 @@ def runs(make_run: Callable[..., Run], world: World, tmp_path_factory: pytest.Te
 
 @pytest.fixture(autouse=True)
 def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    for name, value in variables.items():
+    for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)
 
 
