@@ -64,8 +64,9 @@ class LoraSpec(Spec):
     """The adapters' output is scaled by alpha / rank, or alpha / sqrt(rank) with use_rslora."""
     dropout: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.0
     """Dropout probability of an adapter's inputs during training."""
-    targets: tuple[ProjectionName, ...] = Field(default=ALL_PROJECTIONS, min_length=1)
-    """Projections of each decoder layer that get an adapter; other families may name theirs differently."""
+    targets: tuple[ProjectionName, ...] = ()
+    """Linear layers of each decoder layer that get an adapter. If empty: those of attention and feed-forward layers;
+    with experts, which are no linear layers, those of attention alone."""
     use_rslora: bool = False
     """Rank-stabilized scaling (Kalajdzievski 2023)."""
     use_dora: bool = False
@@ -176,8 +177,18 @@ class TrainingSpec(Spec):
 
     @property
     def adapters(self) -> LoraSpec | None:
-        """The adapters that are trained; none: all weights are."""
-        return None if self.method == "full" else self.lora or LoraSpec()
+        """The adapters that are trained, on Llama's linear layers if none are named; none: all weights are."""
+        if self.method == "full":
+            return None
+        lora = self.lora or LoraSpec()
+        return lora if lora.targets else lora.model_copy(update={"targets": ALL_PROJECTIONS})
+
+    def with_targets(self, targets: tuple[str, ...]) -> Self:
+        """Return the settings with these targets of adapters, if there are adapters and none are named."""
+        lora = self.lora or LoraSpec()
+        if self.method == "full" or lora.targets or targets == ALL_PROJECTIONS:
+            return self
+        return self.model_copy(update={"lora": lora.model_copy(update={"targets": targets})})
 
     @property
     def compute_precision(self) -> Precision:

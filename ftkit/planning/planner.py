@@ -24,7 +24,7 @@ from ftkit.planning.choices import (
     with_sharding,
 )
 from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
+from ftkit.planning.estimates.parameters import count_by_config, count_model, default_targets, method_counts
 from ftkit.planning.estimates.step_time import PADDING, predict_step_time
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import Workspace
@@ -57,16 +57,18 @@ def plan_run(
     per_node = request.gpus_per_node or recipe.resources.gpus_per_node or cluster.gpus_per_node
     model = request.model or plan_model(recipe.model, None)
     shape = model.architecture
+    training = recipe.training.with_targets(default_targets(shape))
+    recipe = recipe.model_copy(update={"training": training})
     problems = find_problems(recipe, model, cluster, image, request, num_nodes, per_node)
     if problems:
         raise ConfigError(problems)
     placement = plan_placement(cluster, num_nodes, per_node)
-    engine = choose_engine(shape, recipe.training, placement.world_size, cluster.gpu)
-    lightest = setup_of(shape, least_memory(recipe.training), engine.name, cluster, placement)
-    training, execution = choose_execution(recipe.training, lightest)
-    setup = with_sharding(replace(lightest, training=training))
+    engine = choose_engine(shape, training, placement.world_size, cluster.gpu)
+    lightest = setup_of(shape, least_memory(training), engine.name, cluster, placement)
+    chosen, execution = choose_execution(training, lightest)
+    setup = with_sharding(replace(lightest, training=chosen))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
-    planned, memory = RecipePlan.of(recipe, model, training), predict_memory(setup)
+    planned, memory = RecipePlan.of(recipe, model, chosen), predict_memory(setup)
     name = request.name or recipe.name
     return RunPlan(
         version=PLAN_VERSION,
@@ -84,8 +86,8 @@ def plan_run(
         memory=memory,
         speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding),
         num_parameters=count_model(shape).total,
-        num_trained=method_counts(shape, training).trained,
-        num_steps=count_steps(training, request.num_packs),
+        num_trained=method_counts(shape, chosen).trained,
+        num_steps=count_steps(chosen, request.num_packs),
         image=str(request.image) if request.image and cluster.runtime != "none" else None,
         container_image=container_image(cluster, request.image, request.workspace),
         python=request.python if cluster.runtime == "none" else "python3",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized
 from ftkit.config.model import ArchitecturePlan, AttentionLayers, Linear, ModelCounts
 from ftkit.config.model_config import FULL, LINEAR, WINDOWED, fill_config
+from ftkit.config.training import ALL_PROJECTIONS
 from ftkit.families import FAMILIES, family_of
 
 if TYPE_CHECKING:
@@ -72,6 +73,21 @@ def count_parameters(shape: ArchitectureSpec) -> int:
 
 
 # --- Of a method ---------------------------------------------------------------------------------
+
+_WITH_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "shared_expert_gate"})
+"""Names of linear layers that experts may have as well, and that peft then takes for those."""
+_ROUTERS = frozenset({"gate", "router", "proj"})
+
+
+def default_targets(shape: ArchitectureSpec) -> tuple[str, ...]:
+    """Return the linear layers of a model that get an adapter if the recipe names none."""
+    counts = count_model(shape)
+    names = tuple(dict.fromkeys(linear.name for linear in counts.linears))
+    if counts.experts_per_token:
+        return tuple(name for name in names if name not in _WITH_EXPERTS | _ROUTERS)
+    if not counts.is_exact or {*ALL_PROJECTIONS} <= {*names}:
+        return ALL_PROJECTIONS
+    return names
 
 
 def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:

@@ -118,7 +118,7 @@ def test_missing_keys_are_reported_at_the_mapping_that_replaced_them(ctx: Contex
 
 WRONG: dict[str, object] = {
     "training.learning_rate": "fast", "training.max_steps": 1.5, "training.seed": -1, "training.betas": [0.9],
-    "training.lora": {"targets": []}, "training.warmup_ratio": 2, "training.global_batch_size": None,
+    "training.lora": {"rank": 0}, "training.warmup_ratio": 2, "training.global_batch_size": None,
     "profile.enabled": "maybe", "profile.ranks": 0, "evaluation": "x", "name": 5, "data.source.kind": 3,
     "resources.time_limit": "a day", "model.architecture": ["x"], "training.max_grad_norm": float("inf"),
     "tracking.sinks": "wandb", "model.architecture.family": "a b", "data.format.kind": "vicuna",

@@ -14,7 +14,9 @@ from ftkit.config.context import Context, list_images
 from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
 from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluster, read_recipe
+from ftkit.config.model import Linear
 from ftkit.config.request import Origins, RunRequest
+from ftkit.config.training import ALL_PROJECTIONS
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.plan import PREPARATION_VERSION, RunPlan, plan_from_json, plan_to_json
@@ -215,6 +217,34 @@ def test_projections_that_the_counted_model_lacks_are_refused_where_it_is_traine
     assert "gate_proj: mixtral has no such projection. It has q_proj, k_proj, v_proj, o_proj" in found
     elsewhere = replace(REQUEST, model=model, image=OLMO3)
     assert plan(recipe, A4, IMAGE, elsewhere).num_parameters == counts.total
+
+
+@pytest.mark.parametrize(
+    ("linears", "num_experts", "expected"),
+    [
+        (("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "extra"), 0, ALL_PROJECTIONS),
+        (("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate"), 2, ("q_proj", "o_proj")),
+        (("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), 0, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    ],
+)
+def test_adapters_go_on_the_linear_layers_that_the_model_has(
+    linears: tuple[str, ...], num_experts: int, expected: tuple[str, ...]
+) -> None:
+    recipe = demo("training.method=lora", "model.architecture.family=starcoder2")
+    counts = replace(
+        count_model(recipe.model.architecture),
+        source="model",
+        experts_per_token=num_experts,
+        linears=tuple(Linear(name, 8, 8, 2) for name in linears),
+    )
+    model = plan_model(recipe.model, None, counts)
+    adapters = plan(recipe, request=replace(REQUEST, model=model)).recipe.training.adapters
+    assert adapters is not None
+    assert adapters.targets == expected
+    named = demo("training.method=lora", "training.lora.targets=[o_proj]", "model.architecture.family=starcoder2")
+    adapters = plan(named, request=replace(REQUEST, model=model)).recipe.training.adapters
+    assert adapters is not None
+    assert adapters.targets == ("o_proj",)
 
 
 def test_a_mixture_whose_experts_cannot_be_read_is_planned_for_many_and_said_to_be() -> None:

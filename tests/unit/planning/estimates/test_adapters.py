@@ -9,7 +9,7 @@ from ftkit.config.context import Context
 from ftkit.config.execution import GIB, nf4_parts
 from ftkit.config.load import load_recipe
 from ftkit.config.model_config import read_shape, read_shipped
-from ftkit.config.training import LoraSpec, TrainingPlan
+from ftkit.config.training import ALL_PROJECTIONS, LoraSpec, TrainingPlan
 from ftkit.errors import ConfigError
 from ftkit.planning.choices import choose_engine, least_memory, with_sharding
 from ftkit.planning.estimates.memory import predict_memory
@@ -37,7 +37,8 @@ def training(**changes: object) -> TrainingPlan:
 
 def test_adapters_of_a_known_size_are_counted() -> None:
     # As peft prints for Llama 3 8B, rank 16, all seven projections.
-    assert count_adapter_parameters(architecture("llama3-8b"), LoraSpec(rank=16)) == 41_943_040
+    every = LoraSpec(rank=16, targets=ALL_PROJECTIONS)
+    assert count_adapter_parameters(architecture("llama3-8b"), every) == 41_943_040
     assert (
         count_adapter_parameters(architecture("llama3-8b"), LoraSpec(rank=8, targets=("q_proj", "v_proj"))) == 3_407_872
     )
@@ -75,7 +76,7 @@ def test_adapters_without_a_method_that_has_them_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe("demo", here, ("training.method=lora", "training.lora.targets=[q_proj, q_proj]"))
     assert "name a projection twice" in str(caught.value)
-    assert training(method="qlora").adapters == LoraSpec()
+    assert training(method="qlora").adapters == LoraSpec(targets=ALL_PROJECTIONS)
     assert training().adapters is None
 
 
