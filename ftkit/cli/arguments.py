@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ftkit.cli.commands import current_context
 from ftkit.cli.shell_completion import complete_cluster, complete_image, complete_recipe, complete_run
-from ftkit.config.context import Context
 from ftkit.errors import FtkitError, NotFoundError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def current_settings() -> Settings:
     """Return the settings, without those of the command line."""
     from ftkit.config.request import load_settings
 
-    return load_settings(Context.here()).settings
+    return load_settings(current_context()).settings
 
 
 def current_workspace() -> Workspace:
@@ -123,7 +123,7 @@ def current_workspace() -> Workspace:
     from ftkit.config.request import load_settings
     from ftkit.planning.layout import Workspace
 
-    ctx = Context.here()
+    ctx = current_context()
     return Workspace(load_settings(ctx).workspace_folder(ctx))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from ftkit.config.context import Context
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,3 +112,11 @@ class ForwardedCommand(ExamplesCommand):
         if place is None:
             return super().invoke(ctx)
         return ctx.exit(forward(place, self.name or "", ctx.meta[_TYPED], ctx.params))
+
+
+def current_context() -> Context:
+    """Return the context of this call; `ftkit --cluster NAME COMMAND` sets FTKIT_CLUSTER in its environment."""
+    here, called = Context.here(), click.get_current_context(silent=True)
+    root = called.find_root() if called else None
+    cluster = root.params.get("cluster") if root and isinstance(root.command, click.Group) else None
+    return replace(here, environment={**here.environment, "FTKIT_CLUSTER": cluster}) if cluster else here

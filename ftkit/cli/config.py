@@ -8,10 +8,9 @@ import click
 
 from ftkit import assets
 from ftkit.cli.arguments import json_option
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ExamplesCommand, current_context
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.config.context import Context
 
 if TYPE_CHECKING:
     from ftkit.config.request import LoadedSettings
@@ -39,7 +38,7 @@ def command(*, as_json: bool) -> None:
     from ftkit.config.dotenv import read_dotenv
     from ftkit.config.request import load_settings
 
-    terminal, ctx = Terminal(), Context.here()
+    terminal, ctx = Terminal(), current_context()
     loaded, variables = load_settings(ctx), sorted(read_dotenv(ctx.project))
     values = loaded.settings.model_dump() | {"workspace": str(loaded.workspace_folder(ctx))}
     if as_json:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import json_option
-from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.shell_completion import complete_cluster, complete_image
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
-from ftkit.config.context import Context
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ftkit.config.context import Context
     from ftkit.health.findings import Finding, Status
     from ftkit.health.site import Site
     from ftkit.launch.doctor import NodeResult
@@ -57,7 +57,7 @@ def command(*, cluster: str | None, image: str | None, nodes: int | str | None, 
     from ftkit.health.findings import failures
     from ftkit.launch.resolve import RunArgs, load_place
 
-    terminal, ctx = Terminal(), Context.here()
+    terminal, ctx = Terminal(), current_context()
     place = load_place(RunArgs(cluster=cluster, image=image), ctx)
     findings = check_here(ctx, place, terminal, shows=not as_json)
     results = _check_nodes(nodes, place, ctx, terminal) if nodes else []

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ftkit.cli.arguments import current_workspace
+from ftkit.cli.commands import current_context
 from ftkit.cli.shell_completion import complete_image
-from ftkit.config.context import Context
 from ftkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def registry_of(option: str | None) -> str | None:
     """Return the registry of the command line, else of the settings."""
     from ftkit.config.request import load_settings
 
-    return option or load_settings(Context.here()).settings.registry
+    return option or load_settings(current_context()).settings.registry
 
 
 def required_registry(option: str | None, reference: str) -> str:
@@ -43,7 +43,7 @@ def required_registry(option: str | None, reference: str) -> str:
     """
     registry = registry_of(option)
     if not registry:
-        user = Context.here().user / "config.yaml"
+        user = current_context().user / "config.yaml"
         raise ConfigError(
             [Problem("", "registry", f"no registry is set to push {reference} to.",
                      f"Give --registry HOST/PATH (such as ghcr.io/you), or set 'registry: HOST/PATH' in ftkit.yaml "

@@ -103,8 +103,7 @@ def cli(*, cluster: str | None) -> None:
 
     Start with: ftkit run demo
     """
-    if cluster:
-        os.environ["FTKIT_CLUSTER"] = cluster
+    del cluster  # read by `ftkit.cli.commands.current_context`
 
 
 def main(args: Sequence[str] | None = None) -> int:

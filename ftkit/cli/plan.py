@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from ftkit.cli.arguments import json_option, run_args, run_options
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ExamplesCommand, current_context
 from ftkit.cli.terminal.console import Terminal
-from ftkit.config.context import Context
 
 
 @click.command(
@@ -39,7 +38,7 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     from ftkit.launch.sweep import expand, plan_sweep
     from ftkit.planning.plan import plan_to_json
 
-    terminal, ctx = Terminal(), Context.here()
+    terminal, ctx = Terminal(), current_context()
     args = run_args(words, **options)
     trials = expand(args, ctx)
     if len(trials) > 1:

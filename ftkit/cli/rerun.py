@@ -17,7 +17,7 @@ from ftkit.cli.arguments import (
     job_environment,
     placement_options,
 )
-from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.signing_options import require_signature_option
 from ftkit.cli.terminal.console import Styled, Terminal
@@ -80,7 +80,6 @@ def command(  # noqa: PLR0913 - one for each option
     """Repeat a run."""
     from ftkit.cli.run import make_ready, report_submission, submit_ready
     from ftkit.cli.terminal.plan_view import plan_facts
-    from ftkit.config.context import Context
     from ftkit.launch.code import copies_of_run, files_of
     from ftkit.launch.render import render_job
     from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun
@@ -89,7 +88,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.runs.repeat import original_to_json, read_original
     from ftkit.runs.signing import verify_beside
 
-    terminal, ctx, workspace = Terminal(), Context.here(), current_workspace()
+    terminal, ctx, workspace = Terminal(), current_context(), current_workspace()
     path = Path(reference)
     is_own = not (is_address(reference) or path.exists() or path.suffix in (".json", ".tar"))
     if public_key:

@@ -17,7 +17,7 @@ from ftkit.cli.arguments import (
     placement_options,
     run_argument,
 )
-from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.paths import is_address
 from ftkit.errors import ConfigError, Problem
@@ -146,11 +146,10 @@ def _fetch(address: str, terminal: Terminal) -> None:
 
 def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan:
     """Plan the run again, and list the differences."""
-    from ftkit.config.context import Context
     from ftkit.config.image_reference import parse_image
     from ftkit.launch.resume import replan
 
-    settings, ctx = current_settings(), Context.here()
+    settings, ctx = current_settings(), current_context()
     image = parse_image(settings.image, ctx.project) if settings.image else None
     changed = replan(plan, args, ctx, image)
     for warning in changed.warnings:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import follow_option, hf_token_option, job_environment, run_args, run_options
-from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.run_script import code_options, script_options
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.config.context import Context
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses
@@ -94,7 +93,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.launch.script import ScriptArgs
     from ftkit.launch.sweep import expand, plan_sweep
 
-    terminal, ctx, environment = Terminal(), Context.here(), job_environment(hf_token_file)
+    terminal, ctx, environment = Terminal(), current_context(), job_environment(hf_token_file)
     copies = copy_asked(with_code, is_dev=is_dev)
     if script is not None:
         words, script_args = split_script_args(words, typed)
@@ -184,7 +183,7 @@ def make_ready(
     plan = pin_revision(plan, environment)
     image_facts = check_image(plan, terminal, does_import=does_import)
     plan = resolve_image_link(plan)  # an image that was just imported has a link only now
-    manifest = build_manifest(plan, words, Context.here().project) | image_facts
+    manifest = build_manifest(plan, words, current_context().project) | image_facts
     preparation = None
     if where == "here":
         prepare_here(plan, environment, terminal.say)

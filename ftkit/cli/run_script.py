@@ -147,9 +147,9 @@ def run_script(
     Raises:
         FtkitError: the run would fail.
     """
+    from ftkit.cli.commands import current_context
     from ftkit.cli.image_check import check_image
     from ftkit.cli.terminal.plan_view import show_findings
-    from ftkit.config.context import Context
     from ftkit.launch.code import files_of
     from ftkit.launch.jobs import submit
     from ftkit.launch.preflight import run_script_checks
@@ -158,7 +158,7 @@ def run_script(
     from ftkit.launch.script import accelerate_json, resolve_script
     from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
-    ctx = Context.here()
+    ctx = current_context()
     plan, copies = resolve_script(wanted.script, wanted.run, copies, ctx)
     terminal.facts(script_facts(plan), is_data=False)
     if dry_run:

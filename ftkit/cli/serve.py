@@ -12,11 +12,10 @@ import click
 
 from ftkit import process
 from ftkit.cli.arguments import current_workspace
-from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.shell_completion import complete_cluster, complete_image, complete_run
 from ftkit.cli.terminal.console import Cell, Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.config.context import Context
 from ftkit.errors import NotFoundError, TrainingError
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.evaluate.source import find_target
     from ftkit.launch.serving import ServeArgs, plan_serving, submit_serving
 
-    terminal, ctx = Terminal(), Context.here()
+    terminal, ctx = Terminal(), current_context()
     target = find_target(reference, current_workspace())
     if target.plan is None:
         raise NotFoundError(f"{reference} is not a run", fix="serve a folder with vLLM itself: vllm serve FOLDER")

@@ -163,8 +163,12 @@ def dump_memory_snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
+SCALED_MM = torch.ops.aten._scaled_mm.default  # noqa: SLF001
+"""Operator of `scaled_mm`, which activation checkpointing selects by."""
+
+
 def scaled_mm(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return the product of two FP8 matrices, whose operator is `torch.ops.aten._scaled_mm`.
+    """Return the product of two FP8 matrices.
 
     `torch._scaled_mm`, torch 2.5 to 2.15. If it goes: `torch.nn.functional.scaled_mm`, which torch 2.10 and newer have.
     """
@@ -228,6 +232,16 @@ def attention_implementation(config: PretrainedConfig) -> str:
     """
     name: str = config._attn_implementation  # noqa: SLF001
     return name
+
+
+def attention_backends(model_class: type[nn.Module]) -> set[str]:
+    """Return the attention backends that a model class of transformers supports: `custom`, `flex`, `sdpa`.
+
+    `_supports_attention_backend`, `_supports_flex_attn` and `_supports_sdpa`, transformers 4.57 to 5.23. If they go:
+    try `set_attn_implementation`, which raises for the others.
+    """
+    flags = {"custom": "_supports_attention_backend", "flex": "_supports_flex_attn", "sdpa": "_supports_sdpa"}
+    return {backend for backend, flag in flags.items() if getattr(model_class, flag)}
 
 
 def flash_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ftkit.cli.arguments import run_args
-from ftkit.config.context import Context
+from ftkit.cli.commands import current_context
 from ftkit.errors import PrerequisiteError
 
 if TYPE_CHECKING:
@@ -35,5 +35,5 @@ def open_data(terminal: Terminal, words: Sequence[str], **options: Any) -> tuple
     from ftkit.data.inspection import DataInspector
     from ftkit.data.prepare import open_encoder
 
-    plan = resolve(run_args(words, **options), Context.here())
+    plan = resolve(run_args(words, **options), current_context())
     return plan, DataInspector(plan.recipe, open_encoder(plan.recipe, terminal.say))

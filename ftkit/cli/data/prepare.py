@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import hf_token_option, job_environment, run_args, run_options
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ExamplesCommand, current_context
 from ftkit.cli.terminal.console import Terminal
-from ftkit.config.context import Context
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +34,6 @@ def command(words: tuple[str, ...], *, workers: int | None, hf_token_file: Path 
     from ftkit.launch.resolve import resolve
 
     terminal = Terminal()
-    plan = resolve(run_args(words, **options), Context.here())
+    plan = resolve(run_args(words, **options), current_context())
     prepare_here(plan, job_environment(hf_token_file), terminal.say, workers)
     terminal.data(f"{plan.data_directory}\n")

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ftkit.cli.remote.login_side import SERVED
+from ftkit.cli.commands import current_context
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.context import Context, search_folders
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.remote.login import (
+    SERVED,
     Login,
     Request,
     ask,
@@ -65,7 +66,7 @@ def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
     """
     if SERVED in os.environ:
         return None
-    ctx = Context.here()
+    ctx = current_context()
     reference = params.get("reference") or next(iter(params.get("references") or ()), None)
     if isinstance(reference, str):
         found = Records.of(os.environ).find(reference)

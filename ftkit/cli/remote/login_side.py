@@ -21,13 +21,11 @@ from ftkit import process
 from ftkit.cli.main import main as ftkit
 from ftkit.files import copy_new, write_file
 from ftkit.remote.install import code_identity
-from ftkit.remote.login import LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE, Request, read_request
+from ftkit.remote.login import LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE, SERVED, Request, read_request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SERVED: Final = "FTKIT_FORWARDED"
-"""Variable that is set where a forwarded command runs: it is not forwarded again."""
 _CHILD: Final = "--child"
 _LOOK_SECONDS: Final = 0.1
 _START_SECONDS: Final = 30

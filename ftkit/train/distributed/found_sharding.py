@@ -108,8 +108,8 @@ def find_sharding(modules: Sequence[nn.Module], world_size: int) -> FoundShardin
 def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
     seen: set[int] = set()
     for module in modules:
-        for parameter in module._parameters.values():  # noqa: SLF001 - without recursion: modules are all listed
-            if parameter is not None and id(parameter) not in seen:
+        for parameter in module.parameters(recurse=False):  # all submodules are listed
+            if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter
 

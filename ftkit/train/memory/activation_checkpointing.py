@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ftkit.train.memory.compile import CompiledForward
-from ftkit.train.private_apis import raise_recompile_limit
+from ftkit.train.private_apis import SCALED_MM, raise_recompile_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ _INNER_FACTOR = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.bmm.default: 0,
-    torch.ops.aten._scaled_mm.default: 0,  # noqa: SLF001 - products in FP8
+    SCALED_MM: 0,
 }
 """Matmuls, each with the index of the factor whose last dimension is the inner one."""
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
-from ftkit.train.private_apis import CONVERTS_WEIGHTS, attention_implementation, flash_attention
+from ftkit.train.private_apis import CONVERTS_WEIGHTS, attention_backends, attention_implementation, flash_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -89,13 +89,9 @@ def _kernels_of_class(config: PretrainedConfig) -> set[Kernel]:
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:  # building it will fail with the reason
         return {"flash4", "flex", "sdpa", "eager"}
-    flags: dict[Kernel, bool] = {
-        "flash4": kind._supports_attention_backend,  # noqa: SLF001 - no public name
-        "flex": kind._supports_flex_attn,  # noqa: SLF001
-        "sdpa": kind._supports_sdpa,  # noqa: SLF001
-        "eager": True,
-    }
-    return {kernel for kernel, is_there in flags.items() if is_there}
+    backends = attention_backends(kind)
+    kernels: dict[str, Kernel] = {"custom": "flash4", "flex": "flex", "sdpa": "sdpa"}
+    return {"eager", *(kernel for backend, kernel in kernels.items() if backend in backends)}
 
 
 def _changed_scores(config: PretrainedConfig) -> str | None:

@@ -101,6 +101,14 @@ def test_importing_the_specs_builds_no_validator() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_the_cluster_before_the_command_reaches_its_settings_and_not_the_environment(
+    ftkit: Callable[..., Result],
+) -> None:
+    result = ftkit("--cluster", "a4-highgpu-8g", "config", "--json")
+    assert json.loads(result.out)["settings"]["cluster"]["value"] == "a4-highgpu-8g"
+    assert "FTKIT_CLUSTER" not in os.environ
+
+
 def test_an_unknown_command_is_a_usage_error_with_a_suggestion(ftkit: Callable[..., Result]) -> None:
     result = ftkit("sttus")
     assert (result.code, result.out) == (2, "")
