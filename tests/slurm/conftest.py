@@ -24,6 +24,7 @@ DEV_CLUSTER = CHECKOUT / "scripts" / "dev-cluster"
 STATE = Path(os.environ.get("FTKIT_DEV_CLUSTER_DIR", "/var/lib/ftkit-dev-cluster"))
 TINY = "tests/train/tiny.yaml"
 SKIPPED = 77
+_ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"}
 EVERYTHING_HERE = Path(__file__).parent
 
 
@@ -95,34 +96,81 @@ class Cluster:
         subprocess.run([str(DEV_CLUSTER), "node", "n1", *command], check=True)
 
     def submit(self, name: str, *arguments: str) -> str:
-        """Start a run on two nodes without following it; return its id."""
-        done = self.ftkit("run", TINY, "--cluster", "dev", "--nodes", "2", "--name", name, "--no-follow", *arguments)
+        """Start a run on two nodes, one process each, without following it; return its id.
+
+        Each process takes seven seconds of CPU to import torch and transformers: few processes make a fast test.
+        """
+        size = ("--nodes", "2", "--gpus-per-node", "1")
+        done = self.ftkit("run", TINY, "--cluster", "dev", *size, "--name", name, "--no-follow", *arguments)
         return done.stdout.strip().splitlines()[-1].split()[-1]
 
     def status(self, run: str) -> dict[str, Any]:
         status: dict[str, Any] = json.loads(self.ftkit("status", run, "--json").stdout)
         return status
 
-    def wait(
-        self, run: str, condition: Callable[[dict[str, Any]], bool], seconds: int = PATIENCE_SECONDS
-    ) -> dict[str, Any]:
-        deadline = time.monotonic() + seconds
-        while not condition(status := self.status(run)):
-            assert not status["is_final"], self.explain(run)
+    def job(self, run: str) -> str:
+        """Return the id of a run's newest job."""
+        job: str = json.loads((self.folder(run) / "submission.json").read_text(encoding="utf-8"))["job_id"]
+        return job
+
+    def records(self, run: str, event: str) -> list[dict[str, Any]]:
+        """Return what the trainer recorded; from its file, since asking ftkit costs more than the training."""
+        path = self.folder(run) / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.startswith(f'{{"event": "{event}"') and line.endswith("\n")]
+
+    def wait_for_step(self, run: str, step: int, *, start: int = 0) -> int:
+        """Wait until a run has taken a step in its start of that number; return its newest step."""
+
+        def is_there() -> bool:
+            starts = self.records(run, "start")
+            return len(starts) > start and any(
+                each["step"] >= step and each["time"] > starts[start]["time"] for each in self.records(run, "step")[-1:]
+            )
+
+        self._wait(run, is_there)
+        newest: int = self.records(run, "step")[-1]["step"]
+        return newest
+
+    def slurm_state(self, job: str) -> str:
+        """Return what squeue says of a job; nothing once it is forgotten."""
+        return self.execute("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job).stdout.strip()
+
+    def start_again(self, run: str) -> None:
+        """Wait until a job is requeued, and spare the test the time that Slurm lets it wait then."""
+        job = self.job(run)
+        self._wait(run, lambda: self.slurm_state(job) == "PENDING")
+
+        def has_started() -> bool:
+            self.execute("scontrol", "update", f"jobid={job}", "StartTime=now")
+            return self.slurm_state(job) == "RUNNING"
+
+        self._wait(run, has_started)
+
+    def _wait(self, run: str, condition: Callable[[], bool], *, ends: bool = False) -> None:
+        """Wait for a condition; unless it is the run's end, the job must be there to bring it about."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
             assert time.monotonic() < deadline, self.explain(run)
-            time.sleep(1)
+            if not ends and any(self.folder(run).glob("exit-code-*")):
+                assert self.slurm_state(self.job(run)) in _ACTIVE, self.explain(run)
+            time.sleep(0.5)
+
+    def wait_for_log(self, run: str, text: str) -> str:
+        """Wait until the job's log has a text; return the log."""
+        path = self.folder(run) / "logs" / "job.log"
+        self._wait(run, lambda: path.exists() and text in path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
+
+    def wait_for_end(self, run: str) -> dict[str, Any]:
+        """Wait until a run's job has ended; return the run's status."""
+        self._wait(run, lambda: self.slurm_state(self.job(run)) not in _ACTIVE, ends=True)
+        status = self.status(run)
+        assert status["is_final"], self.explain(run)
         return status
 
-    def wait_for_log(self, run: str, text: str, seconds: int = PATIENCE_SECONDS) -> str:
-        """Wait until the job's log holds a text; return the log."""
-        deadline = time.monotonic() + seconds
-        while text not in (log := self.execute("ftkit", "logs", run).stdout):
-            assert time.monotonic() < deadline, self.explain(run)
-            time.sleep(1)
-        return log
-
-    def wait_for_completion(self, run: str, seconds: int = PATIENCE_SECONDS) -> dict[str, Any]:
-        status = self.wait(run, lambda status: status["is_final"], seconds)
+    def wait_for_completion(self, run: str) -> dict[str, Any]:
+        status = self.wait_for_end(run)
         assert status["state"] == "completed", self.explain(run)
         return status
 

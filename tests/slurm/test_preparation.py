@@ -27,7 +27,7 @@ def test_data_is_prepared_without_gpus_before_the_job_that_trains_starts(cluster
 
 def test_a_run_whose_data_cannot_be_used_fails_without_having_held_a_gpu(cluster: Cluster) -> None:
     run = cluster.submit("unprepared", *SHORT, "data.source.seed=72", "training.sequence_length=16")
-    status = cluster.wait(run, lambda status: status["is_final"])
+    status = cluster.wait_for_end(run)
     assert (status["state"], status["exit_code"]) == ("failed", 8)
     assert "longer than a pack of 16 tokens" in cluster.execute("ftkit", "status", run).stdout
     started = cluster.execute("sacct", "-X", "-n", "-P", "--format=State,Elapsed", "--jobs", status["job_id"]).stdout
@@ -39,5 +39,5 @@ def test_a_run_is_cancelled_with_the_job_that_prepares_it(cluster: Cluster) -> N
     run = cluster.submit("unwanted", *SHORT, "data.source.seed=73", "data.source.num_train=200000")
     assert "waits for the job that prepares" in cluster.status(run)["reason"]
     cluster.ftkit("cancel", run)
-    assert cluster.wait(run, lambda status: status["is_final"])["state"] == "cancelled"
+    assert cluster.wait_for_end(run)["state"] == "cancelled"
     assert cluster.execute("squeue", "--noheader", "--name=unwanted,unwanted-prepare").stdout.strip() == ""

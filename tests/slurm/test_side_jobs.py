@@ -33,7 +33,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
 """
 SIZE = (
-    "training.max_steps=60", "training.checkpoint_every_steps=20", "training.global_batch_size=16",
+    "training.max_steps=60", "training.checkpoint_every_steps=20",
     "evaluation.sql_execution=null", "tracking.sinks=[tensorboard]",
 )  # fmt: skip
 
