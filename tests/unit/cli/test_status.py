@@ -15,9 +15,11 @@ from ftkit.cli.terminal.follow_views import LiveView, PlainView
 from ftkit.cli.terminal.format import age, count, duration, gib, plural, short_path
 from ftkit.cli.terminal.report import choose_samples
 from ftkit.errors import EXIT_CODES, TrainingError, as_disk_full
+from ftkit.files import write_json
 from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
 from ftkit.runs.records import CheckpointRecord, MemoryRecord, Sample, StageRecord
 from ftkit.runs.states import Observation, RunState
+from ftkit.runs.stragglers import RankTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +57,18 @@ def test_runs_are_listed_newest_first_with_what_matters(
     listed = json.loads(ftkit("runs", "--json").out)
     assert [run["state"] for run in listed] == ["pending", "completed"]
     assert listed[1]["loss"] == 0.5
+
+
+def test_a_slow_node_is_named(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+    run = make_run("slow")
+    finish(run, records)
+    run.layout.logs.mkdir(exist_ok=True)
+    for rank, seconds in enumerate((1.0, 1.0, 1.14, 1.0)):
+        timing = RankTiming(rank, f"h{16 + rank // 2}", 400, 100, 2.0, 0.0, seconds, 0.1)
+        write_json(run.layout.rank_timing(rank), timing)
+    assert "node h17 is 14 % slower than the others (rank 2)" in ftkit("status", run.id).out
+    (found,) = json.loads(ftkit("status", run.id, "--json").out)["stragglers"]
+    assert (found["host"], found["ranks"]) == ("h17", [2])
 
 
 def test_runs_can_be_listed_where_slurm_is_not(
