@@ -19,7 +19,7 @@ FAULTS = (
 
 @pytest.mark.usefixtures("cluster")
 def test_a_dozen_faults_are_survived_and_change_nothing() -> None:
-    size = ("--faults", "12", "--steps", "200", "--nodes", "1", "--seed", "14", "--only", *FAULTS)
+    size = ("--faults", "12", "--steps", "120", "--nodes", "1", "--seed", "14", "--only", *FAULTS)
     command = [sys.executable, str(CHAOS), *size]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
