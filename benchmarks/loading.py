@@ -31,7 +31,7 @@ from ftkit.train.model.weights import load_weights
 from ftkit.train.world import init_world
 
 BEGAN = "FTKIT_BENCHMARK_BEGAN"
-CASES = ("full", "lora", "fp32 full", "qlora", "dora", "from_pretrained")
+CASES = ("full", "lora", "fp32 full", "qlora", "dora", "fp8 frozen", "from_pretrained")
 COLUMNS = "{:<16} {:>9} {:>12} {:>10} {:>14}"
 MEBI = 2**20
 
@@ -61,11 +61,11 @@ def load(case: str, folder: Path) -> None:
 
 
 def load_sharded(case: str, folder: Path, config: Any) -> Any:
-    method = {"fp32 full": "full", "dora": "lora"}.get(case, case)
+    method = {"fp32 full": "full", "dora": "lora", "fp8 frozen": "lora"}.get(case, case)
     lora = None if method == "full" else LoraSpec(use_dora=case == "dora")
     training = TrainingPlan(
         sequence_length=128, global_batch_size=2, max_steps=1, learning_rate=1e-4, method=method, lora=lora,
-        precision="fp32" if case == "fp32 full" else "bf16",
+        precision="fp32" if case == "fp32 full" else "bf16", base_precision="fp8" if case == "fp8 frozen" else "auto",
     )  # fmt: skip
     size = int(os.environ["WORLD_SIZE"])
     with init_world(PlacementPlan(num_nodes=1, processes_per_node=size, device="cpu", threads_per_process=1)) as world:

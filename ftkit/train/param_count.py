@@ -120,10 +120,18 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> list[nn.Linear]:
     missing = [target for target in targets if target not in found]
     if missing:
         there = dict.fromkeys(name.rpartition(".")[2] for name, _ in _linears_in_layers(model))
+        others = {
+            type(part).__name__
+            for layer in find_decoder_layers(model)
+            for part in layer.modules()
+            if getattr(getattr(part, "weight", None), "ndim", 0) == 2  # noqa: PLR2004 - matrices
+        }
         raise TrainingError(
             f"training.lora.targets: the model has no linear layer {', '.join(missing)}",
-            meaning=f"the linear layers of its decoder layers are: {', '.join(there)}",
-            fix="list those that get an adapter: training.lora.targets=[…]",
+            meaning=f"the linear layers of its decoder layers are: {', '.join(there)}"
+            if there
+            else f"its decoder layers have no nn.Linear, which alone gets adapters, but {', '.join(sorted(others))}",
+            fix="list those that get an adapter: training.lora.targets=[…]" if there else "set training.method=full",
         )
     return [linear for target in targets for linear in found[target]]
 

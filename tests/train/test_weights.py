@@ -11,7 +11,7 @@ from torch import nn
 from ftkit.config.model import ArchitectureSpec
 from ftkit.train.model import local_shard
 from ftkit.train.model.local_shard import LocalShard
-from ftkit.train.model.weights import init_weights
+from ftkit.train.model.weights import _LoadTarget, init_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,3 +52,22 @@ def test_random_tables_are_the_same_however_they_are_divided(monkeypatch: pytest
     whole = drawn(0, 512)
     assert torch.equal(torch.cat([drawn(0, 200), drawn(200, 512)]), whole)
     assert whole.std() == pytest.approx(shape.initializer_range, rel=0.2)
+
+
+def test_magnitudes_of_adapters_need_only_the_rows_of_their_shard() -> None:
+    matrix, asked = torch.arange(24.0).reshape(6, 4), []
+
+    class Source:
+        def get_shape(self) -> list[int]:
+            return [6, 4]
+
+        def __getitem__(self, rows: slice) -> torch.Tensor:
+            asked.append((rows.start, rows.stop))
+            return matrix[rows]
+
+    shard = LocalShard(matrix.shape, torch.zeros(8), begin=8)
+    magnitude = LocalShard(torch.Size([6]), torch.zeros(2), begin=2)
+    _LoadTarget(shard, None, magnitude).load(Source(), "up_proj.weight")
+    assert set(asked) == {(2, 4)}
+    assert torch.equal(shard.values, matrix[2:4].flatten())
+    assert torch.allclose(magnitude.values, matrix[2:4].norm(dim=1))

@@ -313,6 +313,13 @@ def verify_logits(probe: ProbeResult) -> dict[str, str]:
         TrainingError: they are not.
     """
     own, expected = probe.own_logits.float(), probe.expected_logits.float()
+    if own.shape != expected.shape:
+        raise TrainingError(
+            f"the model's class computes logits of {own.shape[1]:,} tokens, its output projection of "
+            f"{expected.shape[1]:,}",
+            meaning="it leaves some tokens out, which ftkit's loss would not",
+            fix="choose another model, or please report this one",
+        )
     difference = _largest_ratio((own - expected).norm(dim=1), own.norm(dim=1))
     if not difference <= LOGITS_TOLERANCE:
         raise TrainingError(

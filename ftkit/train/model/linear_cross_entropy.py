@@ -32,6 +32,7 @@ class LogitTransform:
     def of(cls, config: PretrainedConfig) -> LogitTransform:
         """Read the transform from a model's configuration, in which families use different keys."""
         divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+        divisor *= getattr(config, "logits_mup_width_multiplier", None) or 1.0  # Inkling
         factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
         return cls(factor / divisor, getattr(config, "final_logit_softcapping", None))
 

@@ -325,18 +325,20 @@ class _LoadTarget:
                 f"'{name}' has shape {shape} in the files and {self.wanted} in the model",
                 fix="check model.architecture against the weights' config.json, and copy or download both again",
             )
-        if self.layout is None and self.magnitude is None:
+        device = self.shard.values.device
+        if self.layout is None:
             self.shard.copy_rows(lambda first, last: source[first:last])
+            if self.magnitude is not None:
+                self.magnitude.copy_rows(lambda first, last: _row_norms(source[first:last].to(device)))
             return
-        whole = source[:].to(self.shard.values.device)
-        if self.layout is not None:
-            quantized = self.layout.quantize(whole)
-            whole = self.layout.dequantize(quantized)
-            self.shard.copy_from(quantized)
-        else:
-            self.shard.copy_from(whole)
+        quantized = self.layout.quantize(source[:].to(device))
+        self.shard.copy_from(quantized)
         if self.magnitude is not None:
-            self.magnitude.copy_from(torch.linalg.norm(whole.float(), dim=1))
+            self.magnitude.copy_from(_row_norms(self.layout.dequantize(quantized)))
+
+
+def _row_norms(rows: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.norm(rows.float(), dim=1)
 
 
 def _load_targets(model: nn.Module) -> dict[str, _LoadTarget]:
