@@ -338,7 +338,8 @@ class _LoadTarget:
 
 
 def _row_norms(rows: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.norm(rows.float(), dim=1)
+    norms: torch.Tensor = torch.linalg.norm(rows.float(), dim=1)
+    return norms
 
 
 def _load_targets(model: nn.Module) -> dict[str, _LoadTarget]:
