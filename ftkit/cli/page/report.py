@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ftkit.cli.page.charts import Line, LineChart, bar_chart, bars_height, draw_lines, time_line
 from ftkit.cli.terminal.format import count, duration, energy, gib, plural
 from ftkit.files import read_json_if_valid
-from ftkit.planning.plan import PlanError, read_plan
+from ftkit.planning.plan import PlanError, RunPlan
+from ftkit.planning.script import ScriptPlan, read_job_plan
 from ftkit.planning.setup import GPUS
 from ftkit.runs.gpu_samples import gpu_curve, read_samples, summarize_samples
 from ftkit.runs.history import History, merge_spans, read_history
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.planning.plan import RunPlan
     from ftkit.runs.gpu_samples import GpuSummary, NodeSample
     from ftkit.runs.history import Span
     from ftkit.runs.records import StepRecord
@@ -124,16 +124,17 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
     history, gpus = read_history(layout), read_samples(layout)
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     try:
-        plan = read_plan(layout)
+        job = read_job_plan(layout)
     except PlanError:
-        plan = None
+        job = None
+    plan = job if isinstance(job, RunPlan) else None
     validation = list(history.evaluations)
     return RunReport(
         id=layout.root.name,
-        name=plan.name if plan else layout.root.name,
+        name=job.name if job else layout.root.name,
         state=state,
-        summary=_summary(plan) if plan else "the plan of this run can't be read",
-        created=f"{plan.created:%Y-%m-%d %H:%M} UTC" if plan else "",
+        summary=_summary(job) if job else "the plan of this run can't be read",
+        created=f"{job.created:%Y-%m-%d %H:%M} UTC" if job else "",
         tiles=[*_tiles(plan, history), *_gpu_tiles(summarize_samples(gpus), history)],
         charts=_charts(plan, history, gpus),
         comparisons=_comparisons(plan, history) if plan else [],
@@ -152,8 +153,12 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
     )
 
 
-def _summary(plan: RunPlan) -> str:
-    recipe, place = plan.recipe, plan.placement
+def _summary(plan: RunPlan | ScriptPlan) -> str:
+    place = plan.placement
+    if isinstance(plan, ScriptPlan):
+        words = " ".join([plan.script.path, *plan.script.args])
+        return f"{words}; {plural(place.world_size, 'process')}, {plan.cluster.name}"
+    recipe = plan.recipe
     model = recipe.model.architecture.family if recipe.model.weights == "random" else recipe.model.weights
     device = plan.cluster.gpu or "GPU" if place.device == "cuda" else "CPU process"
     where = f"{place.world_size} × {device}" if place.device == "cuda" else plural(place.world_size, "CPU process")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.cli.page.report import read_report
 from ftkit.config.context import Context
 from ftkit.errors import ConfigError
 from ftkit.launch.resolve import RunArgs
@@ -78,3 +79,11 @@ def test_a_configuration_for_other_machines_gets_the_processes_of_this_run(ctx: 
 def test_what_can_not_be_started_there_is_refused(ctx: Context, words: RunArgs, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(ctx, words)
+
+
+def test_the_page_of_a_script_s_run_says_what_it_started(ctx: Context) -> None:
+    plan = plan_of(ctx, RunArgs(gpus_per_node=2), args=("--lr", "1"))
+    plan.layout.root.mkdir(parents=True)
+    plan.layout.plan.write_text(plan_to_json(plan))
+    report = read_report(plan.layout, "completed")
+    assert (report.name, report.summary) == ("my-train", "my train.py --lr 1; 2 processes, local")
