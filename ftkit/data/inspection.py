@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import groupby, islice, pairwise
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
     from ftkit.data.encoding import Document
     from ftkit.data.rows import Row
+
+_REPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,8 @@ class DataInspector:
 
     recipe: RecipePlan
     encoder: BatchEncoder
+    report: Callable[[str], None]
+    """Called every ten seconds with the number of rows read."""
 
     @property
     def formats(self) -> list[str]:
@@ -158,8 +164,18 @@ class DataInspector:
 
     def check(self) -> Iterator[tuple[int, list[DataError]]]:
         """Encode all rows; yield for each batch the number of rows and the errors of bad rows."""
-        for encoded in encode_rows(self.encoder, read_rows(self.recipe.data), num_usable_cpus()):
+        for encoded in self._encode(self.encoder):
             yield encoded.num_rows.total() + len(encoded.bad), encoded.bad
+
+    def _encode(self, encoder: BatchEncoder) -> Iterator[EncodedRows]:
+        """Encode all rows, and report how many."""
+        num_rows, due = 0, time.monotonic() + _REPORT_SECONDS
+        for encoded in encode_rows(encoder, read_rows(self.recipe.data), num_usable_cpus()):
+            num_rows += encoded.num_rows.total() + len(encoded.bad)
+            if time.monotonic() >= due:
+                self.report(f"{num_rows:,} rows so far")
+                due = time.monotonic() + _REPORT_SECONDS
+            yield encoded
 
     def _fate(self, document: Document) -> str:
         length, too_long = self.recipe.training.sequence_length, self.recipe.data.too_long
@@ -236,7 +252,7 @@ class DataInspector:
         digests = array("Q")  # 8 bytes a document: the only thing that grows with the data
         packer = Packer(length)
         num_renderings = num_packs = longest = num_bad = 0
-        for encoded in encode_rows(encoder, read_rows(data), num_usable_cpus()):
+        for encoded in self._encode(encoder):
             num_bad += len(skip_bad(encoded.bad, data.skip_bad - num_bad))
             sources = [_added(source, number, encoded) for number, source in enumerate(sources)]
             num_renderings += encoded.num_documents

@@ -173,9 +173,13 @@ def test_bytes_that_are_no_rows_and_rows_of_another_shape_are_each_named_or_left
     assert (code, json.loads(out)["num_bad"]) == (0, 5)
 
 
-def test_rows_that_are_all_good_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_are_all_good_are_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.data.inspection._REPORT_SECONDS", 0)
     code, out, err = call(capsys, "check", write(tmp_path / "chats.jsonl", {"messages": TALK}))
     assert (code, out) == (0, "")
+    assert "1 rows so far" in err
     assert "1 row: all can be used" in err
 
 

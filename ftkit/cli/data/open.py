@@ -36,4 +36,4 @@ def open_data(terminal: Terminal, words: Sequence[str], **options: Any) -> tuple
     from ftkit.data.prepare import open_encoder
 
     plan = resolve(run_args(words, **options), current_context())
-    return plan, DataInspector(plan.recipe, open_encoder(plan.recipe, terminal.say))
+    return plan, DataInspector(plan.recipe, open_encoder(plan.recipe, terminal.say), terminal.say)
