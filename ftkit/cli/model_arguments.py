@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
@@ -103,6 +104,7 @@ def load_model(source: ModelSource, terminal: Terminal) -> LoadedModel:
     from ftkit.evaluate.devices import available_devices
     from ftkit.evaluate.load import load_model as load
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what it says to peft
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     devices = available_devices()

@@ -6,6 +6,6 @@ import logging
 
 
 def silence_torchao() -> None:
-    """Drop torchao's warnings about kernels for other GPUs: transformers and peft import it if it is installed."""
-    for name in ("torchao", "torch.utils._pytree"):
+    """Drop warnings about kernels for other devices: transformers and peft import both libraries if they are installed."""
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends"):
         logging.getLogger(name).setLevel(logging.ERROR)
