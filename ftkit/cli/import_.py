@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.commands import ExamplesCommand, current_context
 from ftkit.cli.image_arguments import image_store, registry_of, registry_option
 from ftkit.cli.shell_completion import complete_cluster, complete_image
 from ftkit.cli.signing_options import require_signature_option, required_signer, signing_options
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
-from ftkit.config.context import Context
 
 if TYPE_CHECKING:
     from ftkit.config.image_reference import ImageFormat
@@ -73,7 +72,7 @@ def command(  # noqa: PLR0913 - its options
     from ftkit.config.request import load_settings
     from ftkit.images.sources import ImportRequest
 
-    terminal, ctx, signing = Terminal(), Context.here(), required_signer(signs=signs, key=key, signer=signer)
+    terminal, ctx, signing = Terminal(), current_context(), required_signer(signs=signs, key=key, signer=signer)
     profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
     image = parse_importable(wanted, Path.cwd())
     request = ImportRequest(
