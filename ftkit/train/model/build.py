@@ -303,7 +303,7 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     expected = getattr(model.config, "num_hidden_layers", None)
-    matching = [layers for layers in lists if len(layers) == expected] or _layers_of_several(lists, expected)
+    matching = [layers for layers in lists if len(layers) == expected] or _layers_of_two(lists, expected)
     if not matching:
         found = ", ".join(f"{len(layers)} x {type(layers[0]).__name__}" for layers in lists) or "none"
         raise TrainingError(
@@ -314,12 +314,11 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(matching, key=_num_parameters)
 
 
-def _layers_of_several(lists: list[nn.ModuleList], expected: object) -> list[nn.ModuleList]:
-    """Return the list of layers that count as several each, as LongCat's, which hold two layers of attention."""
+def _layers_of_two(lists: list[nn.ModuleList], expected: object) -> list[nn.ModuleList]:
+    """Return the list of layers that count as two each, as LongCat's do: each has two layers of attention."""
     nested = {id(part) for layers in lists for part in layers.modules() if part is not layers}
     outermost = [layers for layers in lists if id(layers) not in nested]
-    is_divided = len(outermost) == 1 and isinstance(expected, int) and expected % len(outermost[0]) == 0
-    return outermost if is_divided else []
+    return outermost if len(outermost) == 1 and 2 * len(outermost[0]) == expected else []
 
 
 def _num_parameters(layers: nn.ModuleList) -> int:
