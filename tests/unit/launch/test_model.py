@@ -126,7 +126,7 @@ def test_a_configuration_that_does_not_tell_the_shape_is_refused(
 
 
 def test_a_folder_without_a_config_is_refused_with_what_a_recipe_for_the_nodes_needs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"read from here\. Correct the path; for a folder that the nodes alone"):
+    with pytest.raises(ConfigError, match=r"read from here\. Correct the path; for a folder that only the nodes see"):
         resolve_model(ModelSpec(weights=str(tmp_path / "nowhere")), {}, Workspace(tmp_path))
 
 
