@@ -54,6 +54,10 @@ def sample(number: int) -> NodeSample:
     return NodeSample(float(number), "n1", 1e8 * number, gpus)
 
 
+SAMPLE_SECONDS = 0.05
+"""Between two samples; not a limit."""
+
+
 @contextmanager
 def watched_run() -> Iterator[int]:
     """Serve the metrics of a run, and yield their port."""
@@ -62,7 +66,7 @@ def watched_run() -> Iterator[int]:
 
     def train() -> None:
         number = 0
-        while not is_over.wait(0.05):
+        while not is_over.wait(SAMPLE_SECONDS):
             number += 1
             latest.sample = sample(number)
 
