@@ -88,10 +88,10 @@ def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -
 
 
 def is_there(step: Step, folder: Path) -> bool:
-    """Tell whether the result of a step exists.
+    """Return whether the result of a step exists.
 
     Raises:
-        ProvisionError: the provider does not say: to take that for "no" would leave paid resources behind.
+        ProvisionError: the provider does not answer: treating that as "no" would leave paid resources behind.
     """
     if not step.existing:
         return False

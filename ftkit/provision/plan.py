@@ -23,7 +23,7 @@ def plan_provision(name: str, kind: Kind, spec: AnySpec) -> Provision:
     """Return the steps that create a cluster.
 
     Raises:
-        ConfigError: the name is none that all providers take.
+        ConfigError: not all providers accept the name.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a user says of a cluster that is to be made."""
+"""Settings of a cluster to create."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 GcpProject = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
 GcpZone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z]$")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")]
-"""A value that stands in a command as it is: no option, no space."""
+"""A value that is used unchanged in a command: no option, no space."""
 AbsoluteFolder = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")]
 
 
@@ -66,7 +66,7 @@ class GcpSlurmSpec(Spec):
 
 
 class WorkersSpec(Spec):
-    """Nodes of a Soperator cluster that are alike."""
+    """Identical nodes of a Soperator cluster."""
 
     num_nodes: PositiveInt
     """How many."""
@@ -87,7 +87,7 @@ class WorkersSpec(Spec):
 
 
 class SubmountSpec(Spec):
-    """A shared file system of its own within the one that all nodes share."""
+    """An additional shared file system, mounted within the shared root."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
     """Name of the file system."""
@@ -109,7 +109,7 @@ class SoperatorSpec(Spec):
     ssh_public_keys: tuple[OneLine, ...] = Field(min_length=1)
     """Keys that may log in as root: the text of each `.pub` file."""
     workers: tuple[WorkersSpec, ...] = Field(min_length=1)
-    """Sets of nodes that are alike."""
+    """Sets of identical nodes."""
     jail_gib: PositiveInt = 2048
     """Size of the shared root file system."""
     submounts: tuple[SubmountSpec, ...] = ()
@@ -142,7 +142,7 @@ class GcpVmSpec(Spec):
     spot: bool = False
     """Take a spot VM, which can be pre-empted."""
     price_per_hour: PositiveFloat = 0.7
-    """What it costs in US dollars an hour, also when it is idle; shown, not checked."""
+    """Price in US dollars per hour, also when idle; shown, not checked."""
 
     @property
     def region(self) -> str:
@@ -154,14 +154,14 @@ AnySpec = GcpSlurmSpec | SoperatorSpec | GcpVmSpec
 
 
 def spec_class(kind: Kind) -> type[AnySpec]:
-    """Return what is said of a kind of cluster."""
+    """Return the spec of a kind of cluster."""
     if kind == "soperator":
         return SoperatorSpec
     return GcpVmSpec if kind == "gcp-vm-l4" else GcpSlurmSpec
 
 
 def read_spec(kind: Kind, file: Path | None, overrides: Iterable[str]) -> AnySpec:
-    """Read a file with settings, lay `key=value` words over it, and check the whole.
+    """Read a file with settings, apply `key=value` overrides, and validate the result.
 
     Raises:
         ConfigError: with every problem found.
@@ -184,5 +184,5 @@ def read_spec(kind: Kind, file: Path | None, overrides: Iterable[str]) -> AnySpe
 
 
 def restore_spec(kind: Kind, settings: Mapping[str, object]) -> AnySpec:
-    """Return what was said of a cluster when it was created."""
+    """Return the settings with which a cluster was created."""
     return spec_class(kind).model_validate(settings)

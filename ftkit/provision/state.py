@@ -1,4 +1,4 @@
-"""What was made of a cluster, in a file that survives this process: written before and after each step."""
+"""Created resources of a cluster, in a state file that is written before and after each step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FILE = "state.json"
 
 @dataclass(frozen=True)
 class ProvisionState:
-    """What of a cluster is there.
+    """State of a cluster's creation.
 
     Attributes:
         kind: of the cluster.
-        settings: what the user said, as it was resolved.
-        made: ids of the steps that were carried out.
-        found: ids of those whose result was there before; it stays.
-        begun: id of the one that was begun and not finished: a part of it may be there.
+        settings: the user's, resolved.
+        made: ids of the completed steps.
+        found: ids of steps whose result existed before; it stays.
+        begun: id of a started but unfinished step: a part of its result may exist.
     """
 
     kind: Kind
@@ -34,16 +34,16 @@ class ProvisionState:
 
 
 def clusters_folder() -> Path:
-    """Return the folder of all clusters that were made from this account."""
+    """Return the folder of all clusters that were created from this account."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "ftkit" / "clusters"
 
 
 def read_state(folder: Path) -> ProvisionState:
-    """Read what was made.
+    """Read the state of a cluster.
 
     Raises:
-        NotFoundError: nothing was made under this name.
+        NotFoundError: no cluster was created under this name.
     """
     state = read_json(folder / _FILE, ProvisionState)
     if state is None:
@@ -57,7 +57,7 @@ def read_state(folder: Path) -> ProvisionState:
 
 
 def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
-    """Return what was made by an earlier start of the same creation, or the new state.
+    """Return the state of an earlier start of the same creation, or a new state.
 
     Raises:
         ConfigError: the cluster was created with other settings.
@@ -81,5 +81,5 @@ def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
 
 
 def write_state(folder: Path, state: ProvisionState) -> None:
-    """Write what was made."""
+    """Write the state."""
     write_json(folder / _FILE, state)

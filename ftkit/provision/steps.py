@@ -1,6 +1,6 @@
-"""What making a cluster consists of: files, checks and commands of the provider's own tools.
+"""Steps that create a cluster: files, checks and commands of the provider's own tools.
 
-Pure: `gcp_slurm`, `soperator` and `gcp_vm` describe a cluster so, and `execute` runs it.
+Pure: `gcp_slurm`, `soperator` and `gcp_vm` describe a cluster with them, and `execute` runs them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 Command = tuple[str, ...]
 
 FOLDER = "{folder}"
-"""Stands for the folder of the cluster in the words of a command."""
+"""Placeholder for the folder of the cluster in a command."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must be true before anything is made.
+    """A condition that must hold before anything is created.
 
     Attributes:
-        title: what is checked.
-        command: what tells.
-        problem: says what is wrong with the command's output; None if nothing is.
-        advice: what to do if it fails.
+        title: the condition.
+        command: that checks it.
+        problem: returns the problem in the command's output; None without one.
+        advice: fix if it fails.
     """
 
     title: str
@@ -39,16 +39,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Step:
-    """A command that makes something.
+    """A command that creates a resource.
 
     Attributes:
         id: unique in the cluster; the state file names it.
-        title: what is made.
-        command: what makes it.
-        existing: prints something if it is there already: then it is neither made nor removed.
-        undo: what removes it; nothing if it stays, or goes with another one.
-        minutes: how long it takes, about.
-        is_image: whether it makes the operating system's image, which can be kept for the next cluster.
+        title: the resource.
+        command: that creates it.
+        existing: prints something if it already exists: then it is neither created nor removed.
+        undo: removes it; nothing if it stays, or is removed with another one.
+        minutes: approximate duration.
+        is_image: whether it creates the operating system's image, which can be kept for the next cluster.
     """
 
     id: str
@@ -62,18 +62,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Provision:
-    """A cluster as it is made.
+    """A cluster to create.
 
     Attributes:
         name: of the cluster.
-        kind: what kind it is.
+        kind: of the cluster.
         files: texts of the files that the commands read, by their path in the cluster's folder.
-        checks: what must be true first.
-        steps: what is made, in order; removed in reverse order.
+        checks: conditions before the first step.
+        steps: created in order, removed in reverse order.
         status: commands that show the cluster.
-        advice: what to do when a command fails, by a pattern of its output.
-        cost: what it costs, as far as that is known.
-        next_steps: what to type then.
+        advice: fixes for failed commands, by a pattern of their output.
+        cost: its known cost.
+        next_steps: commands to type afterwards.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Provision:
 
     @property
     def minutes(self) -> int:
-        """How long all steps take, about."""
+        """Approximate duration of all steps."""
         return sum(step.minutes for step in self.steps)
 
 

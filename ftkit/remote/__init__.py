@@ -1,1 +1,1 @@
-"""Clusters that are reached over ssh: what is sent there, and what is asked of the ftkit there."""
+"""Remote clusters over ssh: send files, and send requests to the ftkit there."""

@@ -1,4 +1,4 @@
-"""Install this very ftkit on a login node: a wheel of the code that runs here, in a virtual environment there."""
+"""Install the running ftkit on a login node: a wheel of its code, in a virtual environment there."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def shipped_files() -> dict[str, Path]:
 
 @cache
 def code_identity() -> str:
-    """Return the version with a digest of all files: two machines with the same one run the same code."""
+    """Return the version with a digest of all files, which is equal if two machines run the same code."""
     digest = hashlib.sha256()
     for name, path in shipped_files().items():
         digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
@@ -92,7 +92,7 @@ def build_wheel() -> bytes:
     The format is that of PEP 427; pip is not needed for a package without compiled code.
 
     Raises:
-        PrerequisiteError: ftkit was never installed here, so that nobody knows what it depends on.
+        PrerequisiteError: ftkit was never installed here, so its dependencies are unknown.
     """
     try:
         about = metadata.distribution("ftkit").read_text("METADATA")
@@ -122,7 +122,7 @@ def _record_digest(data: bytes) -> str:
 
 
 def install(login: Login, extras: Sequence[str] = ()) -> None:
-    """Install this ftkit in the virtual environment of the login node, over one that is there.
+    """Install this ftkit in the virtual environment of the login node, replacing an existing one.
 
     Raises:
         PrerequisiteError: the login node can't be reached, or has no Python that is new enough.

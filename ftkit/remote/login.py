@@ -1,4 +1,4 @@
-"""The ftkit on a login node, as ssh reaches it, and what it can be asked.
+"""Requests to the ftkit on a login node, over ssh.
 
 A request goes there as one JSON document: without secrets as an argument, in base64, so that the words mean the same in
 every login shell and the terminal stays free; with secrets or files on standard input.
@@ -65,7 +65,7 @@ def login_of(profile: ClusterProfile) -> Login | None:
 
 @dataclass(frozen=True)
 class SentFile:
-    """A local file as the login node knows it: its path below `files/` there, its size, its time."""
+    """A local file on the login node: its path below `files/` there, its size, its time."""
 
     path: str
     num_bytes: int
@@ -74,18 +74,18 @@ class SentFile:
 
 @dataclass(frozen=True)
 class Request:
-    """What the login node is asked.
+    """A request to the login node.
 
     Args:
-        action: run a command; run it once, whatever happens to the connection; store the project's files; or say what
-            of a run's local files is not there.
+        action: run a command; run it exactly once, even if the connection is lost; store the project's files; or list
+            a run's missing local files.
         identity: of the code here.
         project: name of the project's folder there.
         digest: of the project's files here.
         cluster: the cluster of the command.
         words: the command.
         environment: variables for it, without secrets.
-        submission: id of a command that is to run once.
+        submission: id of a command that runs exactly once.
         secrets: variables for it that go through standard input alone.
         files: by their paths in the project's folder: all for `store`, the run's recipe for `missing`.
         local_files: of the run, for `missing`.
@@ -105,7 +105,7 @@ class Request:
 
 
 def read_request(argument: str, read_stdin: Callable[[], bytes]) -> Request:
-    """Read the request that came as an argument, or on standard input for the argument `-`."""
+    """Read the request from an argument, or from standard input for the argument `-`."""
     return parse_json(read_stdin() if argument == "-" else base64.b64decode(argument), Request)
 
 
@@ -142,7 +142,7 @@ def _not_set_up(login: Login, what: str) -> PrerequisiteError:
 
 
 def is_lost(code: int) -> bool:
-    """Return whether ssh ended without the command's own exit status: no connection, or it was lost."""
+    """Return whether ssh ended without the command's exit status: no connection, or it was lost."""
     return code == _SSH_FAILED or code < 0
 
 

@@ -1,4 +1,4 @@
-"""What this machine remembers of the runs on login nodes: where each is, and which submissions have no answer yet."""
+"""This machine's records of runs on login nodes: where each is, and which submissions have no answer yet."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RemoteRun:
         return datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
 
     def is_named(self, reference: str) -> bool:
-        """Return whether a reference means this run: its id, the beginning or end of that, or its name."""
+        """Return whether a reference selects this run: its id, the beginning or end of it, or its name."""
         match = _RUN_ID.fullmatch(self.id)
         return match is not None and (reference in (match["name"], match["suffix"]) or self.id.startswith(reference))
 
@@ -48,13 +48,13 @@ class _Records:
 
 @dataclass(frozen=True)
 class Records:
-    """The files of this machine about runs elsewhere."""
+    """This machine's files about remote runs."""
 
     folder: Path
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Records:
-        """Return those of the user: below `$XDG_STATE_HOME` or `~/.local/state`."""
+        """Return the user's files: below `$XDG_STATE_HOME` or `~/.local/state`."""
         return cls(Path(environment.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "ftkit" / "remote")
 
     @property
@@ -66,12 +66,12 @@ class Records:
         return (read_json_if_valid(self._file, _Records) or _Records()).runs
 
     def find(self, reference: str) -> RemoteRun | None:
-        """Return the newest run that a reference means."""
+        """Return the newest run that a reference selects."""
         newest = sorted(self.runs(), key=lambda run: run.created, reverse=True)
         return next((run for run in newest if reference == "last" or run.is_named(reference)), None)
 
     def add(self, output: str, login: Login, project: Path) -> list[str]:
-        """Remember the runs whose ids a submission printed, one on a line; return them."""
+        """Record the runs whose ids a submission printed, one per line; return them."""
         ids = [line.strip() for line in output.splitlines() if _RUN_ID.fullmatch(line.strip())]
         kept = [run for run in self.runs() if run.id not in ids]
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""What a run needs on the login node: the project's files, its recipe in one piece, and local data and weights.
+"""Files of a run on the login node: the project's files, its recipe as one file, and local data and weights.
 
-A local file lies there below `files/` with the path that it has here, so that it is sent once. Paths of the cluster,
-which do not exist here, stay as they are.
+A local file is below `files/` there, with its path on this machine, so that it is sent once. Paths of the cluster,
+which do not exist here, don't change.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec
 
 _OF_THIS_MACHINE: Final = ("login", "ssh_options", "login_folder", "send_limit_gib")
-"""Keys of a profile that the login node must not see: there, the cluster is at hand."""
+"""Keys of a profile that are removed for the login node, where the cluster is local."""
 _MAX_PROJECT_BYTES: Final = 2**20
 _WITH_PATHS: Final = ("data", "model", "image")
-"""Keys of a recipe that hold paths."""
+"""Keys of a recipe with paths."""
 
 
 def project_name(project: Path) -> str:
@@ -83,10 +83,10 @@ def _to_yaml(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Parcel:
-    """What the command line of a run turns into on the login node.
+    """The command line of a run on the login node.
 
     Args:
-        words: the recipe and the overrides, with the paths of there.
+        words: the recipe and the overrides, with paths on the login node.
         recipe_file: the recipe there, by its path in the project's folder; empty if ftkit ships the recipe.
         recipe_text: its content.
         local_files: to be sent.
@@ -106,11 +106,11 @@ class Parcel:
 def pack_run(
     recipe: str | None, trials: Sequence[Sequence[str]], words: Sequence[str], login: Login, ctx: Context
 ) -> Parcel:
-    """Find the local files that a run names, and write its words with the paths of the login node.
+    """Find a run's local files, and rewrite its arguments with paths on the login node.
 
     Args:
-        recipe: name or path of the recipe; None if nothing names one.
-        trials: the overrides of each run that the words stand for.
+        recipe: name or path of the recipe; None without one.
+        trials: the overrides of each run.
         words: the recipe's name and the overrides as they were typed.
         login: where they go.
         ctx: of this machine.
@@ -149,7 +149,7 @@ def _files_folder(login: Login) -> str:
 
 
 def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
-    """Yield each path that a recipe names, absolute, after its key."""
+    """Yield each path in a recipe, absolute, after its key."""
     recipe, layers = loaded.spec, loaded.layers
     yield from ((key, file) for key, file in recipe.data.files if not is_address(file))
     for source in recipe.data.sources:
@@ -167,7 +167,7 @@ def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
 
 
 def _local_files(key: str, path: str) -> list[Path]:
-    """Return the files that a path of this machine stands for; none if it is one of the cluster's.
+    """Return the files of a path on this machine; none if it is a path on the cluster.
 
     A path whose folder exists here, while it does not, is a typo.
     """
@@ -220,13 +220,13 @@ def _moved_override(word: str, moved: Mapping[str, str]) -> str:
 
 
 def list_sent(files: Iterable[Path]) -> tuple[SentFile, ...]:
-    """Return local files as the login node compares them."""
+    """Return local files with size and time, which the login node compares."""
     stats = ((path, path.stat()) for path in files)
     return tuple(SentFile(str(path), stat.st_size, int(stat.st_mtime)) for path, stat in stats)
 
 
 def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
-    """Send local files into `files/` there: with rsync if both sides have it, which continues a file that was cut.
+    """Send local files into `files/` there, with rsync if both sides have it, which continues a partial file.
 
     Raises:
         PrerequisiteError: they could not be sent.
