@@ -203,7 +203,7 @@ class _Composer:
         except MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             self._line = mark.line + 1 if mark else self._line
-            raise self._not_yaml(str(error.problem or error).splitlines()[0]) from error
+            raise self._not_yaml(one_line(error.problem or str(error))) from error
         except ReaderError as error:
             self._line = text.count("\n", 0, error.position) + 1
             raise self._not_yaml("control characters can't stand in it") from error

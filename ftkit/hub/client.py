@@ -8,7 +8,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.errors import NotFoundError, PrerequisiteError, one_line
 from ftkit.hub.cache import MODEL_CACHE, cache_folder
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
         except Exception as error:  # noqa: BLE001 - errors of the client, and of its HTTP library
             refused = _read_refusal(error)
             if refused is None:
-                reason = str(error).partition("\n")[0] or type(error).__name__
+                reason = one_line(error)
                 warning = f"can't ask the hub whether '{wanted.name}' may be read ({reason}): the job will find out"
                 return Answer(warning, missing)
             if refused.code != "EntryNotFound":

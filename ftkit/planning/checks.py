@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders
 from ftkit.config.data import CHAT_TEMPLATES
-from ftkit.config.image_reference import ImageFile
-from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.errors import Problem
 from ftkit.families import MEASURED, UNPACKED
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import PADDING
 from ftkit.planning.evaluation_checks import check_evaluation
+from ftkit.planning.job_checks import check_image, check_placement, image_origin
 from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
     problems = [
         *_adapters(recipe, model),
         *_added_tokens(recipe, model),
-        *_placement(cluster, request, num_nodes, processes_per_node, recipe.resources.spare_nodes),
+        *check_placement(cluster, request, num_nodes, processes_per_node, recipe.resources.spare_nodes),
         *_batch(recipe, num_nodes * processes_per_node),
         *_context_parallel(recipe, shape, processes_per_node),
         *_shard_degree(recipe, num_nodes * processes_per_node),
@@ -52,7 +51,8 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
         *_data(recipe),
         *check_evaluation(recipe),
         *_profile(recipe, num_nodes * processes_per_node),
-        *_image(shape, cluster, image, request),
+        *check_image(cluster, request),
+        *_family_of_image(shape, cluster, image, request),
         *_sinks(recipe, cluster, image),
         *_paths(recipe, cluster, request, num_nodes),
     ]
@@ -76,34 +76,6 @@ def _added_tokens(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:
             f"{names}: method '{recipe.training.method}' leaves the embedding frozen, so new tokens would stay "
             "untrained, even where it has free rows.",
             "Take training.method 'full'; or leave them out, or take special tokens that the tokenizer has.",
-        )  # fmt: skip
-
-
-def _placement(
-    cluster: ClusterProfile, request: RunRequest, num_nodes: int, processes_per_node: int, spare: int
-) -> Iterator[Problem]:
-    where = COMMAND_LINE if request.num_nodes or request.gpus_per_node else f"cluster {cluster.name}"
-    nodes = "resources.num_nodes" if request.num_nodes is None else "--nodes"
-    gpus = "resources.gpus_per_node" if request.gpus_per_node is None else "--gpus-per-node"
-    if num_nodes < 1 or processes_per_node < 1:
-        yield Problem(COMMAND_LINE, "--nodes, --gpus-per-node", "must be at least 1.")
-    if cluster.scheduler == "local" and num_nodes > 1:
-        yield Problem(
-            where, nodes, f"cluster '{cluster.name}' is a single machine, got {num_nodes} nodes.",
-            "Take --nodes 1, or a Slurm cluster with --cluster.",
-        )  # fmt: skip
-    elif cluster.scheduler == "local" and spare:
-        yield Problem(
-            COMMAND_LINE, "resources.spare_nodes", f"cluster '{cluster.name}' is a single machine.", "Leave it out."
-        )
-    elif cluster.max_nodes is not None and num_nodes + spare > cluster.max_nodes:
-        asked = f"{num_nodes} nodes" + (f" and {spare} spare" if spare else "")
-        yield Problem(where, nodes, f"{asked} requested, the cluster has {cluster.max_nodes}.")
-    if cluster.device == "cuda" and processes_per_node > cluster.gpus_per_node:
-        yield Problem(
-            where, gpus,
-            f"{processes_per_node} GPUs requested, a node has {cluster.gpus_per_node}.",
-            f"Take at most {cluster.gpus_per_node}, and more --nodes.",
         )  # fmt: skip
 
 
@@ -282,34 +254,12 @@ def _profile(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _image(
+def _family_of_image(
     shape: ArchitecturePlan, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest
 ) -> Iterator[Problem]:
-    if cluster.runtime == "none" and request.image_is_explicit:
-        yield Problem(
-            COMMAND_LINE, "--image", f"cluster '{cluster.name}' has runtime 'none': the image would have no effect.",
-            "Leave --image out, or take a cluster whose profile has another runtime.",
-        )  # fmt: skip
-    if cluster.runtime != "none" and request.image is None:
-        yield Problem(
-            f"cluster {cluster.name}", "runtime", f"'{cluster.runtime}' needs an image, and none is set.",
-            "Give --image NAME:TAG, or set 'image:' in ftkit.yaml.",
-        )  # fmt: skip
-    where, key = (COMMAND_LINE, "--image") if request.image_is_explicit else ("", "image")
-    if cluster.runtime == "docker" and isinstance(request.image, ImageFile):
-        yield Problem(
-            where,
-            key,
-            f"docker can't run a file: {request.image}.",
-            "Take NAME:TAG, built by ftkit build.",
-        )
-    if cluster.runtime == "pyxis" and isinstance(request.image, ImageFile) and request.image.is_sif:
-        yield Problem(
-            where, key, f"pyxis can't run a SIF file: {request.image}.",
-            "Take a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
-        )  # fmt: skip
     family = shape.family
     if image is not None and cluster.runtime != "none" and family not in image.families and shape.is_measured:
+        where, key = image_origin(request)
         yield Problem(
             where, key, f"'{image.reference}' serves {', '.join(image.families)}, not {family}.",
             "Take an image made for this family: ftkit images.",

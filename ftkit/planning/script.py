@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.training import ResourcesSpec
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import InvalidJsonError, parse_json
 from ftkit.planning.job import JobPlan
+from ftkit.planning.job_checks import check_image, check_placement
 from ftkit.planning.plan import (
     PLAN_VERSION,
     PlanError,
@@ -120,37 +120,8 @@ def plan_script(
 def _find_problems(
     script: Script, cluster: ClusterProfile, request: RunRequest, num_nodes: int, per_node: int
 ) -> Iterator[Problem]:
-    spare = script.resources.spare_nodes
-    if cluster.scheduler == "local" and (num_nodes > 1 or spare):
-        yield Problem(
-            COMMAND_LINE, "--nodes", f"cluster '{cluster.name}' is a single machine, got {num_nodes + spare} nodes.",
-            "Take --nodes 1, or a Slurm cluster with --cluster.",
-        )  # fmt: skip
-    elif cluster.max_nodes is not None and num_nodes + spare > cluster.max_nodes:
-        yield Problem(
-            COMMAND_LINE, "--nodes", f"{num_nodes + spare} nodes requested, the cluster has {cluster.max_nodes}."
-        )
-    if cluster.device == "cuda" and per_node > cluster.gpus_per_node:
-        yield Problem(
-            COMMAND_LINE, "--gpus-per-node", f"{per_node} GPUs requested, a node has {cluster.gpus_per_node}.",
-            f"Take at most {cluster.gpus_per_node}, and more --nodes.",
-        )  # fmt: skip
-    if cluster.runtime == "none" and request.image_is_explicit:
-        yield Problem(
-            COMMAND_LINE, "--image", f"cluster '{cluster.name}' has runtime 'none': the image would have no effect.",
-            "Leave --image out, or take a cluster whose profile has another runtime.",
-        )  # fmt: skip
-    if cluster.runtime != "none" and request.image is None:
-        yield Problem(
-            f"cluster {cluster.name}", "runtime", f"'{cluster.runtime}' needs an image, and none is set.",
-            "Give --image NAME:TAG, or set 'image:' in ftkit.yaml.",
-        )  # fmt: skip
-    if isinstance(request.image, ImageFile) and (
-        cluster.runtime == "docker" or (cluster.runtime == "pyxis" and request.image.is_sif)
-    ):
-        yield Problem(
-            COMMAND_LINE, "--image", f"{cluster.runtime} can't run {request.image}.", "Take NAME:TAG: 'ftkit images'."
-        )
+    yield from check_placement(cluster, request, num_nodes, per_node, script.resources.spare_nodes)
+    yield from check_image(cluster, request)
     if cluster.runtime != "none" and any(mark in script.folder for mark in ",:"):
         yield Problem(
             COMMAND_LINE, "--script", f"{cluster.runtime} can't mount a path with a comma or a colon: {script.folder}.",

@@ -1,0 +1,76 @@
+"""Checks of what every job needs, whatever it starts: nodes, GPUs, and an image."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.config.image_reference import ImageFile
+from ftkit.config.layers import COMMAND_LINE
+from ftkit.errors import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.request import RunRequest
+
+
+def check_placement(
+    cluster: ClusterProfile, request: RunRequest, num_nodes: int, processes_per_node: int, spare: int
+) -> Iterator[Problem]:
+    """Return the reasons why the cluster has no such nodes and GPUs, spare nodes included."""
+    where = COMMAND_LINE if request.num_nodes or request.gpus_per_node else f"cluster {cluster.name}"
+    nodes = "resources.num_nodes" if request.num_nodes is None else "--nodes"
+    gpus = "resources.gpus_per_node" if request.gpus_per_node is None else "--gpus-per-node"
+    if num_nodes < 1 or processes_per_node < 1:
+        yield Problem(COMMAND_LINE, "--nodes, --gpus-per-node", "must be at least 1.")
+    if cluster.scheduler == "local" and num_nodes > 1:
+        yield Problem(
+            where, nodes, f"cluster '{cluster.name}' is a single machine, got {num_nodes} nodes.",
+            "Take --nodes 1, or a Slurm cluster with --cluster.",
+        )  # fmt: skip
+    elif cluster.scheduler == "local" and spare:
+        yield Problem(
+            COMMAND_LINE, "resources.spare_nodes", f"cluster '{cluster.name}' is a single machine.", "Leave it out."
+        )
+    elif cluster.max_nodes is not None and num_nodes + spare > cluster.max_nodes:
+        asked = f"{num_nodes} nodes" + (f" and {spare} spare" if spare else "")
+        yield Problem(where, nodes, f"{asked} requested, the cluster has {cluster.max_nodes}.")
+    if cluster.device == "cuda" and processes_per_node > cluster.gpus_per_node:
+        yield Problem(
+            where, gpus,
+            f"{processes_per_node} GPUs requested, a node has {cluster.gpus_per_node}.",
+            f"Take at most {cluster.gpus_per_node}, and more --nodes.",
+        )  # fmt: skip
+
+
+def check_image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
+    """Return the reasons why the cluster can't start containers of the image."""
+    if cluster.runtime == "none" and request.image_is_explicit:
+        yield Problem(
+            COMMAND_LINE, "--image", f"cluster '{cluster.name}' has runtime 'none': the image would have no effect.",
+            "Leave --image out, or take a cluster whose profile has another runtime.",
+        )  # fmt: skip
+    if cluster.runtime != "none" and request.image is None:
+        yield Problem(
+            f"cluster {cluster.name}", "runtime", f"'{cluster.runtime}' needs an image, and none is set.",
+            "Give --image NAME:TAG, or set 'image:' in ftkit.yaml.",
+        )  # fmt: skip
+    where, key = image_origin(request)
+    if cluster.runtime == "docker" and isinstance(request.image, ImageFile):
+        yield Problem(
+            where,
+            key,
+            f"docker can't run a file: {request.image}.",
+            "Take NAME:TAG, built by ftkit build.",
+        )
+    if cluster.runtime == "pyxis" and isinstance(request.image, ImageFile) and request.image.is_sif:
+        yield Problem(
+            where, key, f"pyxis can't run a SIF file: {request.image}.",
+            "Take a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
+        )  # fmt: skip
+
+
+def image_origin(request: RunRequest) -> tuple[str, str]:
+    """Return the place and the key that the image comes from."""
+    return (COMMAND_LINE, "--image") if request.image_is_explicit else ("", "image")
