@@ -83,7 +83,7 @@ def export_run(layout, folder, *_):
 sys.modules |= {{  # what loads models
     "ftkit.evaluate.export": types.SimpleNamespace(ExportRequest=lambda *request: request[-1], export_run=export_run),
     "ftkit.evaluate.verify_export": types.SimpleNamespace(
-        require_passed=lambda *_: None, verify_export=lambda *_: []
+        read_record=lambda *_: None, require_passed=lambda *_: None, verify_export=lambda *_: []
     ),
 }}
 sys.executable = os.environ["MACHINE"] + "/bin/python3"  # the Python that trains
