@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         "ftkit import olmo3:25.02",
         "ftkit import olmo3:25.02 --cluster mycluster --on-node",
         "ftkit import docker://registry.example.com#team/olmo3:25.02",
-        "ftkit import olmo3:25.02 --require-signature team.pub",
     ),
 )
 @click.argument("wanted", metavar="NAME:TAG|URI", shell_complete=complete_image)

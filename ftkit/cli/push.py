@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     examples=(
         "ftkit push olmo3:25.02 --registry registry.example.com/team",
         'printf %s "$TOKEN" | ftkit push olmo3:25.02 --username me --password-stdin',
-        "ftkit push olmo3:25.02 --sign --key ~/.ssh/id_ed25519",
     ),
 )
 @image_argument
