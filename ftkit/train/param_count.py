@@ -157,12 +157,14 @@ def main() -> None:
     if "config" in asked:
         raw = asked["config"]
         config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw).get_text_config(decoder=True)
-        config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
     else:
         no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         config = make_config(ArchitectureSpec.model_validate(asked["architecture"]), cast("Any", no_tokens))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         sys.exit(NO_CAUSAL_CLASS)
+    tied = text_part(asked.get("config", {})).get("tie_word_embeddings")
+    if tied is not None:
+        config.tie_word_embeddings = tied
     with torch.device("meta"):  # accelerate's empty weights are allocated for a moment: 30 GB for some experts
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
