@@ -66,7 +66,7 @@ def ftkit(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
 def full_disk(node: str) -> Iterator[None]:
     """Leave no space on a node's own disk."""
     scratch = "/mnt/localssd/scratch"
-    on_node(node, f"mkdir {scratch} && mount -t tmpfs -o size=1m,mode=1777 full {scratch}")
+    on_node(node, f"mkdir -p {scratch} && mount -t tmpfs -o size=1m,mode=1777 full {scratch}")
     try:
         on_node(node, f"head -c 1m /dev/zero >{scratch}/fill")
         yield
