@@ -141,11 +141,10 @@ class Cluster:
         job = self.job(run)
         self._wait(run, lambda: self.slurm_state(job) == "PENDING")
 
-        def has_started() -> bool:
-            self.execute("scontrol", "update", f"jobid={job}", "StartTime=now")
-            return self.slurm_state(job) == "RUNNING"
-
-        self._wait(run, has_started)
+        # slurmd refuses a job's new credential in the second in which it revoked the last one.
+        soon = ("scontrol", "update", f"jobid={job}", "StartTime=now+3")
+        self._wait(run, lambda: self.execute(*soon).returncode == 0)
+        self._wait(run, lambda: self.slurm_state(job) == "RUNNING")
 
     def _wait(self, run: str, condition: Callable[[], bool], *, ends: bool = False) -> None:
         """Wait for a condition; unless it is the run's end, the job must be there to bring it about."""
