@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         "ftkit run my-recipe.yaml --cluster mycluster --name first-try --no-follow",
         "ftkit run --image olmo3:25.02 --cluster mycluster --dry-run > job.sbatch",
         "ftkit run --script train.py -- --epochs 3 --output_dir {run}/model",
-        "ftkit run --script train.py --image olmo3:25.02 --cluster mycluster --nodes 2 --no-follow",
+        "ftkit run --script train.py --image olmo3:25.02 --cluster mycluster --dry-run",
         "ftkit run demo --with-code ./mylib --dev",
     ),
 )

@@ -108,7 +108,8 @@ def test_adapters_of_another_kind_are_refused(adapted: Any, make_run: Callable[.
     run = make_run("wide", "model=run:other", "training.method=lora", "training.lora={rank: 8}")
     with pytest.raises(ConfigError, match=r"training\.lora\.rank: 8 in the recipe, 4 there"):
         check_adapter(run.plan.recipe)
-    assert "are not those of the recipe" in run.train(expect=TrainingError.exit_code)
+    run.train(expect=TrainingError.exit_code)
+    assert "are not those of the recipe" in run.first_error().message
     checkpoint = resolve_model(ModelSpec(weights="run:other@10"), {}, Workspace(run.plan.workspace))
     assert checkpoint.trained is not None
     assert checkpoint.trained.folder == checkpoint.adapter
