@@ -82,7 +82,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.code import copies_of_run, files_of
     from ftkit.launch.render import render_job
-    from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun
+    from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun, what_is_repeated
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.bundle import SIGNED_AS
     from ftkit.runs.repeat import original_to_json, read_original
@@ -111,11 +111,9 @@ def command(  # noqa: PLR0913 - one for each option
     for each in differences:
         before, after = each.values
         terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
-    starts = original.manifest.get("starts") or [{}]
-    repeats = {"run": original.run.id, "data": starts[-1].get("data", {}), "allowed": list(allowed)}
     ready = replace(
         ready,
-        manifest={**ready.manifest, "repeats": repeats},
+        manifest={**ready.manifest, "repeats": what_is_repeated(original, allowed)},
         files={**ready.files, **files_of(copies), ready.plan.layout.original.name: original_to_json(original)},
     )
     run = submit_ready(ready)

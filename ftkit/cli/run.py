@@ -85,7 +85,7 @@ def command(  # noqa: PLR0913 - one for each option
     arguments, in which {run} is the run's folder.
     """
     from ftkit.cli.run_script import RunScript, copy_asked, run_script, split_script_args
-    from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
+    from ftkit.cli.sweep import run_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.code import files_of
     from ftkit.launch.render import render_job
@@ -114,10 +114,8 @@ def command(  # noqa: PLR0913 - one for each option
         plans = plan_sweep(trials, ctx)
         if dry_run:
             terminal.data("".join(render_job(plan, prepares=where == "with-training") for plan in plans))
-            return
-        show_plans(plans, terminal, is_data=False)
-        check_can_follow(plans, follow=follow)
-        submit_sweep([check(plan) for plan in plans], submit_ready, terminal)
+        else:
+            run_sweep(plans, check, submit_ready, terminal, follow=follow)
         return
     plan = resolve(args, ctx)
     job = render_job(plan, prepares=where == "with-training")
@@ -125,7 +123,6 @@ def command(  # noqa: PLR0913 - one for each option
     if dry_run:
         terminal.data(job)
         return
-
     report_submission(submit_ready(check(plan)), terminal, does_follow=follow)
 
 

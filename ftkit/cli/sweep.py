@@ -55,7 +55,21 @@ def _cost(plan: RunPlan) -> str:
     return "-" if cost is None else f"{cost:,.2f}"
 
 
-def check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
+def run_sweep(
+    plans: Sequence[RunPlan],
+    check: Callable[[RunPlan], ReadyRun],
+    submit: Callable[[ReadyRun], SubmittedRun],
+    terminal: Terminal,
+    *,
+    follow: bool,
+) -> None:
+    """Show the plans of a sweep, check all of them, then submit them. Raises as its steps do."""
+    show_plans(plans, terminal, is_data=False)
+    _check_can_follow(plans, follow=follow)
+    _submit_sweep([check(plan) for plan in plans], submit, terminal)
+
+
+def _check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
     """Refuse to start several runs on this machine at once.
 
     Raises:
@@ -68,7 +82,7 @@ def check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
         )  # fmt: skip
 
 
-def submit_sweep(ready: Sequence[ReadyRun], submit: Callable[[ReadyRun], SubmittedRun], terminal: Terminal) -> None:
+def _submit_sweep(ready: Sequence[ReadyRun], submit: Callable[[ReadyRun], SubmittedRun], terminal: Terminal) -> None:
     """Submit the runs of a sweep, and follow those on this machine, one after another.
 
     Raises:

@@ -165,7 +165,7 @@ def _read(folder: Path, paths: Iterable[Path], option: str) -> Iterable[tuple[st
             raise ConfigError(
                 [Problem("command line", option, f"{folder} holds more than {_LIMIT_BYTES >> 20} MiB or "
                          f"{_MAX_FILES:,} files, which is more than code.",
-                         "Put the code into a folder of its own; or list what is no code in .gitignore.")]
+                         "Put the code into a separate folder; or list other files in .gitignore.")]
             )  # fmt: skip
         yield path.as_posix(), (folder / path).read_bytes()
 

@@ -22,9 +22,9 @@ from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundEr
 from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.cache import find_tokenizer
 from ftkit.launch.preparation import data_files, local_paths, stat_path
-from ftkit.planning.choices import suggest_changes
 from ftkit.planning.layout import Workspace
 from ftkit.planning.setup import GPUS
+from ftkit.planning.suggestions import suggest_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -127,6 +127,12 @@ def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any
     ]
 
 
+def what_is_repeated(original: Original, allowed: Sequence[str]) -> dict[str, Any]:
+    """Return the manifest's entry of the run that is repeated, its data, and the parts that may differ."""
+    starts = original.manifest.get("starts") or [{}]
+    return {"run": original.run.id, "data": starts[-1].get("data", {}), "allowed": list(allowed)}
+
+
 def check_inputs(differences: Sequence[Difference], allowed: Sequence[str]) -> None:
     """Refuse a repetition of other data, or in another image.
 

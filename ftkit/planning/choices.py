@@ -1,13 +1,11 @@
-"""Resolve a recipe's `auto` values (engine, micro-batch, checkpointing), and suggest changes."""
+"""Resolve a recipe's `auto` values: engine, sharding, micro-batch, checkpointing."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from itertools import combinations, product
-from typing import TYPE_CHECKING, Any, get_args
+from itertools import product
+from typing import TYPE_CHECKING, get_args
 
-from ftkit.config.cluster import ClusterProfile
 from ftkit.config.training import ActivationCheckpointing, EngineName, Method, TrainingPlan
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_model
@@ -15,7 +13,7 @@ from ftkit.planning.estimates.step_time import predict_step_time
 from ftkit.planning.setup import GPUS, Setup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ftkit.config.cluster import GpuModel
     from ftkit.config.model import ArchitectureSpec
@@ -144,10 +142,6 @@ def _shardings(setup: Setup) -> Iterator[Setup]:
         )
 
 
-NUM_SUGGESTIONS = 3
-SHORTEST = 512
-"""Minimum tokens of a pack in suggestions; shorter packs are not useful."""
-
 WORTHWHILE = 1.1
 """Minimum speed-up of a suggestion, as large as the errors of predictions."""
 LEAST_DIFFERENCE = 1.02
@@ -161,10 +155,6 @@ MOST_TOKENS = 2**17
 CPU_TOKENS = 2**11
 """The same without GPUs: memory and speed of CPUs are not predicted."""
 MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
-
-Change = dict[str, Any]
-"""Fields of `training`, or `num_nodes`, with their new values."""
-
 
 OPEN = ("micro_batch_size", "activation_checkpointing")
 """Settings of `training` that change only speed and memory, not the result."""
@@ -184,7 +174,7 @@ class ExecutionPlan:
 
 
 @dataclass(frozen=True)
-class _Option:
+class Option:
     """Settings for the same optimization, with their predictions."""
 
     training: TrainingPlan
@@ -210,44 +200,45 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
         return resolved, ExecutionPlan()
     is_size_open, is_mode_open = (field in chosen for field in OPEN)
     if lightest.device == "cpu":
-        size = _micro_batch_sizes(lightest, CPU_TOKENS)[-1] if is_size_open else resolved.micro_batch_size
+        size = micro_batch_sizes(lightest, CPU_TOKENS)[-1] if is_size_open else resolved.micro_batch_size
         mode = "none" if is_mode_open else resolved.activation_checkpointing
         return TrainingPlan.of(training, size, mode), ExecutionPlan(
             chosen, f"at most {CPU_TOKENS:,} tokens at a time and nothing recomputed, as there is no GPU"
         )
     if gpu is None:
         return resolved, ExecutionPlan(chosen, "the least memory: the cluster's profile names no GPU (set its 'gpu')")
-    sizes = _micro_batch_sizes(lightest, MOST_TOKENS) if is_size_open else [resolved.micro_batch_size]
+    sizes = micro_batch_sizes(lightest, MOST_TOKENS) if is_size_open else [resolved.micro_batch_size]
     modes = MODES if is_mode_open else (resolved.activation_checkpointing,)
     room = ROOM if count_model(lightest.shape).is_exact else ROOM_IF_ESTIMATED
-    best = _fastest(_options(lightest, gpu, sizes, modes), room * gpu.usable_gib)
+    best = fastest_option(possible_options(lightest, gpu, sizes, modes), room * gpu.usable_gib)
     if best is None:
         return resolved, ExecutionPlan(chosen, f"the least memory: no choice leaves {1 - room:.0%} of the GPU free")
-    speedup = _predict(lightest, gpu).step_seconds / best.step_seconds
+    speedup = predict_option(lightest, gpu).step_seconds / best.step_seconds
     gain = f", {speedup:.1f} times as fast as what takes the least memory" if speedup >= WORTHWHILE else ""
     return best.training, ExecutionPlan(
         chosen, f"the fastest by prediction that leaves {1 - room:.0%} of the GPU's memory free{gain}"
     )
 
 
-def _predict(setup: Setup, gpu: Gpu) -> _Option:
+def predict_option(setup: Setup, gpu: Gpu) -> Option:
+    """Return a setup's settings with their predictions, sharded as it would be."""
     setup = with_sharding(setup)
-    return _Option(setup.training, predict_step_time(setup, gpu).step_seconds, predict_memory(setup).total)
+    return Option(setup.training, predict_step_time(setup, gpu).step_seconds, predict_memory(setup).total)
 
 
-def _options(
+def possible_options(
     setup: Setup, gpu: Gpu, sizes: Sequence[int], modes: Sequence[ActivationCheckpointing]
-) -> Iterator[_Option]:
+) -> Iterator[Option]:
     """Yield the possible settings, those with the least memory first."""
     for size, mode in product(sizes, modes):
         if (mode == "selective" and setup.engine != "fsdp2") or (mode != "full" and setup.training.activation_offload):
             continue
-        yield _predict(setup.with_training(micro_batch_size=size, activation_checkpointing=mode), gpu)
+        yield predict_option(setup.with_training(micro_batch_size=size, activation_checkpointing=mode), gpu)
 
 
-def _fastest(options: Iterator[_Option], room_gib: float) -> _Option | None:
+def fastest_option(options: Iterator[Option], room_gib: float) -> Option | None:
     """Return the first that fits within `LEAST_DIFFERENCE` of the fastest."""
-    best: _Option | None = None
+    best: Option | None = None
     for each in options:
         fits = each.total_gib <= room_gib
         if fits and (best is None or each.step_seconds * LEAST_DIFFERENCE < best.step_seconds):
@@ -255,185 +246,9 @@ def _fastest(options: Iterator[_Option], room_gib: float) -> _Option | None:
     return best
 
 
-def _micro_batch_sizes(setup: Setup, most_tokens: int) -> list[int]:
+def micro_batch_sizes(setup: Setup, most_tokens: int) -> list[int]:
     """Return the micro-batches that divide the global batch, smallest first."""
     training = setup.training
     per_process = training.global_batch_size // setup.num_data_ranks
     most = max(1, min(per_process, most_tokens * training.context_parallel // training.sequence_length))
     return [size for size in range(1, most + 1) if per_process % size == 0]
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """An override, and the predicted memory of a process."""
-
-    override: str
-    total_gib: float
-
-    def __str__(self) -> str:
-        return f"{self.override} ({self.total_gib:.1f} GiB)"
-
-
-def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> list[Suggestion]:
-    """Return the mildest changes that would fit: single ones if there are three, else also combinations.
-
-    Args:
-        setup: the setup that does not fit.
-        cluster: of the run; decides whether there are more nodes, and whether offloading is possible.
-        room_gib: available memory for a process's tensors.
-    """
-    run = _Run(setup, cluster)
-    knobs = [knob for knob in run.knobs() if knob]
-    found: list[Suggestion] = []
-    used: list[set[int]] = []
-    for size in range(1, len(knobs) + 1):
-        for chosen in combinations(range(len(knobs)), size):
-            if len(found) == NUM_SUGGESTIONS:
-                return found
-            if any(earlier <= set(chosen) for earlier in used):
-                continue  # a milder value suffices
-            strongest = _together(knobs[index][-1] for index in chosen)
-            if run.predict(strongest) > room_gib:
-                continue  # milder values don't fit either
-            for changes in product(*(knobs[index] for index in chosen)):
-                change = _together(changes)
-                total = run.predict(change)
-                if total <= room_gib:
-                    found.append(Suggestion(_typed(change), total))
-                    used.append(set(chosen))
-                    break
-    return found
-
-
-def _together(changes: Iterable[Change]) -> Change:
-    return {field: value for each in changes for field, value in each.items()}
-
-
-@dataclass(frozen=True)
-class FasterSuggestion:
-    """Overrides that would make a run faster and still fit.
-
-    Attributes:
-        override: as typed after a recipe.
-        speedup: factor.
-        total_gib: predicted memory of a process.
-    """
-
-    override: str
-    speedup: float
-    total_gib: float
-
-    def __str__(self) -> str:
-        return f"{self.override} ({self.speedup:.1f} times as fast, {self.total_gib:.1f} GiB)"
-
-
-def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
-    """Return the micro-batch and the checkpointing for the shortest step with the same global batch.
-
-    Only settings that fit the GPU, even without memory to spare, and with a sufficient speed-up.
-    """
-    now = _predict(setup, gpu).step_seconds
-    best = _fastest(_options(setup, gpu, _micro_batch_sizes(setup, MOST_TOKENS), MODES), gpu.usable_gib)
-    if best is None or now <= best.step_seconds * WORTHWHILE:
-        return None
-    changed = {field: getattr(best.training, field) for field in OPEN if best.differs_in(field, setup.training)}
-    return FasterSuggestion(_typed(changed), now / best.step_seconds, best.total_gib)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The setup to change."""
-
-    setup: Setup
-    cluster: ClusterProfile
-
-    @property
-    def training(self) -> TrainingPlan:
-        return self.setup.training
-
-    def predict(self, change: Change) -> float:
-        """Return the GiB of a process after a change."""
-        fields, setup = dict(change), replace(self.setup, gpu=None)  # without spare memory, layers are resharded
-        num_nodes = fields.pop("num_nodes", setup.num_nodes)
-        num_processes = num_nodes * setup.num_processes // setup.num_nodes
-        whole = replace(setup, num_nodes=num_nodes, num_shards=num_processes, num_replicas=1)
-        changed = whole.with_training(**fields)
-        return predict_memory(with_sharding(changed)).total
-
-    def knobs(self) -> Iterator[list[Change]]:
-        """Yield the possible changes, cheapest first; each with its values, the mildest first."""
-        training = self.training
-        if training.reshard_after_forward == "never":
-            yield [{"reshard_after_forward": "auto"}]
-        if training.sync_gradients == "last_micro_batch":
-            yield [{"sync_gradients": "auto"}]
-        if training.shard_degree != "auto":
-            yield [{"shard_degree": "auto"}]
-        yield self._checkpointing()
-        yield [{"micro_batch_size": size} for size in _smaller_divisors(training.micro_batch_size)]
-        yield self._optimizer_states()
-        yield [{"sequence_length": length} for length in _halves(training.sequence_length)]
-        yield self._more_nodes()
-        lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
-        yield [{"method": value} for value in lighter]
-
-    def _checkpointing(self) -> list[Change]:
-        training = self.training
-        steps = (("none", False), ("selective", False), ("full", False), ("full", True))
-        now = steps.index((training.activation_checkpointing, training.activation_offload))
-        possible = [
-            (checkpointing, offload)
-            for checkpointing, offload in steps[now + 1 :]
-            if (checkpointing != "selective" or self.setup.engine == "fsdp2")
-            and not (offload and self.cluster.device == "cpu")
-        ]
-        return [
-            ({} if checkpointing == steps[now][0] else {"activation_checkpointing": checkpointing})
-            | ({"activation_offload": True} if offload else {})
-            for checkpointing, offload in possible
-        ]
-
-    def _optimizer_states(self) -> list[Change]:
-        """Return the changes for optimizer states and more: 8 bits and offload exclude each other.
-
-        8 bits come first: rounding the states costs no time, fetching them from host memory does in each step. States
-        of adapters are too small to matter.
-        """
-        training = self.training
-        stays = training.optimizer == "adamw" and training.offload == "none"
-        does_round = stays and self.setup.engine == "fsdp2" and training.adapters is None
-        stronger = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[training.offload]
-        whole: Change = {} if training.optimizer == "adamw" else {"optimizer": "adamw"}
-        return ([{"optimizer": "adamw8bit"}] if does_round else []) + [
-            whole | {"offload": value} for value in stronger if self.cluster.device != "cpu"
-        ]
-
-    def _more_nodes(self) -> list[Change]:
-        """Return twice the nodes, if the cluster has them and the global batch can be divided among them."""
-        twice = 2 * self.setup.num_nodes
-        training, cluster = self.training, self.cluster
-        at_once = training.micro_batch_size * 2 * self.setup.num_data_ranks
-        enough = cluster.scheduler != "local" and (cluster.max_nodes is None or twice <= cluster.max_nodes)
-        return [{"num_nodes": twice}] if enough and training.global_batch_size % at_once == 0 else []
-
-
-def _smaller_divisors(number: int) -> list[int]:
-    """Return the divisors below a number, largest first: with them the global batch does not change."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)} - {number}, reverse=True)
-
-
-def _halves(length: int) -> list[int]:
-    halves = []
-    while length % 2 == 0 and length // 2 >= SHORTEST:
-        length //= 2
-        halves.append(length)
-    return halves
-
-
-def _typed(change: Change) -> str:
-    """Format a change as an override."""
-    words = {field: "true" if value is True else value for field, value in change.items()}
-    return " ".join(
-        f"--nodes {value}" if field == "num_nodes" else f"training.{field}={value}" for field, value in words.items()
-    )

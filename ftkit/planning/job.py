@@ -97,6 +97,6 @@ class JobPlan(ABC):
         return place.num_nodes > 1 and place.device == "cuda" if asked is None else asked
 
     def cost_of(self, seconds: float) -> float | None:
-        """Return what all GPUs cost in so many seconds, in the profile's currency; None if the price is not known."""
+        """Return the cost of all GPUs for this time, in the profile's currency; None if the price is not known."""
         price = self.cluster.price_per_gpu_hour
         return None if price is None else price * self.placement.world_size * seconds / 3600

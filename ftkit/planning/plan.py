@@ -168,7 +168,7 @@ class PlanHeader:
 
 
 def read_header(text: str | bytes) -> PlanHeader:
-    """Read as much of a plan as any version can; nothing of what is no plan."""
+    """Read the fields that every version's plan has; none if the content is not a plan."""
     try:
         return parse_json(text, PlanHeader)
     except InvalidJsonError:

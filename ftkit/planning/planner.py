@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
 from ftkit.config.model import ArchitecturePlan, ModelPlan
@@ -19,8 +19,6 @@ from ftkit.planning.choices import (
     choose_engine,
     choose_execution,
     least_memory,
-    suggest_changes,
-    suggest_faster,
     with_sharding,
 )
 from ftkit.planning.estimates.memory import predict_memory
@@ -29,9 +27,11 @@ from ftkit.planning.estimates.step_time import PADDING, predict_step_time
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import PLAN_VERSION, PREPARATION_VERSION, BatchPlan, RunPlan, setup_of
+from ftkit.planning.suggestions import suggest_changes, suggest_faster
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from datetime import datetime
     from pathlib import Path
 
     from ftkit.config.cluster import ClusterProfile
@@ -62,25 +62,19 @@ def plan_run(
     problems = find_problems(recipe, model, cluster, image, request, num_nodes, per_node)
     if problems:
         raise ConfigError(problems)
-    placement = plan_placement(cluster, num_nodes, per_node)
+    job = plan_job(cluster, request, request.name or recipe.name, num_nodes, per_node)
+    placement = job["placement"]
     engine = choose_engine(shape, training, placement.world_size, cluster.gpu)
     lightest = setup_of(shape, least_memory(training), engine.name, cluster, placement)
     chosen, execution = choose_execution(training, lightest)
     setup = with_sharding(replace(lightest, training=chosen))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
     planned, memory = RecipePlan.of(recipe, model, chosen), predict_memory(setup)
-    name = request.name or recipe.name
     return RunPlan(
-        version=PLAN_VERSION,
+        **job,
         ftkit_version=ftkit_version,
-        id=f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
-        name=name,
-        created=request.created,
-        workspace=request.workspace,
         fingerprint=fingerprint(recipe, model, request.data_stamp),
         recipe=planned,
-        cluster=cluster,
-        placement=placement,
         engine=engine.of(setup),
         batch=_batch(setup),
         memory=memory,
@@ -88,9 +82,6 @@ def plan_run(
         num_parameters=count_model(shape).total,
         num_trained=method_counts(shape, chosen).trained,
         num_steps=count_steps(chosen, request.num_packs),
-        image=str(request.image) if request.image and cluster.runtime != "none" else None,
-        container_image=container_image(cluster, request.image, request.workspace),
-        python=request.python if cluster.runtime == "none" else "python3",
         notes=(
             *_notes(setup, cluster, memory),
             *find_notes(model, cluster, image, recipe.data.packing, request.padding),
@@ -183,7 +174,39 @@ def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: 
             return str(Workspace(workspace).image_file(named, cluster.image_format))
 
 
-def plan_placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> PlacementPlan:
+class JobFields(TypedDict):
+    """The fields of a `JobPlan` that follow from cluster and request."""
+
+    version: int
+    id: str
+    name: str
+    created: datetime
+    workspace: Path
+    cluster: ClusterProfile
+    placement: PlacementPlan
+    image: str | None
+    container_image: str | None
+    python: str
+
+
+def plan_job(cluster: ClusterProfile, request: RunRequest, name: str, num_nodes: int, per_node: int) -> JobFields:
+    """Return what the plan of every job takes from cluster and request, whatever the job starts."""
+    has_container = cluster.runtime != "none"
+    return {
+        "version": PLAN_VERSION,
+        "id": f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
+        "name": name,
+        "created": request.created,
+        "workspace": request.workspace,
+        "cluster": cluster,
+        "placement": _placement(cluster, num_nodes, per_node),
+        "image": str(request.image) if request.image and has_container else None,
+        "container_image": container_image(cluster, request.image, request.workspace),
+        "python": "python3" if has_container else request.python,
+    }
+
+
+def _placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> PlacementPlan:
     """Return the placement of the processes, with the threads of each."""
     if cluster.device == "auto":
         raise AssertionError("device 'auto' is resolved before a run is planned")

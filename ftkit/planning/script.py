@@ -12,7 +12,6 @@ from ftkit.files import InvalidJsonError, parse_json
 from ftkit.planning.job import JobPlan
 from ftkit.planning.job_checks import check_image, check_placement
 from ftkit.planning.plan import (
-    PLAN_VERSION,
     PlanError,
     RunPlan,
     plan_from_json,
@@ -20,7 +19,7 @@ from ftkit.planning.plan import (
     read_plan_file,
     writer_of,
 )
-from ftkit.planning.planner import container_image, plan_placement
+from ftkit.planning.planner import plan_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -98,19 +97,9 @@ def plan_script(
     problems = list(_find_problems(script, cluster, request, num_nodes, per_node))
     if problems:
         raise ConfigError([request.origins.locate(problem) for problem in problems])
-    name = request.name or "script"
     return ScriptPlan(
-        version=PLAN_VERSION,
+        **plan_job(cluster, request, request.name or "script", num_nodes, per_node),
         ftkit_version=ftkit_version,
-        id=f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
-        name=name,
-        created=request.created,
-        workspace=request.workspace,
-        cluster=cluster,
-        placement=plan_placement(cluster, num_nodes, per_node),
-        image=str(request.image) if request.image and cluster.runtime != "none" else None,
-        container_image=container_image(cluster, request.image, request.workspace),
-        python=request.python if cluster.runtime == "none" else "python3",
         notes=(),
         code=code,
         script=script,

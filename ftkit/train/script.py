@@ -50,7 +50,7 @@ class ScriptRank:
     def record(self, record: Record) -> None:
         """Append a record to the run's metrics, on rank 0."""
         if self.rank == 0:
-            with suppress(OSError):  # the script's own work goes on where a disk is full
+            with suppress(OSError):  # a full disk must not end the script
                 append_record(self.plan.layout.metrics, record)
 
     def record_end(self) -> None:

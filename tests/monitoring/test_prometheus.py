@@ -149,7 +149,7 @@ def test_every_panel_of_the_dashboard_shows_a_run(prometheus: Prometheus) -> Non
     assert shown["Energy in the last hour"][0] > 0
 
 
-def test_the_metrics_are_as_prometheus_wants_them(prometheus: Prometheus) -> None:  # noqa: ARG001 - it brings promtool
+def test_the_metrics_are_valid_for_prometheus(prometheus: Prometheus) -> None:  # noqa: ARG001 - it brings promtool
     text = sampler.metrics_text(sample(1), RUN)
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 3), done.stderr  # 3: it would name some otherwise

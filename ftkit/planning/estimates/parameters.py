@@ -74,9 +74,22 @@ def count_parameters(shape: ArchitectureSpec) -> int:
 
 # --- Of a method ---------------------------------------------------------------------------------
 
-_WITH_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "shared_expert_gate"})
-"""Names of linear layers that experts may have as well, and that peft then takes for those."""
-_ROUTERS = frozenset({"gate", "router", "proj"})
+_OF_EXPERTS = frozenset(
+    {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "gate_up_proj",
+        "w1",
+        "w2",
+        "w3",
+        "shared_expert_gate",
+        "gate",
+        "router",
+        "proj",
+    }
+)
+"""Names of routers, and of linear layers that experts may have as well, and that peft then takes for those."""
 
 
 def default_targets(shape: ArchitectureSpec) -> tuple[str, ...]:
@@ -84,7 +97,7 @@ def default_targets(shape: ArchitectureSpec) -> tuple[str, ...]:
     counts = count_model(shape)
     names = tuple(dict.fromkeys(linear.name for linear in counts.linears))
     if counts.experts_per_token:
-        return tuple(name for name in names if name not in _WITH_EXPERTS | _ROUTERS)
+        return tuple(name for name in names if name not in _OF_EXPERTS)
     if not counts.is_exact or {*ALL_PROJECTIONS} <= {*names}:
         return ALL_PROJECTIONS
     return names

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ftkit.config.execution import GIB, USABLE_MEMORY
 from ftkit.errors import MemoryExhaustedError, one_line
-from ftkit.planning.choices import suggest_changes
+from ftkit.planning.suggestions import suggest_changes
 from ftkit.train.memory.host_memory import total_bytes
 from ftkit.train.memory.trace import read_memory
 

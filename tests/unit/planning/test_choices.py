@@ -19,25 +19,24 @@ from ftkit.config.request import RunRequest
 from ftkit.errors import ConfigError
 from ftkit.planning.choices import (
     MODES,
-    NUM_SUGGESTIONS,
     ROOM,
     choose_execution,
     least_memory,
-    suggest_changes,
-    suggest_faster,
     with_sharding,
 )
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.step_time import predict_step_time
 from ftkit.planning.planner import plan_model, plan_run
 from ftkit.planning.setup import GPUS, Setup
+from ftkit.planning.suggestions import NUM_SUGGESTIONS, suggest_changes, suggest_faster
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile, GpuModel
     from ftkit.config.recipe import RecipeSpec
     from ftkit.config.training import EngineName, TrainingPlan
-    from ftkit.planning.choices import ExecutionPlan, Suggestion
+    from ftkit.planning.choices import ExecutionPlan
     from ftkit.planning.setup import Gpu
+    from ftkit.planning.suggestions import Suggestion
 
 NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 CLUSTER = load_cluster("slurm", NOWHERE)
@@ -332,7 +331,7 @@ def test_a_run_that_nothing_makes_fit_is_rejected_without_trying_every_combinati
         calls.append(arguments)
         return predict_memory(*arguments, **options)
 
-    monkeypatch.setattr("ftkit.planning.choices.predict_memory", count)
+    monkeypatch.setattr("ftkit.planning.suggestions.predict_memory", count)
     spec = recipe(
         "training.micro_batch_size=55440", "training.global_batch_size=887040", "training.sequence_length=16777216",
         "model.architecture.max_position_embeddings=16777216", "training.reshard_after_forward=never",
@@ -352,7 +351,7 @@ def test_numbers_that_make_loops_long_are_refused(training: str, value: int) -> 
 
 
 def sharding(num_nodes: int, gbps: float, *overrides: str, gpu: Gpu = H200) -> Setup:
-    """Return how full training of a 7B model is sharded on nodes of eight GPUs, with a network of so many Gbit/s."""
+    """Return how full training of a 7B model is sharded on nodes of eight GPUs, with a network of that many Gbit/s."""
     spec = recipe(f"training.global_batch_size={32 * num_nodes}", "training.sequence_length=2048", *overrides)
     return with_sharding(
         Setup(

@@ -1,0 +1,212 @@
+"""Suggest changes with which a run fits, or is faster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import TYPE_CHECKING, Any
+
+from ftkit.config.cluster import ClusterProfile
+from ftkit.planning.choices import (
+    MODES,
+    MOST_TOKENS,
+    OPEN,
+    WORTHWHILE,
+    fastest_option,
+    micro_batch_sizes,
+    possible_options,
+    predict_option,
+    with_sharding,
+)
+from ftkit.planning.estimates.memory import predict_memory
+from ftkit.planning.setup import Setup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ftkit.config.training import TrainingPlan
+    from ftkit.planning.setup import Gpu
+
+NUM_SUGGESTIONS = 3
+SHORTEST = 512
+"""Minimum tokens of a pack in suggestions; shorter packs are not useful."""
+
+Change = dict[str, Any]
+"""Fields of `training`, or `num_nodes`, with their new values."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """An override, and the predicted memory of a process."""
+
+    override: str
+    total_gib: float
+
+    def __str__(self) -> str:
+        return f"{self.override} ({self.total_gib:.1f} GiB)"
+
+
+def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> list[Suggestion]:
+    """Return the mildest changes that would fit: single ones if there are three, else also combinations.
+
+    Args:
+        setup: the setup that does not fit.
+        cluster: of the run; decides whether there are more nodes, and whether offloading is possible.
+        room_gib: available memory for a process's tensors.
+    """
+    run = _Run(setup, cluster)
+    knobs = [knob for knob in run.knobs() if knob]
+    found: list[Suggestion] = []
+    used: list[set[int]] = []
+    for size in range(1, len(knobs) + 1):
+        for chosen in combinations(range(len(knobs)), size):
+            if len(found) == NUM_SUGGESTIONS:
+                return found
+            if any(earlier <= set(chosen) for earlier in used):
+                continue  # a milder value suffices
+            strongest = _together(knobs[index][-1] for index in chosen)
+            if run.predict(strongest) > room_gib:
+                continue  # milder values don't fit either
+            for changes in product(*(knobs[index] for index in chosen)):
+                change = _together(changes)
+                total = run.predict(change)
+                if total <= room_gib:
+                    found.append(Suggestion(_typed(change), total))
+                    used.append(set(chosen))
+                    break
+    return found
+
+
+def _together(changes: Iterable[Change]) -> Change:
+    return {field: value for each in changes for field, value in each.items()}
+
+
+@dataclass(frozen=True)
+class FasterSuggestion:
+    """Overrides that would make a run faster and still fit.
+
+    Attributes:
+        override: as typed after a recipe.
+        speedup: factor.
+        total_gib: predicted memory of a process.
+    """
+
+    override: str
+    speedup: float
+    total_gib: float
+
+    def __str__(self) -> str:
+        return f"{self.override} ({self.speedup:.1f} times as fast, {self.total_gib:.1f} GiB)"
+
+
+def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
+    """Return the micro-batch and the checkpointing for the shortest step with the same global batch.
+
+    Only settings that fit the GPU, even without memory to spare, and with a sufficient speed-up.
+    """
+    now = predict_option(setup, gpu).step_seconds
+    best = fastest_option(possible_options(setup, gpu, micro_batch_sizes(setup, MOST_TOKENS), MODES), gpu.usable_gib)
+    if best is None or now <= best.step_seconds * WORTHWHILE:
+        return None
+    changed = {field: getattr(best.training, field) for field in OPEN if best.differs_in(field, setup.training)}
+    return FasterSuggestion(_typed(changed), now / best.step_seconds, best.total_gib)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The setup to change."""
+
+    setup: Setup
+    cluster: ClusterProfile
+
+    @property
+    def training(self) -> TrainingPlan:
+        return self.setup.training
+
+    def predict(self, change: Change) -> float:
+        """Return the GiB of a process after a change."""
+        fields, setup = dict(change), replace(self.setup, gpu=None)  # without spare memory, layers are resharded
+        num_nodes = fields.pop("num_nodes", setup.num_nodes)
+        num_processes = num_nodes * setup.num_processes // setup.num_nodes
+        whole = replace(setup, num_nodes=num_nodes, num_shards=num_processes, num_replicas=1)
+        changed = whole.with_training(**fields)
+        return predict_memory(with_sharding(changed)).total
+
+    def knobs(self) -> Iterator[list[Change]]:
+        """Yield the possible changes, cheapest first; each with its values, the mildest first."""
+        training = self.training
+        if training.reshard_after_forward == "never":
+            yield [{"reshard_after_forward": "auto"}]
+        if training.sync_gradients == "last_micro_batch":
+            yield [{"sync_gradients": "auto"}]
+        if training.shard_degree != "auto":
+            yield [{"shard_degree": "auto"}]
+        yield self._checkpointing()
+        yield [{"micro_batch_size": size} for size in _smaller_divisors(training.micro_batch_size)]
+        yield self._optimizer_states()
+        yield [{"sequence_length": length} for length in _halves(training.sequence_length)]
+        yield self._more_nodes()
+        lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
+        yield [{"method": value} for value in lighter]
+
+    def _checkpointing(self) -> list[Change]:
+        training = self.training
+        steps = (("none", False), ("selective", False), ("full", False), ("full", True))
+        now = steps.index((training.activation_checkpointing, training.activation_offload))
+        possible = [
+            (checkpointing, offload)
+            for checkpointing, offload in steps[now + 1 :]
+            if (checkpointing != "selective" or self.setup.engine == "fsdp2")
+            and not (offload and self.cluster.device == "cpu")
+        ]
+        return [
+            ({} if checkpointing == steps[now][0] else {"activation_checkpointing": checkpointing})
+            | ({"activation_offload": True} if offload else {})
+            for checkpointing, offload in possible
+        ]
+
+    def _optimizer_states(self) -> list[Change]:
+        """Return the changes for optimizer states and more: 8 bits and offload exclude each other.
+
+        8 bits come first: rounding the states costs no time, fetching them from host memory does in each step. States
+        of adapters are too small to matter.
+        """
+        training = self.training
+        stays = training.optimizer == "adamw" and training.offload == "none"
+        does_round = stays and self.setup.engine == "fsdp2" and training.adapters is None
+        stronger = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[training.offload]
+        whole: Change = {} if training.optimizer == "adamw" else {"optimizer": "adamw"}
+        return ([{"optimizer": "adamw8bit"}] if does_round else []) + [
+            whole | {"offload": value} for value in stronger if self.cluster.device != "cpu"
+        ]
+
+    def _more_nodes(self) -> list[Change]:
+        """Return twice the nodes, if the cluster has them and the global batch can be divided among them."""
+        twice = 2 * self.setup.num_nodes
+        training, cluster = self.training, self.cluster
+        at_once = training.micro_batch_size * 2 * self.setup.num_data_ranks
+        enough = cluster.scheduler != "local" and (cluster.max_nodes is None or twice <= cluster.max_nodes)
+        return [{"num_nodes": twice}] if enough and training.global_batch_size % at_once == 0 else []
+
+
+def _smaller_divisors(number: int) -> list[int]:
+    """Return the divisors below a number, largest first: with them the global batch does not change."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)} - {number}, reverse=True)
+
+
+def _halves(length: int) -> list[int]:
+    halves = []
+    while length % 2 == 0 and length // 2 >= SHORTEST:
+        length //= 2
+        halves.append(length)
+    return halves
+
+
+def _typed(change: Change) -> str:
+    """Format a change as an override."""
+    words = {field: "true" if value is True else value for field, value in change.items()}
+    return " ".join(
+        f"--nodes {value}" if field == "num_nodes" else f"training.{field}={value}" for field, value in words.items()
+    )
