@@ -59,7 +59,7 @@ class Run:
         return self.plan.layout
 
     def train(self, *, expect: int = 0) -> str:
-        """Train in ranks that need not import torch first; return what they printed."""
+        """Train in forked ranks, which have torch imported already; return what they printed."""
         output = self._write_plan().with_name("output")
         code = self.ranks.run(self.layout.plan, self.plan.placement.world_size, output, timeout=PATIENCE_SECONDS)
         printed = output.read_text()
@@ -67,7 +67,7 @@ class Run:
         return printed
 
     def train_here(self, world: World) -> None:
-        """Train in this process, which is a world of its own: the cheapest way for several runs on one process."""
+        """Train in this process as a world of size 1: the cheapest way for several single-process runs."""
         from ftkit.train.trainer import run_training
 
         self._write_plan()
@@ -95,7 +95,7 @@ class Run:
         return [record for record in read_records(self.layout.metrics) if isinstance(record, kind)]
 
     def first_error(self) -> RankError:
-        """Return what ended the run. Ranks that fail alike end each other, so any of them may be the one to tell."""
+        """Return the error that ended the run. If several ranks fail, any of them may be recorded as the first."""
         error = first_error(self.layout, since=0)
         assert error is not None
         return error
@@ -114,7 +114,7 @@ class Run:
         return copied
 
     def forget_after(self, step: int) -> None:
-        """Make it a run that was killed some time after a checkpoint."""
+        """Remove everything after a step, as if the run had been killed after its checkpoint."""
         for folder in self.layout.checkpoints.glob("step-*"):
             if int(folder.name.removeprefix("step-")) > step:
                 shutil.rmtree(folder)
@@ -124,7 +124,7 @@ class Run:
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shared by all runs of a session, so that the data is prepared once."""
+    """One workspace for all runs of a session, so that the data is prepared once."""
     return tmp_path_factory.mktemp("workspace")
 
 
@@ -155,7 +155,7 @@ def make_run(workspace: Path, ranks: ForkedRanks) -> Callable[..., Run]:
 
 @pytest.fixture(scope="session")
 def finished_run(make_run: Callable[..., Run]) -> Run:
-    """A run of 20 steps on two processes. Tests must not change it: they copy it."""
+    """A finished run of 20 steps on two processes. Tests copy it instead of changing it."""
     run = make_run("finished")
     run.launch()
     return run
@@ -163,7 +163,7 @@ def finished_run(make_run: Callable[..., Run]) -> Run:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """This process as the only one of a run."""
+    """This process as a world of size 1."""
     with lone_world("cpu") as world:
         yield world
 

@@ -1,6 +1,6 @@
-"""Every family, method and engine on two processes, started by torchrun: prints what each trained.
+"""Every family, method and engine on two processes, started by torchrun; prints the trained weights of each.
 
-One start for all of them, since starting takes longer than a few steps of a tiny model.
+One process for all cases, since starting it takes longer than a few steps of a tiny model.
 """
 
 from __future__ import annotations
@@ -74,13 +74,12 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The fields that are not the defaults."""
+        """The non-default fields, as a name."""
         return " ".join(word for word in self if word not in {"none", "fp32", "resharded", "auto"})
 
 
 class FileMemory:
-    """Shared memory of the GPUs of one host, as a file that processes share. Copies into it are done when they are
-    called."""
+    """Shared memory of the GPUs of one host, as a file shared by processes. Copies are synchronous."""
 
     num_bytes = 1024
 
@@ -150,12 +149,12 @@ def batch(step: int, accumulation: int, world: World) -> MicroBatch:
 
 @contextmanager
 def copied_collectives(training: TrainingPlan, world: World) -> Iterator[None]:
-    """Let FSDP2 use the collectives of copy engines, on memory that is shared through files."""
+    """Make FSDP2 use copy-engine collectives, on memory shared through files."""
     with tempfile.TemporaryDirectory() as own:
         folder = Path(world.gather_objects(own)[0])
         memories = (FileMemory(folder / name, world) for name in ("gathered", "reduced"))
         made = make_collectives(*memories, DTYPES[training.reduce_precision])
-        assert not find_error(made, world)  # and both have the files open: they go, the memory stays
+        assert not find_error(made, world)  # both ranks have the files open: the files are unlinked, the memory stays
     with patch.object(fsdp2, "choose_collectives", lambda *_: made):
         yield
 
@@ -213,7 +212,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
 
 
 def leaves_out_a_step(engine: Engine, world: World) -> bool:
-    """Tell whether a gradient that is not finite on one rank leaves this rank's state as it is."""
+    """Return whether a non-finite gradient on one rank leaves this rank's state unchanged."""
 
     def state() -> list[torch.Tensor]:
         tensors = engine.tensors()

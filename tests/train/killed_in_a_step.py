@@ -1,7 +1,7 @@
-"""The rank of a run that is killed, or fails, as it begins a step; torchrun starts it as the trainer.
+"""A rank that is killed, or fails, at the start of a step; torchrun starts it as the trainer.
 
-Arguments: the step; `behind` for a device that runs behind the host, as GPUs do; a word more to fail, or `nan` for a
-loss that is none on the last rank; the plan.
+Arguments: the step; `behind` for a device that runs asynchronously, as GPUs do; another word to fail, or `nan` for a
+NaN loss on the last rank; the plan.
 """
 
 from __future__ import annotations

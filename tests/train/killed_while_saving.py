@@ -1,4 +1,4 @@
-"""A rank of a run that is killed with its second checkpoint half written; torchrun starts it as the trainer."""
+"""A rank that is killed with its second checkpoint half written; torchrun starts it as the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same gradients from fewer tensors."""
+"""Activation checkpointing: the same gradients with fewer saved tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LENGTH, LAYERS = 24, 3
 SAVING = ("selective", "full")
 
 pytestmark = [
-    # What torch.compile of torch 2.13 says of itself.
+    # Warnings that torch.compile raises in torch 2.13.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning"),
@@ -99,7 +99,7 @@ def every_product_is_wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
-    """Compile without generating code, refuse breaks in a graph, and count graphs."""
+    """Compile without code generation, fail on graph breaks, and count graphs."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter, fullgraph=True))
     return counter
@@ -120,7 +120,7 @@ def gradients(family: MeasuredFamily, spec: TrainingPlan, world: World) -> dict[
 @pytest.mark.parametrize("mode", SAVING)
 @pytest.mark.parametrize("method", get_args(Method))
 @pytest.mark.parametrize("family", MEASURED)
-def test_gradients_are_those_without_checkpointing(
+def test_gradients_equal_those_without_checkpointing(
     family: MeasuredFamily, method: Method, mode: str, world: World
 ) -> None:
     spec = training(method=method, lora=None if method == "full" else {"rank": 4, "dropout": 0.2})
@@ -133,7 +133,7 @@ def test_gradients_are_those_without_checkpointing(
 
 @pytest.mark.parametrize("method", ["full", "qlora"])
 @pytest.mark.parametrize("family", MEASURED)
-def test_gradients_are_those_without_offload_and_each_layers_input_alone_is_parked(
+def test_gradients_equal_those_without_offload_and_only_layer_inputs_are_offloaded(
     family: MeasuredFamily, method: Method, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = training(method=method, activation_checkpointing="full")
@@ -147,7 +147,7 @@ def test_gradients_are_those_without_offload_and_each_layers_input_alone_is_park
         torch.testing.assert_close(value, expected[name], msg=name)
 
 
-def test_offloaded_activations_return_one_layer_ahead() -> None:
+def test_offloaded_activations_are_prefetched_one_layer_ahead() -> None:
     offload = ActivationOffload(torch.device("cpu"))
     tensors = [torch.full((2,), float(number)) for number in range(3)]
     parked = [offload._park(tensor) for tensor in tensors]
@@ -161,7 +161,7 @@ def test_offloaded_activations_return_one_layer_ahead() -> None:
 @pytest.mark.parametrize(
     ("mode", "products", "attentions", "norms"), [("none", 0, 0, 0), ("selective", 0, 0, 1), ("full", 1, 1, 1)]
 )
-def test_each_mode_computes_again_as_it_says(
+def test_each_mode_recomputes_only_its_operators(
     mode: ActivationCheckpointing, products: int, attentions: int, norms: int
 ) -> None:
     model = build("llama", training())
@@ -174,13 +174,13 @@ def test_each_mode_computes_again_as_it_says(
         Calls("rsqrt") as norms_seen,
     ):
         hidden.sum().backward()
-    # The last product of a layer is not computed again: nothing in the backward pass reads it.
+    # The last matmul of a layer is not recomputed: the backward pass does not read it.
     assert products_seen.count == LAYERS * (2 * 7 + 6 * products)
     assert attentions_seen.count == LAYERS * (1 + attentions)
     assert norms_seen.count == LAYERS * 2 * norms
 
 
-def test_adapters_second_products_are_computed_again_and_4_bit_matrices_are_not_even_read() -> None:
+def test_lora_b_products_are_recomputed_without_reading_4_bit_weights() -> None:
     model = build("llama", training(method="qlora", lora={"rank": 4}))
     init_adapters(model, 5)
     apply_activation_checkpointing(find_decoder_layers(model), "selective", compiled=False)
@@ -189,17 +189,17 @@ def test_adapters_second_products_are_computed_again_and_4_bit_matrices_are_not_
     with Calls("aten::mm") as products, Calls("ftkit::nf4_product") as frozen, Calls("nf4_product_backward") as back:
         hidden.sum().backward()
     narrow, gradients_of_adapters = 6, 4 * 7
-    unneeded = 3  # gradients of what the frozen embedding gives to the first layer
+    unneeded = 3  # gradients of the frozen embedding's output, which the first layer reads
     assert products.count == LAYERS * (narrow + gradients_of_adapters) - unneeded
-    assert frozen.count == back.count  # whose name begins with the other's: there was no product of the forward pass
+    assert frozen.count == back.count  # the other's name is its prefix: no forward matmul ran
 
 
 @pytest.mark.parametrize(
     ("method", "mode", "graphs"),
-    # With adapters, what comes out of the frozen embedding needs no gradient: the first layer is another graph.
+    # With adapters, the output of the frozen embedding needs no gradient: the first layer has its own graph.
     [("full", "full", 1), ("full", "selective", 1), ("qlora", "selective", 2)],
 )
-def test_layers_are_compiled_once_and_whole(
+def test_layers_compile_once_without_graph_breaks(
     method: Method, mode: ActivationCheckpointing, graphs: int, world: World, compiles: CompileCounterWithBackend
 ) -> None:
     spec = training(method=method, lora=None if method == "full" else {"rank": 4})
@@ -213,7 +213,9 @@ def test_layers_are_compiled_once_and_whole(
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("mode", get_args(ActivationCheckpointing))
-def test_layers_tell_what_they_recompute_and_keep_their_names(mode: ActivationCheckpointing, compiled: bool) -> None:
+def test_layers_report_what_they_recompute_and_keep_their_parameter_names(
+    mode: ActivationCheckpointing, compiled: bool
+) -> None:
     model = build("llama", training())
     layers = find_decoder_layers(model)
     names, modules = list(model.state_dict()), [name for name, _ in model.named_modules()]
@@ -226,7 +228,7 @@ def test_layers_tell_what_they_recompute_and_keep_their_names(mode: ActivationCh
 
 
 def attention_weights(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Return who attends to whom within documents, [H, T, T], as flash-attn-4's options say."""
+    """Return the attention weights within documents, [H, T, T], for flash-attn-4's options."""
     places = torch.arange(len(query))
     document = torch.bucketize(places, options["cu_seqlens_q"][1:], right=True)
     behind = places[:, None] - places[None]
@@ -243,7 +245,7 @@ def for_each_head(query: torch.Tensor, *shared: torch.Tensor) -> list[torch.Tens
 
 @pytest.fixture
 def flash4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a plain flash-attn-4 in the place of the real one, which needs a GPU."""
+    """Replace flash-attn-4, which needs a GPU, with a reference implementation."""
 
     def forward(query: Any, key: Any, value: Any, *, return_lse: bool, **options: Any) -> tuple[Any, ...]:
         assert return_lse
@@ -272,7 +274,7 @@ def flash4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("flash4")
 @pytest.mark.parametrize("mode", get_args(ActivationCheckpointing))
-def test_flash_attention_gives_sdpas_gradients_compiled_and_kept(
+def test_flash_attention_gradients_match_sdpa_when_compiled_and_checkpointed(
     mode: ActivationCheckpointing, world: World, compiles: CompileCounterWithBackend
 ) -> None:
     expected = gradients("olmo3", training(), world)
@@ -288,7 +290,7 @@ def test_flash_attention_gives_sdpas_gradients_compiled_and_kept(
 
 @pytest.mark.usefixtures("flash4")
 @pytest.mark.parametrize("window", [None, 4])
-def test_flash_attention_is_an_operator_as_torch_asks_for(window: int | None) -> None:
+def test_flash_attention_passes_torch_opcheck(window: int | None) -> None:
     query, key, value = (torch.randn(12, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     borders = torch.tensor([0, 5, 12], dtype=torch.int32)
     torch.library.opcheck(attention.varlen_attention, (query, key, value, borders, 7, 0.3, window))

@@ -1,4 +1,4 @@
-"""AdamW with states of 8 bits trains as AdamW does, and its checkpoints are AdamW's."""
+"""AdamW with 8-bit states trains like AdamW and writes the same checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def descend(optimizer: torch.optim.Optimizer, values: list[nn.Parameter], steps:
         optimizer.step()
 
 
-def test_twenty_steps_end_where_adamws_do() -> None:
+def test_twenty_steps_match_adamw() -> None:
     small, whole = parameters(), parameters()
     descend(AdamW8bit(groups(small), lr=1e-2, betas=(0.9, 0.95)), small, 20)
     descend(torch.optim.AdamW(groups(whole), lr=1e-2, betas=(0.9, 0.95)), whole, 20)
@@ -49,7 +49,7 @@ def test_twenty_steps_end_where_adamws_do() -> None:
         assert (one - other).norm() <= 0.03 * (other - start).norm()
 
 
-def test_a_state_takes_a_byte_and_its_part_of_a_scale() -> None:
+def test_a_state_takes_one_byte_plus_its_share_of_a_scale() -> None:
     values = parameters()
     optimizer = AdamW8bit(values, lr=1e-2, betas=(0.9, 0.95))
     descend(optimizer, values, 1)
@@ -58,7 +58,7 @@ def test_a_state_takes_a_byte_and_its_part_of_a_scale() -> None:
     assert stored == 2 * (4200 + 4 * 17)
 
 
-def test_a_step_that_is_to_be_left_out_changes_nothing() -> None:
+def test_a_skipped_step_changes_nothing() -> None:
     values = [torch.nn.Parameter(torch.ones(64, 64))]
     optimizer = AdamW8bit(values, lr=1e-2, betas=(0.9, 0.95))
     values[0].grad = torch.full((64, 64), torch.nan)
@@ -78,7 +78,7 @@ def test_states_of_small_parameters_are_those_of_adamw() -> None:
     assert [int(optimizer.state[value]["step"]) for value in small] == [5, 5]
 
 
-def test_loaded_optimizer_states_continue_bit_for_bit_however_often() -> None:
+def test_optimizer_states_resume_bit_for_bit_any_number_of_times() -> None:
     values = parameters()
     optimizer = AdamW8bit(groups(values), lr=1e-2, betas=(0.9, 0.95))
     descend(optimizer, values, 5)
@@ -100,7 +100,7 @@ def dequantized(optimizer: AdamW8bit, value: nn.Parameter, name: str) -> torch.T
 
 
 def in_shards(whole: torch.Tensor, absmax: torch.Tensor, num_shards: int, code: torch.Tensor) -> Any:
-    """Return the bytes of a whole parameter of 140 rows and the scales of its shards, each in blocks of its own."""
+    """Return the full parameter of 140 rows as bytes and the scales of its shards, each with its own blocks."""
     library = private_apis.import_bitsandbytes("a test")
     size = -(-140 // num_shards) * (whole.numel() // 140)
     shards = [library.quantize_blockwise(part, code=code, blocksize=256) for part in whole.split(size)]
@@ -113,9 +113,7 @@ def in_shards(whole: torch.Tensor, absmax: torch.Tensor, num_shards: int, code: 
 @pytest.mark.parametrize(("width", "is_exact"), [(30, False), (256, True)])
 @pytest.mark.parametrize("num_shards", [2, 3, 4])
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_states_of_another_number_of_shards_keep_their_values(
-    name: str, num_shards: int, width: int, *, is_exact: bool
-) -> None:
+def test_resharded_states_keep_their_values(name: str, num_shards: int, width: int, *, is_exact: bool) -> None:
     value = nn.Parameter(torch.randn(140, width, generator=torch.Generator().manual_seed(2)))
     optimizer = AdamW8bit([value], lr=1e-2, betas=(0.9, 0.95))
     descend(optimizer, [value], 5)
@@ -131,7 +129,7 @@ def test_states_of_another_number_of_shards_keep_their_values(
     assert (after - stored).abs().max() <= (0 if is_exact else 0.02 * stored.abs().max())
 
 
-def test_scales_make_room_for_those_of_a_checkpoint_and_older_states_are_refused() -> None:
+def test_scales_are_resized_to_those_of_a_checkpoint_and_older_states_are_rejected() -> None:
     value = nn.Parameter(torch.randn(140, 30))
     optimizer = AdamW8bit([value], lr=1e-2, betas=(0.9, 0.95))
     descend(optimizer, [value], 1)
@@ -144,7 +142,7 @@ def test_scales_make_room_for_those_of_a_checkpoint_and_older_states_are_refused
     assert "older ftkit" in caught.value.meaning
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     private_apis.import_bitsandbytes.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(PrerequisiteError, match="adamw8bit") as caught:
@@ -152,7 +150,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     assert "ftkit[qlora]" in str(caught.value.fix)
 
 
-def test_a_run_loses_little_continues_bit_for_bit_and_with_fewer_processes_and_with_more(
+def test_loss_is_close_to_adamw_and_a_run_resumes_bit_for_bit_on_fewer_and_more_processes(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     expected = {step: loss for step, (loss, _) in finished_run.losses().items()}

@@ -66,7 +66,7 @@ def exported(run: Any) -> dict[str, torch.Tensor]:
     return load_file(run.layout.export / "model.safetensors")
 
 
-def test_new_tokens_are_trained_alike_by_every_engine_and_exported(recipe: Path, make_run: Callable[..., Any]) -> None:
+def test_every_engine_trains_new_tokens_equally_and_exports_them(recipe: Path, make_run: Callable[..., Any]) -> None:
     before = load_file(recipe.parent / "model" / "model.safetensors")
     num_rows = before[EMBEDDING].shape[0]
     runs = {
@@ -120,7 +120,7 @@ def test_plain_tokens_become_special_and_the_plan_knows_the_ids_from_the_files(t
     assert again.decode(ids, skip_special_tokens=True) == ""
 
 
-def test_a_tied_embedding_grows_only_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_tied_embedding_grows_only_on_request(tmp_path: Path) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     stored = LlamaForCausalLM(LlamaConfig(vocab_size=5, tie_word_embeddings=True, **sizes)).bfloat16()
     stored.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""An answer ends where training taught it to: in evaluation, and for whoever loads the export."""
+"""Completions end with the trained end token: in evaluation, and in whatever loads the export."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "transformers_v
 
 @pytest.fixture(scope="module")
 def base_tokenizer() -> Any:
-    """A base model's tokenizer: it ends texts with a token of its own, knows tokens for chats, and has no template."""
+    """A base model's tokenizer: with an end-of-text token and chat tokens, without a template."""
     tokenizer = learn_tokenizer(["SELECT name FROM table WHERE how many"], 300, "gemma")
     chat = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": chat})
@@ -85,7 +85,7 @@ def token(tokenizer: Any, text: str) -> int:
     ],
     ids=["gemma", "chatml", "llama 3", "olmo"],
 )
-def test_the_end_of_an_answer_is_what_the_template_writes_after_it(
+def test_the_end_of_a_completion_is_the_token_that_the_template_appends(
     template: str, end: str, base_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base_tokenizer, "chat_template", template)
@@ -93,7 +93,7 @@ def test_the_end_of_an_answer_is_what_the_template_writes_after_it(
 
 
 @pytest.mark.parametrize("template", [WITHOUT_END, TEMPLATES["chatml"].template.replace("im_end", "fin")])
-def test_ordinary_text_is_no_end(template: str, base_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_text_is_not_an_end_token(template: str, base_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_tokenizer, "chat_template", template)
     assert find_answer_end(base_tokenizer) is None
 
@@ -130,7 +130,7 @@ def files_of(folder: Path, config: dict[str, Any], generation: dict[str, Any] | 
         ({}, None, []),
     ],
 )
-def test_every_end_of_the_pretrained_model_stays_one_beside_the_trained(
+def test_end_tokens_of_the_pretrained_model_are_kept_in_addition_to_the_trained_one(
     config: dict[str, Any], generation: dict[str, Any] | None, ends: list[int], saved: Path
 ) -> None:
     tokenizer = load_tokenizer(model_in(saved), "chatml")
@@ -143,21 +143,23 @@ def test_every_end_of_the_pretrained_model_stays_one_beside_the_trained(
     assert GenerationConfig.from_pretrained(saved).eos_token_id == made.settings["eos_token_id"]
 
 
-def test_an_export_does_not_send_its_readers_back_to_the_settings_of_the_models_configuration(saved: Path) -> None:
+def test_an_export_does_not_derive_generation_settings_from_the_model_configuration(saved: Path) -> None:
     weights = files_of(saved, {"eos_token_id": 2}, {"_from_model_config": True, "eos_token_id": 2})  # as saved
     assert "_from_model_config" not in Generation.of(load_tokenizer(model_in(saved), "chatml"), weights).settings
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", ["{", "[1]"])
-def test_a_broken_file_of_the_weights_is_named_before_training(name: str, content: str, saved: Path) -> None:
+def test_an_invalid_configuration_file_of_the_weights_is_reported_before_training(
+    name: str, content: str, saved: Path
+) -> None:
     tokenizer = load_tokenizer(model_in(saved), "chatml")
     (files_of(saved, {}, {}) / name).write_text(content)
     with pytest.raises(NotFoundError, match=rf"{name}( has no model_type| is not a JSON object)?"):
         Generation.of(tokenizer, saved)
 
 
-def test_without_any_end_none_is_exported(base_tokenizer: Any) -> None:
+def test_no_end_token_is_exported_if_there_is_none(base_tokenizer: Any) -> None:
     tokenizer = deepcopy(base_tokenizer)
     tokenizer.eos_token, tokenizer.chat_template = None, WITHOUT_END
     made = Generation.of(tokenizer, None)
@@ -166,7 +168,7 @@ def test_without_any_end_none_is_exported(base_tokenizer: Any) -> None:
     assert made.up_to_end([1, 2]) == [1, 2]
 
 
-def test_a_template_without_an_end_is_refused_before_training(
+def test_a_template_without_an_end_token_is_rejected_before_training(
     make_run: Callable[..., Any], base_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base_tokenizer, "chat_template", WITHOUT_END)
@@ -178,7 +180,7 @@ def test_a_template_without_an_end_is_refused_before_training(
 
 
 class TalksOn:
-    """Answers each question rightly, ends its turn, and talks on as long as it is let."""
+    """Returns the correct completion, ends the turn, and continues generating up to the limit."""
 
     def __init__(self, answers: list[list[int]], end: int) -> None:
         self.config = type("Config", (), {"model_type": "llama", "_attn_implementation": "sdpa"})()
@@ -204,9 +206,7 @@ class TalksOn:
         return torch.cat([input_ids, padded], dim=1)
 
 
-def test_an_answer_that_is_right_and_ends_its_turn_scores_whatever_the_tokenizers_end_is(
-    finished_run: Any, world: World
-) -> None:
+def test_a_correct_completion_scores_whatever_the_tokenizers_eos_token_is(finished_run: Any, world: World) -> None:
     data = PreparedData(finished_run.plan.data_directory)
     tokenizer = load_saved_tokenizer(data.tokenizer)
     end = token(tokenizer, END_OF_TURN)
@@ -222,7 +222,7 @@ def test_an_answer_that_is_right_and_ends_its_turn_scores_whatever_the_tokenizer
 
 @pytest.fixture(scope="module")
 def base(finished_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The finished run's weights as those of a base model: with an end of texts, sampling, and no chat template."""
+    """The finished run's weights as a base model: with an end-of-text token, sampling, and no chat template."""
     folder = tmp_path_factory.mktemp("base") / "base"
     shutil.copytree(finished_run.layout.export, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -244,7 +244,7 @@ def trained_on(base: Path, name: str, make_run: Callable[..., Any], *overrides: 
 
 
 def length_of_answer(model: Any, export: Path) -> int:
-    """Return how many tokens the model generates after its end of turn, if generation continues."""
+    """Return how many tokens the model generates if each of them is its end of turn."""
     tokenizer = AutoTokenizer.from_pretrained(export)
     end = token(tokenizer, END_OF_TURN)
 
@@ -259,7 +259,7 @@ def length_of_answer(model: Any, export: Path) -> int:
     return int(output.shape[1] - chat["input_ids"].shape[1])
 
 
-def test_a_base_model_that_learned_to_chat_stops_from_its_export_alone(base: Path, make_run: Any) -> None:
+def test_an_export_of_a_chat_tuned_base_model_stops_after_its_turn(base: Path, make_run: Any) -> None:
     export = trained_on(base, "chatting", make_run).layout.export
     model = AutoModelForCausalLM.from_pretrained(export)
     assert length_of_answer(model, export) == 1
@@ -271,7 +271,7 @@ def test_a_base_model_that_learned_to_chat_stops_from_its_export_alone(base: Pat
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapters_bring_the_end_of_their_turns_with_them(base: Path, make_run: Any) -> None:
+def test_exported_adapters_contain_their_end_of_turn_token(base: Path, make_run: Any) -> None:
     lora = ("training.method=lora", "training.lora={rank: 4}")
     export = trained_on(base, "chatting-adapters", make_run, *lora).layout.export
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(export))
@@ -280,7 +280,7 @@ def test_adapters_bring_the_end_of_their_turns_with_them(base: Path, make_run: A
     assert length_of_answer(model, export) == 1
 
 
-def test_the_files_of_an_export_have_the_modes_of_the_umask(finished_run: Any, tmp_path: Path) -> None:
+def test_exported_files_follow_the_umask(finished_run: Any, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.touch()
     modes = {path.name: path.stat().st_mode for path in finished_run.layout.export.iterdir()}
@@ -288,7 +288,7 @@ def test_the_files_of_an_export_have_the_modes_of_the_umask(finished_run: Any, t
     assert os.access(finished_run.layout.export / "model.safetensors", os.R_OK)
 
 
-def test_an_export_in_fp32_of_rows_that_do_not_divide_is_written(make_run: Callable[..., Any]) -> None:
+def test_fp32_weights_whose_rows_do_not_divide_evenly_are_exported(make_run: Callable[..., Any]) -> None:
     sizes = ("model.architecture.vocab_size=513", "model.tokenizer.vocab_size=513", "training.max_steps=1")
     run = make_run("odd rows", *sizes, "evaluation.sql_execution=null", "training.precision=fp32")
     run.train()

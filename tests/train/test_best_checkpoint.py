@@ -35,13 +35,13 @@ BEST = (
 
 @pytest.fixture(scope="module")
 def run(make_run: Callable[..., Run]) -> Run:
-    """Two ranks, by a score that soon gets no better: how much the model repeats itself."""
+    """A run on two ranks with a metric that soon stops improving: the repetition of completions."""
     run = make_run("best-20261121T090000Z-1b2c", *BEST)
     run.train()
     return run
 
 
-def test_training_ends_early_and_the_best_checkpoint_is_kept_and_exported(run: Run) -> None:
+def test_training_stops_early_and_the_best_checkpoint_is_kept_and_exported(run: Run) -> None:
     during = {each.step: each for each in run.records(EvaluationRecord) if each.when == "during"}
     (end,) = run.records(EndRecord)
     best = max(during, key=lambda step: (during[step].scores["repetition"], -step))
@@ -62,7 +62,7 @@ def test_training_ends_early_and_the_best_checkpoint_is_kept_and_exported(run: R
         torch.testing.assert_close(left, right, msg=name)
 
 
-def test_a_run_that_is_resumed_at_its_best_ends_as_if_it_had_not_been_interrupted(run: Run) -> None:
+def test_a_run_resumed_from_its_best_checkpoint_ends_as_an_uninterrupted_run(run: Run) -> None:
     (end,) = run.records(EndRecord)
     progress = read_marker(run.layout.checkpoint(end.step), end.step).progress
     assert progress.evaluations_without_improvement == 2
@@ -90,7 +90,7 @@ def record(step: int, loss: float) -> EvaluationRecord:
 
 
 @given(st.lists(st.floats(width=16), max_size=30), st.floats(0, 2))
-def test_the_best_is_the_first_of_the_lowest_and_only_larger_gains_count_as_improvement(
+def test_the_best_evaluation_is_the_first_minimum_and_only_larger_gains_reset_patience(
     losses: list[float], threshold: float
 ) -> None:
     state = TrainState(0, "data")
@@ -105,7 +105,7 @@ def test_the_best_is_the_first_of_the_lowest_and_only_larger_gains_count_as_impr
     assert state.evaluations_without_improvement == waited
 
 
-def test_another_metric_begins_again() -> None:
+def test_a_changed_metric_resets_the_best_evaluation() -> None:
     state = compared(TrainState(1, "data"), record(1, 2.0), BestSpec(), 0.0)
     again = compared(state, replace(record(2, 3.0), perplexity=20.0), BestSpec(metric="perplexity"), 0.0)
     assert again.best == BestEvaluation(2, "perplexity", 20.0)

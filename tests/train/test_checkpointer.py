@@ -1,4 +1,4 @@
-"""Checkpoints written while training continues."""
+"""Asynchronous checkpoints: training continues while they are written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KILLED = Path(__file__).with_name("killed_while_saving.py")
 
 
 class OneWeight:
-    """An engine of one weight."""
+    """An engine with one weight."""
 
     def __init__(self, world: World) -> None:
         self.weight = torch.distributed.tensor.distribute_tensor(torch.zeros(6), world.mesh)
@@ -42,7 +42,7 @@ class OneWeight:
 
 
 class Gate:
-    """Holds every write up until it is opened."""
+    """Blocks every write until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._opened = threading.Event()
@@ -88,7 +88,7 @@ def steps_on_disk(plan: RunPlan) -> list[str]:
     return [folder.name for _, folder in plan.layout.list_checkpoints()]
 
 
-def test_training_continues_while_a_checkpoint_of_the_moment_is_written(
+def test_training_continues_while_a_snapshot_is_written(
     plan: RunPlan, engine: Any, saver: Checkpointer, world: World, gate: Gate
 ) -> None:
     with saver:
@@ -107,14 +107,14 @@ def test_training_continues_while_a_checkpoint_of_the_moment_is_written(
     assert 0 < record.stalled_seconds < record.seconds
 
 
-def test_whoever_writes_checkpoints_first_removes_what_a_killed_job_left(plan: RunPlan, saver: Checkpointer) -> None:
+def test_the_checkpointer_first_removes_partial_checkpoints_of_a_killed_job(plan: RunPlan, saver: Checkpointer) -> None:
     for name in (".step-000010.17.deleted", ".step-000300.partial"):
         (plan.layout.checkpoints / name).mkdir(parents=True)
     with saver:
         assert list(plan.layout.checkpoints.iterdir()) == []
 
 
-def test_the_next_checkpoint_waits_for_the_one_before_and_uses_its_buffers(
+def test_a_checkpoint_waits_for_the_previous_one_and_reuses_its_buffers(
     plan: RunPlan, engine: Any, saver: Checkpointer, world: World, gate: Gate
 ) -> None:
     with saver:
@@ -128,7 +128,7 @@ def test_the_next_checkpoint_waits_for_the_one_before_and_uses_its_buffers(
     assert engine.weight.to_local().tolist() == [4.0] * 6
 
 
-def test_without_room_for_a_copy_training_waits(
+def test_training_waits_for_the_write_if_host_memory_is_too_small_for_a_snapshot(
     plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpointer, "available_bytes", lambda: 30)  # 6 weights and a count are 28 bytes
@@ -142,7 +142,7 @@ def test_without_room_for_a_copy_training_waits(
 
 
 @pytest.mark.parametrize("plan", [1], indirect=True)
-def test_training_continues_without_a_checkpoint_until_too_many_in_a_row_could_not_be_written(
+def test_failed_checkpoints_are_skipped_until_too_many_fail_in_a_row(
     plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     def save(step: int, error: Exception | None, *, in_background: bool = True) -> None:
@@ -167,7 +167,7 @@ def test_training_continues_without_a_checkpoint_until_too_many_in_a_row_could_n
         save(6, full, in_background=False)
 
 
-def test_the_newest_and_every_so_many_steps_are_kept(
+def test_the_newest_checkpoints_and_every_nth_step_are_kept(
     plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate
 ) -> None:
     gate.open()
@@ -178,7 +178,7 @@ def test_the_newest_and_every_so_many_steps_are_kept(
 
 
 @pytest.mark.parametrize("notice", ["report_ended", "wait", "__exit__"])
-def test_an_error_in_the_background_is_the_runs_error(
+def test_an_error_of_a_background_write_fails_the_run(
     notice: str, plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate
 ) -> None:
     gate.open()
@@ -193,7 +193,7 @@ def test_an_error_in_the_background_is_the_runs_error(
     assert steps_on_disk(plan) == ["step-000001"]
 
 
-def test_a_run_that_fails_still_completes_the_checkpoint_on_its_way(
+def test_a_failing_run_still_completes_the_checkpoint_in_progress(
     plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate
 ) -> None:
     def fail() -> None:
@@ -208,7 +208,7 @@ def test_a_run_that_fails_still_completes_the_checkpoint_on_its_way(
     assert [record.event for record in read_records(plan.layout.metrics)] == ["checkpoint"]
 
 
-def test_of_two_errors_the_first_is_the_runs(
+def test_the_first_of_two_errors_is_reported(
     plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
@@ -223,14 +223,14 @@ def test_of_two_errors_the_first_is_the_runs(
     assert "checkpoint of step 1 can't be written" in caplog.text
 
 
-def test_a_run_tells_how_long_its_checkpoints_took_and_held_it_up(finished_run: Any) -> None:
+def test_a_run_records_how_long_checkpoints_took_and_blocked_training(finished_run: Any) -> None:
     in_background, last = finished_run.records(CheckpointRecord)
     assert (in_background.step, last.step) == (10, 20)
     assert in_background.stalled_seconds < in_background.seconds
     assert last.stalled_seconds == last.seconds
 
 
-def test_a_run_killed_in_the_middle_of_a_checkpoint_continues_from_the_previous_one(
+def test_a_run_killed_during_a_checkpoint_resumes_from_the_previous_one(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     run = make_run("killed", "training.checkpoint_every_steps=5")

@@ -1,4 +1,4 @@
-"""The choice of collectives, and messages where copy engines don't work."""
+"""The choice of collectives, and messages if copy engines can't be used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class OwnMemory:
-    """Memory of the only rank there is."""
+    """Shared memory of a world of size 1."""
 
     num_bytes, rank, size = 4096, 0, 1
 
@@ -39,7 +39,7 @@ class OwnMemory:
         return self._memory.view(dtype)[offset : offset + numel]
 
     def barrier(self) -> None:
-        """Nobody is waited for."""
+        """Return immediately: there are no other ranks."""
 
 
 class ForgetfulMemory(OwnMemory):
@@ -56,7 +56,7 @@ def two(world: World, **changes: Any) -> World:
     return dataclasses.replace(world, **{"size": 2, **changes})
 
 
-def test_one_process_needs_no_collectives_and_cpus_have_only_one_kind(
+def test_one_process_needs_no_collectives_and_cpus_support_only_one_kind(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -69,7 +69,7 @@ def test_one_process_needs_no_collectives_and_cpus_have_only_one_kind(
     ("changes", "num_hosts", "reason"),
     [({}, 3, "the processes are on 3 hosts"), ({"offload": "all"}, 1, "weights are offloaded to host memory")],
 )
-def test_where_copy_engines_are_out_of_reach_nccl_does_it_and_the_log_says_why(
+def test_nccl_is_used_and_the_reason_logged_if_copy_engines_are_unavailable(
     changes: dict[str, object],
     num_hosts: int,
     reason: str,
@@ -82,14 +82,14 @@ def test_where_copy_engines_are_out_of_reach_nccl_does_it_and_the_log_says_why(
     assert caplog.messages == [f"collectives: NCCL ({reason})"]
 
 
-def test_an_old_torch_is_a_reason_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_torch_falls_back_to_nccl(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "CUSTOM_COLLECTIVES", False)
     with pytest.raises(TrainingError, match=r"is older than 2\.11"):
         choose_collectives(training(collectives="copy_engine"), two(world, device=torch.device("cuda")))
 
 
 class Driver:
-    """The CUDA driver's API, of GPUs with handles of their own: 7, 8 and 9. Only the first two have NVLink."""
+    """The CUDA driver's API for GPUs with handles 7, 8 and 9. Only the first two have NVLink."""
 
     def cuDeviceGet(self, handle: Any, ordinal: int) -> int:  # noqa: N802
         handle._obj.value = 7 + ordinal
@@ -100,7 +100,7 @@ class Driver:
         return 0
 
 
-def test_gpus_reach_each_other_if_the_driver_knows_of_atomics_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_peers_if_the_driver_reports_native_atomics_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {DRIVER: Driver()}[name])
     assert reaches(0, 1)
@@ -111,7 +111,7 @@ def test_gpus_reach_each_other_if_the_driver_knows_of_atomics_between_them(monke
     assert not reaches(0, 1)
 
 
-def test_without_nvlink_nccl_does_it(
+def test_nccl_is_used_without_nvlink(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
@@ -123,7 +123,7 @@ def test_without_nvlink_nccl_does_it(
     assert caplog.messages == ["collectives: NCCL (no NVLink between the GPUs)"]
 
 
-def test_copy_engines_that_are_asked_for_and_can_not_be_had_are_an_error(world: World) -> None:
+def test_requested_but_unavailable_copy_engines_are_an_error(world: World) -> None:
     with pytest.raises(TrainingError, match="copy engines are not possible: there are no GPUs"):
         choose_collectives(training(collectives="copy_engine"), two(world))
 
@@ -134,7 +134,7 @@ def test_collectives_are_verified_on_known_numbers(world: World) -> None:
     assert find_error(wrong, world) == "copies of known numbers came out wrong"
 
 
-def test_a_reduction_that_is_not_the_one_expected_is_refused() -> None:
+def test_an_unexpected_reduction_is_rejected() -> None:
     reduce = ReduceScatter(OwnMemory(), torch.float32)
     group: Any = None
     with pytest.raises(TrainingError, match="don't know"):

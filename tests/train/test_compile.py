@@ -1,4 +1,4 @@
-"""Compiled layers are whole, or the log says so."""
+"""Compiled layers have no graph breaks, or the log reports them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_graph_break_is_reported_once_and_computes_the_same(
     assert "broken can't be compiled as one graph" in _said(caplog)[0]
 
 
-def test_nothing_is_said_of_what_is_compiled_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_if_there_is_no_graph_break(caplog: pytest.LogCaptureFixture) -> None:
     def plain(values: torch.Tensor) -> torch.Tensor:
         return values * 2 + 1
 
@@ -42,7 +42,9 @@ def test_nothing_is_said_of_what_is_compiled_as_a_whole(caplog: pytest.LogCaptur
     assert not _said(caplog)
 
 
-def test_forward_passes_of_ever_changing_shapes_continue(caplog: pytest.LogCaptureFixture) -> None:
+def test_forward_passes_with_changing_shapes_do_not_exhaust_the_recompile_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def numbered(values: torch.Tensor, number: str) -> torch.Tensor:
         return values + int(number)
 

@@ -1,4 +1,4 @@
-"""Runs whose packs are divided among ranks: they train as runs on whole packs do."""
+"""Context parallelism: runs that split packs over ranks train like runs that don't."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_run_with_divided_packs_trains_as_one_with_whole_packs(family: str, make_run: Callable[..., Any]) -> None:
+def test_a_context_parallel_run_trains_as_one_without(family: str, make_run: Callable[..., Any]) -> None:
     words = (*FP32, f"model.architecture.family={family}", *FAMILIES[family])
     whole = make_run(f"whole-{family}", *words, processes=1)
     divided = make_run(f"divided-{family}", "training.context_parallel=2", *words, processes=2)
@@ -32,14 +32,14 @@ def test_a_run_with_divided_packs_trains_as_one_with_whole_packs(family: str, ma
     expected = whole.losses()
     assert len(expected) == 4
     for step, numbers in divided.losses().items():
-        # AdamW's first steps have the size of the learning rate, however small a gradient is: rounding grows.
+        # AdamW's first steps have the size of the learning rate even for tiny gradients, which amplifies rounding.
         assert numbers == pytest.approx(expected[step], rel=2e-6 if step == 1 else 1e-4), step
     before, after = ([record.loss for record in run.records(EvaluationRecord)] for run in (whole, divided))
     assert after == pytest.approx(before, rel=1e-4)
     assert divided.records(VerificationRecord)[0].checks["documents are"] == "packed"
 
 
-def test_a_run_resumes_with_packs_divided_among_more_ranks_than_key_heads(make_run: Callable[..., Any]) -> None:
+def test_a_run_resumes_with_more_context_parallel_ranks_than_key_heads(make_run: Callable[..., Any]) -> None:
     words = (*FP32, "training.checkpoint_every_steps=2")
     whole = make_run("whole", *words, processes=2)
     whole.train()
@@ -60,14 +60,14 @@ def test_a_run_resumes_with_packs_divided_among_more_ranks_than_key_heads(make_r
         ({}, "eager", "the kernel 'eager'"),
     ],
 )
-def test_models_whose_tokens_can_t_be_divided_are_refused(config: dict[str, int], kernel: Any, reason: str) -> None:
+def test_models_without_context_parallel_support_are_rejected(config: dict[str, int], kernel: Any, reason: str) -> None:
     refused = AutoConfig.for_model("llama", **config)
     with pytest.raises(TrainingError, match=reason):
         check_context_parallel(refused, kernel, 4)
     check_context_parallel(AutoConfig.for_model("llama"), "sdpa", 4)
 
 
-def test_layers_that_carry_a_state_are_refused() -> None:
+def test_layers_with_recurrent_state_are_rejected() -> None:
     mixed = AutoConfig.for_model("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"])
     with pytest.raises(TrainingError, match="layers of type conv carry a state"):
         check_context_parallel(mixed, "sdpa", 2)

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints were damaged or forged after they were written."""
+"""Runs whose checkpoints were damaged or tampered with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DATA = "the data"
 
 
 class OneWeight:
-    """An engine of one weight, which is 1 before anything is loaded."""
+    """An engine with one weight, which is 1 before a checkpoint is loaded."""
 
     def __init__(self) -> None:
         self.weight = torch.ones(3)
@@ -55,7 +55,7 @@ def write(layout: RunLayout, step: int, world: World) -> None:
 
 
 def seal(folder: Path, step: int, world: World) -> None:
-    """Write a marker that fits the files as they are."""
+    """Write a completion marker for the files in their current state."""
     files = {path.name: SavedFile.of(path) for path in folder.iterdir() if path.name != MARKER}
     (folder / MARKER).write_text(json.dumps(asdict(Marker(TrainState(step, DATA), world.size, files))))
 
@@ -114,7 +114,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_of_any_kind_is_skipped_for_the_previous_one(
+def test_the_previous_checkpoint_is_loaded_whatever_the_damage_to_the_newest(
     damage: Callable[[Path], None], layout: RunLayout, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert newest_loaded(layout, world) == 1_000_000
@@ -123,25 +123,25 @@ def test_a_damaged_checkpoint_of_any_kind_is_skipped_for_the_previous_one(
     assert "checkpoint step-1000000 is damaged (" in caplog.text
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_stops_and_says_so(layout: RunLayout, world: World) -> None:
+def test_a_run_without_an_intact_checkpoint_stops_with_an_error(layout: RunLayout, world: World) -> None:
     for _, folder in layout.list_checkpoints():
         remove(folder)
     with pytest.raises(TrainingError, match=r"every checkpoint .* step-1000000 \(COMPLETE.json is not .*step-000009"):
         newest_loaded(layout, world)
 
 
-def test_checkpoints_of_other_data_are_refused(layout: RunLayout, world: World) -> None:
+def test_checkpoints_of_other_data_are_rejected(layout: RunLayout, world: World) -> None:
     engine: Any = OneWeight()
     with pytest.raises(TrainingError, match="trained on data the data, but the prepared data is the data@5"):
         load_newest(engine, layout, world, "the data@5")
 
 
-def test_a_run_without_checkpoints_begins(tmp_path: Path, world: World) -> None:
+def test_a_run_without_checkpoints_starts_at_step_0(tmp_path: Path, world: World) -> None:
     engine: Any = OneWeight()
     assert load_newest(engine, RunLayout(tmp_path), world, DATA) is None
 
 
-def test_checkpoints_that_cannot_be_listed_do_not_make_a_run_begin_again(tmp_path: Path, world: World) -> None:
+def test_a_run_does_not_start_over_if_its_checkpoints_cannot_be_listed(tmp_path: Path, world: World) -> None:
     layout, engine = RunLayout(tmp_path), OneWeight()
     layout.checkpoints.write_text("not a folder")
     with pytest.raises(TrainingError, match="can't be listed"):
@@ -164,7 +164,7 @@ def forge_index(folder: Path, touched: Path) -> None:
     (folder / INDEX).write_bytes(pickle.dumps(index))
 
 
-def test_an_index_that_calls_a_function_is_damaged_and_calls_nothing(
+def test_an_index_with_a_pickled_call_is_rejected_without_calling_it(
     layout: RunLayout, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, touched = layout.checkpoint(1_000_000), tmp_path / "touched"
@@ -175,7 +175,7 @@ def test_an_index_that_calls_a_function_is_damaged_and_calls_nothing(
     assert f"{INDEX}: it holds a 'pathlib.Path.touch'" in caplog.text
 
 
-def test_an_object_in_a_tensors_place_is_not_unpickled(layout: RunLayout, world: World, tmp_path: Path) -> None:
+def test_an_object_in_place_of_a_tensor_is_not_unpickled(layout: RunLayout, world: World, tmp_path: Path) -> None:
     folder, touched = layout.checkpoint(1_000_000), tmp_path / "touched"
     index = pickle.loads((folder / INDEX).read_bytes())  # noqa: S301 - written by this test
     place = next(iter(index.storage_data.values()))
@@ -191,7 +191,7 @@ def test_an_object_in_a_tensors_place_is_not_unpickled(layout: RunLayout, world:
     assert not touched.exists()
 
 
-def test_values_beside_the_tensors_that_older_checkpoints_hold_are_left_alone(tmp_path: Path, world: World) -> None:
+def test_non_tensor_values_of_older_checkpoints_are_ignored(tmp_path: Path, world: World) -> None:
     del world
     saved = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {"w": {"step": torch.ones(())}}}}
     groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["w"]}]
@@ -203,13 +203,13 @@ def test_values_beside_the_tensors_that_older_checkpoints_hold_are_left_alone(tm
     assert state["optimizer"]["state"]["w"]["step"] == 1
 
 
-def test_the_newest_are_kept_by_number_and_damaged_later_ones_push_none_out(layout: RunLayout) -> None:
+def test_damaged_checkpoints_do_not_count_among_the_newest_to_keep(layout: RunLayout) -> None:
     shutil.copytree(layout.checkpoint(10), layout.checkpoint(2_000_000))
     delete_oldest(layout, 1_000_000, keep=2)
     assert [step for step, _ in layout.list_checkpoints()] == [10, 1_000_000, 2_000_000]
 
 
-def test_leftovers_of_a_killed_job_are_removed(layout: RunLayout) -> None:
+def test_partial_checkpoints_of_a_killed_job_are_removed(layout: RunLayout) -> None:
     for name in (".step-000010.17.deleted", ".step-000300.partial"):
         shutil.copytree(layout.checkpoint(10), layout.checkpoints / name)
     remove_leftovers(layout)

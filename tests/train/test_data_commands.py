@@ -1,4 +1,4 @@
-"""`ftkit data`: samples as they will be trained, statistics, and every bad row, as a user calls them."""
+"""`ftkit data`: trained samples, statistics, and every invalid row, through the command line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def test_a_sample_is_shown_turn_by_turn_with_what_is_trained(
+def test_a_sample_is_shown_turn_by_turn_with_the_trained_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "chats.jsonl", {"messages": TALK})
@@ -73,7 +73,7 @@ def test_a_sample_is_shown_turn_by_turn_with_what_is_trained(
     ]
 
 
-def test_renderings_of_a_template_that_rewrites_are_shown_and_said(
+def test_each_rendering_of_a_template_that_rewrites_turns_is_shown_with_a_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ftkit.data.tokenizers import learn_tokenizer
@@ -97,7 +97,7 @@ def test_renderings_of_a_template_that_rewrites_are_shown_and_said(
     assert {segment["role"] for segment in samples[1]["segments"]} == {"system", "user", "assistant"}
 
 
-def test_plain_text_is_shown_whole_with_what_becomes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_text_is_shown_in_full_with_how_it_is_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "texts.jsonl", {"text": "Once upon a time. " * 30})
     code, out, err = call(capsys, "show", file, "training.sequence_length=64", "data.too_long=split")
     assert code == 0
@@ -125,7 +125,7 @@ def test_statistics_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_each_bad_row_is_printed_with_its_place_and_ends_in_exit_code_8(
+def test_each_invalid_row_is_printed_with_its_location_and_the_exit_code_is_8(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(
@@ -145,7 +145,7 @@ def test_each_bad_row_is_printed_with_its_place_and_ends_in_exit_code_8(
     assert json.loads(out)["rows"] == 3
 
 
-def test_bytes_that_are_no_rows_and_rows_of_another_shape_are_each_named_or_left_out(
+def test_malformed_rows_and_rows_of_another_schema_are_each_reported_or_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftkit.data.encoding.MAX_CHARACTERS", 5000)
@@ -173,7 +173,7 @@ def test_bytes_that_are_no_rows_and_rows_of_another_shape_are_each_named_or_left
     assert (code, json.loads(out)["num_bad"]) == (0, 5)
 
 
-def test_rows_that_are_all_good_are_said_to_be(
+def test_validation_reports_that_all_rows_are_valid(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftkit.data.inspection._REPORT_SECONDS", 0)

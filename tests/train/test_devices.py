@@ -1,4 +1,4 @@
-"""Where a model runs: on one device, or its layers spread over several."""
+"""Device placement for inference: one device, or layers spread over several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def empty_model(family: str, *, ties: bool) -> torch.nn.Module:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("ties", [False, True])
-def test_layers_are_spread_whole_over_the_gpus_that_they_need_and_none_goes_elsewhere(family: str, ties: bool) -> None:
+def test_whole_layers_are_spread_over_as_few_gpus_as_needed(family: str, ties: bool) -> None:
     model = empty_model(family, ties=ties)
     whole = weight_bytes(model)
     split = split_layers(model, {0: int(0.7 * whole), 1: int(0.7 * whole)})
@@ -37,15 +37,15 @@ def test_layers_are_spread_whole_over_the_gpus_that_they_need_and_none_goes_else
     assert split_layers(model, {0: whole // 3, 1: whole // 3}) is None
 
 
-def test_a_model_that_fits_nowhere_is_refused_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_rejected_with_the_memory_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 1000))
     gpus = [torch.device("cuda", number) for number in range(2)]
     with pytest.raises(PrerequisiteError, match=r"2 GPUs here have room for 0\.0 GiB"):
         place(empty_model("llama", ties=True), gpus)
 
 
-def test_hooks_between_parts_leave_generation_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both parts are on the CPU here; what the hooks of accelerate do is the same on GPUs."""
+def test_hooks_between_devices_do_not_change_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both parts are on the CPU here; accelerate's hooks do the same on GPUs."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
     prompt = torch.tensor([[5, 6, 7, 8]])

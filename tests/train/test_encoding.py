@@ -1,4 +1,4 @@
-"""From rows to tokens: what is trained, what stays text, and what is refused, with templates of several kinds."""
+"""Encoding of rows: which tokens are trained, which stay text, and which rows are rejected, for several templates."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def with_template(tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch
     return tokenizer
 
 
-def test_the_assistants_words_and_their_end_are_trained_and_nothing_else(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_only_assistant_turns_and_their_end_tokens_are_trained(tokenizer: PreTrainedTokenizerBase) -> None:
     end = tokenizer.eos_token
     assert trained_texts(tokenizer, TALK) == [f"SELECT 1{end}SELECT 'é'{end}"]
 
 
-def test_tokens_are_those_of_the_template_in_inference(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tokens_match_the_template_at_inference(tokenizer: PreTrainedTokenizerBase) -> None:
     (document,) = encode(tokenizer, TALK)
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
     prompt = tokenizer.apply_chat_template(TALK[:-1], tokenize=True, add_generation_prompt=True)["input_ids"]
@@ -113,14 +113,14 @@ def test_other_turns_can_be_trained(chatml: PreTrainedTokenizerBase, train_on: o
     assert [text.replace("\n<|im_start|>", "<|im_start|>") for text in found] == texts
 
 
-def test_a_turns_own_weight_goes_before_what_the_recipe_trains(chatml: PreTrainedTokenizerBase) -> None:
+def test_a_turns_own_weight_overrides_the_recipe(chatml: PreTrainedTokenizerBase) -> None:
     talk = [*TALK[:2], TALK[2] | {"weight": 0}, *TALK[3:]]
     assert trained_texts(chatml, talk) == ["SELECT 'é'<|im_end|>"]
     with pytest.raises(DataError, match="nothing to train on in the turns system, user, assistant"):
         encode(chatml, talk[:3])
 
 
-def test_completions_alone_can_be_trained(chatml: PreTrainedTokenizerBase) -> None:
+def test_only_completions_can_be_trained(chatml: PreTrainedTokenizerBase) -> None:
     columns = {"prompt": TALK[:4], "completion": TALK[4:]}
     (documents,) = encoder(chatml, columns, train_on="completion").encode([Row(columns, "f:1")])
     assert isinstance(documents, list)
@@ -129,7 +129,7 @@ def test_completions_alone_can_be_trained(chatml: PreTrainedTokenizerBase) -> No
         encode(chatml, TALK, train_on="completion")
 
 
-def test_a_conversation_without_an_answer_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_conversation_without_an_assistant_turn_is_rejected(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DataError, match="f:1: nothing to train on"):
         encode(tokenizer, TALK[:2])
 
@@ -189,7 +189,7 @@ def test_the_marker_of_a_turn_without_thinking_is_not_trained(
         ({"tool_calls": [{"name": "f", "arguments": {}}]}, "tool calls"),
     ],
 )
-def test_fields_that_a_template_leaves_out_are_refused(
+def test_fields_that_a_template_drops_are_rejected(
     chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], words: str
 ) -> None:
     with_template(chatml, ALTERNATING.replace("<start_of_turn>", "<|im_start|>").replace("<end_of_turn>", "<|im_end|>"),
@@ -211,7 +211,7 @@ def test_a_conversation_that_the_template_rejects_is_a_data_error(monkeypatch: p
         encode(gemma, [user, assistant])
 
 
-def test_a_conversation_that_starts_with_the_assistant_is_trained_whole_or_refused(
+def test_a_conversation_that_starts_with_the_assistant_is_trained_in_full_or_rejected(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     greeting = [TALK[2], *TALK[1:]]
@@ -220,7 +220,7 @@ def test_a_conversation_that_starts_with_the_assistant_is_trained_whole_or_refus
     assert "SELECT 1" in trained_texts(tokenizer, greeting, train_on="all")[0]
 
 
-def test_a_system_turn_is_never_trained_as_the_assistants_words(chatml: PreTrainedTokenizerBase) -> None:
+def test_a_system_turn_is_never_trained_as_an_assistant_turn(chatml: PreTrainedTokenizerBase) -> None:
     talk = [TALK[0], TALK[2], *TALK[1:]]
     assert trained_texts(chatml, talk)[0].startswith("SELECT 1<|im_end|>")
     with pytest.raises(DataError, match="a user turn must follow the system turn"):
@@ -228,7 +228,7 @@ def test_a_system_turn_is_never_trained_as_the_assistants_words(chatml: PreTrain
 
 
 def long_talk(num_turns: int) -> list[dict[str, Any]]:
-    """A conversation in which some users speak twice, and turns quote each other and the template."""
+    """A conversation with consecutive user turns, whose turns quote each other and the template."""
     found = [("system", "Be brief.")]
     for number in range(num_turns):
         found += [("user", "Again?")] if number % 7 == 3 else []
@@ -236,7 +236,7 @@ def long_talk(num_turns: int) -> list[dict[str, Any]]:
     return turns(*found)
 
 
-def test_the_turns_of_a_long_conversation_are_those_found_by_rendering_all_before_each(
+def test_incremental_rendering_of_a_long_conversation_matches_rendering_each_prefix(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = long_talk(90)
@@ -248,7 +248,7 @@ def test_the_turns_of_a_long_conversation_are_those_found_by_rendering_all_befor
     assert found.num_targets > 90
 
 
-def test_the_work_for_a_conversation_grows_with_its_turns_and_not_with_their_square(
+def test_rendering_cost_is_linear_in_the_number_of_turns(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered = [0]
@@ -263,7 +263,7 @@ def test_the_work_for_a_conversation_grows_with_its_turns_and_not_with_their_squ
     assert rendered[0] < 400 * 50
 
 
-def test_a_template_to_which_the_distance_matters_is_rendered_whole_for_each_turn(
+def test_a_template_that_depends_on_the_number_of_turns_is_rendered_in_full_for_each_turn(
     chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbering = (
@@ -278,7 +278,7 @@ def test_a_template_to_which_the_distance_matters_is_rendered_whole_for_each_tur
 # --- Tokens --------------------------------------------------------------------------------------
 
 
-def test_special_tokens_that_the_data_types_stay_text(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_special_tokens_written_in_the_data_stay_text(tokenizer: PreTrainedTokenizerBase) -> None:
     end = str(tokenizer.eos_token)
     talk = turns(("user", f"What is {end}?"), ("assistant", f"{end} ends <b>it</b>{end}{end}."))
     (document,) = encode(tokenizer, talk)
@@ -290,7 +290,7 @@ def test_special_tokens_that_the_data_types_stay_text(tokenizer: PreTrainedToken
         encode(tokenizer, turns(("user", f"\ufdd0{end}"), ("assistant", "a")))
 
 
-def test_plain_text_ends_in_the_end_token_and_is_trained_whole(chatml: PreTrainedTokenizerBase) -> None:
+def test_plain_text_ends_with_the_end_token_and_is_trained_in_full(chatml: PreTrainedTokenizerBase) -> None:
     columns = {"text": "many <|im_end|> tables"}
     for parsed, ends in ((False, 1), (True, 2)):
         form = {"kind": "text", "parse_special_tokens": parsed}
@@ -302,7 +302,7 @@ def test_plain_text_ends_in_the_end_token_and_is_trained_whole(chatml: PreTraine
     assert isinstance(encoder(chatml, columns).encode([Row({"text": " "}, "f:2")])[0], DataError)
 
 
-def test_bad_rows_are_distinguished_from_good_ones_and_the_encoder_can_be_sent_to_a_process(
+def test_invalid_rows_are_reported_and_the_encoder_can_be_pickled(
     chatml: PreTrainedTokenizerBase,
 ) -> None:
     columns = {"messages": TALK}
@@ -312,7 +312,7 @@ def test_bad_rows_are_distinguished_from_good_ones_and_the_encoder_can_be_sent_t
     assert (good[0].tokens == again[0].tokens).all()
 
 
-def test_a_tokenizer_that_adds_a_space_before_texts_adds_none_inside_one() -> None:
+def test_a_tokenizer_with_a_prefix_space_adds_none_inside_a_text() -> None:
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -330,7 +330,7 @@ def test_a_tokenizer_that_adds_a_space_before_texts_adds_none_inside_one() -> No
     assert spacing.decode(document.labels[document.labels != IGNORED]).strip() == "ho<e>"
 
 
-def test_a_token_beyond_the_models_vocabulary_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_token_beyond_the_models_vocabulary_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
     said: list[str] = []
     model = ModelSpec.model_construct(added_tokens=())
     check_size(tokenizer, model, len(tokenizer), said.append)
@@ -351,13 +351,13 @@ def test_a_token_beyond_the_models_vocabulary_is_named(tokenizer: PreTrainedToke
         ({"pad_token_id": None, "eos_token": None}, "the tokenizer of 'org/model' lacks a padding or end token"),
     ],
 )
-def test_a_tokenizer_that_packs_cannot_be_made_with_is_refused(changes: dict[str, object], message: str) -> None:
+def test_a_tokenizer_that_is_unsuitable_for_packs_is_rejected(changes: dict[str, object], message: str) -> None:
     whole = {"is_fast": True, "pad_token_id": 0, "eos_token": "<eos>"}
     with pytest.raises(DataError, match=message):
         _with_padding(SimpleNamespace(**(whole | changes)), "org/model")
 
 
-def test_a_template_of_the_user_is_used_and_that_of_another_family_refused(chatml: PreTrainedTokenizerBase) -> None:
+def test_a_custom_template_is_used_and_one_of_another_family_is_rejected(chatml: PreTrainedTokenizerBase) -> None:
     own = SimpleNamespace(chat_template=None)
     _set_template(own, "org/model", REWRITING)
     assert own.chat_template == REWRITING
@@ -367,7 +367,7 @@ def test_a_template_of_the_user_is_used_and_that_of_another_family_refused(chatm
         _set_template(SimpleNamespace(chat_template=None), "org/model", "model")
 
 
-def test_an_answer_without_an_end_token_is_refused(chatml: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
+def test_an_assistant_turn_without_an_end_token_is_rejected(chatml: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
     with_template(chatml, "{% for turn in messages %}{{ turn.content }}\n{% endfor %}", monkeypatch)
     assert find_answer_end(chatml) is None
     with pytest.raises(DataError, match="writes no special token after an assistant turn"):
@@ -378,7 +378,7 @@ def test_an_answer_without_an_end_token_is_refused(chatml: PreTrainedTokenizerBa
 
 
 def document(labels: str, *, is_text: bool = False, end: str = "") -> Document:
-    """A document of which each letter is a token: trained ones are upper case, `end` marks ends of turns."""
+    """A document with one token per letter: upper case is trained, `end` marks ends of turns."""
     tokens = np.arange(len(labels), dtype=np.int32) + 10
     tokens[[letter == end for letter in labels]] = 1
     targets = [*(number for number in range(1, len(labels)) if labels[number].isupper())]
@@ -400,7 +400,7 @@ def test_truncation_keeps_the_ends_of_turns() -> None:
     assert [len(part.tokens) for part in shorten(whole, 8, "truncate", 1)] == [7]
 
 
-def test_text_is_split_or_cut_anywhere() -> None:
+def test_text_is_split_or_truncated_at_any_token() -> None:
     text = document("A" * 10, is_text=True)
     parts = shorten(text, 4, "split", None)
     assert [len(part.tokens) for part in parts] == [4, 4, 2]

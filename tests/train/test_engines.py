@@ -1,4 +1,4 @@
-"""FSDP2 and ZeRO-3 train the same model, whatever the family and the method."""
+"""FSDP2 and ZeRO-3 train the same model for each family and method."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    # With one seed in six, norms and lengths differ by up to 5e-5, whether weights are in 4 bits or not.
+    # With one seed in six, norms and magnitudes differ by up to 5e-5, for 4-bit and other weights alike.
     for what, tolerance in {"losses": 2e-5, "held_out": 2e-5, "norms": 1e-4, "length": 1e-4}.items():
         assert one[what] == pytest.approx(other[what], rel=tolerance), what
 
@@ -92,7 +92,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("method", get_args(Method))
 @pytest.mark.parametrize("family", [*MEASURED, "gpt_neox", "qwen2"])
-def test_both_engines_train_alike(family: str, method: Method, matrix: dict[str, dict[str, Any]]) -> None:
+def test_both_engines_train_the_same_model(family: str, method: Method, matrix: dict[str, dict[str, Any]]) -> None:
     fsdp2_result, zero3_result = (matrix[f"{family} {method} {engine}"] for engine in ("fsdp2", "zero3"))
     assert_equal(fsdp2_result, zero3_result)
     assert fsdp2_result["checks"]["units"] == zero3_result["checks"]["units"] == "4"
@@ -101,7 +101,7 @@ def test_both_engines_train_alike(family: str, method: Method, matrix: dict[str,
 
 
 @pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="experts in one parameter are transformers 5's")
-def test_both_engines_train_a_mixture_of_experts_alike(matrix: dict[str, dict[str, Any]]) -> None:
+def test_both_engines_train_the_same_mixture_of_experts(matrix: dict[str, dict[str, Any]]) -> None:
     assert_equal(*(matrix[f"qwen3_moe full {engine}"] for engine in ("fsdp2", "zero3")))
 
 
@@ -110,7 +110,7 @@ def test_both_engines_train_a_mixture_of_experts_alike(matrix: dict[str, dict[st
 def test_parameters_frozen_by_the_model_class_are_in_checkpoints_and_exports(
     engine: type[Fsdp2Engine | Zero3Engine], world: World, tmp_path: Path
 ) -> None:
-    """As the biases of some routers. Checkpoints that were written before it was so can still be read."""
+    """Such as the biases of some routers. Checkpoints written before they were saved can still be read."""
     frozen, spec = "model.norm.weight", training()
 
     def make(value: float) -> Fsdp2Engine | Zero3Engine:
@@ -129,24 +129,24 @@ def test_parameters_frozen_by_the_model_class_are_in_checkpoints_and_exports(
 
 
 @pytest.mark.oldest
-def test_a_step_whose_gradient_is_not_finite_changes_nothing_on_any_rank(matrix: dict[str, dict[str, Any]]) -> None:
+def test_a_step_with_a_non_finite_gradient_is_skipped_on_every_rank(matrix: dict[str, dict[str, Any]]) -> None:
     assert [name for name, case in matrix.items() if not case["unharmed"]] == []
 
 
 @pytest.mark.parametrize(("engine", "copies", "gradients"), [("fsdp2", 1, 0), ("zero3", 2, 1)])
-def test_an_engine_tells_what_it_holds(
+def test_an_engine_reports_its_memory_by_part(
     engine: str, copies: int, gradients: int, matrix: dict[str, dict[str, Any]]
 ) -> None:
-    """Between steps FSDP2 has no gradients; ZeRO-3 keeps their memory, and masters beside its weights."""
+    """Between steps FSDP2 has no gradients; ZeRO-3 keeps their memory, and master weights as well."""
     case = matrix[f"llama full {engine}"]
     held, parameters = case["held"], int(case["checks"]["parameters"].replace(",", ""))
     for part, count in {"parameters": copies, "gradients": gradients, "optimizer": 2}.items():
         assert held[part] == pytest.approx(count * parameters / 2, rel=0.02), part
 
 
-def test_adapters_in_fp32_train_alike_on_4_bit_weights_in_bf16(matrix: dict[str, dict[str, Any]]) -> None:
+def test_both_engines_train_fp32_adapters_equally_on_4_bit_weights(matrix: dict[str, dict[str, Any]]) -> None:
     results = [matrix[f"olmo3 qlora {engine} bf16"] for engine in ("fsdp2", "zero3")]
-    # Nearly: ZeRO-3's adapters are rounded to bf16 before they become masters.
+    # Not exactly: ZeRO-3 rounds adapters to bf16 before it makes its master weights.
     assert results[0]["losses"] == pytest.approx(results[1]["losses"], rel=1e-3)
     assert results[0]["norms"] == pytest.approx(results[1]["norms"], rel=0.1)
     assert results[0]["losses"] != matrix["olmo3 qlora fsdp2"]["losses"]
@@ -154,12 +154,16 @@ def test_adapters_in_fp32_train_alike_on_4_bit_weights_in_bf16(matrix: dict[str,
 
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_offloaded_states_train_alike(engine: str, offload: str, matrix: dict[str, dict[str, Any]]) -> None:
+def test_offloaded_optimizer_states_do_not_change_training(
+    engine: str, offload: str, matrix: dict[str, dict[str, Any]]
+) -> None:
     assert_equal(matrix[f"llama full {engine} {offload}"], matrix["llama full fsdp2"])
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo3"])
-def test_layers_that_stay_unsharded_gather_once_and_train_alike(family: str, matrix: dict[str, dict[str, Any]]) -> None:
+def test_layers_that_stay_unsharded_are_gathered_once_and_train_the_same(
+    family: str, matrix: dict[str, dict[str, Any]]
+) -> None:
     unsharded, resharded = matrix[f"{family} full fsdp2 unsharded"], matrix[f"{family} full fsdp2"]
     assert_equal(unsharded, resharded)
     layers, micro_batches = 3, 2
@@ -167,7 +171,7 @@ def test_layers_that_stay_unsharded_gather_once_and_train_alike(family: str, mat
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_gradients_that_are_summed_in_bf16_train_nearly_alike(engine: str, matrix: dict[str, dict[str, Any]]) -> None:
+def test_gradients_reduced_in_bf16_train_nearly_the_same(engine: str, matrix: dict[str, dict[str, Any]]) -> None:
     exact, rounded = matrix[f"llama full {engine} bf16"], matrix[f"llama full {engine} bf16 bf16"]
     assert rounded["losses"] == pytest.approx(exact["losses"], rel=2e-3)
     assert rounded["norms"] == pytest.approx(exact["norms"], rel=5e-2)
@@ -175,13 +179,13 @@ def test_gradients_that_are_summed_in_bf16_train_nearly_alike(engine: str, matri
 
 
 @pytest.mark.parametrize("method", get_args(Method))
-def test_peer_to_peer_copies_train_alike(method: Method, matrix: dict[str, dict[str, Any]]) -> None:
+def test_peer_to_peer_copies_do_not_change_training(method: Method, matrix: dict[str, dict[str, Any]]) -> None:
     copied = matrix[f"gemma3_text {method} fsdp2 copied"]
     assert_equal(copied, matrix[f"gemma3_text {method} fsdp2"])
     assert copied["gathered"] == 0
 
 
-def test_copied_gradients_in_bf16_are_summed_in_fp32_unless_the_recipe_says_otherwise(
+def test_copied_bf16_gradients_are_summed_in_fp32_unless_the_recipe_overrides_it(
     matrix: dict[str, dict[str, Any]],
 ) -> None:
     exact, rounded = matrix["llama full fsdp2 bf16"], matrix["llama full fsdp2 bf16 bf16"]
@@ -191,7 +195,7 @@ def test_copied_gradients_in_bf16_are_summed_in_fp32_unless_the_recipe_says_othe
     assert copied["norms"] != exact["norms"]
 
 
-def test_a_zero3_run_is_the_fsdp2_run_and_continues_with_fewer_processes(
+def test_a_zero3_run_equals_the_fsdp2_run_and_resumes_on_fewer_processes(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     straight = finished_run.losses()
@@ -212,14 +216,14 @@ def test_a_zero3_run_is_the_fsdp2_run_and_continues_with_fewer_processes(
         assert loss == pytest.approx(straight[step][0], abs=1e-4)
 
 
-def test_zero3_that_does_not_partition_is_refused_with_both_numbers(world: World) -> None:
+def test_zero3_without_partitioning_is_rejected_with_both_numbers(world: World) -> None:
     engine = Zero3Engine.__new__(Zero3Engine)
     engine._world, engine.model = world, CausalLM(build(training()))
     with pytest.raises(TrainingError, match=r"units: found 0, expected 3.*sharded layers: found 0, expected 2"):
         verify_sharding(engine.sharding_stats(), training(), method_counts(SHAPE, training()))
 
 
-def test_zero3_partitions_among_too_few_ranks_are_refused(world: World) -> None:
+def test_zero3_partitions_over_too_few_ranks_are_rejected(world: World) -> None:
     engine = Zero3Engine.__new__(Zero3Engine)
     engine._world, engine.model = world, CausalLM(build(training()))
     for parameter in engine.model.parameters():
@@ -245,7 +249,7 @@ def test_zero3_partitions_among_too_few_ranks_are_refused(world: World) -> None:
         ("lora", "qlora", "4-bit parameters: found 0, expected 18,432"),
     ],
 )
-def test_a_model_that_trains_something_else_than_planned_is_refused(
+def test_a_model_with_other_trainable_parameters_than_planned_is_rejected(
     built: str, planned: str, message: str, world: World
 ) -> None:
     engine = Fsdp2Engine(build(training(method=built)), training(), world)
@@ -253,9 +257,7 @@ def test_a_model_that_trains_something_else_than_planned_is_refused(
         verify_sharding(engine.sharding_stats(), training(), method_counts(SHAPE, training(method=planned)))
 
 
-def test_torch_that_cannot_shard_two_precisions_together_is_refused(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_cannot_shard_mixed_dtypes_is_rejected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp2, "TORCH", (2, 6))
     spec = training(method="lora", precision="bf16")
     two = dataclasses.replace(world, size=2)
@@ -264,7 +266,7 @@ def test_torch_that_cannot_shard_two_precisions_together_is_refused(
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_checkpoints_and_exports_have_the_names_of_the_family(mode: str, world: World) -> None:
+def test_checkpoints_and_exports_use_the_familys_parameter_names(mode: str, world: World) -> None:
     spec = training(activation_checkpointing=mode)
     model = build(spec)
     names = [name for name, _ in model.named_parameters()]

@@ -1,4 +1,4 @@
-"""Exports of any checkpoint, and the proof that an export is what was trained."""
+"""Exports of any checkpoint, and verification that an export equals the trained model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def export(run: Any, folder: Path, *, step: str = "last", merges: bool = False, 
     return export_run(run.layout, ExportRequest(step, merges, precision, folder), verify, quiet)
 
 
-def test_the_trainers_own_export_and_one_of_its_last_checkpoint_are_the_same_and_verified(
+def test_exporting_the_last_checkpoint_gives_the_trainers_export_and_passes_verification(
     finished_run: Any, tmp_path: Path
 ) -> None:
     verify(finished_run.layout.export)
@@ -51,14 +51,14 @@ def test_the_trainers_own_export_and_one_of_its_last_checkpoint_are_the_same_and
 
 
 def refresh_digests(folder: Path) -> None:
-    """Record the files as they are now, as a tool that converts weights in good faith would."""
+    """Update the digests to the current files, as a conversion tool would."""
     files = {path.name: SavedFile.of(path) for path in folder.glob("*.safetensors")}
     write_json(folder / EXPORT_RECORD, replace(read_record(folder), files=files))
 
 
 @pytest.fixture(scope="module")
 def adapted(finished_run: Any, make_run: Callable[..., Any]) -> Any:
-    """Adapters of DoRA on a 4-bit base. Tests must not change it."""
+    """DoRA adapters on a 4-bit base. Read-only for tests."""
     method = ("training.method=qlora", "training.lora={rank: 4, use_dora: true}", "training.learning_rate=0.02")
     base = f"model.weights={finished_run.layout.export}"
     run = make_run("for-export", base, *method, "evaluation.sql_execution=null", processes=1)
@@ -118,7 +118,7 @@ def cut_short(folder: Path) -> None:
         (cut_short, "loads in transformers"),
     ],
 )
-def test_an_export_that_was_changed_is_refused_by_what_it_does(
+def test_a_modified_export_fails_verification_by_its_output(
     mutate: Callable[[Path], None], check: str, adapted: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "changed"
@@ -131,7 +131,7 @@ def test_an_export_that_was_changed_is_refused_by_what_it_does(
         verify(folder)
 
 
-def test_the_command_exports_a_checkpoint_of_zero3_and_keeps_nothing_that_fails(
+def test_the_command_exports_a_zero3_checkpoint_and_removes_a_failed_export(
     make_run: Callable[..., Any], workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ("training.engine=zero3", "training.max_steps=3", "evaluation.sql_execution=null")

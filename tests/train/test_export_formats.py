@@ -1,4 +1,4 @@
-"""Other formats of an export: what they need, and what is refused because it would be left out."""
+"""Other export formats: their requirements, and what is rejected because they would drop it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def adapters(folder: Path, names: tuple[str, ...], **config: object) -> Path:
     return folder
 
 
-def test_adapters_that_vllm_takes_whole_say_which_rank_it_has_to_allow(tmp_path: Path) -> None:
+def test_adapters_that_vllm_supports_report_the_max_lora_rank_to_set(tmp_path: Path) -> None:
     folder = adapters(tmp_path / "good", (f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"))
     assert verify_vllm_lora(folder) == 16
 
@@ -44,7 +44,7 @@ def test_adapters_that_vllm_takes_whole_say_which_rank_it_has_to_allow(tmp_path:
     ],
     ids=["DoRA", "prefix", "other module", "whole modules", "biases"],
 )
-def test_adapters_that_vllm_would_leave_out_are_refused_by_name(
+def test_adapters_that_vllm_would_ignore_are_rejected_by_name(
     name: str, config: dict[str, object], tmp_path: Path
 ) -> None:
     folder = adapters(tmp_path / "bad", (f"{LAYER}.lora_B.weight", name), **config)
@@ -52,7 +52,7 @@ def test_adapters_that_vllm_would_leave_out_are_refused_by_name(
         verify_vllm_lora(folder)
 
 
-def test_without_llama_cpps_converter_the_error_says_what_to_get(
+def test_a_missing_llama_cpp_converter_is_reported_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -77,7 +77,7 @@ writer.write_header_to_file(); writer.write_kv_data_to_file(); writer.close()
 """
 
 
-def test_a_gguf_file_without_template_or_end_token_is_refused(
+def test_a_gguf_file_without_template_or_end_token_is_rejected(
     finished_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf", reason="needs the extra gguf")

@@ -1,4 +1,4 @@
-"""A family for each mechanism, the way of a user's model: loaded, verified, trained, adapted, quantized, exported."""
+"""One family per mechanism through the whole path: load, verify, train, adapt, quantize, export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in FP8, emulated on CPUs: of frozen weights in 8 bits, and of trained weights by torchao."""
+"""FP8 matmuls, emulated on CPUs: with frozen 8-bit weights, and with trained weights through torchao."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def in_fp8(linear: nn.Linear) -> Fp8Layout:
 
 
 @given(seed=st.integers(0, 2**31), rows=st.integers(1, 5).map(lambda n: 16 * n), spread=st.floats(0, 20))
-def test_each_row_of_a_matrix_is_rounded_with_a_scale_of_its_own(seed: int, rows: int, spread: float) -> None:
+def test_each_row_of_a_matrix_is_quantized_with_its_own_scale(seed: int, rows: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, 32, generator=generator) * torch.logspace(-spread / 2, spread / 2, rows)[:, None]
     layout = Fp8Layout(rows, 32, torch.float32)
@@ -44,7 +44,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
     assert not layout.dequantize(layout.quantize(torch.zeros(16, 16))).any()
 
 
-def test_the_gradient_through_an_fp8_layer_is_that_of_its_matrix_but_for_rounding() -> None:
+def test_the_gradient_of_an_fp8_layer_matches_its_matrix_up_to_rounding() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 128, bias=False))
     quantize_linears([model], in_fp8)
@@ -63,7 +63,7 @@ def test_the_gradient_through_an_fp8_layer_is_that_of_its_matrix_but_for_roundin
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning")
-def test_a_compiled_fp8_layer_keeps_its_8_bit_matrix_alone_for_the_backward_pass() -> None:
+def test_a_compiled_fp8_layer_saves_only_its_8_bit_matrix_for_backward() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.SiLU(), nn.Linear(512, 256, bias=False))
     quantize_linears([model], in_fp8)
@@ -84,7 +84,7 @@ def test_a_compiled_fp8_layer_keeps_its_8_bit_matrix_alone_for_the_backward_pass
     torch._dynamo.reset()
 
 
-def test_linears_are_trained_in_fp8_but_for_routers_and_odd_sizes() -> None:
+def test_linears_except_routers_and_odd_sizes_are_trained_in_fp8() -> None:
     torch.manual_seed(1)
     layer = nn.ModuleDict({"up_proj": nn.Linear(32, 64), "gate": nn.Linear(32, 16), "odd": nn.Linear(32, 20)})
     names = [name for name, _ in layer.named_parameters()]

@@ -1,4 +1,4 @@
-"""How a script's model is spread over the processes."""
+"""Detection of how a script's model is sharded over the processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def found(model: nn.Module, world_size: int = 2) -> FoundSharding:
     return find_sharding(list(model.modules()), world_size)
 
 
-def test_models_are_told_apart_by_what_shards_or_replicates_them() -> None:
+def test_the_sharding_or_replication_of_a_model_is_detected() -> None:
     alone = found(build())
     assert (alone.sharding, alone.num_held, alone.num_parameters) == ("none", 60, 60)
     assert "do not train together" in alone.explain_missing(was_asked=False, device="cuda")
@@ -67,7 +67,7 @@ def test_models_are_told_apart_by_what_shards_or_replicates_them() -> None:
         ),
     ],
 )  # fmt: skip
-def test_accelerate_is_told_what_its_own_launcher_would_tell(
+def test_accelerate_gets_the_environment_that_its_launcher_would_set(
     config: dict[str, object], expected: dict[str, str], tmp_path: Path
 ) -> None:
     file = tmp_path / "accelerate.json"

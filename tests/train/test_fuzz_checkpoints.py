@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged or forged at random, and those that are kept."""
+"""Fuzzed checkpoints, and the corpus of earlier failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 NUM_CASES = 40
 
 
-def test_odd_checkpoints_are_loaded_or_left_and_run_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_fuzzed_checkpoints_are_loaded_or_rejected_and_execute_no_code(caplog: pytest.LogCaptureFixture) -> None:
     area = load_area("checkpoints")
     cases = [make_case(area, 0, number) for number in range(NUM_CASES)] + [read_case(folder) for folder in area.corpus]
     with caplog.at_level("ERROR"):

@@ -1,4 +1,4 @@
-"""Data and copies of runs in Google's storage: an emulator of it, read through gcsfs as a user's own bucket is."""
+"""Data and copies of runs in Google Cloud Storage: an emulator, accessed through gcsfs like a user's bucket."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rows_of(place: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("address")
-def test_rows_are_those_of_the_data_files_of_folders_and_patterns() -> None:
+def test_folders_and_globs_yield_the_rows_of_their_data_files() -> None:
     files = ["gs://team/chats/a.jsonl", "gs://team/chats/b.jsonl.gz"]
     for place in ("gs://team/chats", "gs://team/chats/", "gs://team/chats/*.jsonl*"):
         assert find_files(place, "k") == files
@@ -79,10 +79,10 @@ def test_the_stamp_changes_with_the_content(address: str) -> None:
 
 
 @pytest.mark.usefixtures("address")
-def test_missing_objects_and_cut_files_are_named_without_the_drivers_warnings(
+def test_missing_objects_and_truncated_files_are_reported_without_driver_warnings(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a program: warnings reach stderr
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as outside of pytest: warnings reach stderr
     for place in ("gs://team/none.jsonl", "gs://team/none/*.jsonl", "gs://nobody/a.jsonl", "gs://nobody"):
         with pytest.raises(NotFoundError, match=rf"data\.source: there is nothing at {place[:9]}"):
             find_files(place, "data.source")
@@ -93,7 +93,7 @@ def test_missing_objects_and_cut_files_are_named_without_the_drivers_warnings(
 
 
 @pytest.mark.usefixtures("address")
-def test_files_are_copied_there_and_back(tmp_path: Path) -> None:
+def test_files_are_uploaded_and_downloaded(tmp_path: Path) -> None:
     store, file = Store("gs://team/runs/one"), tmp_path / "tokens.bin"
     file.write_bytes(LINES)
     store.check_writable()
@@ -107,7 +107,7 @@ def test_files_are_copied_there_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("address")
-def test_an_export_is_pushed_and_a_run_is_copied_and_each_is_found_whole(finished_run: Run, tmp_path: Path) -> None:
+def test_pushed_exports_and_copied_runs_are_complete(finished_run: Run, tmp_path: Path) -> None:
     export, copied = finished_run.layout.export, []
     push(export, "gs://team/models/one", EXPORT_RECORD, copied.append)
     assert Store("gs://team/models/one").sizes() == {
@@ -123,7 +123,7 @@ def test_an_export_is_pushed_and_a_run_is_copied_and_each_is_found_whole(finishe
 
 
 @pytest.mark.usefixtures("address")
-def test_missing_credentials_are_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     import gcsfs
 
     class Refuse(BaseHTTPRequestHandler):
@@ -149,7 +149,7 @@ def test_missing_credentials_are_named_with_what_to_do(monkeypatch: pytest.Monke
     assert "gcloud auth application-default login" in caught.value.fix
 
 
-def test_a_machine_without_network_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_network_fails_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_nothing(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 

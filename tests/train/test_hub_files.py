@@ -1,4 +1,4 @@
-"""Data at `hf://` addresses: a server that answers as the Hugging Face hub, read through its file system."""
+"""Data at `hf://` addresses: a fake Hugging Face Hub, accessed through `HfFileSystem`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_rows_are_those_of_the_data_files_of_a_data_set() -> None:
+def test_a_data_set_yields_the_rows_of_its_data_files() -> None:
     files = [f"{PLACE}/data/a.jsonl", f"{PLACE}/data/b.jsonl.gz"]
     assert find_files(f"{PLACE}/data/*.jsonl*", "k") == files
     files.append(f"{PLACE}/data/c.json")
@@ -41,7 +41,7 @@ def test_rows_are_those_of_the_data_files_of_a_data_set() -> None:
     assert stamp(PLACE, "k").startswith(f"{files[0]} ['{len(LINES)}', ")
 
 
-def test_what_is_missing_or_private_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_private_data_sets_are_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (f"{PLACE}/none.jsonl", "hf://datasets/org/none"):
         with pytest.raises(NotFoundError, match=f"there is nothing at {place}"):
             find_files(place, "data.source")

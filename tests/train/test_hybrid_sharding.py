@@ -1,4 +1,4 @@
-"""Runs whose ranks hold replicas of the model, each sharded over a few of them, train as fully sharded ones do."""
+"""Hybrid sharding: replicas that are each sharded over a few ranks train like one fully sharded model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Two micro-batches of a rank, or of a group of two, in each step.
+# Two micro-batches per step, of one rank or of a group of two.
 WORDS = (
     "training.precision=fp32",
     "training.max_steps=3",
@@ -26,11 +26,13 @@ HYBRID = "training.shard_degree=2"
 def assert_equal(losses: dict[int, Any], expected: dict[int, Any], first: int = 1) -> None:
     assert set(losses) == set(range(first, 4))
     for step, numbers in losses.items():
-        # AdamW's first steps have the size of the learning rate, however small a gradient is: rounding grows.
+        # AdamW's first steps have the size of the learning rate even for tiny gradients, which amplifies rounding.
         assert numbers == pytest.approx(expected[step], rel=2e-6 if step == first else 1e-4), step
 
 
-def test_replicas_train_as_one_sharded_model_does_and_resume_at_any_size(make_run: Callable[..., Any]) -> None:
+def test_hybrid_sharding_trains_as_full_sharding_and_resumes_on_any_number_of_processes(
+    make_run: Callable[..., Any],
+) -> None:
     whole = make_run("fully-sharded", *WORDS, processes=2)
     whole.train()
     expected = whole.losses()

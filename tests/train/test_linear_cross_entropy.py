@@ -10,7 +10,7 @@ from ftkit.train.model.linear_cross_entropy import LogitTransform, linear_cross_
 
 @pytest.mark.parametrize("vocabulary", [64, 77])
 @pytest.mark.parametrize("chunk_logits", [1, 300, 2**28])
-def test_loss_and_gradients_are_those_of_whole_logits(
+def test_loss_and_gradients_match_those_of_unchunked_logits(
     vocabulary: int, chunk_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(execution, "CHUNK_LOGITS", chunk_logits)
@@ -31,7 +31,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     torch.testing.assert_close(weight.grad, exact_weight.grad.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_without_targets_costs_nothing_and_still_has_gradients() -> None:
+def test_a_batch_without_targets_has_zero_loss_and_gradients() -> None:
     hidden = torch.empty(0, 8, requires_grad=True)
     weight = torch.randn(10, 8, requires_grad=True)
     loss, losses = linear_cross_entropy(hidden, weight, torch.empty(0, dtype=torch.int64))
@@ -42,7 +42,7 @@ def test_a_batch_without_targets_costs_nothing_and_still_has_gradients() -> None
     assert not weight.grad.any()
 
 
-def test_a_frozen_projection_gets_no_gradient_and_the_hidden_states_keep_theirs() -> None:
+def test_a_frozen_projection_gets_no_gradient_but_hidden_states_do() -> None:
     hidden = torch.randn(5, 8, requires_grad=True)
     weight = torch.randn(10, 8)
     targets = torch.arange(5)
@@ -53,7 +53,7 @@ def test_a_frozen_projection_gets_no_gradient_and_the_hidden_states_keep_theirs(
 
 
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.25), LogitTransform(2.0, 3.0)])
-def test_scaled_and_capped_logits_have_the_loss_and_gradients_of_autograd(transform: LogitTransform) -> None:
+def test_loss_and_gradients_of_scaled_and_capped_logits_match_autograd(transform: LogitTransform) -> None:
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (20, 70))
     targets = torch.randint(0, 70, (20,), generator=generator)

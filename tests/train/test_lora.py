@@ -1,4 +1,4 @@
-"""Adapters: trained alone, resumed exactly, and loaded by peft."""
+"""Adapters: only they are trained; they resume exactly and load in peft."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def validation_loss(model: Any, run: Any) -> float:
 
 @pytest.fixture(scope="module")
 def adapted(finished_run: Any, make_run: Callable[..., Any]) -> Any:
-    """Adapters of 20 steps on top of the finished run's export. Tests must not change it: they copy it."""
+    """Adapters of 20 steps on top of the finished run's export. Tests copy it instead of changing it."""
     run = make_run(
         "adapted", f"model.weights={finished_run.layout.export}", *WITH_DROPOUT, "evaluation.sql_execution=null"
     )
@@ -48,7 +48,7 @@ def adapted(finished_run: Any, make_run: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.oldest
-def test_adapters_alone_are_trained_and_kept(adapted: Any) -> None:
+def test_only_adapters_are_trained_and_saved(adapted: Any) -> None:
     (proof,) = adapted.records(VerificationRecord)
     assert proof.checks["trainable parameters"] == "8,192"
     before, after = adapted.records(EvaluationRecord)
@@ -86,7 +86,9 @@ def test_training_continues_from_the_model_of_an_earlier_run(
     assert before == pytest.approx(earlier.records(EvaluationRecord)[-1].loss, rel=1e-5)
 
 
-def test_a_checkpoint_of_an_earlier_run_is_trained_on(finished_run: Any, make_run: Callable[..., Any]) -> None:
+def test_training_continues_from_a_checkpoint_of_an_earlier_run(
+    finished_run: Any, make_run: Callable[..., Any]
+) -> None:
     earlier = finished_run.copy_to("stopped-20260102T030405Z-ab12")
     shutil.rmtree(earlier.layout.export)
     steps = ("training.max_steps=1", "evaluation.sql_execution=null")
@@ -95,13 +97,13 @@ def test_a_checkpoint_of_an_earlier_run_is_trained_on(finished_run: Any, make_ru
     assert model.source == "run:stopped@last"
     assert (model.trained.run, model.trained.step) == (earlier.plan.id, 20)
     assert model.weights == model.trained.folder
-    assert continued.plan.weights_to_export is None  # as preparation has done it
+    assert continued.plan.weights_to_export is None  # since preparation has written them
     continued.train()
     before = continued.records(EvaluationRecord)[0].loss
     assert before == pytest.approx(earlier.records(EvaluationRecord)[-1].loss, rel=1e-5)
 
 
-def test_adapters_of_another_kind_are_refused(adapted: Any, make_run: Callable[..., Any]) -> None:
+def test_adapters_of_another_configuration_are_rejected(adapted: Any, make_run: Callable[..., Any]) -> None:
     adapted.copy_to("other-20260102T030405Z-ab12")
     with pytest.raises(ConfigError, match="'full' does not train the adapters of run:other"):
         make_run("never", "model=run:other")
@@ -118,7 +120,7 @@ def test_adapters_of_another_kind_are_refused(adapted: Any, make_run: Callable[.
         check_adapter(recipe)
 
 
-def test_dropout_is_drawn_again_as_it_was_when_steps_are_taken_again(adapted: Any) -> None:
+def test_repeated_steps_draw_the_same_dropout(adapted: Any) -> None:
     resumed = adapted.copy_to("adapted-resumed")
     resumed.forget_after(10)
     resumed.train()
@@ -131,7 +133,7 @@ def test_dropout_is_drawn_again_as_it_was_when_steps_are_taken_again(adapted: An
 
 @pytest.mark.oldest
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapters_of_a_4_bit_model_with_dora_are_those_that_bitsandbytes_and_peft_load(
+def test_qlora_adapters_with_dora_are_loaded_by_bitsandbytes_and_peft(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     overrides = ("training.method=qlora", "training.lora={rank: 4, use_dora: true}", "training.max_steps=3")

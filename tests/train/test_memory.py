@@ -1,4 +1,4 @@
-"""Memory records of a run, and its out-of-memory errors."""
+"""Memory records and out-of-memory errors of a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def message(plan: RunPlan, world: World) -> str:
     return str(caught.value)
 
 
-def test_each_stage_of_a_run_leaves_its_memory_and_the_end_comes_last(finished_run: Any) -> None:
+def test_memory_is_recorded_for_each_stage_of_a_run_in_order(finished_run: Any) -> None:
     records = finished_run.records(MemoryRecord)
     assert finished_run.memory_stages() == [
         "building the model",
@@ -71,7 +71,7 @@ def test_each_stage_of_a_run_leaves_its_memory_and_the_end_comes_last(finished_r
 
 
 class Counters:
-    """The counters of an allocator."""
+    """A fake allocator's counters."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.allocated = self.peak = 0
@@ -95,7 +95,7 @@ def counters(world: World, monkeypatch: pytest.MonkeyPatch) -> Any:
     object.__setattr__(world, "device", device)
 
 
-def test_each_stage_has_a_peak_of_its_own_and_the_run_keeps_the_highest(
+def test_each_stage_has_its_own_peak_and_the_run_keeps_the_highest(
     counters: Counters, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_trace, "GIB", 1)
@@ -147,7 +147,7 @@ def test_an_out_of_memory_error_lists_memory_by_part_and_changes_that_would_fit(
     assert fix[2].startswith("  training.micro_batch_size=")
 
 
-def test_where_memory_runs_out_is_named(plan: RunPlan, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_error_reports_the_stage(plan: RunPlan, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fsdp2Engine, "step", exhaust)
     assert "'first step', in step 1:" in message(plan, world)
     monkeypatch.setattr(torch.autograd, "backward", exhaust)
@@ -176,6 +176,6 @@ def test_allocator_messages_are_recognized(error: BaseException) -> None:
     assert is_out_of_memory(caused)
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     assert not is_out_of_memory(TrainingError("out of memory of an elephant"))

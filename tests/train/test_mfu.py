@@ -25,7 +25,7 @@ def plan_of(recipe: RecipeSpec) -> RecipePlan:
     return RecipePlan.of(recipe, plan_model(recipe.model, None), TrainingPlan.of(recipe.training, 1, "none"))
 
 
-def test_tokens_see_their_own_document_alone_and_targets_alone_are_projected(tmp_path: Path, world: World) -> None:
+def test_mfu_counts_attention_within_documents_and_projection_of_targets_only(tmp_path: Path, world: World) -> None:
     ctx = Context(tmp_path, tmp_path, {})
     recipe = plan_of(load_recipe("olmo3-7b-full", ctx, ["model.architecture.sliding_window=8"]))
     labels = np.where(np.arange(16) % 2, 0, IGNORED).astype(np.int32)
@@ -36,10 +36,10 @@ def test_tokens_see_their_own_document_alone_and_targets_alone_are_projected(tmp
     keys, in_window = mean_visible_keys(16, None), mean_visible_keys(16, 8)
     expected = token_flops(recipe.model.architecture, recipe.training, keys, in_window, target_ratio=7 / 16)
     assert measured.flops_per_pack == pytest.approx(32 * expected.total)
-    assert measured.mfu(1000.0) is None  # a processor's peak is not known
+    assert measured.mfu(1000.0) is None  # the peak of a CPU is not known
 
 
-def test_padding_is_no_work(tmp_path: Path, world: World) -> None:
+def test_padding_does_not_count_as_work(tmp_path: Path, world: World) -> None:
     recipe = plan_of(load_recipe("olmo3-7b-full", Context(tmp_path, tmp_path, {})))
     documents = [Document(np.arange(1, 9, dtype=np.int32), np.arange(2, 10, dtype=np.int32)) for _ in range(2)]
     flops = {}
@@ -50,7 +50,7 @@ def test_padding_is_no_work(tmp_path: Path, world: World) -> None:
     assert flops[64] == pytest.approx(flops[16])
 
 
-def test_mfu_is_the_part_of_all_gpus_peak() -> None:
+def test_mfu_is_a_fraction_of_the_peak_of_all_gpus() -> None:
     assert MfuMeter(flops_per_pack=6e9 * 4096, peak_flops=8 * 989e12).mfu(80_000 / 4096) == pytest.approx(
         0.0607, rel=1e-2
     )

@@ -1,4 +1,4 @@
-"""Models of every family: built from an architecture, verified, and isolated from their neighbors in a pack."""
+"""Models of every family: built from an architecture and verified, with documents of a pack isolated."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def build(family: str, tokenizer: PreTrainedTokenizerBase, **changes: object) ->
 @pytest.mark.oldest
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", MEASURED)
-def test_the_parameters_of_a_plan_are_those_of_the_real_class(
+def test_the_param_count_of_a_plan_matches_the_model_class(
     family: str,
     tied: bool,
     tokenizer: PreTrainedTokenizerBase,
@@ -98,7 +98,7 @@ def test_the_parameters_of_a_plan_are_those_of_the_real_class(
 
 
 @pytest.mark.parametrize("family", TRIED)
-def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(
+def test_the_loss_of_a_pack_is_the_sum_over_its_documents(
     family: str, tokenizer: PreTrainedTokenizerBase, world: World
 ) -> None:
     generator = np.random.default_rng(0)
@@ -142,7 +142,7 @@ def test_every_family_passes_the_checks(
 
 
 @pytest.mark.parametrize("odd", [{"intermediate_size": 50}, {"hidden_size": 36}])
-def test_experts_of_sizes_that_no_grouped_product_takes_learn_too(
+def test_experts_of_sizes_unsupported_by_grouped_mm_are_trained(
     odd: dict[str, int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     model = build_empty(make_config(architecture("mixtral", **odd), tokenizer), "sdpa").bfloat16()
@@ -159,9 +159,7 @@ def test_a_tied_table_is_sharded_once(tokenizer: PreTrainedTokenizerBase) -> Non
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def test_a_model_left_in_one_unit_is_refused_with_both_numbers(
-    tokenizer: PreTrainedTokenizerBase, world: World
-) -> None:
+def test_an_unsharded_model_is_rejected_with_both_numbers(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
     engine = Fsdp2Engine.__new__(Fsdp2Engine)
     engine._world = world
     engine._is_unsharded = False
@@ -186,13 +184,13 @@ GOOD = ShardingStats(
         ({"total_elements": 999, "trainable_elements": 999}, "parameters: found 999, expected 1,000"),
     ],
 )
-def test_each_check_names_what_was_found_and_what_was_expected(changes: dict[str, Any], message: str) -> None:
+def test_each_check_reports_the_actual_and_the_expected_value(changes: dict[str, Any], message: str) -> None:
     assert verify_sharding(GOOD, TRAINING, ParameterCounts(1000, 1000))["units"] == "65"
     with pytest.raises(TrainingError, match=message):
         verify_sharding(ShardingStats(**(vars(GOOD) | changes)), TRAINING, ParameterCounts(1000, 1000))
 
 
-def test_packs_without_a_target_are_refused_by_number() -> None:
+def test_packs_without_a_target_are_rejected_by_number() -> None:
     assert verify_targets(np.array([3, 7])) == {"fewest targets in a pack": "3"}
     with pytest.raises(TrainingError, match="2 of 4 packs have no target token, the first is number 1"):
         verify_targets(np.array([3, 0, 7, 0]))
@@ -206,7 +204,7 @@ def probe(engine: Fsdp2Engine, world: World) -> ProbeResult:
     return run_probe(engine, world, 320, micro_batch_size=1, sequence_length=64)
 
 
-def test_documents_that_see_each_other_are_noticed(
+def test_attention_across_documents_is_detected(
     tokenizer: PreTrainedTokenizerBase, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Fsdp2Engine(build("llama", tokenizer), TRAINING, world)
@@ -241,32 +239,32 @@ def packing_of(model: Any, world: World, wanted: Packing = "auto") -> PackingCho
 
 
 def convolving(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A model that passes documents on by convolution."""
+    """A model whose convolution mixes documents."""
     config = make_config(architecture("lfm2", initializer_range=0.2, max_position_embeddings=256), tokenizer)
     config.layer_types = ["conv", "full_attention"] * 2
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(config)
 
 
-def test_a_model_that_sees_across_documents_of_a_pack_is_trained_on_padded_rows(
+def test_a_model_that_mixes_documents_of_a_pack_is_trained_on_padded_rows(
     tokenizer: PreTrainedTokenizerBase, world: World
 ) -> None:
     choice = packing_of(convolving(tokenizer), world)
     assert not choice.is_packed
-    # transformers says so itself where kernels for packs exist, and is found out where they don't.
+    # transformers reports it if it has kernels for packs; otherwise ftkit's check detects it.
     assert re.search("see each other|can't keep packed sequences apart", str(choice.reason))
     assert packing_of(build("llama", tokenizer), world).is_packed
     assert packing_of(build("llama", tokenizer), world, "off").reason == "the recipe asks for it"
 
 
-def test_a_model_that_takes_no_positions_is_trained_on_padded_rows(
+def test_a_model_without_position_ids_is_trained_on_padded_rows(
     tokenizer: PreTrainedTokenizerBase, world: World
 ) -> None:
     bloom = AutoModelForCausalLM.from_config(make_config(architecture("bloom"), tokenizer))
     assert packing_of(bloom, world).reason == "BloomModel does not take the positions of packed documents"
 
 
-def test_a_model_that_sees_later_tokens_is_refused(world: World) -> None:
+def test_a_non_causal_model_is_rejected(world: World) -> None:
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     bert = AutoModelForCausalLM.from_config(BertConfig(vocab_size=320, initializer_range=0.3, **sizes))
@@ -274,7 +272,7 @@ def test_a_model_that_sees_later_tokens_is_refused(world: World) -> None:
         packing_of(bert, world)
 
 
-def test_packs_of_gpt_oss_are_isolated_by_masks_of_ftkit(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+def test_documents_of_gpt_oss_are_isolated_by_ftkits_masks(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
     shape = architecture("gpt_oss", sliding_window=6, full_attention_every=2)
     config = make_config(shape, tokenizer)
     config._attn_implementation = "eager"
@@ -282,7 +280,7 @@ def test_packs_of_gpt_oss_are_isolated_by_masks_of_ftkit(tokenizer: PreTrainedTo
     assert packing_of(AutoModelForCausalLM.from_config(config), world).is_packed
 
 
-def test_the_loss_of_padded_rows_is_that_of_packs(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+def test_padded_rows_and_packs_have_the_same_loss(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
     generator = np.random.default_rng(0)
     documents = [generator.integers(0, 320, length).astype(np.int32) for length in (9, 14, 5, 30, 250, 3)]
     packs = np.stack(
@@ -308,7 +306,7 @@ def test_the_loss_of_padded_rows_is_that_of_packs(tokenizer: PreTrainedTokenizer
         ("gemma2", {"final_logit_softcapping": 0.05, "attn_logit_softcapping": 0.02}),
     ],
 )
-def test_models_that_scale_or_cap_their_logits_train_with_them(
+def test_scaled_and_capped_logits_are_used_in_training(
     family: str, fields: dict[str, float], tokenizer: PreTrainedTokenizerBase, world: World
 ) -> None:
     config = make_config(architecture(family, sliding_window=6, full_attention_every=2), tokenizer)
@@ -330,7 +328,7 @@ def test_models_that_scale_or_cap_their_logits_train_with_them(
 
 
 @pytest.mark.parametrize(("family", "expected"), [("gemma2", "eager"), ("llama", "sdpa")])
-def test_completions_are_generated_with_the_attention_scores_that_the_model_has(
+def test_generation_uses_the_attention_scores_of_the_model(
     family: str, expected: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     shape = architecture(family, sliding_window=6, full_attention_every=2)
@@ -341,7 +339,7 @@ def test_completions_are_generated_with_the_attention_scores_that_the_model_has(
     assert model.config._attn_implementation == chosen
 
 
-def test_every_rank_is_asked_whether_flash4_works_whatever_its_own_gpu_is(
+def test_every_rank_takes_part_in_the_check_of_flash4_whatever_its_gpu(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -363,7 +361,7 @@ def test_every_rank_is_asked_whether_flash4_works_whatever_its_own_gpu_is(
     assert asked[1] == "a GPU is older than Hopper"
 
 
-def test_logits_that_are_changed_in_an_unknown_way_are_refused_though_the_loss_hardly_shows_it(
+def test_unknown_changes_of_logits_are_rejected_even_if_the_loss_hardly_differs(
     tokenizer: PreTrainedTokenizerBase, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Fsdp2Engine(build("llama", tokenizer), TRAINING, world)
@@ -380,7 +378,7 @@ def test_logits_that_are_changed_in_an_unknown_way_are_refused_though_the_loss_h
         verify_logits(probe(engine, world))
 
 
-def test_a_gradient_that_reaches_a_neighbor_is_noticed_though_hidden_states_are_right(
+def test_a_gradient_across_documents_is_detected_even_if_hidden_states_are_correct(
     tokenizer: PreTrainedTokenizerBase, world: World
 ) -> None:
     right = probe(Fsdp2Engine(build("llama", tokenizer), TRAINING, world), world)
@@ -391,14 +389,14 @@ def test_a_gradient_that_reaches_a_neighbor_is_noticed_though_hidden_states_are_
         verify_isolation(replace(right, gradient_norms=norms))
 
 
-def test_a_bias_of_the_output_projection_counts_in_the_loss(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+def test_the_loss_includes_a_bias_of_the_output_projection(tokenizer: PreTrainedTokenizerBase, world: World) -> None:
     model = build("phi", tokenizer)
     torch.nn.init.normal_(model.lm_head.bias)
     verify_logits(probe(Fsdp2Engine(model, TRAINING, world), world))
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 64, 1000, 20480])
-def test_a_probe_fills_packs_with_kept_documents_and_their_neighbors_in_turn(length: int) -> None:
+def test_a_probe_fills_packs_with_alternating_kept_and_changed_documents(length: int) -> None:
     layout = _packed_layout(3, length)
     chosen, begins = layout.is_kept | layout.is_later, np.flatnonzero(layout.positions[0] == 0)
     assert chosen.shape == layout.positions.shape == (3, length)
@@ -407,7 +405,7 @@ def test_a_probe_fills_packs_with_kept_documents_and_their_neighbors_in_turn(len
     assert 0 < layout.is_kept[0].sum() < length
     assert not (layout.is_kept & layout.is_later).any()
     assert begins[0] == 0
-    assert not np.any(begins[1:] % 2 == 0)  # never at the border of a kernel's tile
+    assert not np.any(begins[1:] % 2 == 0)  # never at the boundary of a kernel's tile
 
 
 @pytest.mark.parametrize("length", [2, 7, 300, 1000])
@@ -427,19 +425,19 @@ def test_a_probe_of_padded_rows_keeps_every_other_row(length: int) -> None:
         ("gpt_oss", "sdpa", "can't build a 'gpt_oss'.*\n.*\n.*attention=auto"),
     ],
 )
-def test_a_model_that_cannot_take_packs_is_refused(
+def test_a_model_without_support_for_packs_is_rejected(
     family: str, attention: str, message: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     with pytest.raises(TrainingError, match=message):
         build_empty(make_config(architecture(family), tokenizer), attention)
 
 
-def test_a_family_that_transformers_does_not_know_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_family_unknown_to_transformers_is_rejected(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(TrainingError, match=r"can't configure a 'llama9'.*\n.*model_type"):
         make_config(architecture("llama9"), tokenizer)
 
 
-def test_a_projection_that_the_model_lacks_is_one_error_that_names_those_it_has(
+def test_a_missing_projection_is_reported_with_those_that_exist(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     lora = TRAINING.model_copy(update={"method": "lora"})
@@ -447,7 +445,7 @@ def test_a_projection_that_the_model_lacks_is_one_error_that_names_those_it_has(
         count_method(build("phi3", tokenizer), lora)
 
 
-def test_a_model_without_decoder_layers_is_refused() -> None:
+def test_a_model_without_decoder_layers_is_rejected() -> None:
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
     model.config = type("Config", (), {"num_hidden_layers": 3})()  # type: ignore[assignment]
     with pytest.raises(TrainingError, match=r"3 decoder layers were not found.*1 x Linear"):
@@ -464,7 +462,7 @@ def test_a_model_without_decoder_layers_is_refused() -> None:
         ({"model_type": "llama", "hidden_size": "wide"}, r"can't read .*config\.json as a 'llama': .*hidden_size"),
     ],
 )
-def test_a_configuration_that_transformers_cannot_take_is_named(
+def test_a_configuration_that_transformers_rejects_is_reported(
     fields: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -472,7 +470,7 @@ def test_a_configuration_that_transformers_cannot_take_is_named(
         read_config(tmp_path, architecture("llama"))
 
 
-def test_a_tokeniser_beside_an_odd_configuration_is_an_error_of_the_data(
+def test_a_tokenizer_next_to_an_invalid_configuration_is_a_data_error(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     tokenizer.save_pretrained(tmp_path)
@@ -481,14 +479,14 @@ def test_a_tokeniser_beside_an_odd_configuration_is_an_error_of_the_data(
         load_tokenizer(ModelSpec(weights=str(tmp_path), architecture=architecture("llama")), "model")
 
 
-def test_a_parameter_that_no_file_has_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_parameter_missing_from_all_files_is_reported(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     build("llama", tokenizer, num_hidden_layers=3).save_pretrained(tmp_path)
     with pytest.raises(TrainingError, match=r"9 of the model's parameters are not in .*: model\.layers\.3\."):
         load_weights(build("llama", tokenizer), tmp_path)
 
 
 def test_a_tokenizer_s_own_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers would ask
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers would prompt
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Own", null]}}')
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
     with pytest.raises(DataError, match="custom code"):

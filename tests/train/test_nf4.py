@@ -1,4 +1,4 @@
-"""Weights of 4 bits: dequantized as bitsandbytes does, compiled or not, and never kept."""
+"""4-bit weights: dequantized as by bitsandbytes, compiled or not, and not saved for backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPILERS = (
 """One divides forward and backward as the other does, but generates no code."""
 
 pytestmark = [
-    # What torch.compile of torch 2.13 says of itself.
+    # Warnings that torch.compile raises in torch 2.13.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning"),
@@ -53,7 +53,9 @@ def two_layers() -> nn.Module:
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(64, 128), (300, 257), (7, 13)])
-def test_a_flat_nf4_matrix_is_bitsandbytes_own(size: tuple[int, int], storage: torch.dtype, compiler: str) -> None:
+def test_a_flat_nf4_matrix_equals_that_of_bitsandbytes(
+    size: tuple[int, int], storage: torch.dtype, compiler: str
+) -> None:
     weight = torch.randn(size, generator=torch.Generator().manual_seed(1))
     packed, state = bitsandbytes.quantize_4bit(weight.to(storage), compress_statistics=True, quant_type="nf4")
     layout = Nf4Layout(*size, storage)
@@ -66,13 +68,13 @@ def test_a_flat_nf4_matrix_is_bitsandbytes_own(size: tuple[int, int], storage: t
     assert torch.equal(layout.dequantize(amid_others), expected)
 
 
-def test_blocks_that_hold_several_rows_are_dequantized_with_their_own_scales() -> None:
+def test_blocks_spanning_several_rows_are_dequantized_with_their_own_scales() -> None:
     flat = Nf4Layout(32, 64, torch.float32).quantize(torch.randn(32, 64))
     in_half_blocks = Nf4Layout(64, 32, torch.float32).dequantize(flat)
     assert torch.equal(in_half_blocks.flatten(), Nf4Layout(32, 64, torch.float32).dequantize(flat).flatten())
 
 
-def test_the_gradient_through_a_4_bit_layer_is_that_of_its_matrix() -> None:
+def test_the_gradient_of_a_4_bit_layer_matches_its_matrix() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 64, bias=False))
     quantize_linears([model], in_nf4)
     (layer,) = model
@@ -87,7 +89,7 @@ def test_the_gradient_through_a_4_bit_layer_is_that_of_its_matrix() -> None:
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_a_compiled_model_keeps_no_dequantized_matrix_for_the_backward_pass(compiler: str) -> None:
+def test_a_compiled_model_saves_no_dequantized_matrix_for_backward(compiler: str) -> None:
     model, inputs, kept = two_layers(), torch.randn(3, 256, requires_grad=True), []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

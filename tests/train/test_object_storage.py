@@ -1,4 +1,4 @@
-"""Data in object storage: a server that speaks S3, read through s3fs as a user's own bucket is."""
+"""Data in object storage: a local S3 server, accessed through s3fs like a user's bucket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Give the address of an S3 server with files in the bucket `team`."""
+    """Yield the address of an S3 server with files in the bucket `team`."""
     with s3_server() as (server, client):
         files = {"a.jsonl": LINES, "b.jsonl.gz": gzip.compress(LINES), ".hidden.jsonl": b"no row", "README.md": b"#"}
         for name, content in files.items():
@@ -51,12 +51,12 @@ def rows_of(place: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "place", ["s3://team/chats", "s3://team/chats/", "s3://team/chats/*.jsonl*", "s3://team/*/[ab]*"]
 )
-def test_folders_and_patterns_are_their_data_files(place: str) -> None:
+def test_folders_and_globs_expand_to_their_data_files(place: str) -> None:
     files = find_files(place, "k")
     assert [file for file in files if "cut" not in file] == ["s3://team/chats/a.jsonl", "s3://team/chats/b.jsonl.gz"]
 
 
-def test_rows_are_those_of_the_files_compressed_or_not() -> None:
+def test_compressed_and_plain_files_yield_the_same_rows() -> None:
     assert rows_of("s3://team/chats") == ROWS * 2
     assert count_rows("s3://team/chats/b.jsonl.gz") == len(ROWS)
     spec = DataSpec.model_validate(
@@ -92,12 +92,12 @@ def test_a_missing_object_is_reported_with_its_address(place: str) -> None:
         find_files(place, "data.source")
 
 
-def test_a_cut_file_is_named() -> None:
+def test_a_truncated_file_is_reported() -> None:
     with pytest.raises(Exception, match=r"s3://team/cut/a\.jsonl\.gz can't be read to its end"):
         rows_of("s3://team/cut/a.jsonl.gz")
 
 
-def test_missing_credentials_are_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KEYS:
         monkeypatch.delenv(name)
     assert "AWS_PROFILE" not in os.environ
@@ -106,7 +106,7 @@ def test_missing_credentials_are_named_with_what_to_do(monkeypatch: pytest.Monke
     assert "AWS_ACCESS_KEY_ID" in caught.value.fix
 
 
-def test_keys_without_rights_are_refused(address: str) -> None:
+def test_keys_without_permission_are_reported(address: str) -> None:
     def requests_without_rights(number: str) -> None:
         with closing(HTTPConnection(address.removeprefix("http://"))) as connection:
             connection.request("POST", "/moto-api/reset-auth", number, {"Content-Type": "text/plain"})

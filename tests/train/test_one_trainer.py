@@ -1,4 +1,4 @@
-"""One trainer in a run's folder at a time, and what ends it."""
+"""Only one trainer at a time runs in a run folder; signals and failures that end it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOR_LONG = ("training.max_steps=100000", "training.checkpoint_every_steps=100000
 
 @contextmanager
 def training(run: Any, launcher: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Train in the background; yield the launcher when steps are being taken."""
+    """Train in the background; yield the launcher once training steps run."""
     run.layout.root.mkdir(parents=True, exist_ok=True)
     run.layout.plan.write_text(plan_to_json(run.plan))
     command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node=2", "-m", "ftkit.train"]
@@ -49,7 +49,7 @@ def training(run: Any, launcher: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_until(condition: Callable[[], object], run: Any, launcher: subprocess.Popen[bytes] | None = None) -> None:
-    """Wait for something that happens only while `launcher` runs."""
+    """Wait for a condition; fail if `launcher` ends before."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         ended = time.monotonic() > deadline or (launcher and launcher.poll() is not None)
@@ -63,7 +63,7 @@ def ranks_of(launcher: subprocess.Popen[bytes]) -> list[int]:
     return [int(pid) for pid in pids]
 
 
-def test_no_rank_outlives_a_launcher_that_is_killed(make_run: Callable[..., Any]) -> None:
+def test_no_rank_outlives_a_killed_launcher(make_run: Callable[..., Any]) -> None:
     run = make_run("launcher-killed", *FOR_LONG)
     with training(run, "torch.distributed.run") as launcher:
         ranks = ranks_of(launcher)
@@ -72,7 +72,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(make_run: Callable[..., Any]
     assert current_holder(run.layout) is None
 
 
-def test_a_second_job_in_the_folder_is_refused_and_the_first_is_not_disturbed(make_run: Callable[..., Any]) -> None:
+def test_a_second_job_in_the_folder_is_rejected_and_the_first_continues(make_run: Callable[..., Any]) -> None:
     run = make_run("twice", *FOR_LONG)
     with training(run, "torch.distributed.run") as launcher:
         holder = current_holder(run.layout)
@@ -92,7 +92,7 @@ def test_a_second_job_in_the_folder_is_refused_and_the_first_is_not_disturbed(ma
     assert current_holder(run.layout) is None
 
 
-def test_signals_of_slurm_to_all_processes_end_nothing(make_run: Callable[..., Any]) -> None:
+def test_slurm_signals_to_all_processes_end_none(make_run: Callable[..., Any]) -> None:
     run = make_run("signalled", *FOR_LONG)
     with training(run, "ftkit.train.launcher") as launcher:
         for pid in (*ranks_of(launcher), launcher.pid):
@@ -105,7 +105,7 @@ def test_signals_of_slurm_to_all_processes_end_nothing(make_run: Callable[..., A
     assert [record.outcome for record in run.records(EndRecord)] == ["stopped"]
 
 
-def test_a_hanging_rank_is_named_and_ends_the_run(make_run: Callable[..., Any]) -> None:
+def test_a_hanging_rank_is_reported_and_ends_the_run(make_run: Callable[..., Any]) -> None:
     run = make_run("hangs", *FOR_LONG, "resources.hang_timeout_seconds=5")
     with training(run, "torch.distributed.run") as launcher:
         wait_until(lambda: read_last_step(run.layout.metrics).step > 10, run, launcher)
@@ -119,7 +119,7 @@ def test_a_hanging_rank_is_named_and_ends_the_run(make_run: Callable[..., Any]) 
         assert run.layout.collectives(0).stat().st_size
 
 
-def test_torchrun_asked_to_end_ends_its_ranks_and_frees_the_folder(make_run: Callable[..., Any]) -> None:
+def test_sigterm_to_torchrun_ends_its_ranks_and_releases_the_folder(make_run: Callable[..., Any]) -> None:
     run = make_run("terminated", *FOR_LONG)
     with training(run, "torch.distributed.run") as launcher:
         ranks = ranks_of(launcher)

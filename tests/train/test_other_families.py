@@ -1,4 +1,4 @@
-"""Whole runs of models that ftkit knows only by what transformers knows of them."""
+"""Whole runs of models whose family ftkit knows only through transformers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ SHORT = ("training.max_steps=3", "evaluation.sql_execution=null")
 
 @pytest.fixture(scope="module")
 def with_biases(make_run: Callable[..., Any]) -> Any:
-    """A Qwen 2, which has biases, trained from nothing."""
+    """A Qwen 2 model, which has biases, trained from random weights."""
     run = make_run("qwen2", "model.architecture.family=qwen2", *SHORT)
     run.train()
     return run
 
 
-def test_a_plan_counts_a_family_that_was_not_measured_exactly_and_calls_the_rest_estimates(with_biases: Any) -> None:
+def test_the_plan_of_an_unmeasured_family_has_exact_param_counts_and_marks_the_rest_as_estimates(
+    with_biases: Any,
+) -> None:
     (note,) = with_biases.plan.notes
     assert "'qwen2' is none of gemma3_text, llama, olmo3, qwen3: parameters are counted exactly, memory and" in note
     model = AutoModelForCausalLM.from_pretrained(with_biases.layout.export)
@@ -35,7 +37,7 @@ def test_a_plan_counts_a_family_that_was_not_measured_exactly_and_calls_the_rest
     assert proof.checks["parameters"] == f"{true:,}"
 
 
-def test_its_export_is_trained_further_with_4_bit_matrices_beside_their_biases(
+def test_an_export_with_biases_is_trained_further_with_4_bit_weights(
     with_biases: Any, make_run: Callable[..., Any]
 ) -> None:
     source = f"model.weights={with_biases.layout.export}"
@@ -51,7 +53,7 @@ def test_its_export_is_trained_further_with_4_bit_matrices_beside_their_biases(
         assert is_quantized == (method == "qlora")
 
 
-def test_weights_of_another_family_are_refused(with_biases: Any, make_run: Callable[..., Any]) -> None:
+def test_weights_of_another_family_are_rejected(with_biases: Any, make_run: Callable[..., Any]) -> None:
     run = make_run(
         "mistaken", f"model.weights={with_biases.layout.export}", "model.architecture.family=mistral", *SHORT
     )
@@ -59,7 +61,7 @@ def test_weights_of_another_family_are_refused(with_biases: Any, make_run: Calla
     assert "family: mistral in the recipe, qwen2 in the weights" in run.first_error().message
 
 
-def test_adapters_on_projections_that_are_missing_are_refused_before_training(make_run: Callable[..., Any]) -> None:
+def test_adapters_on_missing_projections_are_rejected_before_training(make_run: Callable[..., Any]) -> None:
     run = make_run("fused", "model.architecture.family=phi3", "training.method=lora", *SHORT)
     run.train(expect=9)
     message = run.first_error().message

@@ -1,4 +1,4 @@
-"""Whole runs on padded rows: they train on the same documents, in the same order, as runs on packs."""
+"""Whole runs on padded rows train on the same documents in the same order as runs on packs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def padded(make_run: Callable[..., Any]) -> Any:
-    """The finished run on padded rows, and on another number of processes. Tests must not change it: they copy it."""
+    """The finished run on padded rows, and on another number of processes. Tests copy it instead of changing it."""
     run = make_run("padded", "data.packing=off", "evaluation.sql_execution=null", processes=1)
     run.train()
     return run

@@ -1,4 +1,4 @@
-"""Parameter counts of models without weights, and their use in a run."""
+"""Parameter counts without weights, and their use in a run."""
 
 from __future__ import annotations
 
@@ -85,19 +85,19 @@ def build(config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
-def test_the_formula_is_that_of_the_real_class(family: str, variant: dict[str, Any]) -> None:
+def test_the_formula_matches_the_model_class(family: str, variant: dict[str, Any]) -> None:
     config = {"model_type": family} | SMALL | variant
     planned, counted = count_by_config(config), count_modules(build(config), 96)
     assert planned.is_exact
     for name in ("layers", "largest_layer", "around", "active", "experts_per_token"):
         assert getattr(planned, name) == getattr(counted, name), name
-    if TRANSFORMERS_5:  # before, experts were modules
+    if TRANSFORMERS_5:  # in transformers 4, experts were modules
         assert sorted(map(str, planned.linears)) == sorted(map(str, counted.linears))
         assert planned.attention == counted.attention
 
 
 @pytest.mark.parametrize("family", WITH_FORMULA)
-def test_missing_configuration_keys_get_the_defaults_of_transformers(family: str) -> None:
+def test_missing_configuration_keys_get_transformers_defaults(family: str) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}
     real = AutoConfig.for_model(family, **sizes)
     filled = fill_config({"model_type": family, **sizes})
@@ -108,14 +108,14 @@ def test_missing_configuration_keys_get_the_defaults_of_transformers(family: str
 
 
 @pytest.mark.parametrize("path", sorted(assets.ARCHITECTURES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_configurations_are_counted_as_their_classes_are(path: Path) -> None:
+def test_param_counts_of_shipped_configurations_match_their_classes(path: Path) -> None:
     config, _ = read_shipped(path)
     real, planned = count_modules(build(config), 0), count_by_config(config)
     assert (planned.total, planned.active, planned.largest_layer) == (real.total, real.active, real.largest_layer)
 
 
 @pytest.mark.parametrize("family", MEASURED)
-def test_counts_of_a_model_lead_to_those_of_each_method(family: str) -> None:
+def test_param_counts_of_each_method_follow_from_those_of_the_model(family: str) -> None:
     shape = shape_of(family)
     model = build(config_of(shape, {"sliding_window": 64} if family in {"gemma3_text", "olmo3"} else {}))
     counts = count_modules(model, shape.intermediate_size)
@@ -125,7 +125,7 @@ def test_counts_of_a_model_lead_to_those_of_each_method(family: str) -> None:
         assert method_counts(ArchitecturePlan.of(shape, counts), training) == count_method(model, training)
 
 
-def test_a_model_without_a_formula_is_counted_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_model_without_a_formula_is_counted_in_a_subprocess(tmp_path: Path) -> None:
     config = {"model_type": "starcoder2"} | {key: SMALL[key] for key in SMALL if key != "head_dim"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -133,7 +133,7 @@ def test_a_model_without_a_formula_is_counted_in_a_process_of_its_own(tmp_path: 
     counts = shape.counts
     assert counts is not None
     assert counts.source == "model"
-    assert shape.head_dim == 16  # the class's: the file says nothing
+    assert shape.head_dim == 16  # the class's default: the file has no such key
     real = build(config)
     assert counts.total == sum(parameter.numel() for parameter in real.parameters())
     (linear,) = (each for each in counts.linears if each.name == "q_proj")
@@ -141,7 +141,7 @@ def test_a_model_without_a_formula_is_counted_in_a_process_of_its_own(tmp_path: 
     assert [layers.count for layers in counts.attention] == [6]
 
 
-def test_the_plan_refuses_a_family_that_transformers_has_no_causal_language_model_for(tmp_path: Path) -> None:
+def test_the_plan_rejects_a_family_without_a_causal_language_model(tmp_path: Path) -> None:
     config = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"} | SMALL, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -149,8 +149,8 @@ def test_the_plan_refuses_a_family_that_transformers_has_no_causal_language_mode
         resolve_model(ModelSpec(weights=str(tmp_path)), environment, Workspace(tmp_path))
 
 
-def test_a_run_acts_on_the_parameters_of_the_real_model(make_run: Callable[..., Any]) -> None:
-    family = "model.architecture.family=starcoder2"  # whose biases an estimate leaves out
+def test_a_run_uses_the_param_count_of_the_model_class(make_run: Callable[..., Any]) -> None:
+    family = "model.architecture.family=starcoder2"  # the estimate ignores its biases
     run = make_run("counted", family, "training.max_steps=1", "evaluation.sql_execution=null")
     printed = run.train()
     (start,), (proof,) = run.records(StartRecord), run.records(VerificationRecord)

@@ -1,4 +1,4 @@
-"""More positions than the weights were trained on: scaled in the model, and in what is exported."""
+"""RoPE scaling for longer contexts: in the model and in the export."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scaled(folder: Path, family: str, scaling: dict[str, Any], **fields: Any) ->
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo3"])
-def test_positions_are_scaled_as_transformers_does_it_and_saved(family: str, tmp_path: Path) -> None:
+def test_positions_are_scaled_as_by_transformers_and_exported(family: str, tmp_path: Path) -> None:
     config = scaled(tmp_path, family, {"rope_type": "yarn", "factor": 4.0})
     config.save_pretrained(tmp_path / "export")
     again = AutoConfig.from_pretrained(tmp_path / "export")
@@ -53,12 +53,12 @@ def test_positions_are_scaled_as_transformers_does_it_and_saved(family: str, tmp
     assert not torch.allclose(expected, other)
 
 
-def test_weights_with_scaling_of_their_own_are_not_scaled_again(tmp_path: Path) -> None:
+def test_weights_with_rope_scaling_are_not_scaled_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="yarn in the recipe, the weights were trained with yarn"):
         scaled(tmp_path, "gpt_oss", YARN, num_local_experts=4, num_experts_per_tok=2)
 
 
-def test_a_class_without_rotary_positions_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_rotary_positions_is_rejected(tmp_path: Path) -> None:
     AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path)
     shape = resolve_shape(ModelSpec.model_validate({"weights": str(tmp_path)}), {"model_type": "llama"} | SMALL)
     gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=1, vocab_size=9))

@@ -24,14 +24,14 @@ def threads_that_build() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
-def test_batches_come_in_order_and_then_end() -> None:
+def test_batches_are_yielded_in_order() -> None:
     with prefetched(batch_of, range(3, 9), HOST) as batches:
         assert [batch.num_targets for batch in batches] == [3, 4, 5, 6, 7, 8]
     with prefetched(batch_of, range(4, 4), HOST) as batches:
         assert list(batches) == []
 
 
-def test_the_next_batches_are_built_before_they_are_asked_for_but_only_so_many() -> None:
+def test_a_limited_number_of_batches_is_prefetched() -> None:
     built: list[int] = []
     both = threading.Event()
 
@@ -47,7 +47,7 @@ def test_the_next_batches_are_built_before_they_are_asked_for_but_only_so_many()
     assert built == list(range(1 + NUM_AHEAD))
 
 
-def test_an_error_of_the_thread_comes_out_where_its_batch_would_have() -> None:
+def test_an_error_of_the_thread_is_raised_in_place_of_its_batch() -> None:
     def build(step: int) -> StepBatch:
         if step == 2:
             raise OSError("the disk is gone")
@@ -60,7 +60,7 @@ def test_an_error_of_the_thread_comes_out_where_its_batch_would_have() -> None:
     assert threads_that_build() == []
 
 
-def test_the_thread_ends_with_a_block_that_fails() -> None:
+def test_the_thread_ends_if_the_block_raises() -> None:
     def fail() -> None:
         with prefetched(batch_of, range(9), HOST) as batches:
             next(batches)
@@ -77,7 +77,7 @@ def test_a_run_records_how_long_it_waited_for_data(finished_run: Any) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_batches_arrive_whole_and_from_pinned_memory() -> None:
+def test_batches_reach_a_gpu_from_pinned_memory() -> None:
     device = torch.device("cuda", 0)
     packs = np.arange(3 * 3 * 64, dtype=np.int32).reshape(3, 3, 64)
     host = StepBatch([to_micro_batch(packs, HOST)], num_targets=1)

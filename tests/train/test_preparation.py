@@ -60,13 +60,13 @@ def prepare(workspace: Path, *overrides: str) -> tuple[RunPlan, str]:
 
 
 def refused(plan: RunPlan, capsys: pytest.CaptureFixture[str]) -> str:
-    """Prepare in this process, where anything but an error of the data would be raised; return what was printed."""
+    """Prepare in this process, which raises anything except a data error; return what was printed."""
     assert main(plan.layout.plan) == DataError.exit_code
     assert not plan.data_directory.exists()
     return capsys.readouterr().err
 
 
-def test_simulated_malware_is_packed_whole_and_its_analysis_is_trained_on(tmp_path: Path) -> None:
+def test_simulated_malware_is_packed_uncut_and_its_analysis_is_trained(tmp_path: Path) -> None:
     plan, _ = prepare(tmp_path)
     prepared = PreparedData(plan.data_directory)
     manifest = prepared.read_manifest()
@@ -79,7 +79,7 @@ def test_simulated_malware_is_packed_whole_and_its_analysis_is_trained_on(tmp_pa
     assert sorted(trained.split(tokenizer.eos_token)) == sorted(["", *analyses])
 
 
-def test_binaries_too_large_for_a_pack_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_binaries_too_large_for_a_pack_are_skipped_and_counted(tmp_path: Path) -> None:
     plan, printed = prepare(tmp_path, "training.sequence_length=3584")
     manifest = PreparedData(plan.data_directory).read_manifest()
     assert 0 < manifest.num_too_long < 16
@@ -112,9 +112,7 @@ def test_texts_with_any_line_separator_are_prepared_in_both_splits(tmp_path: Pat
     assert "columns that data.format does not use: id, url\n" in printed
 
 
-def test_the_row_that_cannot_be_used_is_named_with_its_line_and_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_row_is_shown_with_its_line_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = turns("q", "a")
     bad["messages"][1]["mood"] = "good"  # type: ignore[index]
     file = write(tmp_path / "train.jsonl", *[turns("q", "a")] * 20, bad)
@@ -123,7 +121,7 @@ def test_the_row_that_cannot_be_used_is_named_with_its_line_and_shown(
     assert 'the example: {"messages": [{"role": "user"' in printed
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_one_is_used(
+def test_a_tokenizer_larger_than_the_model_is_rejected_once_such_a_token_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = learn_tokenizer(["quite quite quite"], 300, "chatml")
@@ -138,13 +136,13 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_where_one_is_use
     assert f"error: {file}:2: token {size}" in printed
 
 
-def test_documents_that_all_are_too_long_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_without_a_document_that_fits_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "train.jsonl", turns("7" * 5000, "a"))
     printed = refused(plan_for(tmp_path, *source_of(file), "training.sequence_length=512"), capsys)
     assert "no document fits a pack of 512 tokens (the longest has" in printed
 
 
-def test_a_row_of_a_data_set_is_named_by_its_split_and_number(
+def test_a_row_of_a_data_set_is_reported_by_split_and_index(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
@@ -157,7 +155,7 @@ def test_a_row_of_a_data_set_is_named_by_its_split_and_number(
     assert f"error: data set '{folder}', split train, row 1: turn 2: an assistant turn is blank" in printed
 
 
-def test_the_result_is_the_same_for_any_number_of_workers_and_counts_each_source(tmp_path: Path) -> None:
+def test_any_number_of_workers_gives_the_same_packs_and_counts_per_source(tmp_path: Path) -> None:
     rng = random.Random(0)
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     for file, num_rows in ((first, 400), (second, 100)):
@@ -182,7 +180,7 @@ def test_the_result_is_the_same_for_any_number_of_workers_and_counts_each_source
     assert sum(source.num_tokens for source in manifest.sources) == manifest.num_train_tokens
     assert 40 < manifest.num_validation_documents < 120
     packs = prepared.read_train().read(range(manifest.num_train_packs))
-    assert "count" in load_saved_tokenizer(prepared.tokenizer).get_vocab()  # learned from the rows to train on
+    assert "count" in load_saved_tokenizer(prepared.tokenizer).get_vocab()  # learned from the training rows
     in_second = (packs[:, 3] == 1).sum()
     assert in_second == manifest.sources[1].num_tokens
     told: list[str] = []

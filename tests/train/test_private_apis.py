@@ -1,4 +1,4 @@
-"""Each private name is where `ftkit.train.private_apis` says: an upgrade that moves one fails here first."""
+"""Each private name exists where `ftkit.train.private_apis` expects it; an upgrade that moves one fails here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_cpu_streams_have_what_fsdp2_calls() -> None:
 
 
 @pytest.mark.oldest
-def test_a_graph_break_raises_the_first_of_the_compile_failures() -> None:
+def test_a_graph_break_raises_the_first_listed_exception() -> None:
     unsupported, recompile_limit = private_apis.compile_failures()
     assert issubclass(recompile_limit, Exception)
 
@@ -78,7 +78,7 @@ def test_symmetric_memory_can_be_allocated_and_shared() -> None:
 
 
 @needs_custom_collectives
-def test_fsdp2_takes_collectives_from_outside(world: World) -> None:
+def test_fsdp2_accepts_custom_collectives(world: World) -> None:
     from torch.distributed.fsdp import fully_shard
 
     module = fully_shard(nn.Linear(2, 2), mesh=world.mesh)
@@ -88,7 +88,7 @@ def test_fsdp2_takes_collectives_from_outside(world: World) -> None:
 
 
 @pytest.mark.oldest
-def test_an_index_refers_to_names_that_unpickle() -> None:
+def test_an_index_refers_only_to_allowed_names() -> None:
     names = private_apis.checkpoint_index_names()
     assert [each.__name__ for each in names] == ["_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout"]
     properties = TensorProperties.create_from_tensor(torch.zeros(2))
@@ -96,13 +96,13 @@ def test_an_index_refers_to_names_that_unpickle() -> None:
 
 
 @pytest.mark.oldest
-def test_memory_history_takes_the_arguments_of_ftkit() -> None:
+def test_memory_history_accepts_ftkits_arguments() -> None:
     names = inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert "enabled" in names
     inspect.signature(torch.cuda.memory._dump_snapshot).bind("a file")
 
 
-def test_fp8_matrices_are_multiplied_where_there_is_an_operator() -> None:
+def test_fp8_matrices_are_multiplied_if_the_operator_exists() -> None:
     assert torch.ops.aten._scaled_mm.default is not None
     assert callable(torch._scaled_mm)
     assert "_scaled_mm" in inspect.getsource(private_apis.scaled_mm)
@@ -118,8 +118,8 @@ def test_the_attention_backends_of_a_model_class_are_known() -> None:
     assert private_apis.attention_backends(BloomForCausalLM) == set()
 
 
-@pytest.mark.skipif(not private_apis.CONVERTS_WEIGHTS, reason="this transformers holds weights as files do")
-def test_transformers_says_which_tensors_of_files_become_which() -> None:
+@pytest.mark.skipif(not private_apis.CONVERTS_WEIGHTS, reason="this transformers stores weights as files do")
+def test_transformers_reports_its_weight_conversions() -> None:
     config = MixtralConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         vocab_size=16, num_local_experts=2,
@@ -164,7 +164,7 @@ def test_peft_layers_compute_in_the_dtype_of_their_inputs() -> None:
 
 
 @pytest.mark.oldest
-def test_a_fused_optimizer_leaves_out_a_step_if_a_scalar_says_so() -> None:
+def test_a_fused_optimizer_skips_a_step_if_found_inf_is_set() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     weight.grad = torch.full((3,), torch.nan)
@@ -227,7 +227,7 @@ def test_deepspeed_has_the_attributes_of_partitions_and_of_the_optimizer() -> No
     assert "all there" in done.stdout, done.stdout + done.stderr
 
 
-def test_no_other_module_of_the_trainer_has_a_private_name_of_a_library() -> None:
+def test_no_other_module_of_the_trainer_uses_a_private_name_of_a_library() -> None:
     root = Path(ftkit.train.__file__).parent
     found = []
     for path in root.rglob("*.py"):

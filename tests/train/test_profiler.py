@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ftkit.train.world import World
 
-pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # a trace for each cycle is meant
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # one trace per cycle is intended
 
 SPEC = ProfileSpec(enabled=True, wait_steps=1, warmup_steps=1, active_steps=2, cycles=2)
 
@@ -37,7 +37,7 @@ def take_steps(spec: ProfileSpec, layout: RunLayout, world: World, num_steps: in
     return sorted(path.name for path in layout.profile.glob("*"))
 
 
-def test_each_cycle_leaves_a_trace_of_its_active_steps(world: World, tmp_path: Path) -> None:
+def test_each_cycle_writes_a_trace_of_its_active_steps(world: World, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     assert take_steps(SPEC, layout, world, 10) == ["rank-0-cycle-0.trace.json.gz", "rank-0-cycle-1.trace.json.gz"]
     assert steps_in(layout.profile_trace(0, 0)) == ["ProfilerStep#2", "ProfilerStep#3"]
@@ -53,11 +53,11 @@ def test_a_resumed_run_keeps_its_profile(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", [ProfileSpec(), SPEC.model_copy(update={"ranks": (1,)})])
-def test_nothing_is_recorded_unasked(spec: ProfileSpec, world: World, tmp_path: Path) -> None:
+def test_nothing_is_profiled_by_default(spec: ProfileSpec, world: World, tmp_path: Path) -> None:
     assert take_steps(spec, RunLayout(tmp_path), world, 8) == []
 
 
-def test_a_run_that_fails_leaves_what_was_recorded(world: World, tmp_path: Path) -> None:
+def test_a_failing_run_writes_its_partial_trace(world: World, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
 
     def fail() -> None:
@@ -71,13 +71,13 @@ def test_a_run_that_fails_leaves_what_was_recorded(world: World, tmp_path: Path)
     assert steps_in(layout.profile_trace(0, 0))[0] == "ProfilerStep#2"
 
 
-def test_a_run_shorter_than_its_profile_is_refused() -> None:
+def test_a_run_shorter_than_its_profile_is_rejected() -> None:
     check_profile(SPEC, 8)
     with pytest.raises(TrainingError, match="takes 8 steps, the run has 7"):
         check_profile(SPEC, 7)
 
 
-def test_a_whole_run_leaves_a_trace_of_the_chosen_rank(make_run: Callable[..., Any]) -> None:
+def test_a_run_writes_a_trace_of_the_chosen_rank(make_run: Callable[..., Any]) -> None:
     run = make_run(
         "profiled",
         "profile.enabled=true", "profile.wait_steps=1", "profile.warmup_steps=1", "profile.active_steps=2",
@@ -93,7 +93,7 @@ def test_a_whole_run_leaves_a_trace_of_the_chosen_rank(make_run: Callable[..., A
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_the_memory_s_history_is_written_too(world: World, tmp_path: Path) -> None:
+def test_on_a_gpu_the_memory_history_is_written(world: World, tmp_path: Path) -> None:
     from dataclasses import replace
 
     on_gpu = replace(world, device=torch.device("cuda", 0))

@@ -1,9 +1,9 @@
-"""Families' chat templates, in our own words: the texts and trained spans are those of the published templates.
+"""Chat templates of model families, reimplemented: texts and trained spans match the published templates.
 
-`⟦` and `⟧` stand around what is trained. Where a published template has sentences of its own (instructions for tools, a
-default system turn), ours has a word in capitals; all else is the same, letter for letter.
+`⟦` and `⟧` mark trained spans. Where a published template contains sentences (tool instructions, a default system
+turn), ours has a placeholder in capitals; everything else is identical.
 
-The texts were compared in November 2026 with what the published templates render, as these projects store them:
+The texts were compared in November 2026 with the output of the published templates, as stored by these projects:
 Llama 3.1, 3.2, 3.3: TRL 1.16 and llama.cpp; Qwen 3: TRL, llama.cpp (Qwen3-0.6B); Gemma 3: TRL; gpt-oss: TRL, llama.cpp
 (gpt-oss-120b); Mistral: llama.cpp (plain turns: Small 3.2; tools: Nemo, and Small 3.1 read); Phi-4-mini: the Berkeley
 function calling leaderboard; OLMo 3 Think: open-instruct. OLMo 3 Instruct: Ollama's and rLLM's renderers, read.
@@ -22,7 +22,7 @@ from ftkit.data.encoding import IGNORED, RowEncoder, find_answer_end
 from ftkit.data.rows import Row
 from ftkit.data.tokenizers import learn_tokenizer
 
-SPECIAL = (  # noqa: SIM905 - one of each line is harder to read
+SPECIAL = (  # noqa: SIM905 - one per line is harder to read
     "<|im_start|> <|im_end|> <|endoftext|> <|start|> <|end|> <|message|> <|channel|> <|return|> <|call|> <bos> "
     "<start_of_turn> <end_of_turn> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <s> </s> [INST] "
     "[/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] [AVAILABLE_TOOLS] "
@@ -327,7 +327,7 @@ def tokenizer() -> Any:
 
 
 def rendered(tokenizer: Any, family: Family, talk: list[dict[str, Any]]) -> list[str]:
-    """Encode a conversation; return its texts from the tokens, with marks around the trained ones."""
+    """Encode a conversation; return its documents as text, with marks around trained spans."""
     tokenizer.chat_template, tokenizer.eos_token, tokenizer.bos_token = family.template.strip(), family.eos, family.bos
     data = DataSpec.model_validate({"source": {"kind": "files", "train": "/x"}, "template_options": family.options})
     encoder = RowEncoder.of(tokenizer, data, MessagesFormat(), len(tokenizer))
@@ -347,7 +347,7 @@ def rendered(tokenizer: Any, family: Family, talk: list[dict[str, Any]]) -> list
 
 
 @pytest.mark.parametrize(("name", "talk", "texts"), GOLDEN, ids=[f"{name}-{talk}" for name, talk, _ in GOLDEN])
-def test_each_turn_is_trained_as_the_published_template_shows_it(
+def test_each_turn_is_trained_as_the_published_template_renders_it(
     tokenizer: Any, name: str, talk: str, texts: list[str]
 ) -> None:
     assert rendered(tokenizer, FAMILIES[name], TALKS[talk]) == texts
@@ -362,7 +362,7 @@ def test_completions_end_with_the_last_trained_token(tokenizer: Any, name: str) 
     assert last.endswith(f"{end}⟧")
 
 
-def test_tools_of_llama_and_mistral_are_rendered_with_ids_that_mistral_takes(tokenizer: Any) -> None:
+def test_tools_of_llama_and_mistral_are_rendered_with_ids_valid_for_mistral(tokenizer: Any) -> None:
     (llama,) = rendered(tokenizer, FAMILIES["llama3"], SILENT)
     assert (
         f'{LU}{TOOLS}One?<|eot_id|>{LA}⟦{{"name": "weather", "parameters": {{"city": "Ulm"}}}}<|eot_id|>⟧{LT}"12"'
@@ -375,7 +375,7 @@ def test_tools_of_llama_and_mistral_are_rendered_with_ids_that_mistral_takes(tok
     assert f'[TOOL_RESULTS] {{"content": 12, "call_id": "{call_id}"}}[/TOOL_RESULTS]⟦A1</s>⟧' in mistral
 
 
-def test_mistral_moves_the_tools_to_the_last_question_so_each_answer_gets_its_own_text(tokenizer: Any) -> None:
+def test_mistral_moves_tools_to_the_last_user_turn_so_each_answer_gets_its_own_document(tokenizer: Any) -> None:
     talk = [*PLAIN[1:4], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     texts = rendered(tokenizer, FAMILIES["mistral"], talk)
     assert [text.count("[AVAILABLE_TOOLS]") for text in texts] == [1, 1]

@@ -1,4 +1,4 @@
-"""Rows as the reference systems' data sets have them, encoded by the `data` of the shipped recipes."""
+"""Rows in the formats of the reference systems' data sets, encoded with the shipped recipes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tokenizer_for(template: str) -> Any:
 
 
 @pytest.mark.parametrize(("recipe", "template", "columns", "trained"), CASES, ids=[case[0] for case in CASES])
-def test_rows_of_the_reference_systems_train_as_the_shipped_recipes_say(
+def test_rows_of_the_reference_systems_are_encoded_by_the_shipped_recipes(
     recipe: str, template: str, columns: dict[str, Any], trained: str | None
 ) -> None:
     data, tokenizer = load_recipe(recipe, NOWHERE).data, tokenizer_for(template)

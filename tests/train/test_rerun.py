@@ -1,4 +1,4 @@
-"""A run is repeated from its bundle alone, in another workspace, by the real command."""
+"""A run is repeated from its bundle in another workspace, through the command line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ftkit(project: Path, workspace: str, *arguments: str, code: int = 0) -> str:
     return done.stdout if code == 0 else done.stderr
 
 
-def test_a_run_is_repeated_bit_for_bit_from_its_bundle_and_has_a_page(tmp_path: Path) -> None:
+def test_a_run_is_repeated_bit_for_bit_from_its_bundle_and_gets_a_report(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n} plus {n % 7}", "completion": str(n + n % 7)} for n in range(200)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sums.yaml").write_text(RECIPE)

@@ -1,4 +1,4 @@
-"""Four families × methods: what is exported computes and generates in a fresh process what the checkpoint does here."""
+"""Four families × methods: an export loaded in a fresh process matches the checkpoint in this process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SHORT = (
 
 
 def save_base(family: str, folder: Path) -> Path:
-    """Save a model of random weights by transformers."""
+    """Save a model with random weights with transformers."""
     tokenizer = learn_tokenizer(["CREATE TABLE pets (name TEXT) SELECT COUNT(*) FROM pets"], 400, "gemma")
     own = load_recipe(str(TINY), Context.here(), [f"model.architecture.family={family}"]).model.architecture
     torch.manual_seed(7)
@@ -67,7 +67,7 @@ def save_base(family: str, folder: Path) -> Path:
 def matrix(
     make_run: Callable[..., Run], world: World, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """Train each method on each family, here; export; try all exports in one other process."""
+    """Train and export each method on each family in this process; try all exports in one other process."""
     folder, cases = tmp_path_factory.mktemp("matrix"), {}
     for family in FAMILIES:
         base = save_base(family, folder / family)
@@ -87,7 +87,7 @@ def matrix(
 
 
 def _export(run: Run, folder: Path) -> dict[str, Any]:
-    """Export a checkpoint in another way than the run did, and generate from the checkpoint itself."""
+    """Export a checkpoint in another format than the run, and generate from the checkpoint itself."""
     training = run.plan.recipe.training
     request = ExportRequest("last", training.adapters is not None, ROUNDED[training.method], folder)
     export_run(run.layout, request, lambda _: None, lambda _: None)
@@ -98,12 +98,12 @@ def _export(run: Run, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_export_computes_and_generates_in_a_fresh_process_what_its_checkpoint_does(
+def test_an_export_loaded_in_a_fresh_process_matches_its_checkpoint(
     family: str, method: str, matrix: dict[str, dict[str, Any]]
 ) -> None:
     case = matrix[f"{family} {method}"]
     assert {name: fresh["failed"] for name, fresh in case["fresh"].items()} == {"run": [], "again": []}
-    if method != "qlora":  # whose checkpoint computes with the 4-bit base, and its exports with the unquantized one
+    if method != "qlora":  # its checkpoint uses the 4-bit base, its exports the unquantized one
         assert case["fresh"]["run"]["tokens"] == case["tokens"]
     if ROUNDED[method] == "fp32":
         assert case["fresh"]["again"]["tokens"] == case["tokens"]

@@ -1,4 +1,4 @@
-"""`ftkit resume` on other numbers of processes, typed as a user types it."""
+"""`ftkit resume` on other numbers of processes, through the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def losses(layout: RunLayout) -> dict[int, float]:
     return {record.step: record.loss for record in read_records(layout.metrics) if isinstance(record, StepRecord)}
 
 
-def test_a_run_continues_on_two_processes_and_on_one_again_with_the_losses_of_one_run(
+def test_a_run_resumes_on_two_processes_and_on_one_again_with_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Copies of runs and exports: in S3, spoken by a server here, and in folders."""
+"""Copies of runs and exports: in a local S3 server and in folders."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_export(folder: Path, content: bytes = b"weights") -> Path:
 
 
 @pytest.mark.parametrize("where", ["s3", "folder"])
-def test_a_push_is_resumed_compared_by_digest_and_replaces_no_other_export(
+def test_a_push_resumes_compares_digests_and_does_not_overwrite_another_export(
     where: str, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_PART_BYTES", PART)
@@ -92,9 +92,7 @@ def test_a_push_is_resumed_compared_by_digest_and_replaces_no_other_export(
 
 
 @pytest.mark.usefixtures("client")
-def test_a_run_continues_on_another_machine_from_its_copy_and_ends_as_it_would_have(
-    finished_run: Run, tmp_path: Path
-) -> None:
+def test_a_run_resumes_on_another_machine_from_its_copy_with_the_same_result(finished_run: Run, tmp_path: Path) -> None:
     stopped = finished_run.copy_to("copied-20260102T030405Z-ab12")
     stopped.forget_after(10)
     layout = stopped._write_plan().parent
@@ -126,7 +124,7 @@ def test_a_run_continues_on_another_machine_from_its_copy_and_ends_as_it_would_h
     assert (copy / "metrics.jsonl").read_bytes() == plan.layout.metrics.read_bytes()
 
 
-def test_a_damaged_copy_is_not_continued(finished_run: Run, client: Any, tmp_path: Path) -> None:
+def test_a_damaged_copy_is_not_resumed(finished_run: Run, client: Any, tmp_path: Path) -> None:
     status = RunCopy(finished_run.layout, f"s3://{BUCKET}/damaged", quiet).update()
     prefix = status.destination.removeprefix(f"s3://{BUCKET}/")
     client.put_object(Bucket=BUCKET, Key=f"{prefix}/checkpoints/step-000020/__0_0.distcp", Body=b"no")
@@ -138,7 +136,7 @@ def test_a_damaged_copy_is_not_continued(finished_run: Run, client: Any, tmp_pat
         fetch_run(f"s3://{BUCKET}/nothing", workspace, quiet)
 
 
-def test_a_store_that_fails_is_reported_and_retried(finished_run: Run, tmp_path: Path) -> None:
+def test_a_failing_store_is_reported_and_retried(finished_run: Run, tmp_path: Path) -> None:
     run = finished_run.copy_to("failing-20260102T030405Z-ab12")
     in_the_way = tmp_path / "backup"
     in_the_way.write_text("a file")
@@ -160,12 +158,12 @@ def test_a_store_that_fails_is_reported_and_retried(finished_run: Run, tmp_path:
 
 @contextmanager
 def silent_server() -> Iterator[str]:
-    """Take connections and never answer: a store, or a proxy before it, that hangs."""
+    """Accept connections and never respond, like a hanging store or proxy."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_store_that_never_answers_is_named_and_neither_a_push_nor_the_end_of_a_run_waits_for_it(
+def test_an_unresponsive_store_is_reported_and_blocks_neither_a_push_nor_the_end_of_a_run(
     finished_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patience, "_SECONDS", 0.6)
@@ -179,7 +177,7 @@ def test_a_store_that_never_answers_is_named_and_neither_a_push_nor_the_end_of_a
     assert read_status(run.layout) == status
 
 
-def test_a_slow_call_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_call_that_makes_progress_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "_SECONDS", 0.4)
 
     def work(progress: patience.Progress) -> str:
@@ -192,7 +190,7 @@ def test_a_slow_call_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("client")
-def test_without_credentials_a_run_is_refused_before_it_is_submitted(
+def test_a_run_without_credentials_is_rejected_before_submission(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import s3fs

@@ -48,7 +48,7 @@ def test_a_run_learns_and_records_each_stage(finished_run: Any) -> None:
     assert verification.checks["units"] == "3"
 
 
-def test_checkpoints_know_the_version_that_prepared_their_data(finished_run: Any) -> None:
+def test_checkpoints_record_the_version_that_prepared_their_data(finished_run: Any) -> None:
     plan = finished_run.plan
     (folder,) = [folder for step, folder in plan.layout.list_checkpoints() if step == 20]
     progress = parse_json((folder / MARKER).read_bytes(), Marker).progress
@@ -56,7 +56,7 @@ def test_checkpoints_know_the_version_that_prepared_their_data(finished_run: Any
 
 
 @pytest.mark.oldest
-def test_validation_questions_get_completions_and_scores(finished_run: Any) -> None:
+def test_validation_rows_get_completions_and_scores(finished_run: Any) -> None:
     before, after = finished_run.records(EvaluationRecord)
     assert before.execution_accuracy == 0.0
     assert len(after.samples) == 5
@@ -65,7 +65,7 @@ def test_validation_questions_get_completions_and_scores(finished_run: Any) -> N
 
 
 @pytest.mark.oldest
-def test_the_export_is_the_trained_model(finished_run: Any) -> None:
+def test_the_export_equals_the_trained_model(finished_run: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished_run.layout.export)
     assert model.config.architectures == ["Qwen3ForCausalLM"]
     store = PreparedData(finished_run.plan.data_directory).read_validation()
@@ -82,7 +82,7 @@ def test_the_export_is_the_trained_model(finished_run: Any) -> None:
     assert total / store.num_targets.sum() == pytest.approx(after.loss, rel=1e-5)
 
 
-def test_the_exported_tokeniser_renders_a_conversation(finished_run: Any) -> None:
+def test_the_exported_tokenizer_renders_a_conversation(finished_run: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(finished_run.layout.export)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert text == "<bos><start_of_turn>user\nhi<end_of_turn>\n"
@@ -100,14 +100,14 @@ def test_ten_steps_resume_and_ten_more_equal_twenty_bit_for_bit(finished_run: An
     assert (resumed.layout.export / name).read_bytes() == (finished_run.layout.export / name).read_bytes()
 
 
-def test_one_process_computes_what_two_compute(finished_run: Any, make_run: Callable[..., Any]) -> None:
+def test_one_process_computes_the_same_as_two(finished_run: Any, make_run: Callable[..., Any]) -> None:
     alone = make_run("alone", processes=1)
     alone.train()
     for step, (loss, norm) in alone.losses().items():
         assert (loss, norm) == pytest.approx(finished_run.losses()[step], abs=1e-5, rel=1e-4)
 
 
-def test_a_checkpoint_of_two_processes_continues_in_one_with_another_micro_batch(
+def test_a_checkpoint_of_two_processes_resumes_on_one_with_another_micro_batch(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     interrupted = finished_run.copy_to("interrupted")
@@ -129,7 +129,7 @@ def test_pretrained_weights_stream_into_the_shards(finished_run: Any, make_run: 
     assert before.loss == pytest.approx(finished_run.records(EvaluationRecord)[-1].loss, abs=1e-6)
 
 
-def test_weights_of_another_shape_are_refused_before_training(finished_run: Any, make_run: Callable[..., Any]) -> None:
+def test_weights_of_another_shape_are_rejected_before_training(finished_run: Any, make_run: Callable[..., Any]) -> None:
     wrong = make_run(
         "wrong-shape", f"model.weights={finished_run.layout.export}", "model.architecture.num_hidden_layers=3"
     )
@@ -140,7 +140,7 @@ def test_weights_of_another_shape_are_refused_before_training(finished_run: Any,
     assert not wrong.losses()
 
 
-def test_a_request_to_stop_ends_in_a_checkpoint_from_which_the_run_continues(
+def test_a_stop_request_writes_a_checkpoint_from_which_the_run_resumes(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     stopped = make_run("stopped")
@@ -156,7 +156,7 @@ def test_a_request_to_stop_ends_in_a_checkpoint_from_which_the_run_continues(
 
 
 @pytest.mark.parametrize("device", ["at once", "behind"])
-def test_a_run_that_is_killed_in_a_step_has_recorded_the_step_before(device: str, make_run: Callable[..., Any]) -> None:
+def test_a_run_killed_in_a_step_has_recorded_the_previous_step(device: str, make_run: Callable[..., Any]) -> None:
     run = make_run(f"killed {device}", "evaluation.sql_execution=null", processes=1)
     printed = run.launch(str(KILLED), "11", device, expect=-9)
     assert "SIGKILL" in printed
@@ -165,13 +165,13 @@ def test_a_run_that_is_killed_in_a_step_has_recorded_the_step_before(device: str
     assert events[-2:] == [StepRecord, CheckpointRecord]
 
 
-def test_a_run_that_fails_in_a_step_has_recorded_the_step_before(make_run: Callable[..., Any]) -> None:
+def test_a_run_that_fails_in_a_step_has_recorded_the_previous_step(make_run: Callable[..., Any]) -> None:
     run = make_run("failed behind", "evaluation.sql_execution=null", processes=1)
     run.launch(str(KILLED), "6", "behind", "by an error", expect=1)
     assert sorted(run.losses()) == list(range(1, 6))
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_and_recorded(
+def test_a_non_finite_step_on_one_rank_is_skipped_by_all_and_recorded(
     make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("training.on_nonfinite=skip", "training.max_steps=8", "evaluation.sql_execution=null")
@@ -192,7 +192,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_and_recorded(
     assert anomaly.packs == tuple(pack_at(index, len(store), run.plan.recipe.training.seed) for index in range(40, 48))
 
 
-def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(finished_run: Any) -> None:
+def test_a_run_resumes_from_the_previous_checkpoint_if_the_newest_is_damaged(finished_run: Any) -> None:
     damaged = finished_run.copy_to("damaged")
     shard = damaged.layout.checkpoint(20) / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(finished_run: Any)
     assert [record.resumed_from for record in damaged.records(StartRecord)] == [10]
 
 
-def test_accumulation_and_checkpointing_change_nothing_but_memory(
+def test_accumulation_and_activation_checkpointing_change_only_memory(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     frugal = make_run(

@@ -1,4 +1,4 @@
-"""Losses by source of a run on a mixture, on two processes."""
+"""Losses per source of a run on a mixture, on two processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ("rows.jsonl.0", "rows.jsonl.1")
 
 @pytest.fixture
 def mixture(tmp_path: Path) -> str:
-    """Two files of the same name, one of rows that are easy to learn, and one of numbers."""
+    """Two files with the same name: one with rows that are easy to learn, one with numbers."""
     rng = np.random.default_rng(0)
     sources = []
     for kind, num_rows in (("easy", 120), ("hard", 40)):
@@ -43,7 +43,7 @@ def mixture(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(("engine", "packing"), [("fsdp2", "auto"), ("zero3", "off")])
-def test_the_losses_of_the_sources_are_their_parts_of_the_loss(
+def test_the_losses_per_source_add_up_to_the_loss(
     make_run: Callable[..., Any], mixture: str, engine: str, packing: str
 ) -> None:
     run = make_run(
@@ -70,7 +70,7 @@ def test_the_losses_of_the_sources_are_their_parts_of_the_loss(
     assert exact[NAMES[0]] < exact[NAMES[1]]
 
 
-def test_sums_of_sources_stay_in_fp32_where_fsdp2_casts_inputs(world: World) -> None:
+def test_loss_sums_per_source_stay_in_fp32_when_fsdp2_casts_inputs(world: World) -> None:
     class Adder(torch.nn.Linear):
         def forward(self, hidden: torch.Tensor, *, source_losses: SourceLosses) -> torch.Tensor:
             assert hidden.dtype == torch.bfloat16
@@ -84,7 +84,7 @@ def test_sums_of_sources_stay_in_fp32_where_fsdp2_casts_inputs(world: World) -> 
     assert sources.sums.tolist() == [[4.0, 2.0], [2.0, 1.0]]
 
 
-def test_sources_have_names_that_every_tracker_takes() -> None:
+def test_source_names_are_valid_in_every_tracker() -> None:
     sources = {name: SourceLoss(1.0, 1) for name in ("*.parquet", "..", "data-set/a b", "chats.jsonl.0")}
     scalars = scalars_of(EvaluationRecord(0.0, 0, "before", 1.0, 2.7, None, (), sources))
     names = ("_.parquet", "_", "data-set_a_b", "chats.jsonl.0")

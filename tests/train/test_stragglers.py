@@ -1,4 +1,4 @@
-"""A rank that computes slowly is found, although all ranks' steps take equally long."""
+"""A slow rank is detected although all ranks' steps take equally long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from conftest import Run
 
 
-def test_a_rank_that_computes_slowly_is_named_and_the_other_waits_for_it(
+def test_a_slow_rank_is_reported_and_the_others_waiting_time_is_recorded(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(

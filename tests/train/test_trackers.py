@@ -1,4 +1,4 @@
-"""Records in trackers, read back with the trackers' own libraries."""
+"""Records in trackers, read back with each tracker's library."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def send(plan: RunPlan, world: World, records: list[Record]) -> None:
             recorder.write(record)
 
 
-def test_tensorboard_shows_a_resumed_run_as_one_without_the_steps_taken_twice(
+def test_tensorboard_shows_a_resumed_run_without_duplicate_steps(
     plan_with: Callable[..., RunPlan], world: World
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -94,7 +94,7 @@ def test_tensorboard_shows_a_resumed_run_as_one_without_the_steps_taken_twice(
     assert b'"max_steps": 20' in text.tensor_proto.string_val[0]
 
 
-def test_mlflow_continues_in_the_same_run(
+def test_mlflow_resumes_the_same_run(
     plan_with: Callable[..., RunPlan], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
@@ -107,7 +107,7 @@ def test_mlflow_continues_in_the_same_run(
     send(plan, world, BEGINNING)
     experiment: Any = client.get_experiment_by_name("ours")
     (failed,) = client.search_runs([experiment.experiment_id])
-    assert failed.info.status == "FAILED", "no record of an end: the trainer died"
+    assert failed.info.status == "FAILED", "no end record: the trainer died"
 
     send(plan, world, REST)
     (run,) = client.search_runs([experiment.experiment_id])
@@ -119,7 +119,7 @@ def test_mlflow_continues_in_the_same_run(
     assert run.data.metrics["eval/execution_accuracy"] == 0.5
 
 
-def test_wandb_offline_keeps_its_run_in_the_run_s_folder(
+def test_wandb_offline_writes_to_the_run_folder(
     plan_with: Callable[..., RunPlan], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -139,7 +139,7 @@ def test_wandb_offline_keeps_its_run_in_the_run_s_folder(
 
 
 def _wandb_records(file: Path) -> Iterator[Any]:
-    """Read W&B's file: 7 bytes of its own, then a LevelDB log. Here no record crosses a block."""
+    """Read W&B's file: a header of 7 bytes, then a LevelDB log. No record crosses a block here."""
     from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 
     content, position = file.read_bytes(), 7
@@ -151,7 +151,7 @@ def _wandb_records(file: Path) -> Iterator[Any]:
         position += length
 
 
-def test_a_tracker_that_is_gone_is_a_warning_once_and_no_secret_is_in_it(
+def test_a_failing_tracker_warns_once_without_secrets(
     plan_with: Callable[..., RunPlan],
     world: World,
     monkeypatch: pytest.MonkeyPatch,
@@ -178,7 +178,7 @@ def test_a_tracker_that_is_gone_is_a_warning_once_and_no_secret_is_in_it(
     assert (train["train/loss"], held_out["eval/loss"], outcome) == (1.0, 2.0, "completed")
 
 
-def test_a_tracker_that_hangs_does_not_hold_the_run_up(
+def test_a_hanging_tracker_does_not_delay_the_run(
     plan_with: Callable[..., RunPlan],
     world: World,
     monkeypatch: pytest.MonkeyPatch,
@@ -200,14 +200,14 @@ def test_a_tracker_that_hangs_does_not_hold_the_run_up(
     answer.set()
 
 
-def test_other_ranks_than_the_first_open_no_tracker(plan_with: Callable[..., RunPlan], world: World) -> None:
+def test_only_rank_0_opens_trackers(plan_with: Callable[..., RunPlan], world: World) -> None:
     plan = plan_with("tensorboard")
     send(plan, replace(world, rank=1), BEGINNING)
     assert list(plan.layout.root.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
-def test_a_package_that_is_missing_is_named_with_its_extra(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tracker_package_is_reported_with_its_extra(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftkit.config.recipe.find_spec", lambda package: None if package == name else object())
     with pytest.raises(PrerequisiteError) as caught:
         check_trackers(TrackingSpec(sinks=(name,)))
@@ -222,7 +222,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(name: Any, monkeypatc
         ("mlflow", "MLFLOW_TRACKING_URI", {"MLFLOW_TRACKING_URI": "http://mlflow"}),
     ],
 )
-def test_a_tracker_s_environment_is_checked_before_the_model_is_built(
+def test_a_trackers_environment_is_checked_before_the_model_is_built(
     name: Any, wanted: str, enough: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for variable in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "MLFLOW_TRACKING_URI"):
@@ -244,7 +244,7 @@ def test_a_run_without_trackers_imports_none() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_whole_run_sends_what_it_records(make_run: Callable[..., Any]) -> None:
+def test_a_run_sends_its_records_to_trackers(make_run: Callable[..., Any]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = make_run(

@@ -1,4 +1,4 @@
-"""`ftkit generate` and `ftkit chat` on a run that was trained: its export, its checkpoints, and before training."""
+"""`ftkit generate` and `ftkit chat` on a trained run: its export, its checkpoints, and its initial weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUESTION = "CREATE TABLE pets (name TEXT)\nHow many pets are there?"
 
 @pytest.fixture(scope="module")
 def run(finished_run: Run) -> Run:
-    """The finished run under a name that commands find."""
+    """The finished run under an id that commands can resolve."""
     return finished_run.copy_to("tried-20261121T090000Z-1a2b")
 
 
@@ -49,7 +49,7 @@ def logits(model: LoadedModel) -> torch.Tensor:
         return found
 
 
-def test_export_and_last_checkpoint_are_one_model_and_the_one_before_training_is_another(run: Run) -> None:
+def test_the_export_equals_the_last_checkpoint_and_differs_from_the_initial_model(run: Run) -> None:
     export, checkpoint, before = (loaded(run, step) for step in ("", "@20", "@0"))
     torch.testing.assert_close(logits(export), logits(checkpoint))
     assert (logits(export) - logits(before)).abs().max() > 0.1
@@ -57,9 +57,7 @@ def test_export_and_last_checkpoint_are_one_model_and_the_one_before_training_is
     assert before.label.endswith("@0")
 
 
-def test_a_run_means_its_newest_step_and_the_export_of_a_step_before_its_checkpoint(
-    finished_run: Run, tmp_path: Path
-) -> None:
+def test_a_run_resolves_to_its_newest_step_and_exports_precede_checkpoints(finished_run: Run, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "demo-20260102T030405Z-ab12")
     shutil.copytree(finished_run.layout.root, layout.root)
     workspace = Workspace(tmp_path)
@@ -84,7 +82,7 @@ def test_a_run_means_its_newest_step_and_the_export_of_a_step_before_its_checkpo
         found("")
 
 
-def test_an_interrupted_output_is_continued_and_batches_change_nothing(
+def test_an_interrupted_output_is_resumed_and_batch_size_changes_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
@@ -102,7 +100,7 @@ def test_an_interrupted_output_is_continued_and_batches_change_nothing(
     assert "another model" in capfd.readouterr().err
 
 
-def test_chat_streams_into_a_pipe_what_generate_answers(
+def test_chat_streams_the_completion_of_generate_into_a_pipe(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
@@ -116,7 +114,7 @@ def test_chat_streams_into_a_pipe_what_generate_answers(
     assert [line.split()[0] for line in capfd.readouterr().out.splitlines()][:1] == ["before"]
 
 
-def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are(
+def test_a_step_without_a_checkpoint_is_rejected_with_the_existing_ones(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
@@ -130,7 +128,7 @@ def evaluated(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
-def test_eval_finds_the_losses_that_the_run_recorded_and_shows_the_change(
+def test_eval_reproduces_the_recorded_losses_and_shows_the_change(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
@@ -145,7 +143,7 @@ def test_eval_finds_the_losses_that_the_run_recorded_and_shows_the_change(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torchrun leaves /dev/null open
-def test_two_processes_find_what_one_finds(
+def test_eval_gives_the_same_result_on_one_and_two_processes(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
@@ -168,7 +166,7 @@ def test_a_file_of_prompts_gives_perplexity_and_repetition(
     assert "--data FILE" in capfd.readouterr().err
 
 
-def test_a_task_of_the_harness_is_run_before_and_after_without_a_network(
+def test_a_harness_task_runs_before_and_after_training_without_network(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
@@ -199,7 +197,7 @@ def test_a_task_of_the_harness_is_run_before_and_after_without_a_network(
 
 
 class _SamplingParams:
-    """As vLLM's, of which ftkit gives these."""
+    """The subset of vLLM's parameters that ftkit sets."""
 
     def __init__(
         self, *, max_tokens: int, temperature: float, seed: int | None, stop_token_ids: list[int], detokenize: bool
@@ -211,7 +209,7 @@ class _SamplingParams:
 
 
 class _Llm:
-    """As vLLM's LLM, on transformers: token by token, up to an end token, which is part of the completion."""
+    """vLLM's LLM on transformers: generates up to an end token, which is part of the completion."""
 
     def __init__(
         self, *, model: str, tokenizer: str, tensor_parallel_size: int, generation_config: str, enforce_eager: bool
@@ -236,7 +234,7 @@ class _Llm:
         return outputs
 
 
-def test_vllm_is_asked_for_what_transformers_answers(
+def test_generate_and_chat_with_vllm_match_transformers(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))

@@ -1,4 +1,4 @@
-"""vLLM's own engine, where it is installed: exports compute in it what was trained, and its server takes our arguments.
+"""vLLM, if installed: exports compute the same in its engine, and its server accepts our arguments.
 
 CONTRIBUTING.md says how to install it on a CPU.
 """
@@ -46,7 +46,7 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def runs(make_run: Callable[..., Run], world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Train all weights, and adapters, of a model whose heads are as wide as vLLM's kernels take."""
+    """Train all weights, and adapters, of a model whose head size vLLM's kernels support."""
     base = tmp_path_factory.mktemp("vllm") / "base"
     tokenizer = learn_tokenizer(["CREATE TABLE pets (name TEXT) SELECT COUNT(*) FROM pets"], 400, "gemma")
     recipe = load_recipe(str(Path(__file__).with_name("tiny.yaml")), Context.here(), list(SHAPE))
@@ -91,12 +91,12 @@ def leave_out(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_an_export_computes_in_vllm_what_was_trained(method: str, runs: dict[str, Run]) -> None:
+def test_an_export_computes_the_same_in_vllm(method: str, runs: dict[str, Run]) -> None:
     assert failed_checks(runs[method].layout.export) == []
 
 
 @pytest.mark.parametrize("change", [rename, clear, leave_out])
-def test_adapters_that_vllm_leaves_out_without_an_error_fail(
+def test_adapters_that_vllm_silently_ignores_fail_the_check(
     change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], runs: dict[str, Run], tmp_path: Path
 ) -> None:
     export = shutil.copytree(runs["lora"].layout.export, tmp_path / "export")
@@ -104,7 +104,7 @@ def test_adapters_that_vllm_leaves_out_without_an_error_fail(
     assert "vLLM: and the trained model's" in failed_checks(export)
 
 
-def test_another_template_and_another_end_token_fail(runs: dict[str, Run], tmp_path: Path) -> None:
+def test_a_different_template_or_end_token_fails_the_check(runs: dict[str, Run], tmp_path: Path) -> None:
     export = shutil.copytree(runs["full"].layout.export, tmp_path / "export")
     template = export / "chat_template.jinja"
     template.write_text(template.read_text() + "\n{{- 'Answer:' }}")
@@ -120,7 +120,7 @@ def test_another_template_and_another_end_token_fail(runs: dict[str, Run], tmp_p
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_server_takes_the_arguments_of_the_serving_job(method: str, runs: dict[str, Run]) -> None:
+def test_the_server_accepts_the_arguments_of_the_serving_job(method: str, runs: dict[str, Run]) -> None:
     arguments: Any = import_module("vllm.utils.argparse_utils")
     entry: Any = import_module("vllm.entrypoints.launchers.cli_args")
     run = runs[method]

@@ -1,4 +1,4 @@
-"""Experts, which files have one by one and transformers 5 in one tensor."""
+"""Experts, which are stored one by one in files and as one tensor in transformers 5."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
 
-needs_conversions = pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="transformers 4 has experts as files have them")
+needs_conversions = pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="transformers 4 stores experts as files do")
 
 
 def build(family: str) -> Any:
@@ -74,7 +74,7 @@ def test_experts_that_are_stored_one_by_one_are_loaded_from_any_number_of_files(
         assert torch.equal(value, expected[name]), name
 
 
-def test_of_experts_in_pieces_only_the_wanted_rows_are_read() -> None:
+def test_only_the_local_rows_of_per_expert_weights_are_read() -> None:
     tensors = {f"{expert}.{part}": torch.randn(2, 3) for expert in range(4) for part in ("gate", "up")}
     asked: list[str] = []
 
@@ -103,7 +103,7 @@ def test_an_expert_that_is_missing_is_an_error(tmp_path: Path) -> None:
 
 
 @needs_conversions
-def test_conversions_that_are_no_concatenation_of_rows_are_left_to_transformers(
+def test_conversions_other_than_row_concatenation_are_left_to_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build("qwen3_moe")
@@ -120,7 +120,7 @@ def test_conversions_that_are_no_concatenation_of_rows_are_left_to_transformers(
 
 
 @needs_conversions
-def test_experts_in_mxfp4_are_dequantized_as_transformers_does() -> None:
+def test_mxfp4_experts_are_dequantized_as_by_transformers() -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(1)
@@ -137,7 +137,7 @@ def test_experts_in_mxfp4_are_dequantized_as_transformers_does() -> None:
 
 
 class Tensor:
-    """A tensor of a file."""
+    """A slice of a safetensors file."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
@@ -161,7 +161,7 @@ def test_weights_are_split_as_transformers_saves_them(family: str, tmp_path: Pat
         assert torch.equal(tensor, saved[name]), name
 
 
-def test_an_export_is_loaded_by_transformers_and_by_ftkit(world: World, tmp_path: Path) -> None:
+def test_transformers_and_ftkit_load_an_export(world: World, tmp_path: Path) -> None:
     model = build("qwen3_moe")
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     ctx = Context(tmp_path, tmp_path, {})
@@ -179,7 +179,7 @@ def test_an_export_is_loaded_by_transformers_and_by_ftkit(world: World, tmp_path
 
 
 @needs_conversions
-def test_adapters_that_peft_would_put_on_experts_are_refused(world: World) -> None:
+def test_peft_adapters_on_experts_are_rejected(world: World) -> None:
     lora = TrainingPlan(
         sequence_length=32, global_batch_size=1, max_steps=1, learning_rate=1e-3, method="lora",
         lora=LoraSpec(targets=("q_proj", "gate_proj", "down_proj")),
@@ -188,8 +188,8 @@ def test_adapters_that_peft_would_put_on_experts_are_refused(world: World) -> No
         prepare_method(build("qwen3_moe"), lora, world.device)
 
 
-def test_blocks_in_fp8_are_dequantized_by_rows_as_they_are_whole() -> None:
-    """Against the definition, on a matrix whose sides are no multiples of the block."""
+def test_fp8_blocks_dequantized_by_rows_match_the_full_matrix() -> None:
+    """Compare with the definition on a matrix whose sides are not multiples of the block size."""
     torch.manual_seed(0)
     values = torch.randn(300, 200).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2)

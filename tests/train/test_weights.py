@@ -1,4 +1,4 @@
-"""Weights that are read or drawn a few rows at a time are those of the whole matrix."""
+"""Weights that are read or initialized a few rows at a time match the full matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("bounds", [(0, 60), (0, 0), (7, 41), (12, 24), (59, 60)])
-def test_a_part_is_read_a_few_rows_at_a_time(bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_is_read_a_few_rows_at_a_time(bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_shard, "_READ_AT_ONCE", 12)  # three rows of four
     begin, end = bounds
     whole = torch.arange(60.0).view(15, 4)
@@ -34,7 +34,7 @@ def test_a_part_is_read_a_few_rows_at_a_time(bounds: tuple[int, int], monkeypatc
     assert max(read, default=0) <= 3
 
 
-def test_random_tables_are_the_same_however_they_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_do_not_depend_on_the_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ArchitectureSpec(
         family="llama", vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=8,
@@ -54,7 +54,7 @@ def test_random_tables_are_the_same_however_they_are_divided(monkeypatch: pytest
     assert whole.std() == pytest.approx(shape.initializer_range, rel=0.2)
 
 
-def test_magnitudes_of_adapters_need_only_the_rows_of_their_shard() -> None:
+def test_adapter_magnitudes_need_only_the_rows_of_their_shard() -> None:
     matrix, asked = torch.arange(24.0).reshape(6, 4), []
 
     class Source:

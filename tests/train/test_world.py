@@ -15,7 +15,7 @@ with init_world(PlacementPlan(1, 1, "cpu", 1)):
 """
 
 
-def test_fp32_stays_fp32_in_images_that_allow_tf32() -> None:
+def test_fp32_matmuls_stay_fp32_in_images_that_enable_tf32() -> None:
     environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=True)

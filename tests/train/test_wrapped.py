@@ -1,4 +1,4 @@
-"""Gemma 3 within its multimodal wrapper, trained on text alone."""
+"""Gemma 3 in its multimodal wrapper, trained on text only."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ SHAPE = ArchitectureSpec(
     full_attention_every=6, tie_word_embeddings=True, rope_theta=1_000_000.0,
 )  # fmt: skip
 TEXT = SHAPE.model_dump(exclude={"family", "full_attention_every", "rope_theta"})
-EYES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 AS_ON_THE_HUB, AS_IN_THE_CLASS = "language_model.model.", "model.language_model."
 
 
 def save_as(prefix: str, source: Path, folder: Path) -> Path:
-    """Write the weights in one of the two namings, the vision tower in a file of its own."""
+    """Write the weights under one of the two naming schemes, with the vision tower in a separate file."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(source / "model.safetensors")
     files: dict[str, dict[str, torch.Tensor]] = {"text.safetensors": {}, "vision.safetensors": {}}
@@ -68,7 +68,7 @@ def save_as(prefix: str, source: Path, folder: Path) -> Path:
 def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a vision tower, as `save_pretrained` leaves it."""
     torch.manual_seed(7)
-    vision = EYES | {"image_size": 28, "patch_size": 14}
+    vision = VISION | {"image_size": 28, "patch_size": 14}
     rope = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     config = Gemma3Config(text_config=TEXT | rope, vision_config=vision, mm_tokens_per_image=4)
     folder = tmp_path_factory.mktemp("wrapper")
@@ -89,7 +89,7 @@ def held_out_loss(model: Any, run: Any) -> float:
 
 
 @pytest.mark.parametrize("prefix", [AS_ON_THE_HUB, AS_IN_THE_CLASS])
-def test_the_text_model_computes_what_it_does_within_the_wrapper(
+def test_the_text_model_computes_the_same_as_within_the_multimodal_model(
     prefix: str, wrapper: Path, tmp_path: Path, world: World
 ) -> None:
     folder = save_as(prefix, wrapper, tmp_path / "weights")
@@ -112,14 +112,14 @@ def test_the_text_model_computes_what_it_does_within_the_wrapper(
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(True, False), (False, True)])
-def test_a_wrapper_that_contradicts_its_text_model_about_tied_embeddings_is_loaded_by_its_files(
+def test_tied_embeddings_follow_the_files_if_the_wrappers_configuration_contradicts_them(
     outer: bool, inner: bool, tmp_path: Path, world: World
 ) -> None:
     torch.manual_seed(7)
     text = {name: value for name, value in TEXT.items() if name != "sliding_window"} | {"model_type": "ministral3"}
-    eyes = EYES | {"image_size": 28, "patch_size": 14, "head_dim": 8}
+    vision = VISION | {"image_size": 28, "patch_size": 14, "head_dim": 8}
     config = Mistral3Config(
-        text_config=text | {"tie_word_embeddings": inner}, vision_config=eyes, tie_word_embeddings=outer
+        text_config=text | {"tie_word_embeddings": inner}, vision_config=vision, tie_word_embeddings=outer
     )
     whole = Mistral3ForConditionalGeneration(config)
     whole.save_pretrained(tmp_path)
@@ -137,7 +137,7 @@ def test_a_wrapper_that_contradicts_its_text_model_about_tied_embeddings_is_load
         assert torch.allclose(logits, whole(tokens, use_cache=False).logits, atol=1e-5)
 
 
-def test_a_wrapper_of_another_shape_is_refused(wrapper: Path) -> None:
+def test_a_multimodal_model_of_another_shape_is_rejected(wrapper: Path) -> None:
     with pytest.raises(TrainingError, match="hidden_size: 64 in the recipe, 32 in the weights"):
         read_config(wrapper, SHAPE.model_copy(update={"hidden_size": 64}))
 
@@ -151,7 +151,7 @@ def trained_on(folder: Path, name: str, make_run: Callable[..., Any], *overrides
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapters_are_those_of_the_wrapper_and_leave_its_eyes_alone(
+def test_adapters_match_the_wrappers_parameter_names_and_exclude_the_vision_tower(
     wrapper: Path, tmp_path: Path, make_run: Callable[..., Any]
 ) -> None:
     source = save_as(AS_ON_THE_HUB, wrapper, tmp_path / "weights")
