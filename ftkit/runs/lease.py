@@ -7,6 +7,13 @@ next number may be taken. A holder that only seemed dead finds the higher number
 
 Ages are not compared between nodes, whose clocks differ: a process that wants the lease watches whether it is touched.
 On the holder's machine this takes no time, because the process can be looked up there.
+
+A holder from an earlier start of the same Slurm job is not watched. Slurm restarts a job, and the job script starts its
+next step, only after the previous processes have ended on every node that responds. A node that only lost Slurm's
+controller may still train and write to the shared file system, so this does not prove that the holder is dead; but it
+decides which of the two must end. The later start creates the next number immediately, removes the holder's file, and
+waits for two heartbeats before it writes anything else. If the holder is alive, its next touch fails, on NFS too, and
+it ends. A holder that can't reach the file system can't write to it either.
 """
 
 from __future__ import annotations
@@ -36,6 +43,9 @@ BEAT_SECONDS = 10.0
 NUM_MISSED_BEATS = 12
 """Missed touches after which the holder counts as dead: file systems and Python's lock can stall for a minute."""
 
+_NOTICED_SECONDS = 2 * BEAT_SECONDS
+"""After this long, a holder that is alive has noticed that its lease was taken over."""
+
 _SURELY_DEAD_SECONDS = 600.0
 """Age in seconds by this machine's clock. Slurm's nodes can't communicate if their clocks differ by 5 minutes."""
 
@@ -55,6 +65,7 @@ class Holder:
         process_start: distinguishes it from a later process with the same id.
         job_id: its Slurm job; empty: none.
         since: when it acquired the lease, in seconds since the epoch.
+        start: number of times that Slurm restarted its job, and the id of its job step since then.
     """
 
     host: str
@@ -63,12 +74,18 @@ class Holder:
     process_start: str
     job_id: str
     since: float
+    start: tuple[int, int] = (0, 0)
 
     @classmethod
     def here(cls) -> Holder:
         """Return this process as a holder."""
         pid, job_id = os.getpid(), os.environ.get("SLURM_JOB_ID", "")
-        return cls(socket.gethostname(), _machine(), pid, process.start_time(pid) or "", job_id, time.time())
+        start = int(os.environ.get("SLURM_RESTART_COUNT", "0")), int(os.environ.get("SLURM_STEP_ID", "0"))
+        return cls(socket.gethostname(), _machine(), pid, process.start_time(pid) or "", job_id, time.time(), start)
+
+    def is_replaced_by(self, other: Holder) -> bool:
+        """Whether `other` is from a later start of the same job."""
+        return bool(self.job_id) and self.job_id == other.job_id and self.start < other.start
 
     def __str__(self) -> str:
         job = f"job {self.job_id}, " if self.job_id else ""
@@ -225,13 +242,17 @@ class HeldLease:
 def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], None]) -> int:
     """Take the lease; return its number."""
     folder.mkdir(parents=True, exist_ok=True)
-    newest = _newest(folder)
+    newest, own = _newest(folder), Holder.here()
+    replaced = None
     if newest is not None and newest.may_be_alive:
-        _watch_it_die(folder, newest, say, pause)
+        if newest.holder is not None and newest.holder.is_replaced_by(own) and not newest.is_running_here:
+            replaced = newest
+        else:
+            _watch_it_die(folder, newest, say, pause)
     number = newest.number + 1 if newest else 1
     path = _path(folder, number)
     try:
-        _create(path, Holder.here())
+        _create(path, own)
     except FileExistsError:
         raise _refusal(_newest(folder)) from None
     newest = _newest(folder)
@@ -241,6 +262,10 @@ def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], Non
     for lease in _numbers(folder):
         if lease < number:
             _path(folder, lease).unlink(missing_ok=True)
+    if replaced is not None:
+        say(f"the run's folder was held by {_name(replaced)}, from an earlier start of this job: waiting "
+            f"{_NOTICED_SECONDS:.0f} s, so that it ends if its node only lost Slurm's controller")  # fmt: skip
+        pause(_NOTICED_SECONDS)
     return number
 
 

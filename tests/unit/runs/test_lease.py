@@ -13,7 +13,15 @@ import pytest
 from ftkit import process
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.lease import NUM_MISSED_BEATS, Holder, current_holder, held_lease, is_held_by_another_job, revoke
+from ftkit.runs.lease import (
+    BEAT_SECONDS,
+    NUM_MISSED_BEATS,
+    Holder,
+    current_holder,
+    held_lease,
+    is_held_by_another_job,
+    revoke,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,6 +108,56 @@ def test_a_holder_on_another_machine_that_is_silent_for_long_is_replaced(layout:
         assert len(pauses) == NUM_MISSED_BEATS
         assert [path.name for path in layout.leases.iterdir()] == ["000010.json"], "numbers are no texts"
         assert current_holder(layout) == replace(Holder.here(), since=current_holder(layout).since)  # type: ignore[union-attr]
+
+
+def start_as(monkeypatch: pytest.MonkeyPatch, job_id: str, restarts: int, step: int) -> None:
+    """Make this process one of a start of a Slurm job."""
+    monkeypatch.setenv("SLURM_JOB_ID", job_id)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+    monkeypatch.setenv("SLURM_STEP_ID", str(step))
+
+
+@pytest.mark.parametrize(("restarts", "step"), [(1, 0), (0, 2)])
+def test_a_later_start_of_the_same_job_takes_over_at_once_and_gives_the_holder_the_time_to_notice(
+    restarts: int, step: int, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    lost: list[TrainingError] = []
+    start_as(monkeypatch, "55", 0, 1)
+    with hold(layout, on_loss=lost.append) as former:
+        (path,) = layout.leases.iterdir()
+        leave(layout, replace(ELSEWHERE, start=(0, 1)))  # as if it were on a node that is cut off
+        start_as(monkeypatch, "55", restarts, step)
+
+        def let_it_beat(seconds: float) -> None:
+            assert seconds >= 2 * BEAT_SECONDS
+            assert not path.exists()
+            former.beat()
+
+        with hold(layout, let_it_beat, say=told.append):
+            assert "taken over" in str(lost[0])
+            assert "job 55, process 4711 on n7, since 1970-01-01 00:00:00 UTC, from an earlier start" in told[0]
+
+
+@pytest.mark.parametrize(("job_id", "restarts", "step"), [("55", 0, 1), ("55", 0, 0), ("56", 2, 0), ("", 2, 0)])
+def test_the_same_or_an_earlier_start_and_another_job_wait_until_the_holder_is_dead(
+    job_id: str, restarts: int, step: int, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(layout, replace(ELSEWHERE, start=(0, 1)))
+    start_as(monkeypatch, job_id, restarts, step)
+    pauses: list[float] = []
+    with hold(layout, pauses.append):
+        assert len(pauses) == NUM_MISSED_BEATS
+
+
+def test_a_later_start_does_not_replace_a_process_that_runs_on_its_own_machine(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_as(monkeypatch, "55", 0, 1)
+    with hold(layout):
+        start_as(monkeypatch, "55", 1, 0)
+        with pytest.raises(TrainingError, match="another process trains"), hold(layout):
+            pytest.fail("two hold it")
 
 
 def test_of_several_that_see_a_dead_lease_exactly_one_takes_it(layout: RunLayout) -> None:
