@@ -63,6 +63,9 @@ def main(arguments: list[str]) -> int:
     layout = RunLayout(Path(arguments[arguments.index("-m") + 2]).parent)
     _stage_weights(layout)
     # After the mask: their threads inherit it.
+    from ftkit.train.forked import fork_trainer  # noqa: PLC0415
+
+    arguments = fork_trainer(arguments)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
