@@ -32,7 +32,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
     layout = RunLayout(plan_path.parent)
     rank = int(os.environ["RANK"])
     if is_forked():
-        begin_session()
+        begin_session(rank)
     at_end = ExitStack()  # closed by whichever comes first: the end of training, or torchrun's SIGTERM
     follow_launcher(at_end.close)
     _start_logs(layout, rank)

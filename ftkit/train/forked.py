@@ -20,6 +20,8 @@ _OPTIONS: Final = ("--start-method=fork", "--run-path")
 """torchrun's own options for ranks that are functions: each runs a file as `__main__`."""
 _CUDA_ERROR_NOT_INITIALIZED: Final = 3
 """Of CUDA's driver API (cuda.h)."""
+_PR_SET_NAME: Final = 15
+"""Of prctl(2): the name in top and in `ps -o comm`, of up to 15 bytes."""
 _NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With it, torch.cuda.is_available(), which libraries call when they are imported, does not initialize CUDA."""
 
@@ -68,9 +70,10 @@ def is_forked() -> bool:
     return multiprocessing.parent_process() is not None
 
 
-def begin_session() -> None:
-    """Undo what a forked rank inherits from torchrun: its session, hence its terminal, and its signal handlers."""
+def begin_session(rank: int) -> None:
+    """Undo what a forked rank inherits of torchrun: session, and hence terminal, signal handlers, and name."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"ftkit rank {rank}".encode())

@@ -26,11 +26,12 @@ FOR_LONG = ("training.max_steps=100000", "training.checkpoint_every_steps=100000
 
 
 @contextmanager
-def training(run: Any, launcher: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Train in the background; yield the launcher once training steps run."""
+def training(run: Any, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Train in the background, as job scripts do; yield the launcher once training steps run."""
     run.layout.root.mkdir(parents=True, exist_ok=True)
     run.layout.plan.write_text(plan_to_json(run.plan))
-    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node=2", "-m", "ftkit.train"]
+    launcher = [sys.executable, "-m", "ftkit.train.launcher", *options]
+    command = [*launcher, "--standalone", "--nproc-per-node=2", "-m", "ftkit.train"]
     with (
         (run.layout.root / "output").open("wb") as output,
         subprocess.Popen(
@@ -65,7 +66,7 @@ def ranks_of(launcher: subprocess.Popen[bytes]) -> list[int]:
 
 def test_no_rank_outlives_a_killed_launcher(make_run: Callable[..., Any]) -> None:
     run = make_run("launcher-killed", *FOR_LONG)
-    with training(run, "torch.distributed.run") as launcher:
+    with training(run, "--heed-signals") as launcher:
         ranks = ranks_of(launcher)
         launcher.kill()
         wait_until(lambda: not any(process.start_time(rank) for rank in ranks), run)
@@ -74,7 +75,7 @@ def test_no_rank_outlives_a_killed_launcher(make_run: Callable[..., Any]) -> Non
 
 def test_a_second_job_in_the_folder_is_rejected_and_the_first_continues(make_run: Callable[..., Any]) -> None:
     run = make_run("twice", *FOR_LONG)
-    with training(run, "torch.distributed.run") as launcher:
+    with training(run, "--heed-signals") as launcher:
         holder = current_holder(run.layout)
         assert holder is not None
         assert holder.pid == ranks_of(launcher)[0]
@@ -94,7 +95,7 @@ def test_a_second_job_in_the_folder_is_rejected_and_the_first_continues(make_run
 
 def test_slurm_signals_to_all_processes_end_none(make_run: Callable[..., Any]) -> None:
     run = make_run("signalled", *FOR_LONG)
-    with training(run, "ftkit.train.launcher") as launcher:
+    with training(run) as launcher:
         for pid in (*ranks_of(launcher), launcher.pid):
             os.kill(pid, signal.SIGUSR1)
             os.kill(pid, signal.SIGTERM)
@@ -107,7 +108,7 @@ def test_slurm_signals_to_all_processes_end_none(make_run: Callable[..., Any]) -
 
 def test_a_hanging_rank_is_reported_and_ends_the_run(make_run: Callable[..., Any]) -> None:
     run = make_run("hangs", *FOR_LONG, "resources.hang_timeout_seconds=5")
-    with training(run, "torch.distributed.run") as launcher:
+    with training(run, "--heed-signals") as launcher:
         wait_until(lambda: read_last_step(run.layout.metrics).step > 10, run, launcher)
         os.kill(ranks_of(launcher)[1], signal.SIGSTOP)
         wait_until(run.layout.rank_error(0).exists, run, launcher)
@@ -121,7 +122,7 @@ def test_a_hanging_rank_is_reported_and_ends_the_run(make_run: Callable[..., Any
 
 def test_sigterm_to_torchrun_ends_its_ranks_and_releases_the_folder(make_run: Callable[..., Any]) -> None:
     run = make_run("terminated", *FOR_LONG)
-    with training(run, "torch.distributed.run") as launcher:
+    with training(run, "--heed-signals") as launcher:
         ranks = ranks_of(launcher)
         launcher.terminate()
         launcher.wait(PATIENCE_SECONDS)
