@@ -221,7 +221,7 @@ def write_data(plan: RunPlan, lengths: list[int]) -> None:
 
 def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
     """Run ftkit's trainer until it has taken the steps; the checkpoint and the export at its end are not waited for."""
-    command = ["-m", "ftkit.train", str(plan.layout.plan)]
+    command = ["-m", "ftkit.train.launcher", "--heed-signals", *torchrun(plan), "-m", "ftkit.train"]
 
     def read_steps() -> list[Step]:
         records = [record for record in read_records(plan.layout.metrics) if isinstance(record, StepRecord)]
@@ -237,7 +237,7 @@ def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
             for record in records
         ]
 
-    return measure(plan, [sys.executable, *torchrun(plan), *command], read_steps, options)
+    return measure(plan, [sys.executable, *command, str(plan.layout.plan)], read_steps, options)
 
 
 def measure_peer(plan: RunPlan, peer: Peer, name: str, options: argparse.Namespace) -> Result:
@@ -251,12 +251,13 @@ def measure_peer(plan: RunPlan, peer: Peer, name: str, options: argparse.Namespa
         lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
         return [Step(**json.loads(line)) for line in lines]
 
-    return measure(plan, [options.peer_python, *torchrun(plan), *program], read_steps, options)
+    command = [options.peer_python, "-m", "torch.distributed.run", *torchrun(plan), *program]
+    return measure(plan, command, read_steps, options)
 
 
 def torchrun(plan: RunPlan) -> list[str]:
-    """Return the arguments that start the plan's processes."""
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.placement.world_size}"]
+    """Return torchrun's options that start the plan's processes."""
+    return ["--standalone", f"--nproc-per-node={plan.placement.world_size}"]
 
 
 def measure(

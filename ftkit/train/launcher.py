@@ -69,6 +69,8 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
+    # It logs a traceback of torchrun's own for each failed rank; the error below says which one failed.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         torchrun(arguments)
     except ChildFailedError as error:
