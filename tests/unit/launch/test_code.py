@@ -1,4 +1,4 @@
-"""Copies of code that a run carries."""
+"""Copies of the user's code in a run folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(root: Path, *names: str) -> None:
         (root / name).write_text(name)
 
 
-def test_of_a_checkout_what_git_would_track_is_copied_with_its_commit(tmp_path: Path) -> None:
+def test_a_checkout_is_copied_as_git_tracks_it_with_its_commit(tmp_path: Path) -> None:
     write(tmp_path, "train.py", "helper.py", "deleted.py", "model.bin", ".gitignore")
     (tmp_path / ".gitignore").write_text("*.bin\n")
     git = ("git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@example.com")
@@ -37,21 +37,21 @@ def test_of_a_checkout_what_git_would_track_is_copied_with_its_commit(tmp_path: 
     write(tmp_path, "scratch.bin")
     assert (
         "scratch.bin" in copy_code(tmp_path, "script", "--script", needs="scratch.bin").files
-    )  # ignored, but asked for
+    )  # ignored by git, but listed explicitly
 
 
-def test_elsewhere_all_but_hidden_files_and_what_ftkit_made_is_copied(tmp_path: Path) -> None:
+def test_a_plain_folder_is_copied_without_hidden_files_and_ftkits_output(tmp_path: Path) -> None:
     write(tmp_path, "train.py", "lib/part.py", "lib/__pycache__/part.pyc", ".venv/x.py", "runs/a/plan.json")
     copy = copy_code(tmp_path, "script", "--script", but=[tmp_path / "runs"])
     assert sorted(copy.files) == ["lib/part.py", "train.py"]
     assert sorted(files_of([copy])) == ["code/script/lib/part.py", "code/script/train.py"]
 
 
-def test_the_digest_tells_names_and_contents_apart() -> None:
+def test_the_digest_distinguishes_names_from_contents() -> None:
     assert len({digest_of(each) for each in ({"a": b"bc"}, {"ab": b"c"}, {"a": b"b", "c": b""}, {})}) == 4
 
 
-def test_a_folder_with_more_than_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_larger_than_the_code_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "_LIMIT_BYTES", 10)
     write(tmp_path, "long-name-and-content.py")
     with pytest.raises(ConfigError, match="more than code"):
@@ -71,7 +71,7 @@ def test_the_copy_of_ftkit_itself_is_a_package_with_its_data() -> None:
     assert {"ftkit/__init__.py", "ftkit/train/script.py", "ftkit/recipes/demo.yaml"} <= copy.files.keys()
 
 
-def test_a_repetition_carries_the_same_code_or_says_what_is_missing_or_changed(tmp_path: Path) -> None:
+def test_a_rerun_uses_the_same_code_or_reports_what_is_missing_or_changed(tmp_path: Path) -> None:
     write(tmp_path, "mylib/__init__.py")
     (copy,) = copy_packages([tmp_path / "mylib"])
     run = tmp_path / "run"

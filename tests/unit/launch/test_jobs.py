@@ -28,7 +28,7 @@ def slurm_plan(plan: RunPlan) -> RunPlan:
     return replace(plan, cluster=plan.cluster.model_copy(update={"scheduler": "slurm"}))
 
 
-def test_a_started_run_has_all_its_files(slurm_plan: RunPlan, programs: FakePrograms) -> None:
+def test_a_submitted_run_has_all_its_files(slurm_plan: RunPlan, programs: FakePrograms) -> None:
     programs.answer("sbatch", "123\n")
     run = submit(slurm_plan, "#!/bin/bash\n", {"run": "x"}, os.environ)
     layout = slurm_plan.layout
@@ -40,7 +40,9 @@ def test_a_started_run_has_all_its_files(slurm_plan: RunPlan, programs: FakeProg
     assert layout.logs.is_dir()
 
 
-def test_a_refused_run_leaves_nothing_behind(slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace) -> None:
+def test_a_rejected_run_leaves_nothing_behind(
+    slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace
+) -> None:
     programs.answer("sbatch", stderr="sbatch: error: invalid partition specified: x\n", code=1)
     with pytest.raises(SubmitError, match="invalid partition"):
         submit(slurm_plan, "", {}, os.environ)
@@ -56,7 +58,7 @@ def test_without_slurm_nothing_is_left_behind(
     assert programs.calls() == []
 
 
-def test_a_run_that_slurm_may_have_taken_stays_and_can_be_submitted_again(
+def test_a_run_that_slurm_may_have_accepted_stays_and_can_be_resubmitted(
     slurm_plan: RunPlan, programs: FakePrograms
 ) -> None:
     programs.answer("sbatch", stderr="sbatch: error: Batch job submission failed: Socket timed out\n", code=1)
@@ -85,7 +87,7 @@ def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_cancelle
     assert programs.calls("scancel") == ["scancel 8 7"]
 
 
-def test_a_preparation_is_cancelled_if_the_training_job_is_refused(
+def test_a_preparation_job_is_cancelled_if_the_training_job_is_rejected(
     slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace
 ) -> None:
     programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo "invalid partition" >&2; exit 1;; esac')
@@ -111,13 +113,13 @@ def test_a_run_whose_preparation_failed_has_failed_and_not_been_cancelled(
     assert seen.reason == "its data and weights could not be prepared (job 7)"
 
 
-def test_a_workspace_that_can_not_be_written_to_is_named(slurm_plan: RunPlan, workspace: Workspace) -> None:
+def test_a_read_only_workspace_is_reported(slurm_plan: RunPlan, workspace: Workspace) -> None:
     workspace.root.write_text("a file, not a folder")
     with pytest.raises(PrerequisiteError, match="can't make the run's folder"):
         submit(slurm_plan, "", {}, os.environ)
 
 
-def test_a_resumed_run_forgets_how_it_ended_and_remembers_its_jobs(
+def test_a_resumed_run_clears_its_end_state_and_keeps_its_job_ids(
     make_run: RunMaker, programs: FakePrograms, sacct_line: Callable[..., str], squeue_line: Callable[..., str]
 ) -> None:
     run = make_run(job_id="1")
@@ -151,7 +153,7 @@ def test_a_run_on_another_machine_is_not_resumed_here(make_run: RunMaker, monkey
         resume(read_plan(run.layout), os.environ)
 
 
-def test_canceling_says_so_in_the_folder_before_slurm_ends_the_job(
+def test_cancellation_is_recorded_before_slurm_ends_the_job(
     make_run: RunMaker, programs: FakePrograms, squeue_line: Callable[..., str]
 ) -> None:
     run = make_run(job_id="77")
@@ -161,7 +163,7 @@ def test_canceling_says_so_in_the_folder_before_slurm_ends_the_job(
     assert programs.calls("scancel") == ["scancel 77"]
 
 
-def test_a_job_that_could_not_be_cancelled_is_not_called_cancelled(
+def test_a_job_that_could_not_be_cancelled_is_not_marked_cancelled(
     make_run: RunMaker, programs: FakePrograms, squeue_line: Callable[..., str]
 ) -> None:
     run = make_run()

@@ -34,7 +34,7 @@ STUBBORN = "trap '' TERM; echo ready >ready; while :; do sleep 0.02; done"
 
 @pytest.fixture
 def started(make_run: RunMaker) -> Iterator[Callable[[str], SubmittedRun]]:
-    """Start a script for real; whatever is left of it is killed at the end."""
+    """Start a real process; kill what remains of it at the end."""
     runs: list[SubmittedRun] = []
 
     def start(script: str) -> SubmittedRun:
@@ -66,7 +66,7 @@ def test_a_script_is_running_until_it_ends(started: Callable[[str], SubmittedRun
     assert (observe(run).state, observe(run).exit_code) == (RunState.FAILED, 3)
 
 
-def test_a_killed_script_has_failed_and_says_so(started: Callable[[str], SubmittedRun]) -> None:
+def test_a_killed_script_is_reported_as_failed(started: Callable[[str], SubmittedRun]) -> None:
     run = started("exec sleep 3600")
     os.kill(int(run.submission.job_id), signal.SIGKILL)
     wait_until(lambda: observe(run).is_final)
@@ -84,7 +84,7 @@ def test_remaining_processes_of_a_killed_script_count_as_running(started: Callab
     assert observe(run).state is RunState.CANCELLED
 
 
-def test_canceling_lets_the_script_end_in_its_own_way(started: Callable[[str], SubmittedRun]) -> None:
+def test_canceling_lets_the_script_shut_down(started: Callable[[str], SubmittedRun]) -> None:
     run = started(POLITE)
     wait_until((run.layout.root / "ready").exists)
     assert cancel(run) is None
@@ -93,7 +93,7 @@ def test_canceling_lets_the_script_end_in_its_own_way(started: Callable[[str], S
     assert process.group_members(int(run.submission.job_id)) == []
 
 
-def test_a_script_that_does_not_want_to_end_is_killed(
+def test_a_script_that_ignores_sigterm_is_killed(
     started: Callable[[str], SubmittedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalScheduler, "grace_seconds", 0.1)
@@ -103,7 +103,7 @@ def test_a_script_that_does_not_want_to_end_is_killed(
     assert observe(run).state is RunState.CANCELLED
 
 
-def test_a_run_that_ended_can_not_be_cancelled(started: Callable[[str], SubmittedRun]) -> None:
+def test_an_ended_run_cannot_be_cancelled(started: Callable[[str], SubmittedRun]) -> None:
     run = started("echo 5 >exit-code")
     wait_until(lambda: observe(run).is_final)
     ended = cancel(run)
@@ -117,7 +117,7 @@ def test_a_later_process_with_the_same_id_is_not_the_run(make_run: RunMaker) -> 
     assert observe(run).state is RunState.FAILED
 
 
-def test_a_run_on_another_machine_is_not_judged_from_here(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_a_run_on_another_machine_is_unknown(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(scheduler="local")
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     seen = observe(run)
@@ -125,7 +125,7 @@ def test_a_run_on_another_machine_is_not_judged_from_here(make_run: RunMaker, mo
     assert run.submission.host in seen.reason
 
 
-def test_a_trainer_that_no_signal_reaches_is_asked_by_the_stop_file(make_run: RunMaker) -> None:
+def test_a_trainer_that_receives_no_signals_is_stopped_by_the_stop_file(make_run: RunMaker) -> None:
     run = make_run(scheduler="local", job_id="99999999")
     run.layout.leases.mkdir()
     inside = Holder("container", "another process namespace", 7, "1", "", 0.0)

@@ -1,4 +1,4 @@
-"""A model's shape and parameters, resolved where a run is planned."""
+"""A model's shape and param count, resolved at planning time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNKNOWN = MIXTRAL | {"model_type": "phimoe", "head_dim": 128}
 
 
 class Program:
-    """Stands for the counting program."""
+    """A fake of the subprocess that counts parameters."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
@@ -54,16 +54,16 @@ def resolve(folder: Path, config: dict[str, Any], home: Path | None = None, **fi
     return resolve_model(model, {"XDG_CACHE_HOME": str(home or folder)}, Workspace(folder))
 
 
-def test_a_folder_s_config_is_all_that_a_family_with_a_formula_needs(tmp_path: Path, program: Program) -> None:
+def test_a_family_with_a_formula_needs_only_the_folders_config(tmp_path: Path, program: Program) -> None:
     model = resolve(tmp_path, MIXTRAL)
     assert model.architecture.head_dim == 128
-    assert model.architecture.rope_theta == 1e6  # of the family's class: the file says nothing
+    assert model.architecture.rope_theta == 1e6  # the class's default: the file has no such key
     assert model.architecture.counts is not None
     assert model.architecture.counts.total == 46_702_792_704
     assert program.calls == 0
 
 
-def test_others_are_counted_by_the_program_once_and_estimated_where_it_fails(
+def test_other_families_are_counted_by_a_subprocess_once_or_estimated_if_it_fails(
     tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     estimated = resolve(tmp_path, UNKNOWN).architecture.counts
@@ -72,7 +72,7 @@ def test_others_are_counted_by_the_program_once_and_estimated_where_it_fails(
     real = count_by_config(MIXTRAL)
     answer = json.dumps(json.loads(to_json(CountedModel(UNKNOWN | {"rms_norm_eps": 1e-3}, real))))
     program.output = ProgramOutput(0, f"a warning\n{answer}\n", "")
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second iteration reads the cache
         model = resolve(tmp_path, UNKNOWN)
         assert model.architecture.counts == real
         assert model.architecture.rms_norm_eps == 1e-3
@@ -87,7 +87,7 @@ def test_others_are_counted_by_the_program_once_and_estimated_where_it_fails(
     assert not home.exists()
 
 
-def test_a_configuration_in_the_hubs_cache_is_read(tmp_path: Path, program: Program) -> None:
+def test_a_configuration_in_the_hub_cache_is_read(tmp_path: Path, program: Program) -> None:
     snapshot = tmp_path / "hub" / "models--x--y" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(MIXTRAL))
@@ -98,7 +98,7 @@ def test_a_configuration_in_the_hubs_cache_is_read(tmp_path: Path, program: Prog
     assert program.calls == 0
 
 
-def test_fields_that_contradict_the_configuration_are_refused_and_those_left_out_are_not(tmp_path: Path) -> None:
+def test_fields_that_contradict_the_configuration_are_rejected_and_missing_ones_are_not(tmp_path: Path) -> None:
     same = {"rope_theta": 1e6, "num_hidden_layers": 32, "max_position_embeddings": 4096}
     assert resolve(tmp_path, MIXTRAL, architecture=same).architecture.max_position_embeddings == 4096
     with pytest.raises(ConfigError, match=r"rope_theta: 10000\.0 in the recipe, 1000000\.0 in the"):
@@ -117,7 +117,7 @@ def test_more_positions_need_rope_scaling(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [{"model_type": "phimoe"}, {"model_type": "llama", "hidden_size": "wide"}])
-def test_a_configuration_that_does_not_tell_the_shape_is_refused(
+def test_a_configuration_without_the_model_shape_is_rejected(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_model, "find_spec", lambda _: None)
@@ -125,12 +125,12 @@ def test_a_configuration_that_does_not_tell_the_shape_is_refused(
         resolve(tmp_path, config)
 
 
-def test_a_folder_without_a_config_is_refused_with_what_a_recipe_for_the_nodes_needs(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_rejected_with_the_keys_to_set_for_the_nodes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"read from here\. Correct the path; for a folder that only the nodes see"):
         resolve_model(ModelSpec(weights=str(tmp_path / "nowhere")), {}, Workspace(tmp_path))
 
 
-def test_added_tokens_take_free_rows_or_grow_the_embedding(tmp_path: Path, program: Program) -> None:
+def test_added_tokens_use_free_rows_or_grow_the_embedding(tmp_path: Path, program: Program) -> None:
     vocabulary = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<s>"}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": "[PAD]", "eos_token": "<s>"}))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def slurm_says(
     programs: FakePrograms, squeue_line: Callable[..., str], sacct_line: Callable[..., str]
 ) -> Callable[..., None]:
-    """Let squeue know nothing but these, and sacct nothing but those."""
+    """Make squeue and sacct return only these lines."""
 
     def says(run: SubmittedRun, *, queue: str = "", reason: str = "None", accounting: str = "") -> None:
         programs.answer("squeue", squeue_line(run, queue, reason) if queue else "")
@@ -35,7 +35,7 @@ def slurm_says(
     return says
 
 
-def test_a_final_state_is_written_down_and_never_asked_for_again(
+def test_a_final_state_is_saved_and_never_queried_again(
     make_run: RunMaker, programs: FakePrograms, slurm_says: Callable[..., None]
 ) -> None:
     run = make_run()
@@ -67,7 +67,7 @@ def test_a_run_that_was_submitted_again_is_observed_again(make_run: RunMaker, sl
     assert observe(again).state is RunState.RUNNING
 
 
-def test_a_run_that_continues_after_its_end_was_seen_is_observed_again(
+def test_a_run_that_resumes_after_its_end_is_observed_again(
     make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
 ) -> None:
     run = make_run()
@@ -80,7 +80,7 @@ def test_a_run_that_continues_after_its_end_was_seen_is_observed_again(
     assert observe(run).state is RunState.RUNNING
 
 
-def test_a_checkpointed_run_in_the_queue_is_stopped_and_not_at_its_end(
+def test_a_checkpointed_run_in_the_queue_is_stopped_but_not_ended(
     make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
 ) -> None:
     run = make_run()
@@ -93,7 +93,7 @@ def test_a_checkpointed_run_in_the_queue_is_stopped_and_not_at_its_end(
     assert not run.layout.state.exists()
 
 
-def test_a_run_that_stopped_and_was_not_requeued_is_stopped_for_good(
+def test_a_stopped_run_that_was_not_requeued_has_ended(
     make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
 ) -> None:
     run = make_run()
@@ -104,7 +104,7 @@ def test_a_run_that_stopped_and_was_not_requeued_is_stopped_for_good(
     assert (seen.state, seen.is_final) == (RunState.STOPPED, True)
 
 
-def test_a_pre_empted_run_says_that_it_has_a_checkpoint(
+def test_a_preempted_run_mentions_its_checkpoint(
     make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
 ) -> None:
     run = make_run()
@@ -139,7 +139,7 @@ def test_the_exit_code_decides_where_slurm_has_forgotten_the_job(
     make_run: RunMaker, slurm_says: Callable[..., None], exit_code: str | None, state: RunState
 ) -> None:
     run = make_run()
-    run.layout.job_exit_code("999").write_text("3")  # of another job, which was refused
+    run.layout.job_exit_code("999").write_text("3")  # of another, rejected job
     if exit_code:
         run.layout.job_exit_code(run.submission.job_id).write_text(exit_code)
     slurm_says(run)
@@ -149,9 +149,7 @@ def test_the_exit_code_decides_where_slurm_has_forgotten_the_job(
     assert run.layout.state.exists() == seen.is_final
 
 
-def test_where_slurm_can_not_be_asked_the_state_is_unknown_and_nothing_is_written_down(
-    make_run: RunMaker, programs: FakePrograms
-) -> None:
+def test_the_state_is_unknown_and_not_saved_if_slurm_is_unavailable(make_run: RunMaker, programs: FakePrograms) -> None:
     runs = [make_run(), make_run()]
     overview = observe_all(runs)
     assert {seen.state for seen in overview.states.values()} == {RunState.UNKNOWN}
@@ -160,7 +158,7 @@ def test_where_slurm_can_not_be_asked_the_state_is_unknown_and_nothing_is_writte
     assert programs.calls() == []
 
 
-def test_a_folder_that_can_not_be_written_to_can_still_be_looked_at(
+def test_a_run_in_a_read_only_folder_can_be_observed(
     make_run: RunMaker, slurm_says: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -173,9 +171,7 @@ def test_a_folder_that_can_not_be_written_to_can_still_be_looked_at(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"job_id": "101"}', '{"job_id": "101", "state": "odd"}'])
-def test_a_damaged_note_of_the_state_is_passed_over(
-    make_run: RunMaker, slurm_says: Callable[..., None], text: str
-) -> None:
+def test_a_damaged_state_file_is_ignored(make_run: RunMaker, slurm_says: Callable[..., None], text: str) -> None:
     run = make_run(job_id="101")
     run.layout.state.write_text(text)
     slurm_says(run, accounting="TIMEOUT")
@@ -184,7 +180,7 @@ def test_a_damaged_note_of_the_state_is_passed_over(
 
 @pytest.fixture
 def trains_in() -> Callable[..., Holder]:
-    """Leave the lease of a process on another machine, which touched it this moment."""
+    """Leave the lease of a process on another machine, touched just now."""
 
     def leave(run: SubmittedRun, job_id: str) -> Holder:
         holder = Holder("n7", "another machine", 4711, "1", job_id, 0.0)
@@ -196,7 +192,7 @@ def trains_in() -> Callable[..., Holder]:
 
 
 @pytest.mark.parametrize("scheduler", ["local", "slurm"])
-def test_a_run_whose_job_is_gone_is_running_while_someone_trains_in_its_folder(
+def test_a_run_whose_job_is_gone_is_running_while_its_lease_is_held(
     scheduler: str, make_run: RunMaker, slurm_says: Callable[..., None], trains_in: Callable[..., Holder]
 ) -> None:
     run = make_run(scheduler=scheduler, job_id="99999999")
@@ -209,7 +205,7 @@ def test_a_run_whose_job_is_gone_is_running_while_someone_trains_in_its_folder(
         resume(read_plan(run.layout), os.environ)
 
 
-def test_a_state_written_down_is_not_believed_when_someone_trains_since(
+def test_a_saved_state_is_ignored_if_the_lease_is_newer(
     make_run: RunMaker, slurm_says: Callable[..., None], trains_in: Callable[..., Holder]
 ) -> None:
     run = make_run()
@@ -221,7 +217,7 @@ def test_a_state_written_down_is_not_believed_when_someone_trains_since(
 
 
 @pytest.mark.parametrize(("accounting", "expected"), [("CANCELLED by 0", "cancelled"), ("NODE_FAIL", "running")])
-def test_slurm_ends_the_processes_of_a_job_unless_it_lost_their_node(
+def test_processes_of_an_ended_job_may_remain_only_on_a_lost_node(
     accounting: str,
     expected: str,
     make_run: RunMaker,
@@ -234,7 +230,7 @@ def test_slurm_ends_the_processes_of_a_job_unless_it_lost_their_node(
     assert observe(run).state == expected
 
 
-def test_a_run_that_slurm_took_although_it_seemed_not_to_is_not_submitted_beside_itself(
+def test_a_run_that_slurm_accepted_despite_an_error_is_not_submitted_twice(
     make_run: RunMaker, programs: FakePrograms, trains_in: Callable[..., Holder]
 ) -> None:
     run = make_run()

@@ -1,4 +1,4 @@
-"""Removable files of a workspace; files that a run may still need stay."""
+"""Files that `ftkit prune` may remove, and files that runs still need."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def runs(make_run: RunMaker, programs: FakePrograms) -> dict[str, SubmittedRun]:
     return found
 
 
-def test_failed_runs_without_a_checkpoint_and_data_that_nobody_uses_go(
+def test_failed_runs_without_a_checkpoint_and_unused_data_are_removed(
     runs: dict[str, SubmittedRun], workspace: Workspace
 ) -> None:
     for name in ("used", "of-failed", "of-resumable", "forgotten"):
@@ -74,9 +74,7 @@ def test_failed_runs_without_a_checkpoint_and_data_that_nobody_uses_go(
     assert [item.path.name for item in with_checkpoints.items] == [runs["resumable"].id, "of-resumable"]
 
 
-def test_with_a_run_whose_plan_cannot_be_read_all_data_stays(
-    runs: dict[str, SubmittedRun], workspace: Workspace
-) -> None:
+def test_no_data_is_removed_while_a_plan_cannot_be_read(runs: dict[str, SubmittedRun], workspace: Workspace) -> None:
     prepare(workspace, "forgotten")
     runs["completed"].layout.plan.write_text("{")
     found = find_prunable(workspace, now=1e9)
@@ -84,7 +82,7 @@ def test_with_a_run_whose_plan_cannot_be_read_all_data_stays(
     assert "prepared data is kept" in found.warnings[-1]
 
 
-def test_a_run_that_was_resumed_meanwhile_stays(runs: dict[str, SubmittedRun], workspace: Workspace) -> None:
+def test_a_run_that_was_resumed_in_the_meantime_is_kept(runs: dict[str, SubmittedRun], workspace: Workspace) -> None:
     found = find_prunable(workspace, now=1e9)
     failed = runs["failed"]
     failed.layout.job_exit_code(failed.submission.job_id).unlink()

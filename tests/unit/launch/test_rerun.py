@@ -1,4 +1,4 @@
-"""Plans of runs that repeat another: in its place as it was, elsewhere with the same global batch."""
+"""Plans of reruns: identical on the same cluster, with the same global batch size elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def original(make_run: RunMaker, tmp_path: Path) -> Original:
-    """A run on four processes of a cluster without GPUs, whose micro-batch was chosen."""
+    """A run on four processes of a cluster without GPUs, with an automatic micro-batch size."""
     layout = make_run().layout
     plan = read_plan(layout)
     execution = replace(plan.execution, chosen=("micro_batch_size",))
@@ -42,7 +42,7 @@ def rerun(original: Original, workspace: Workspace, **args: Any) -> RunPlan:
     return plan_rerun(original, RerunArgs(**args), ctx, workspace, None)
 
 
-def test_in_its_place_a_run_is_planned_as_it_was(original: Original, workspace: Workspace) -> None:
+def test_a_rerun_on_the_same_cluster_has_the_same_plan(original: Original, workspace: Workspace) -> None:
     plan = rerun(original, workspace)
     before = read_plan(RunLayout(workspace.runs / original.run.id))
     same = {"engine": plan.engine.name}
@@ -53,7 +53,7 @@ def test_in_its_place_a_run_is_planned_as_it_was(original: Original, workspace: 
     assert [each.key for each in changed_inputs(original, plan, original.manifest)] == ["ftkit"]  # another version
 
 
-def test_elsewhere_the_global_batch_stays(original: Original, workspace: Workspace) -> None:
+def test_a_rerun_elsewhere_keeps_the_global_batch_size(original: Original, workspace: Workspace) -> None:
     plan = rerun(original, workspace, gpus_per_node=4)
     assert plan.batch.global_batch_size == original.manifest["resolved_recipe"]["training"]["global_batch_size"]
     assert plan.placement.world_size == 4
@@ -68,7 +68,7 @@ def test_a_profile_from_elsewhere_is_not_used(original: Original, workspace: Wor
     assert rerun(original, workspace, is_own=False, gpus_per_node=1).cluster.setup == ()
 
 
-def test_another_image_or_other_data_is_refused_unless_it_is_allowed(original: Original, workspace: Workspace) -> None:
+def test_another_image_or_other_data_is_rejected_unless_allowed(original: Original, workspace: Workspace) -> None:
     plan = rerun(original, workspace)
     changed = changed_inputs(original, plan, original.manifest | {"image_id": "sha256:2"})
     with pytest.raises(ConfigError) as caught:

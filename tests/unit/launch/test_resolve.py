@@ -27,7 +27,7 @@ def ctx(project: Path, environment: Mapping[str, str] = CPU) -> Context:
     return Context(project, project.parent / "user", environment)
 
 
-def test_a_recipe_alone_is_enough_on_this_machine(project: Path) -> None:
+def test_a_local_run_needs_only_a_recipe(project: Path) -> None:
     plan = resolve(RunArgs(recipe="demo"), ctx(project))
     assert plan.cluster.name == "local"
     assert (plan.placement.device, plan.placement.world_size) == ("cpu", 2)
@@ -36,7 +36,7 @@ def test_a_recipe_alone_is_enough_on_this_machine(project: Path) -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [None, 2])
-def test_where_no_cluster_is_chosen_an_image_is_planned_for_any_slurm_and_the_plan_says_so(
+def test_an_image_without_a_cluster_is_planned_for_generic_slurm_with_a_note(
     project: Path, num_nodes: int | None
 ) -> None:
     plan = resolve(RunArgs(image="olmo3:25.02", num_nodes=num_nodes), ctx(project))
@@ -44,13 +44,13 @@ def test_where_no_cluster_is_chosen_an_image_is_planned_for_any_slurm_and_the_pl
     assert plan.notes[0].startswith("no cluster is chosen: this plan is for profile 'slurm'")
 
 
-def test_a_cluster_that_is_chosen_is_never_replaced(project: Path) -> None:
+def test_an_explicit_cluster_is_never_replaced(project: Path) -> None:
     (project / "ftkit.yaml").write_text("cluster: local\n")
     with pytest.raises(ConfigError, match="runtime 'none': the image would have no effect"):
         resolve(RunArgs(image="olmo3:25.02"), ctx(project))
 
 
-def test_an_image_alone_is_enough_on_a_cluster(project: Path) -> None:
+def test_a_run_on_a_cluster_needs_only_an_image(project: Path) -> None:
     (project / "ftkit.yaml").write_text("cluster: a4-highgpu-8g\nworkspace: /shared/me\n")
     plan = resolve(RunArgs(image="olmo3:25.02", num_nodes=2), ctx(project))
     assert plan.recipe.name == "olmo3-32b-malware-full"
@@ -59,14 +59,14 @@ def test_an_image_alone_is_enough_on_a_cluster(project: Path) -> None:
     assert plan.container_image.startswith("/shared/me/images/")
 
 
-def test_the_image_of_the_settings_is_used_where_there_are_containers(project: Path) -> None:
+def test_the_image_of_the_settings_is_used_if_the_cluster_has_containers(project: Path) -> None:
     (project / "ftkit.yaml").write_text("image: olmo3:25.02\n")
     assert resolve(RunArgs(recipe="demo"), ctx(project)).image is None
     plan = resolve(RunArgs(cluster="a4-highgpu-8g"), ctx(project))
     assert (plan.recipe.name, plan.image) == ("olmo3-32b-malware-full", "olmo3:25.02")
 
 
-def test_the_image_of_the_recipe_is_used_where_nothing_else_names_one(project: Path) -> None:
+def test_the_image_of_the_recipe_is_the_default(project: Path) -> None:
     (project / "mine.yaml").write_text("extends: olmo3-7b-full\nname: mine\nimage: olmo3:26.05\n")
     words = RunArgs(recipe=str(project / "mine.yaml"), cluster="a4-highgpu-8g")
     assert resolve(words, ctx(project)).image == "olmo3:26.05"
@@ -78,7 +78,7 @@ def make_cluster(project: Path, extends: str, runtime: str) -> None:
 
 
 @pytest.mark.parametrize("typed", ["my.sqsh", "./my.sqsh", "my.sif", "./my.sif"])
-def test_an_image_file_is_found_from_the_current_folder(
+def test_an_image_file_is_relative_to_the_current_folder(
     project: Path, monkeypatch: pytest.MonkeyPatch, typed: str
 ) -> None:
     make_cluster(project, "a4-highgpu-8g", "apptainer")
@@ -87,7 +87,7 @@ def test_an_image_file_is_found_from_the_current_folder(
     assert resolve(words, ctx(project)).container_image == str(project / Path(typed).name)
 
 
-def test_an_image_file_in_the_settings_or_a_recipe_belongs_to_the_file_that_names_it(
+def test_an_image_file_in_the_settings_or_a_recipe_is_relative_to_that_file(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -117,13 +117,13 @@ def test_pyxis_is_not_given_a_sif_file(project: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [RunArgs(), RunArgs(image="docker://host#path:tag", cluster="a4-highgpu-8g")])
-def test_where_nothing_says_what_to_train_the_user_is_told_what_to_give(project: Path, words: RunArgs) -> None:
+def test_a_run_without_recipe_and_image_is_rejected_with_a_fix(project: Path, words: RunArgs) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(words, ctx(project))
     assert "ftkit recipes" in str(caught.value)
 
 
-def test_all_that_is_wrong_with_the_specs_is_shown_at_once(project: Path) -> None:
+def test_all_problems_of_the_specs_are_shown_together(project: Path) -> None:
     (project / "clusters").mkdir()
     (project / "clusters" / "mine.yaml").write_text("extends: slurm\nname: mine\npartitoin: x\ngpus_per_node: 0\n")
     words = RunArgs(recipe="dmeo", cluster="mine", image="olmo3:24.01")
@@ -140,7 +140,7 @@ def test_a_single_missing_file_keeps_its_error(project: Path) -> None:
         resolve(RunArgs(recipe="dmeo"), ctx(project))
 
 
-def test_everything_that_does_not_fit_together_is_shown_at_once(project: Path) -> None:
+def test_all_conflicts_between_specs_are_shown_together(project: Path) -> None:
     words = RunArgs(
         recipe="demo", cluster="local", num_nodes=3, image="olmo3:25.02", overrides=("training.global_batch_size=33",)
     )
@@ -167,7 +167,7 @@ def test_conflicting_settings_are_reported_at_their_line(project: Path) -> None:
     assert places(typed, project) == ["command line --nodes", "command line training.global_batch_size"]
 
 
-def test_a_profile_and_the_settings_are_blamed_for_their_own(project: Path) -> None:
+def test_conflicts_are_reported_in_the_profile_or_settings_that_cause_them(project: Path) -> None:
     make_cluster(project, "a4-highgpu-8g", "pyxis")
     profile = project / "clusters" / "mine.yaml"
     profile.write_text(profile.read_text() + "mounts: [relative]\n")
@@ -179,20 +179,20 @@ def test_a_profile_and_the_settings_are_blamed_for_their_own(project: Path) -> N
     ]
 
 
-def test_a_cluster_that_is_missing_is_blamed_on_the_file_that_names_it(project: Path) -> None:
+def test_a_missing_cluster_is_reported_with_the_file_that_refers_to_it(project: Path) -> None:
     (project / "ftkit.yaml").write_text("# ours\ncluster: ourz\n")
     with pytest.raises(NotFoundError, match=rf"{project}/ftkit.yaml:2: cluster: cluster 'ourz' not found"):
         resolve(RunArgs(recipe="demo"), ctx(project))
 
 
-def test_a_typed_option_wins_over_the_environment_and_says_where_it_is_from(project: Path) -> None:
+def test_an_option_overrides_the_environment_and_is_reported_as_the_origin(project: Path) -> None:
     place = ctx(project, {"FTKIT_CLUSTER": "slurm"})
     assert read_settings(RunArgs(), place).settings.cluster == "slurm"
     typed = read_settings(RunArgs(cluster="local"), place)
     assert (typed.settings.cluster, typed.layers.origin(("cluster",))) == ("local", "command line")
 
 
-def test_a_relative_workspace_belongs_to_the_project(project: Path) -> None:
+def test_a_relative_workspace_is_in_the_project(project: Path) -> None:
     (project / "ftkit.yaml").write_text("workspace: work\n")
     place = ctx(project)
     assert read_settings(RunArgs(), place).workspace_folder(place) == project / "work"
@@ -208,12 +208,12 @@ def test_the_number_of_steps_is_known_once_the_data_is_prepared(project: Path) -
     assert resolve(words, ctx(project)).num_steps == 20
 
 
-def test_two_runs_of_the_same_second_have_two_ids(project: Path) -> None:
+def test_two_runs_in_the_same_second_have_different_ids(project: Path) -> None:
     ids = {resolve(RunArgs(recipe="demo"), ctx(project)).id for _ in range(3)}
     assert len(ids) == 3
 
 
-def test_the_job_gets_the_file_that_a_readable_link_leads_to_now(project: Path) -> None:
+def test_the_job_gets_the_current_target_of_a_readable_link(project: Path) -> None:
     images = project / "images"
     images.mkdir()
     (images / "sha256-1.sqsh").touch()
@@ -224,7 +224,7 @@ def test_the_job_gets_the_file_that_a_readable_link_leads_to_now(project: Path) 
     assert plan.image == "olmo3:25.02"
 
 
-def test_links_that_lead_nowhere_are_left_for_the_check_of_the_image(project: Path) -> None:
+def test_broken_links_are_left_to_the_image_check(project: Path) -> None:
     images = project / "images"
     images.mkdir()
     link = images / "olmo3+25.02.sqsh"

@@ -1,4 +1,4 @@
-"""The context of a run: the machine, files, git, secrets."""
+"""The context of a run: machine, files, git, secrets."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_a_machine_with_gpus_trains_on_all_of_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("visible", "num_gpus"), [("0,2", 2), ("1", 1), ("0,-1,2", 1), ("0,1,2,3,4,5", 4)])
-def test_gpus_that_cuda_will_not_show_do_not_count(tmp_path: Path, visible: str, num_gpus: int) -> None:
+def test_gpus_hidden_from_cuda_do_not_count(tmp_path: Path, visible: str, num_gpus: int) -> None:
     found = detect_hardware(LOCAL, {"CUDA_VISIBLE_DEVICES": visible}, machine(tmp_path, 4))
     assert found.gpus_per_node == num_gpus
 
 
-def test_a_machine_without_gpus_trains_in_as_many_processes_as_the_profile_says(tmp_path: Path) -> None:
+def test_a_machine_without_gpus_uses_the_number_of_processes_in_the_profile(tmp_path: Path) -> None:
     found = detect_hardware(LOCAL, {}, tmp_path)
     assert (found.device, found.gpus_per_node) == ("cpu", 2)
     assert found.cpus_per_node == len(os.sched_getaffinity(0))
@@ -70,11 +70,11 @@ def test_a_machine_without_gpus_trains_in_as_many_processes_as_the_profile_says(
         ("NVIDIA L40S", None),
     ],
 )
-def test_the_drivers_name_of_a_gpu_is_recognised(tmp_path: Path, name: str, model: str | None) -> None:
+def test_a_gpu_is_recognized_by_its_driver_name(tmp_path: Path, name: str, model: str | None) -> None:
     assert detect_hardware(LOCAL, {}, machine(tmp_path, 1, name)).gpu == model
 
 
-def test_a_profile_that_names_its_device_is_left_alone() -> None:
+def test_a_profile_with_a_device_is_unchanged() -> None:
     profile = load_cluster("a4-highgpu-8g", NOWHERE)
     assert detect_hardware(profile, {}) is profile
 
@@ -84,13 +84,13 @@ def check_sources(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
 
 
 def with_recipe(plan: RunPlan, recipe: RecipeSpec) -> RunPlan:
-    """Make a plan for another recipe; of its model, only the tokenizer differs."""
+    """Make a plan for another recipe, whose model differs only in the tokenizer."""
     model = plan.recipe.model.model_copy(update={"tokenizer": recipe.model.tokenizer})
     return replace(plan, recipe=RecipePlan.of(recipe, model, plan.recipe.training))
 
 
 def with_weights(plan: RunPlan, weights: str, **changes: object) -> RunPlan:
-    """Make a plan for weights in a folder, on a cluster with changes."""
+    """Make a plan for weights in a folder, on a modified cluster."""
     model = plan.recipe.model.model_copy(update={"weights": weights})
     recipe = plan.recipe.model_copy(update={"model": model})
     return replace(plan, recipe=recipe, cluster=plan.cluster.model_copy(update=changes))
@@ -115,7 +115,7 @@ def recipe_with_files(folder: Path) -> RecipeSpec:
     )
 
 
-def test_the_stamp_changes_with_the_files_that_the_packs_come_from_and_with_no_others(tmp_path: Path) -> None:
+def test_the_stamp_changes_only_with_the_files_that_packs_are_made_from(tmp_path: Path) -> None:
     recipe = recipe_with_files(tmp_path)
     before = data_stamp(recipe)
     (tmp_path / "model" / "model.safetensors").write_text("weights")
@@ -131,7 +131,7 @@ def recipe_with_source(**source: object) -> RecipeSpec:
     return load_recipe("demo", NOWHERE, [f"data.source={json.dumps(source)}"])
 
 
-def test_a_folder_without_data_files_and_a_device_are_refused(plan: RunPlan, tmp_path: Path) -> None:
+def test_a_folder_without_data_files_and_a_device_file_are_rejected(plan: RunPlan, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "README.md").touch()
     recipe = recipe_with_source(kind="files", train=str(tmp_path), num_heldout=100)
@@ -144,7 +144,7 @@ def test_a_folder_without_data_files_and_a_device_are_refused(plan: RunPlan, tmp
         check_sources(with_recipe(plan, device), {})
 
 
-def test_a_folder_with_too_many_files_for_a_data_set_is_refused(
+def test_a_folder_with_too_many_files_for_a_data_set_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in "abc":
@@ -157,7 +157,7 @@ def test_a_folder_with_too_many_files_for_a_data_set_is_refused(
         data_stamp(recipe)
 
 
-def test_a_path_that_can_not_be_read_is_reported_with_its_key(tmp_path: Path) -> None:
+def test_an_unreadable_path_is_reported_with_its_key(tmp_path: Path) -> None:
     deep = "/".join([str(tmp_path), *["x" * 200] * 30])
     recipe = recipe_with_source(kind="files", train="rows.jsonl", num_heldout=100)
     source = recipe.data.source.model_copy(update={"train": deep})
@@ -176,9 +176,7 @@ def test_a_path_that_can_not_be_read_is_reported_with_its_key(tmp_path: Path) ->
         ("", r"has 0 examples"),
     ],
 )
-def test_rows_that_cannot_be_used_stop_a_run_before_it_queues(
-    plan: RunPlan, tmp_path: Path, rows: str, message: str
-) -> None:
+def test_invalid_rows_stop_a_run_before_submission(plan: RunPlan, tmp_path: Path, rows: str, message: str) -> None:
     here = with_recipe(plan, recipe_with_files(tmp_path).model_copy(update={"model": plan.recipe.model}))
     (tmp_path / "train.jsonl").write_text(rows)
     with pytest.raises(DataError, match=message):
@@ -204,7 +202,7 @@ ONLY_IM_END = '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "conten
         ({"tokenizer_config.json": "half of"}, "model", None),
     ],
 )
-def test_a_tokenizer_or_template_that_a_folder_lacks_stops_a_run_before_it_queues(
+def test_a_missing_tokenizer_or_template_stops_a_run_before_submission(
     plan: RunPlan, tmp_path: Path, files: dict[str, str], template: str, message: str | None
 ) -> None:
     (tmp_path / "tokenizer").mkdir()
@@ -222,9 +220,7 @@ def test_a_tokenizer_or_template_that_a_folder_lacks_stops_a_run_before_it_queue
             check_sources(here, {})
 
 
-def test_a_template_that_a_tokenizer_of_the_hub_lacks_the_tokens_of_stops_a_run_once_it_is_cached(
-    plan: RunPlan, tmp_path: Path
-) -> None:
+def test_a_template_with_tokens_missing_from_a_cached_hub_tokenizer_stops_a_run(plan: RunPlan, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--x--y" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     overrides = ["model.tokenizer={source: x/y, vocab_size: null}", "data.chat_template=gemma"]
@@ -235,7 +231,7 @@ def test_a_template_that_a_tokenizer_of_the_hub_lacks_the_tokens_of_stops_a_run_
         check_sources(here, {"HF_HOME": str(tmp_path)})
 
 
-def test_a_missing_template_is_noticed_with_rows_of_a_detected_format(plan: RunPlan, tmp_path: Path) -> None:
+def test_a_missing_template_is_reported_for_a_detected_format(plan: RunPlan, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     for row, message in (({"question": "q", "answer": "a"}, "has no chat template"), ({"text": "t"}, None)):
@@ -251,7 +247,7 @@ def test_a_missing_template_is_noticed_with_rows_of_a_detected_format(plan: RunP
                 check_sources(here, {})
 
 
-def test_columns_that_a_generator_does_not_make_stop_a_run_before_it_queues(plan: RunPlan) -> None:
+def test_columns_missing_from_a_generator_stop_a_run_before_submission(plan: RunPlan) -> None:
     recipe = load_recipe("demo", NOWHERE, ["data.format.prompt='{question}'"])
     with pytest.raises(DataError, match=r"generated example 1: data\.format\.prompt uses columns .*: question"):
         check_sources(with_recipe(plan, recipe), {})
@@ -261,7 +257,7 @@ def test_generated_data_has_no_stamp() -> None:
     assert data_stamp(load_recipe("demo", NOWHERE)) == ""
 
 
-def test_a_data_file_that_is_missing_stops_a_run_before_it_queues(plan: RunPlan, tmp_path: Path) -> None:
+def test_a_missing_data_file_stops_a_run_before_submission(plan: RunPlan, tmp_path: Path) -> None:
     here = with_recipe(plan, recipe_with_files(tmp_path).model_copy(update={"model": plan.recipe.model}))
     assert check_sources(here, {}) == []
     (tmp_path / "train.jsonl").unlink()
@@ -270,7 +266,7 @@ def test_a_data_file_that_is_missing_stops_a_run_before_it_queues(plan: RunPlan,
 
 
 @pytest.mark.parametrize("mounts", [(), ("/nowhere:/nowhere:ro",)], ids=["not mounted", "mounted by the profile"])
-def test_a_model_that_only_the_nodes_may_see_is_a_warning(plan: RunPlan, mounts: tuple[str, ...]) -> None:
+def test_a_model_folder_that_may_exist_only_on_nodes_is_a_warning(plan: RunPlan, mounts: tuple[str, ...]) -> None:
     elsewhere = with_weights(plan, "/nowhere/models/olmo", scheduler="slurm", mounts=mounts)
     within = "/nowhere" if mounts else "/nowhere/models"
     (warning,) = check_sources(elsewhere, {})
@@ -279,7 +275,7 @@ def test_a_model_that_only_the_nodes_may_see_is_a_warning(plan: RunPlan, mounts:
         check_sources(replace(elsewhere, cluster=plan.cluster), {})
 
 
-def test_a_misspelled_model_in_a_folder_that_is_here_is_refused(plan: RunPlan, tmp_path: Path) -> None:
+def test_a_misspelled_model_in_an_existing_folder_is_rejected(plan: RunPlan, tmp_path: Path) -> None:
     misspelt = with_weights(plan, f"{tmp_path}/modle", scheduler="slurm")
     with pytest.raises(NotFoundError, match=r"model\.weights names .*/modle, which is not there"):
         check_sources(misspelt, {})
@@ -299,12 +295,12 @@ def test_a_misspelled_model_in_a_folder_that_is_here_is_refused(plan: RunPlan, t
         (["tensorboard"], {}, None),
     ],
 )
-def test_a_trackers_key_is_missed_before_the_job_is_submitted(
+def test_a_missing_tracker_key_is_reported_before_submission(
     plan: RunPlan, sinks: list[str], environment: dict[str, str], said: str | None, tmp_path: Path
 ) -> None:
     here = with_recipe(plan, load_recipe("demo", NOWHERE, [f"tracking.sinks={sinks}"]))
     slurm = replace(here, cluster=here.cluster.model_copy(update={"scheduler": "slurm", "runtime": "pyxis"}))
-    (tmp_path / ".netrc").touch()  # which no container sees
+    (tmp_path / ".netrc").touch()  # not visible in containers
     if said is None:
         assert check_trackers(slurm, {"HOME": str(tmp_path), **environment}) == []
         return
@@ -328,14 +324,16 @@ def test_without_a_container_the_key_in_the_home_folder_is_enough(plan: RunPlan,
     assert check_trackers(on_slurm, {"HOME": str(tmp_path)}) == []
 
 
-def test_without_a_container_a_trackers_package_is_missed_too(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tracker_package_is_reported_without_a_container(
+    plan: RunPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ftkit.config.recipe.find_spec", lambda _: None)
     here = with_recipe(plan, load_recipe("demo", NOWHERE, ["tracking.sinks=[tensorboard]"]))
     with pytest.raises(PrerequisiteError, match="package is not installed"):
         check_trackers(here, {})
 
 
-def test_all_that_is_missing_is_found_at_once(plan: RunPlan, tmp_path: Path) -> None:
+def test_everything_missing_is_reported_together(plan: RunPlan, tmp_path: Path) -> None:
     recipe = recipe_with_files(tmp_path)
     (tmp_path / "train.jsonl").unlink()
     here = with_weights(replace(plan, recipe=plan.recipe.model_copy(update={"data": recipe.data})), "/nowhere/model")
@@ -347,7 +345,7 @@ def test_all_that_is_missing_is_found_at_once(plan: RunPlan, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("main_gib", "fits", "warns"), [(30.0, True, False), (15.0, True, True), (9.0, False, False)])
-def test_a_model_that_this_machine_can_not_hold_is_refused_where_that_is_sure(
+def test_a_model_too_large_for_this_machine_is_rejected(
     plan: RunPlan, main_gib: float, fits: bool, warns: bool
 ) -> None:
     large = replace(plan, memory=replace(plan.memory, parameters=10.0))
@@ -360,7 +358,7 @@ def test_a_model_that_this_machine_can_not_hold_is_refused_where_that_is_sure(
     assert check_memory(elsewhere, main_gib) == []
 
 
-def test_a_model_that_a_gpu_can_not_hold_half_of_is_refused(plan: RunPlan) -> None:
+def test_a_model_more_than_twice_too_large_for_a_gpu_is_rejected(plan: RunPlan) -> None:
     placement = replace(plan.placement, device="cuda")
     cluster = plan.cluster.model_copy(update={"gpu": "h200", "device": "cuda"})
     here = replace(plan, placement=placement, cluster=cluster)
@@ -371,7 +369,7 @@ def test_a_model_that_a_gpu_can_not_hold_half_of_is_refused(plan: RunPlan) -> No
     assert check_memory(replace(unknown, memory=replace(plan.memory, parameters=999.0)), 1.0) == []
 
 
-def test_the_manifest_says_what_a_run_was_made_from(plan: RunPlan, tmp_path: Path) -> None:
+def test_the_manifest_records_the_inputs_of_a_run(plan: RunPlan, tmp_path: Path) -> None:
     manifest = build_manifest(plan, ["ftkit", "run", "demo", "hub.token=hf_abcdefghijkl"], tmp_path)
     assert manifest["command"] == ["ftkit", "run", "demo", "hub.token=***"]
     assert manifest["run"] == plan.id
@@ -381,7 +379,7 @@ def test_the_manifest_says_what_a_run_was_made_from(plan: RunPlan, tmp_path: Pat
     assert manifest["project"] == {"folder": str(tmp_path), "git": None}
 
 
-def test_the_commit_of_a_checkout_is_told_and_whether_it_is_clean(tmp_path: Path) -> None:
+def test_the_commit_of_a_checkout_is_recorded_with_whether_it_is_clean(tmp_path: Path) -> None:
     def git(*words: str) -> None:
         identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""New plans for resumed runs."""
+"""Plans of resumed runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refusal(plan: RunPlan, args: ResumeArgs, ctx: Context) -> str:
     return " ".join(map(str, caught.value.problems))
 
 
-def test_another_number_of_processes_keeps_everything_that_the_optimizer_sees(plan: RunPlan, ctx: Context) -> None:
+def test_another_number_of_processes_does_not_change_the_optimization(plan: RunPlan, ctx: Context) -> None:
     read = plan_from_json(plan_to_json(plan), "plan.json")
     changed = replan(read, ResumeArgs(gpus_per_node=4), ctx)
     new = changed.plan
@@ -53,7 +53,7 @@ def test_a_plan_that_chose_the_micro_batch_chooses_it_again(plan: RunPlan, ctx: 
         assert replan(left_open, ResumeArgs(gpus_per_node=4), ctx).plan.execution.chosen == chosen
 
 
-def test_another_cluster_brings_its_own_profile(plan: RunPlan, ctx: Context, tmp_path: Path) -> None:
+def test_resuming_on_another_cluster_uses_its_profile(plan: RunPlan, ctx: Context, tmp_path: Path) -> None:
     folder = tmp_path / "clusters"
     folder.mkdir()
     text = "name: ours\nextends: slurm\nruntime: none\ngpus_per_node: 4\ngpu: h100-80gb\npartition: gpu\n"
@@ -68,7 +68,7 @@ def test_another_cluster_brings_its_own_profile(plan: RunPlan, ctx: Context, tmp
     "override",
     ["training.max_steps=500", "training.log_every_steps=1", "evaluation.every_steps=7", "training.keep_checkpoints=9"],
 )
-def test_harmless_changes_pass(override: str, plan: RunPlan, ctx: Context) -> None:
+def test_changes_that_do_not_affect_the_result_are_accepted(override: str, plan: RunPlan, ctx: Context) -> None:
     changed = replan(plan, ResumeArgs(overrides=(override,)), ctx)
     assert [change.key for change in changed.changes] == [override.partition("=")[0]]
     assert bool(changed.warnings) == ("max_steps" in override)  # the cosine schedule is stretched
@@ -77,7 +77,7 @@ def test_harmless_changes_pass(override: str, plan: RunPlan, ctx: Context) -> No
 @pytest.mark.parametrize(
     "override", ["training.learning_rate=1e-9", "training.seed=9", "training.max_steps=300", "training.num_epochs=2"]
 )
-def test_changes_of_the_result_need_to_be_allowed_by_name(override: str, plan: RunPlan, ctx: Context) -> None:
+def test_changes_that_affect_the_result_must_be_allowed_by_key(override: str, plan: RunPlan, ctx: Context) -> None:
     key = override.partition("=")[0]
     assert f"--allow {key}" in refusal(plan, ResumeArgs(overrides=(override,)), ctx)
     changed = replan(plan, ResumeArgs(overrides=(override,), allowed=(key,)), ctx)
@@ -85,7 +85,9 @@ def test_changes_of_the_result_need_to_be_allowed_by_name(override: str, plan: R
 
 
 @pytest.mark.parametrize("override", ["model.weights=a/b", "data.too_long=drop", "training.method=lora", "name=x"])
-def test_changes_that_fit_no_checkpoint_are_refused_even_if_allowed(override: str, plan: RunPlan, ctx: Context) -> None:
+def test_changes_incompatible_with_checkpoints_are_rejected_even_if_allowed(
+    override: str, plan: RunPlan, ctx: Context
+) -> None:
     key = override.partition("=")[0]
     assert "can't change" in refusal(plan, ResumeArgs(overrides=(override,), allowed=(key,)), ctx)
 
@@ -94,11 +96,11 @@ def test_a_key_that_is_allowed_but_not_changed_is_a_mistake(plan: RunPlan, ctx: 
     assert "not requested" in refusal(plan, ResumeArgs(num_nodes=1, allowed=("training.seed",)), ctx)
 
 
-def test_a_batch_that_does_not_divide_is_refused_as_in_a_new_run(plan: RunPlan, ctx: Context) -> None:
+def test_an_indivisible_batch_is_rejected_as_in_a_new_run(plan: RunPlan, ctx: Context) -> None:
     assert "global_batch_size" in refusal(plan, ResumeArgs(gpus_per_node=3), ctx)
 
 
-def test_a_refused_submission_leaves_plan_script_and_manifest_as_they_were(
+def test_a_rejected_submission_does_not_change_plan_script_and_manifest(
     make_run: RunMaker, programs: FakePrograms, ctx: Context
 ) -> None:
     layout = make_run(job_id="1").layout

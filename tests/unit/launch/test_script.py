@@ -1,4 +1,4 @@
-"""The plan of a script."""
+"""Plans of user scripts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_script_needs_no_recipe_and_its_plan_can_be_read_back(ctx: Context) ->
         read_plan(plan.layout)
 
 
-def test_a_recipe_gives_place_resources_and_accelerates_configuration(ctx: Context) -> None:
+def test_a_recipe_sets_cluster_resources_and_accelerates_configuration(ctx: Context) -> None:
     words = RunArgs("gemma3-12b-sql-qlora", cluster="a4-highgpu-8g", image="gemma3:25.02", num_nodes=2)
     plan = plan_of(ctx, words)
     assert (plan.script.recipe, plan.placement.world_size, plan.cluster.name) == (words.recipe, 16, "a4-highgpu-8g")
@@ -53,12 +53,12 @@ def test_a_recipe_gives_place_resources_and_accelerates_configuration(ctx: Conte
     assert plan.script.asks_for_sharding
 
 
-def test_zero3_is_told_to_accelerate_as_deepspeed(demo_plan: RunPlan) -> None:
+def test_zero3_is_passed_to_accelerate_as_deepspeed(demo_plan: RunPlan) -> None:
     config = accelerate_config(replace(demo_plan, engine=replace(demo_plan.engine, name="zero3")))
     assert (config["distributed_type"], config["deepspeed_config"]["zero_stage"]) == ("DEEPSPEED", 3)
 
 
-def test_a_configuration_for_other_machines_gets_the_processes_of_this_run(ctx: Context) -> None:
+def test_an_accelerate_configuration_gets_this_runs_number_of_processes(ctx: Context) -> None:
     file = ctx.project / "accelerate.yaml"
     file.write_text("distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 16\nnum_machines: 2\n")
     config = json.loads(accelerate_json(plan_of(ctx, RunArgs(gpus_per_node=2), accelerate_config=file)))
@@ -76,12 +76,12 @@ def test_a_configuration_for_other_machines_gets_the_processes_of_this_run(ctx: 
         (RunArgs(overrides=("resources.nodes=1",)), "resources.nodes"),
     ],
 )
-def test_what_can_not_be_started_there_is_refused(ctx: Context, words: RunArgs, message: str) -> None:
+def test_scripts_that_cannot_be_started_are_rejected(ctx: Context, words: RunArgs, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(ctx, words)
 
 
-def test_the_page_of_a_script_s_run_says_what_it_started(ctx: Context) -> None:
+def test_the_report_of_a_scripts_run_shows_its_command(ctx: Context) -> None:
     plan = plan_of(ctx, RunArgs(gpus_per_node=2), args=("--lr", "1"))
     plan.layout.root.mkdir(parents=True)
     plan.layout.plan.write_text(plan_to_json(plan))

@@ -1,4 +1,4 @@
-"""Arguments for vLLM and the cluster from `ftkit serve`."""
+"""Arguments for vLLM and the cluster in `ftkit serve`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_adapters_are_served_on_their_base_with_the_tokenizer_and_end_tokens_of_
 
 
 @pytest.mark.parametrize(("weights", "config"), [("random", {}), ("org/base", {"use_dora": True}), ("o/b", {"r": 513})])
-def test_adapters_that_vllm_can_not_serve_are_refused_before_submission(
+def test_adapters_that_vllm_cannot_serve_are_rejected_before_submission(
     weights: str, config: dict[str, Any], slurm_plan: RunPlan, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"ftkit export .* --merge"):
@@ -63,7 +63,7 @@ def served(plan: RunPlan, image: str | None = None, **args: Any) -> str:
     return plan_serving(plan, plan.cluster, chosen, Path("/m"), ServeArgs(**args), Context.here()).script
 
 
-def test_as_many_gpus_are_taken_as_the_weights_need(slurm_plan: RunPlan) -> None:
+def test_serving_uses_as_many_gpus_as_the_weights_need(slurm_plan: RunPlan) -> None:
     with pytest.raises(NotFoundError, match=r"vllm:0\.33 is not imported"):
         served(slurm_plan)
     images = slurm_plan.workspace / "images"
@@ -73,7 +73,7 @@ def test_as_many_gpus_are_taken_as_the_weights_need(slurm_plan: RunPlan) -> None
     assert "--tensor-parallel-size 1 " in served(slurm_plan)
     large = replace(slurm_plan, num_parameters=70 * 10**9)
     with pytest.raises(ConfigError, match="attention heads"):
-        served(large)  # 6 heads on 4 GPUs
+        served(large)  # 6 heads do not divide among 4 GPUs
     assert "--tensor-parallel-size 2 " in served(large, num_gpus=2, words=("--max-model-len", "8 k"))
     assert "'8 k'" in served(large, num_gpus=2, words=("--max-model-len", "8 k"))
     assert str(link) in served(slurm_plan)
@@ -81,7 +81,7 @@ def test_as_many_gpus_are_taken_as_the_weights_need(slurm_plan: RunPlan) -> None
         served(slurm_plan, num_gpus=9)
 
 
-def test_only_serving_images_serve_and_only_training_images_train(slurm_plan: RunPlan) -> None:
+def test_serving_requires_a_serving_image_and_training_a_training_image(slurm_plan: RunPlan) -> None:
     with pytest.raises(ConfigError, match="is a training image"):
         served(slurm_plan, "olmo3:25.02")
     with pytest.raises(ConfigError, match="can't train them"):
@@ -91,5 +91,5 @@ def test_only_serving_images_serve_and_only_training_images_train(slurm_plan: Ru
         served(local)
 
 
-def test_the_tunnel_ends_at_the_server() -> None:
+def test_the_ssh_tunnel_leads_to_the_server() -> None:
     assert tunnel("http://n17:20004", "login.site", "me") == "ssh -L 20004:n17:20004 me@login.site"

@@ -28,7 +28,7 @@ def slurm() -> SlurmScheduler:
 
 
 @pytest.mark.parametrize("printed", ["123\n", "123;east\n", "Welcome to the cluster\n123\n"])
-def test_the_job_id_is_found_in_what_sbatch_prints(
+def test_the_job_id_is_parsed_from_sbatchs_output(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, printed: str
 ) -> None:
     programs.answer("sbatch", printed, stderr="sbatch: lua: Account set to physics\n")
@@ -37,7 +37,7 @@ def test_the_job_id_is_found_in_what_sbatch_prints(
     assert submission.messages == "Account set to physics"
 
 
-def test_the_script_is_submitted_from_the_folder_of_its_run(
+def test_the_script_is_submitted_from_its_run_folder(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
 ) -> None:
     programs.add("sbatch", 'pwd >"$0.cwd"; echo 1')
@@ -47,7 +47,7 @@ def test_the_script_is_submitted_from_the_folder_of_its_run(
     assert (programs.folder / "sbatch.cwd").read_text().strip() == str(run.layout.root)
 
 
-def test_a_job_around_us_does_not_leak_into_the_job(
+def test_variables_of_an_enclosing_job_do_not_reach_the_job(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1000")
@@ -82,7 +82,7 @@ def test_a_job_around_us_does_not_leak_into_the_job(
         ("something that nobody has seen yet", "--dry-run"),
     ],
 )
-def test_a_refusal_is_reported_with_what_to_do(message: str, hint: str) -> None:
+def test_a_rejection_by_sbatch_is_reported_with_a_fix(message: str, hint: str) -> None:
     error = explain_refusal(f"sbatch: error: {message}\n")
     assert message in error.what
     assert hint in error.fix
@@ -90,7 +90,7 @@ def test_a_refusal_is_reported_with_what_to_do(message: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("message", ["Unable to contact slurm controller (connect failure)", "Socket timed out"])
-def test_no_answer_is_distinguished_from_a_refusal(message: str) -> None:
+def test_an_uncertain_submission_is_distinguished_from_a_rejection(message: str) -> None:
     assert isinstance(explain_refusal(f"sbatch: error: {message}"), UncertainSubmitError)
 
 
@@ -102,7 +102,7 @@ def test_success_without_a_job_id_is_an_error(
         slurm.submit(make_run().layout, os.environ)
 
 
-def test_a_machine_without_slurm_is_no_login_node(
+def test_a_machine_without_slurm_is_reported_as_not_a_login_node(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
 ) -> None:
     with pytest.raises(PrerequisiteError, match="can't talk to Slurm") as caught:
@@ -111,7 +111,7 @@ def test_a_machine_without_slurm_is_no_login_node(
     assert not programs.calls()
 
 
-def test_many_runs_cost_one_question(
+def test_many_runs_are_queried_in_one_call(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, squeue_line: Callable[..., str]
 ) -> None:
     runs = [make_run() for _ in range(5)]
@@ -122,7 +122,7 @@ def test_many_runs_cost_one_question(
     assert len(programs.calls()) == 1
 
 
-def test_jobs_that_squeue_does_not_know_are_looked_up_in_the_accounting(
+def test_jobs_unknown_to_squeue_are_looked_up_with_sacct(
     slurm: SlurmScheduler,
     programs: FakePrograms,
     make_run: RunMaker,
@@ -141,7 +141,7 @@ def test_jobs_that_squeue_does_not_know_are_looked_up_in_the_accounting(
     assert waiting.submission.job_id not in programs.calls("sacct")[0]
 
 
-def test_a_requeued_job_is_not_ended_whatever_the_accounting_says(
+def test_a_requeued_job_has_not_ended_whatever_sacct_reports(
     slurm: SlurmScheduler,
     programs: FakePrograms,
     make_run: RunMaker,
@@ -156,7 +156,7 @@ def test_a_requeued_job_is_not_ended_whatever_the_accounting_says(
     assert "two minutes" in seen.reason
 
 
-def test_a_cluster_without_accounting_is_no_error(
+def test_a_cluster_without_accounting_is_not_an_error(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
 ) -> None:
     programs.answer("squeue", stderr="slurm_load_jobs error: Invalid job id specified\n", code=1)
@@ -173,7 +173,7 @@ def test_a_controller_that_does_not_answer_is_an_error(
         slurm.observe([make_run()])
 
 
-def test_a_job_of_the_same_id_in_another_folder_is_another_run(
+def test_a_job_with_the_same_id_in_another_folder_is_another_run(
     make_run: RunMaker, squeue_line: Callable[..., str]
 ) -> None:
     here, elsewhere = make_run(job_id="7"), make_run(job_id="7")
@@ -197,7 +197,7 @@ def test_a_job_of_the_same_id_in_another_folder_is_another_run(
         ("", None),
     ],
 )
-def test_the_accountings_words_are_understood(
+def test_sacct_states_are_mapped(
     make_run: RunMaker, sacct_line: Callable[..., str], word: str, state: RunState | None
 ) -> None:
     run = make_run()
@@ -217,7 +217,7 @@ def test_the_accountings_words_are_understood(
         ("COMPLETED", RunState.COMPLETED, True),
     ],
 )
-def test_the_queues_words_are_understood(
+def test_squeue_states_are_mapped(
     make_run: RunMaker, squeue_line: Callable[..., str], word: str, state: RunState, is_final: bool
 ) -> None:
     run = make_run()
@@ -226,7 +226,7 @@ def test_the_queues_words_are_understood(
 
 
 @pytest.mark.parametrize(("code", "expected"), [("0:0", 0), ("3:0", 3), ("0:9", 137), ("", None)])
-def test_exit_codes_are_those_that_a_shell_reports(
+def test_exit_codes_follow_shell_conventions(
     make_run: RunMaker, sacct_line: Callable[..., str], code: str, expected: int | None
 ) -> None:
     run = make_run()
@@ -234,14 +234,12 @@ def test_exit_codes_are_those_that_a_shell_reports(
 
 
 @pytest.mark.parametrize("text", ["nonsense", "1|RUNNING", "|||||||"])
-def test_lines_that_are_no_answer_are_passed_over(make_run: RunMaker, text: str) -> None:
+def test_unparsable_output_lines_are_ignored(make_run: RunMaker, text: str) -> None:
     run = make_run(job_id="1")
     assert read_squeue(text, [run]) == {}
 
 
-def test_a_job_that_scancel_can_not_end_is_an_error(
-    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
-) -> None:
+def test_a_failing_scancel_is_an_error(slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker) -> None:
     programs.answer("scancel", stderr="scancel: error: Kill job error on job id 5: Access/permission denied\n", code=1)
     with pytest.raises(SubmitError, match="permission denied"):
         slurm.cancel(make_run())
@@ -267,7 +265,7 @@ def test_user_formats_do_not_reach_slurms_programs(
         ("(null)", []),
     ],
 )
-def test_a_job_asks_for_expedited_requeues_where_slurm_has_them(
+def test_a_job_requests_expedited_requeue_if_slurm_supports_it(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, parameters: str, expected: list[str]
 ) -> None:
     programs.answer("scontrol", f"SLURM_VERSION           = 25.11.4\nSlurmctldParameters     = {parameters}\n")
@@ -276,7 +274,7 @@ def test_a_job_asks_for_expedited_requeues_where_slurm_has_them(
     assert programs.calls("sbatch") == [" ".join(["sbatch", "--parsable", *expected, "job.sbatch"])]
 
 
-def test_a_job_that_lost_a_node_and_starts_again_before_others_has_not_ended(
+def test_a_job_with_expedited_requeue_after_a_lost_node_has_not_ended(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, squeue_line: Callable[..., str]
 ) -> None:
     run = make_run()

@@ -1,4 +1,4 @@
-"""Sweeps: which command lines stand for several runs, and which do not."""
+"""Sweeps: which command lines expand to several runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def overrides_of(ctx: Context, *overrides: str, cluster: str | None = None) -> l
         "description=one,two",
         "training.learning_rate=1e-3,",
         "training.learning_rate=,",
-        "training.betas=0.9,0.99",  # neither as it stands nor in parts: the error names the whole
+        "training.betas=0.9,0.99",  # invalid as a whole and in parts: the error shows the whole
         "training.learning_rate=fast,slow",
     ],
 )
@@ -76,7 +76,7 @@ def test_several_clusters_are_a_sweep_with_one_name(ctx: Context) -> None:
         assert plan_from_json(plan_to_json(plan), "plan.json").sweep == plan.sweep
 
 
-def test_one_impossible_run_refuses_all_with_its_values(ctx: Context) -> None:
+def test_one_impossible_run_rejects_the_sweep_with_its_values(ctx: Context) -> None:
     args = RunArgs("demo", ("training.global_batch_size=8,9", "training.seed=1,2"), cluster="local", gpus_per_node=2)
     with pytest.raises(ConfigError) as caught:
         plan_sweep(expand(args, ctx), ctx)
@@ -85,7 +85,7 @@ def test_one_impossible_run_refuses_all_with_its_values(ctx: Context) -> None:
     ]
 
 
-def test_too_many_runs_and_runs_that_are_the_same_are_refused(ctx: Context) -> None:
+def test_too_many_runs_and_duplicate_runs_are_rejected(ctx: Context) -> None:
     many = ",".join(map(str, range(1, MAX_RUNS + 2)))
     with pytest.raises(ConfigError, match="make 201 runs"):
         overrides_of(ctx, f"training.seed={many}")
@@ -105,10 +105,10 @@ value = st.recursive(
 
 
 @given(st.lists(value, min_size=1, max_size=4))
-def test_only_commas_between_values_divide_them(values: list[str]) -> None:
+def test_values_are_split_only_at_top_level_commas(values: list[str]) -> None:
     assert split(",".join(values)) == values
 
 
 @given(st.text("ab,[]{}'\" "))
-def test_dividing_loses_nothing(text: str) -> None:
+def test_splitting_preserves_the_text(text: str) -> None:
     assert ",".join(split(text)) == text

@@ -1,4 +1,4 @@
-"""Adapters from elsewhere as a model: those that ftkit trains stand on their base, all others are refused by name."""
+"""Foreign adapters as a model: supported ones are loaded on their base, others are rejected with the field."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_a_folder_of_adapters_is_the_model_that_they_belong_to(tmp_path: Path) -
         ("an_option_of_tomorrow", 1),
     ],
 )
-def test_fields_that_would_be_dropped_are_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
+def test_fields_that_would_be_dropped_are_rejected_by_name(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key):
         continue_adapters(write(tmp_path, **{key: value}))
 
 
-def test_adapters_must_say_which_model_they_are_for(tmp_path: Path) -> None:
+def test_adapters_without_a_base_model_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="base_model_name_or_path"):
         continue_adapters(write(tmp_path, base_model_name_or_path=None))
     (tmp_path / ADAPTER_CONFIG).write_text("{")

@@ -1,4 +1,4 @@
-"""Plans to render, and a machine on which a rendered script runs against recording stand-ins."""
+"""Plans to render, and a machine on which rendered scripts run against stand-ins that record their calls."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ env -0 >"$RECORD/${0##*/}.$call/environment"
 """
 
 STAND_INS = {
-    # Starts the one task of a node as srun would, leaving out its own options.
+    # Starts the task of a node as srun would, without srun's options.
     "srun": (
         'for node in ${FAKE_DEAD-}; do case "$*" in *--overlap*--nodelist="$node "*) exit 1 ;; esac; done\n'
         'case "$*" in *--overlap*sinfo*) exit 0 ;; *--overlap*--nodes=1*" true") exit "${FAKE_PROBE_HERE:-0}" ;;\n'
         '*--overlap*" true") exit "${FAKE_PROBE_ALL:-0}" ;; esac\n'
         'while [[ ${1-} == -* ]]; do shift; done\nSLURM_NODEID=${FAKE_NODEID:-0} exec "$@"\n'
     ),
-    # All nodes are this one.
+    # All nodes are this machine.
     "sbcast": '[[ -z ${FAKE_FULL_DISK-} ]] && cp "$2" "$3"',
     "scontrol": (
         'if [[ "$1 $2" == "show job" ]]; then echo "${FAKE_JOB:-PreemptTime=None}"\n'
@@ -57,7 +57,7 @@ STAND_INS = {
 
 
 class PlanMaker:
-    """Makes plans with a fixed id and date, on shipped profiles or on changed ones."""
+    """Makes plans with a fixed id and date, on shipped or modified profiles."""
 
     workspace: Path | str = "/shared/ftkit"
     python = "/opt/ftkit/bin/python3"
@@ -85,14 +85,14 @@ KNOWN_CHANGES: dict[str, dict[str, object]] = {
     "local": {"device": "cpu"},
     "docker": {"device": "cpu"},
     "apptainer": {"name": "apptainer", "runtime": "apptainer"},
-    # What scripts/dev-cluster uses: Slurm without containers, and GPUs that are none.
+    # As in scripts/dev-cluster: Slurm without containers, with fake GPUs.
     "dev": {"name": "dev", "runtime": "none", "device": "cpu", "partition": "dev", "gpus_per_node": 2},
 }
 
 
 @pytest.fixture
 def make_plan() -> PlanMaker:
-    """Return what makes plans; set its attributes for another workspace, Python or recipe."""
+    """Return a plan maker; set its attributes for another workspace, Python or recipe."""
     return PlanMaker()
 
 
@@ -115,7 +115,7 @@ class Machine:
 
     @property
     def local_disk(self) -> str:
-        """A node's own disk."""
+        """A node's local disk."""
         return str(self.root / "local-disk")
 
     def start(self, plan: RunPlan, *, with_image: bool = True, prepares: bool = True) -> subprocess.Popen[str]:
@@ -138,25 +138,25 @@ class Machine:
         return job
 
     def end(self) -> None:
-        """End what a test that failed has left running."""
+        """End processes that a failed test has left running."""
         for job in self.started:
             if job.returncode is None:
                 process.signal_group(job.pid, signal.SIGKILL)
                 job.communicate()
 
     def run(self, plan: RunPlan, *, with_image: bool = True, prepares: bool = True) -> tuple[int, str]:
-        """Run the script of a plan; return its exit status and what it said."""
+        """Run the script of a plan; return its exit status and its output."""
         with self.start(plan, with_image=with_image, prepares=prepares) as job:
             _, said = job.communicate(timeout=PATIENCE_SECONDS)
         return job.returncode, said
 
     def job_id(self, plan: RunPlan) -> str:
-        """Return the id of the job that was started last."""
+        """Return the id of the last job."""
         is_slurm = plan.cluster.scheduler == "slurm"
         return self._environment()["SLURM_JOB_ID"] if is_slurm else str(self.started[-1].pid)
 
     def exit_code(self, plan: RunPlan) -> int | None:
-        """Return the exit code that the job that was started last has written."""
+        """Return the exit code that the last job has written."""
         path = plan.layout.job_exit_code(self.job_id(plan))
         return int(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -166,7 +166,7 @@ class Machine:
         wait_until(environment.exists, lambda: f"{name} was not called")
 
     def calls(self, name: str) -> list[Call]:
-        """Return how a stand-in was called."""
+        """Return the calls of a stand-in."""
         folders = sorted((self.root / "record").glob(f"{name}.*"))
         return [
             Call(
@@ -197,7 +197,7 @@ def _split(path: Path) -> list[str]:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    """Yield a machine whose programs write down how they were called."""
+    """Yield a machine whose programs record their calls."""
     for folder in ("bin", "record", "home", "local-disk"):
         (tmp_path / folder).mkdir()
     for name, rest in STAND_INS.items():

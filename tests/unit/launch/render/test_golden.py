@@ -1,6 +1,6 @@
-"""Each shipped profile's script, byte for byte.
+"""Job scripts of each shipped profile, compared byte for byte with golden files.
 
-After a change on purpose: `FTKIT_UPDATE_GOLDEN=1 pytest tests/unit/launch/render/test_golden.py`, and read the diff.
+After an intended change: `FTKIT_UPDATE_GOLDEN=1 pytest tests/unit/launch/render/test_golden.py`, and read the diff.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("cluster", "num_nodes"), CASES)
-def test_the_script_is_the_golden_one(cluster: str, num_nodes: int, make_plan: PlanMaker) -> None:
+def test_the_job_script_matches_the_golden_file(cluster: str, num_nodes: int, make_plan: PlanMaker) -> None:
     make_plan.recipe = load_recipe("olmo3-7b-full", SHIPPED_ONLY)
     plan = replace(
         make_plan(cluster, num_nodes), fingerprint="0123456789abcdef"
-    )  # that of the data has tests of its own
+    )  # the preparation script has its own tests
     compare(render_job(plan), f"{cluster}-{num_nodes}.sbatch")
 
 
 @pytest.mark.parametrize("cluster", SCRIPTS)
-def test_the_job_that_starts_a_script_is_the_golden_one(cluster: str, make_plan: PlanMaker) -> None:
-    stage = {"stage": "local"} if cluster == "a4-highgpu-8g" else {}  # the image goes to the nodes' disks, too
+def test_the_job_that_runs_a_users_script_matches_the_golden_file(cluster: str, make_plan: PlanMaker) -> None:
+    stage = {"stage": "local"} if cluster == "a4-highgpu-8g" else {}  # the image is staged on the nodes' disks as well
     plan = make_script_plan(make_plan(cluster, 1 if cluster == "local" else 2, **stage), can_restart=cluster == "dev")
     script = render_job(plan)
     compare(script, f"script-{cluster}.sbatch")
@@ -76,25 +76,27 @@ def test_the_job_that_starts_a_script_is_the_golden_one(cluster: str, make_plan:
 
 
 @pytest.mark.parametrize("cluster", PREPARATIONS)
-def test_the_script_that_prepares_is_the_golden_one_and_asks_for_no_gpu(cluster: str, make_plan: PlanMaker) -> None:
+def test_the_preparation_script_matches_the_golden_file_and_requests_no_gpu(cluster: str, make_plan: PlanMaker) -> None:
     script = render_preparation(replace(make_plan(cluster, 2), fingerprint="0123456789abcdef"))
     compare(script, f"prepare-{cluster}.sbatch")
     assert not re.search(r"#SBATCH.*(gpu|gres|exclusive)", script)
 
 
 @pytest.mark.parametrize("cluster", SIDE_JOBS)
-def test_the_script_that_evaluates_beside_training_is_the_golden_one(cluster: str, make_plan: PlanMaker) -> None:
+def test_the_evaluation_script_matches_the_golden_file(cluster: str, make_plan: PlanMaker) -> None:
     plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
     job = SideJob("evaluate", 2, plan.layout.logs / "evaluation.log", "2:00:00", ("/data of mine",))
     settings = '{"metrics": ["calls"], "file": "/data of mine/rows.jsonl"}'
     training_job = None if cluster == "apptainer" else "4711"
     script = render_side_job("evaluate.sbatch.j2", plan, job, training_job=training_job, settings=settings)
     compare(script, f"evaluate-{cluster}.sbatch")
-    assert ("--exclusive" in script) == (plan.cluster.gpus_per_node == 2)  # GPUs of the node are left to others
+    assert ("--exclusive" in script) == (
+        plan.cluster.gpus_per_node == 2
+    )  # other jobs may use the node's remaining GPUs
 
 
 @pytest.mark.parametrize("cluster", SIDE_JOBS)
-def test_the_script_that_serves_is_the_golden_one(cluster: str, make_plan: PlanMaker) -> None:
+def test_the_serving_script_matches_the_golden_file(cluster: str, make_plan: PlanMaker) -> None:
     plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
     if plan.container_image:
         plan = replace(plan, container_image="/shared/ftkit/images/vllm-0.33.sqsh")
@@ -108,7 +110,7 @@ def test_the_script_that_serves_is_the_golden_one(cluster: str, make_plan: PlanM
 
 
 @pytest.mark.parametrize("cluster", CHECKS)
-def test_the_script_that_checks_nodes_is_the_golden_one(cluster: str, make_plan: PlanMaker) -> None:
+def test_the_node_check_script_matches_the_golden_file(cluster: str, make_plan: PlanMaker) -> None:
     plan = make_plan(cluster, 2)
     folder = plan.workspace / "checks"
     image = plan.container_image
@@ -134,8 +136,8 @@ def compare(script: str, name: str) -> None:
     assert script == golden.read_text(encoding="utf-8")
 
 
-def test_every_golden_script_is_made_by_a_test() -> None:
-    scripts = {path.name for path in GOLDEN.iterdir() if not path.name.startswith("cluster-")}  # those have their own
+def test_every_golden_file_belongs_to_a_test() -> None:
+    scripts = {path.name for path in GOLDEN.iterdir() if not path.name.startswith("cluster-")}  # tested elsewhere
     assert scripts == set(NAMES)
 
 

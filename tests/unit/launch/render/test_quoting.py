@@ -1,4 +1,4 @@
-"""Whatever a value holds, it stays one word: for bash, for sbatch, for pyxis."""
+"""Any value stays one word in bash, sbatch and pyxis."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ LINES = st.text(st.characters(codec="utf-8", exclude_characters="\x7f", min_code
 
 @given(st.lists(WORDS, min_size=1, max_size=20))
 @settings(max_examples=30)
-def test_bash_reads_quoted_words_as_they_were(words: list[str]) -> None:
+def test_bash_reads_quoted_words_unchanged(words: list[str]) -> None:
     script = "printf '%s\\0' " + " ".join(map(quote_word, words))
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
     assert done.stdout.decode("utf-8").split("\0")[:-1] == words
 
 
 @given(LINES)
-def test_sbatch_reads_a_quoted_value_as_it_was(text: str) -> None:
+def test_sbatch_reads_a_quoted_value_unchanged(text: str) -> None:
     assert _read_by_old_slurm(quote_directive(text)) == text
     assert _read_by_new_slurm(quote_directive(text)) == text
 
 
 @given(LINES.filter(lambda text: "\\" not in text))
-def test_slurm_reads_a_log_path_as_it_was(text: str) -> None:
+def test_slurm_reads_a_log_path_unchanged(text: str) -> None:
     assert _read_by_new_slurm(quote_log_path(text)).replace("%%", "%") == text
 
 
 def _read_by_old_slurm(line: str) -> str:
-    """Double quotes group; a backslash makes the next character ordinary; `#` ends the line even in quotes."""
+    """Double quotes group; a backslash escapes the next character; `#` ends the line even in quotes."""
     result, quoted, escaped = "", False, False
     for character in line:
         if not quoted and character.isspace() and character.isascii():
@@ -61,7 +61,7 @@ def _read_by_old_slurm(line: str) -> str:
 
 
 def _read_by_new_slurm(line: str) -> str:
-    """Single quotes group as well, and a quote of one kind is an ordinary character in the other."""
+    """Single quotes group as well; either kind of quote is literal inside the other."""
     result, quote, escaped = "", "", False
     for character in line:
         if not quote and character.isspace() and character.isascii():
@@ -82,27 +82,27 @@ def _read_by_new_slurm(line: str) -> str:
 
 
 @pytest.mark.parametrize("bad", ["a\nb", "a\rb", "\x7f", "\x1b[0m"])
-def test_control_characters_are_refused_in_directives(bad: str) -> None:
+def test_control_characters_in_directives_are_rejected(bad: str) -> None:
     with pytest.raises(ConfigError, match="control characters"):
         quote_directive(bad)
 
 
-def test_a_zero_byte_is_refused() -> None:
+def test_a_nul_byte_is_rejected() -> None:
     with pytest.raises(ConfigError, match="zero byte"):
         quote_word("a\0b")
 
 
-def test_a_backslash_in_a_log_path_is_refused_because_slurm_drops_it() -> None:
+def test_a_backslash_in_a_log_path_is_rejected_because_slurm_drops_it() -> None:
     with pytest.raises(ConfigError, match="backslash"):
         quote_log_path("/a\\b/job.log")
 
 
-def test_a_template_that_forgets_the_filter_is_refused() -> None:
+def test_a_template_without_the_quoting_filter_is_rejected() -> None:
     with pytest.raises(TypeError, match="without a filter"):
         render._environment().from_string("{{ value }}").render(value="x")
 
 
-def test_lines_of_a_value_in_a_comment_stay_a_comment() -> None:
+def test_every_line_of_a_value_in_a_comment_stays_a_comment() -> None:
     assert render.show_in_comment("a\nb\r\nc") == "a b c"
 
 

@@ -29,42 +29,42 @@ def _mounts(job: str) -> list[str]:
     ("request_by", "directive"),
     [("gpus-per-node", "--gpus-per-node=8"), ("gres", "--gres=gpu:8"), ("none", None)],
 )
-def test_gpus_are_asked_for_as_the_site_wants(request_by: str, directive: str | None, make_plan: PlanMaker) -> None:
+def test_gpus_are_requested_in_the_sites_syntax(request_by: str, directive: str | None, make_plan: PlanMaker) -> None:
     directives = _directives(render_job(make_plan("slurm", gpu_request=request_by)))
     assert [line for line in directives if "gpu" in line] == ([directive] if directive else [])
 
 
-def test_processors_are_asked_for_in_the_job_and_again_in_each_task(make_plan: PlanMaker) -> None:
+def test_cpus_are_requested_for_the_job_and_for_each_task(make_plan: PlanMaker) -> None:
     job = render_job(make_plan("slurm", cpus_per_node=96))
     assert "--cpus-per-task=96" in _directives(job)
     assert "\n    --cpus-per-task=96" in job
 
 
-def test_a_shared_node_is_not_taken_whole(make_plan: PlanMaker) -> None:
+def test_a_shared_node_is_not_allocated_exclusively(make_plan: PlanMaker) -> None:
     directives = _directives(render_job(make_plan("slurm", exclusive=False)))
     assert not {"--exclusive", "--mem=0"} & set(directives)
 
 
-def test_the_site_s_names_are_passed_on(make_plan: PlanMaker) -> None:
+def test_partition_account_and_qos_are_passed_to_slurm(make_plan: PlanMaker) -> None:
     names = {"partition": "p", "account": "a", "qos": "q", "reservation": "r"}
     directives = _directives(render_job(make_plan("slurm", **names)))
     assert {f"--{key}={value}" for key, value in names.items()} <= set(directives)
 
 
-def test_the_recipe_s_time_limit_comes_before_the_profile_s(make_plan: PlanMaker) -> None:
+def test_the_recipes_time_limit_overrides_the_profiles(make_plan: PlanMaker) -> None:
     untimed = make_plan.recipe.model_copy(update={"resources": ResourcesSpec()})
     assert "--time=06:00:00" in _directives(render_job(make_plan("slurm", time_limit="1:00:00")))
     make_plan.recipe = untimed
     assert "--time=1:00:00" in _directives(render_job(make_plan("slurm", time_limit="1:00:00")))
 
 
-def test_without_seconds_to_stop_in_slurm_sends_no_signal(make_plan: PlanMaker) -> None:
+def test_slurm_sends_no_signal_without_a_grace_period(make_plan: PlanMaker) -> None:
     assert "--signal=B:USR1@120" in _directives(render_job(make_plan("slurm")))
     directives = _directives(render_job(make_plan("slurm", stop_signal_seconds=0)))
     assert not [line for line in directives if line.startswith("--signal")]
 
 
-def test_mpi_is_named_only_when_the_site_needs_it(make_plan: PlanMaker) -> None:
+def test_mpi_is_set_only_if_the_site_needs_it(make_plan: PlanMaker) -> None:
     assert "\n    --mpi" not in render_job(make_plan("slurm"))
     assert "\n    --mpi=pmix\n" in render_job(make_plan("slurm", mpi="pmix"))
 
@@ -74,13 +74,13 @@ TRACES = {"/p.sh", "/lib64/x:/lib64/x", "NCCL_NET=x", "LD_LIBRARY_PATH="}
 
 
 @pytest.mark.parametrize(("num_nodes", "multi_node_only"), [(1, False), (2, False), (2, True)])
-def test_the_site_s_network_plugin_is_set_up(num_nodes: int, multi_node_only: object, make_plan: PlanMaker) -> None:
+def test_the_sites_network_plugin_is_set_up(num_nodes: int, multi_node_only: object, make_plan: PlanMaker) -> None:
     nccl = NcclSpec.model_validate({**PLUGIN, "multi_node_only": multi_node_only})
     script = render_job(make_plan("slurm", num_nodes, nccl=nccl))
     assert {trace for trace in TRACES if trace in script} == TRACES
 
 
-def test_a_job_on_one_node_does_without_the_plugin_where_it_is_missing(make_plan: PlanMaker) -> None:
+def test_a_single_node_job_runs_without_a_missing_network_plugin(make_plan: PlanMaker) -> None:
     script = render_job(make_plan("slurm", 1, nccl=NcclSpec.model_validate(PLUGIN)))
     assert not {trace for trace in TRACES if trace in script}
 
@@ -99,7 +99,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize(("source", "folders"), SOURCES)
-def test_folders_that_the_recipe_names_are_mounted(source: Any, folders: list[str], make_plan: PlanMaker) -> None:
+def test_folders_in_the_recipe_are_mounted(source: Any, folders: list[str], make_plan: PlanMaker) -> None:
     recipe = make_plan.recipe
     model = recipe.model.model_copy(update={"weights": "/models/olmo"})
     data = recipe.data.model_copy(update={"source": source})
@@ -114,14 +114,14 @@ def test_setup_lines_are_copied_verbatim(make_plan: PlanMaker) -> None:
     assert "\n".join(lines) in render_job(make_plan("dev", setup=lines))
 
 
-def test_an_address_of_an_image_is_not_looked_for_as_a_file(make_plan: PlanMaker) -> None:
+def test_an_image_address_is_not_checked_as_a_file(make_plan: PlanMaker) -> None:
     plan = replace(make_plan("slurm"), container_image="docker://nvcr.io#nvidia/pytorch:25.02-py3")
     script = render_job(plan)
     assert "CONTAINER_IMAGE='docker://nvcr.io#nvidia/pytorch:25.02-py3'" in script
     assert "is not there" not in script
 
 
-def test_the_job_says_what_it_is_for(make_plan: PlanMaker) -> None:
+def test_the_job_script_contains_the_run_id(make_plan: PlanMaker) -> None:
     job = render_job(make_plan("local", 1))
     assert "/runs/olmo3-7b-full-20260102T030405Z-4f2a\n" in job
     assert job.startswith("#!/usr/bin/env bash\n")

@@ -1,4 +1,4 @@
-"""Job scripts that run, with stand-ins for srun, scontrol and Python."""
+"""Execution of job scripts, with stand-ins for srun, scontrol and Python."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def slurm_plan(make_plan: PlanMaker, machine: Machine) -> RunPlan:
 
 
 def _end(outcome: str) -> str:
-    """Return what a trainer does that ends with a record."""
+    """Return a trainer script that ends with an end record."""
     line = to_line(EndRecord(time=0.0, outcome=outcome, step=1, training_seconds=1.0, export=None))
     return f"echo '{line}' >metrics.jsonl"
 
@@ -71,7 +71,7 @@ def _requeued(machine: Machine) -> bool:
     return ["requeue", "12345"] in [call.words for call in machine.calls("scontrol")]
 
 
-def test_data_is_prepared_once_and_then_each_node_trains(make_plan: PlanMaker, machine: Machine) -> None:
+def test_data_is_prepared_once_before_each_node_trains(make_plan: PlanMaker, machine: Machine) -> None:
     plan = make_plan("slurm", 2, node_local_dir=machine.local_disk)
     machine.environment = {"FAKE_NODEID": "1"}
 
@@ -102,7 +102,7 @@ def test_a_requeued_job_forgets_its_stop_request_and_its_exit_code(slurm_plan: R
     assert machine.run(slurm_plan)[0] == 0
 
 
-def test_a_second_job_that_is_refused_leaves_the_files_of_the_first_alone(plan: RunPlan, machine: Machine) -> None:
+def test_a_rejected_second_job_does_not_change_files_of_the_first(plan: RunPlan, machine: Machine) -> None:
     machine.environment = {"FAKE_TRAINER": "until [[ -e go || ! -e /proc/$TESTS ]]; do sleep 0.01; done"}
     job, first = machine.start(plan), machine.job_id(plan)
     machine.wait_for_call(1)
@@ -127,11 +127,11 @@ def test_near_the_time_limit_the_trainer_stops_and_the_job_is_requeued(slurm_pla
     assert _signal_while_training(machine, slurm_plan, signal.SIGUSR1)[0] == 0
     assert _requeued(machine)
     assert not list(slurm_plan.layout.root.glob("stop-requested*"))
-    assert machine.exit_code(slurm_plan) is None, "a run that goes on has no exit code"
+    assert machine.exit_code(slurm_plan) is None, "a run that continues has no exit code"
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_a_requeued_job_leaves_out_the_straggler_that_the_trainer_named(
+def test_a_requeued_job_excludes_the_straggler_found_by_the_trainer(
     is_named: bool, make_plan: PlanMaker, machine: Machine
 ) -> None:
     resources = make_plan.recipe.resources.model_copy(update={"exclude_stragglers": True})
@@ -173,19 +173,19 @@ def test_a_job_is_not_requeued_when_there_is_no_reason_to(why_not: str, slurm_pl
 
 
 def _signal_the_task(machine: Machine, plan: RunPlan, number: int = signal.SIGTERM, stage: int = 1) -> tuple[int, str]:
-    """Do what Slurm does before it pre-empts a job, and for scancel --signal: not the script gets it.
+    """Signal the task as Slurm does before preemption and for scancel --signal: the script does not get the signal.
 
     Where it tracks processes without cgroups, all that a task has started gets it as well.
     """
     job = machine.start(plan)
     machine.wait_for_call(stage)
-    for name in ("python3", "srun"):  # Python, which is deaf to it, ends as soon as the task has asked it to stop
+    for name in ("python3", "srun"):  # Python, which ignores it, ends as soon as the task has requested a stop
         os.kill(machine.calls(name)[stage].pid, number)
     return _finish(job)
 
 
 @pytest.mark.parametrize("code", [0, 143])
-def test_a_job_that_slurm_pre_empts_stops_and_is_requeued(code: int, slurm_plan: RunPlan, machine: Machine) -> None:
+def test_a_preempted_job_stops_and_is_requeued(code: int, slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}{_end('stopped')}; exit {code}"}
     assert _signal_the_task(machine, slurm_plan)[0] == 0
     assert _requeued(machine)
@@ -193,10 +193,10 @@ def test_a_job_that_slurm_pre_empts_stops_and_is_requeued(code: int, slurm_plan:
 
 
 @pytest.mark.parametrize("job", ["PreemptTime=None", "PreemptTime=2026-01-02T03:04:05"])
-def test_tasks_that_end_by_a_signal_are_started_again_only_if_slurm_pre_empts(
+def test_tasks_ended_by_a_signal_are_restarted_only_on_preemption(
     job: str, slurm_plan: RunPlan, machine: Machine
 ) -> None:
-    # srun, too, sends SIGTERM to the other tasks when one has failed: that one would only fail again.
+    # srun also sends SIGTERM to the other tasks when one has failed; that one would only fail again.
     machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}{FOR_GOOD}exit 143", "FAKE_JOB": job}
     is_preempted = job != "PreemptTime=None"
     assert _signal_the_task(machine, slurm_plan)[0] == (0 if is_preempted else 143)
@@ -211,7 +211,7 @@ def test_a_signal_to_the_tasks_is_a_request_to_stop(number: int, slurm_plan: Run
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_data_is_prepared_to_the_end_whatever_the_task_is_sent(
+def test_data_preparation_completes_despite_signals_to_the_task(
     number: int, slurm_plan: RunPlan, machine: Machine
 ) -> None:
     machine.environment = {"FAKE_PREPARE": WAIT_FOR_REQUEST + "touch prepared"}
@@ -220,13 +220,13 @@ def test_data_is_prepared_to_the_end_whatever_the_task_is_sent(
     assert _requeued(machine)
 
 
-def test_both_stages_use_the_container_that_a_profile_names(make_plan: PlanMaker, machine: Machine) -> None:
+def test_both_stages_use_the_named_container_of_the_profile(make_plan: PlanMaker, machine: Machine) -> None:
     name = "--container-name=ftkit"
     machine.run(make_plan("slurm", node_local_dir=machine.local_disk, srun_options=(name,)))
     prepare, train = machine.calls("srun")
     for call in (prepare, train):
         assert name in call.words
-        assert any(word.startswith("--container-image=") for word in call.words), "whoever comes first makes it"
+        assert any(word.startswith("--container-image=") for word in call.words), "the first task creates it"
 
 
 def test_prepared_data_needs_no_container(plan: RunPlan, machine: Machine) -> None:
@@ -257,7 +257,7 @@ def test_a_job_that_lost_a_node_is_requeued(slurm_plan: RunPlan, machine: Machin
     assert machine.exit_code(slurm_plan) is None
 
 
-def test_slurm_is_left_to_requeue_a_job_that_lost_a_node_itself(slurm_plan: RunPlan, machine: Machine) -> None:
+def test_requeueing_after_a_lost_node_is_left_to_slurm(slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {
         "FAKE_TRAINER": FOR_GOOD + "exit 1",
         "FAKE_PROBE_ALL": "233",
@@ -280,7 +280,7 @@ def test_slurm_is_left_to_requeue_a_job_that_lost_a_node_itself(slurm_plan: RunP
         ("completed", {"FAKE_PROBE_ALL": "1", "FAKE_TRAINER": _end("completed") + "; exit 1"}),
     ],
 )
-def test_a_failure_with_all_nodes_there_stays_a_failure(
+def test_a_failure_without_a_lost_node_stays_a_failure(
     why_not: str, environment: dict[str, str], slurm_plan: RunPlan, machine: Machine
 ) -> None:
     machine.environment = {"FAKE_TRAINER": FOR_GOOD + "exit 1", **environment}
@@ -289,7 +289,7 @@ def test_a_failure_with_all_nodes_there_stays_a_failure(
     assert machine.exit_code(slurm_plan) == 1
 
 
-def test_a_job_of_one_node_has_no_peers_to_look_for(make_plan: PlanMaker, machine: Machine) -> None:
+def test_a_single_node_job_does_not_look_for_lost_nodes(make_plan: PlanMaker, machine: Machine) -> None:
     machine.environment = {"FAKE_TRAINER": FOR_GOOD + "exit 1"}
     assert machine.run(make_plan("dev", 1, node_local_dir=machine.local_disk))[0] == 1
     assert len(machine.calls("srun")) == 2
@@ -304,7 +304,7 @@ echo "$1" >>slept
 
 @pytest.fixture
 def _no_delay(machine: Machine) -> None:
-    """Write down for how long a script sleeps, and don't."""
+    """Record for how long a script would sleep, without sleeping."""
     sleep = machine.root / "bin" / "sleep"
     sleep.write_text(SLEEP, encoding="utf-8")
     sleep.chmod(0o755)
@@ -315,8 +315,8 @@ def _slept(plan: RunPlan) -> list[int]:
 
 
 @pytest.mark.usefixtures("_no_delay")
-def test_training_that_dies_starts_again_until_it_does_so_too_often_in_a_row(plan: RunPlan, machine: Machine) -> None:
-    # The third start writes a checkpoint, which begins the count anew.
+def test_failed_training_restarts_until_it_fails_too_often_in_a_row(plan: RunPlan, machine: Machine) -> None:
+    # The third start writes a checkpoint, which resets the count.
     machine.environment = {"FAKE_TRAINER": "[[ ${!#} != 2 ]] || mkdir -p checkpoints/step-000010; exit 137"}
     code, said = machine.run(plan)
     assert (code, machine.exit_code(plan)) == (137, 137)
@@ -327,14 +327,12 @@ def test_training_that_dies_starts_again_until_it_does_so_too_often_in_a_row(pla
 
 
 @pytest.mark.usefixtures("_no_delay")
-def test_a_node_that_no_longer_answers_is_replaced_by_a_spare_one_as_long_as_there_is_one(
-    make_plan: PlanMaker, machine: Machine
-) -> None:
+def test_an_unresponsive_node_is_replaced_while_there_are_spare_nodes(make_plan: PlanMaker, machine: Machine) -> None:
     resources = make_plan.recipe.resources.model_copy(update={"spare_nodes": 1})
     make_plan.recipe = make_plan.recipe.model_copy(update={"resources": resources})
     plan = make_plan("dev", 2, node_local_dir=machine.local_disk)
     machine.environment = {"FAKE_TRAINER": "exit 1", "FAKE_DEAD": "n1", "FAKE_NODES": "n1 n2 n3"}
-    assert machine.run(plan)[0] == 1  # n2 and n3 are there: training itself fails
+    assert machine.run(plan)[0] == 1  # n2 and n3 respond: training itself fails
     trained = [call.words for call in machine.calls("srun") if "ftkit.train" in call.words]
     nodes = [word for words in trained for word in words if word.startswith(("--nodelist", "--master-addr"))]
     expected = ["--nodelist=n1,n2", "--master-addr=n1", *3 * ["--nodelist=n2,n3", "--master-addr=n2"]]
@@ -350,7 +348,7 @@ def test_a_node_that_no_longer_answers_is_replaced_by_a_spare_one_as_long_as_the
 
 @pytest.mark.usefixtures("_no_delay")
 @pytest.mark.parametrize("why_not", ["a reason that comes again", "cancelled", "completed"])
-def test_training_does_not_start_again_when_that_is_of_no_use(why_not: str, plan: RunPlan, machine: Machine) -> None:
+def test_training_does_not_restart_if_a_restart_cannot_help(why_not: str, plan: RunPlan, machine: Machine) -> None:
     ends = {
         "a reason that comes again": FOR_GOOD,
         "cancelled": "touch cancelled; ",
@@ -362,17 +360,17 @@ def test_training_does_not_start_again_when_that_is_of_no_use(why_not: str, plan
 
 
 @pytest.mark.usefixtures("_no_delay")
-def test_a_job_whose_time_is_up_before_training_starts_again_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
+def test_a_job_that_runs_out_of_time_before_a_restart_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {"FAKE_TRAINER": "exit 1", "FAKE_SLEEP": "until the time is up"}
     assert machine.run(slurm_plan)[0] == 0
     assert _requeued(machine)
     assert len(machine.calls("python3")) == 2
 
 
-def test_a_run_that_was_completed_and_is_to_take_more_steps_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
+def test_a_completed_run_that_is_extended_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
     slurm_plan.layout.root.mkdir(parents=True)
     record = to_line(EndRecord(time=0.0, outcome="completed", step=1, training_seconds=1.0, export=None))
-    slurm_plan.layout.metrics.write_text(record + "\n", encoding="utf-8")  # of the job before
+    slurm_plan.layout.metrics.write_text(record + "\n", encoding="utf-8")  # of the previous job
     machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST}
     assert _signal_while_training(machine, slurm_plan, signal.SIGUSR1)[0] == 0
     assert _requeued(machine)
@@ -386,7 +384,7 @@ def test_a_refused_requeue_is_a_failure(slurm_plan: RunPlan, machine: Machine) -
     assert machine.exit_code(slurm_plan) == 1
 
 
-def test_data_is_prepared_to_the_end_before_a_job_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
+def test_data_preparation_completes_before_a_job_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {"FAKE_PREPARE": WAIT_FOR_REQUEST + "touch prepared"}
     job = machine.start(slurm_plan)
     machine.wait_for_call(0)
@@ -397,14 +395,14 @@ def test_data_is_prepared_to_the_end_before_a_job_is_requeued(slurm_plan: RunPla
     assert _requeued(machine)
 
 
-def test_here_the_first_sigterm_asks_for_a_checkpoint(make_plan: PlanMaker, machine: Machine) -> None:
+def test_the_first_sigterm_to_a_local_run_requests_a_checkpoint(make_plan: PlanMaker, machine: Machine) -> None:
     plan = make_plan("local", 1, node_local_dir=machine.local_disk)
     machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped")}
     assert _signal_while_training(machine, plan, signal.SIGTERM)[0] == 0
     assert machine.exit_code(plan) == 0
 
 
-def test_here_a_second_sigterm_ends_all_processes(make_plan: PlanMaker, machine: Machine) -> None:
+def test_a_second_sigterm_to_a_local_run_ends_all_processes(make_plan: PlanMaker, machine: Machine) -> None:
     plan = make_plan("local", 1, node_local_dir=machine.local_disk)
     machine.environment = {"FAKE_TRAINER": "exec sleep 3600"}
     job = machine.start(plan)
@@ -416,7 +414,7 @@ def test_here_a_second_sigterm_ends_all_processes(make_plan: PlanMaker, machine:
     assert machine.exit_code(plan) == 143
 
 
-def test_here_sigterm_ends_the_preparation_of_data_at_once(make_plan: PlanMaker, machine: Machine) -> None:
+def test_sigterm_to_a_local_run_ends_data_preparation_immediately(make_plan: PlanMaker, machine: Machine) -> None:
     plan = make_plan("local", 1, node_local_dir=machine.local_disk)
     machine.environment = {"FAKE_PREPARE": "exec sleep 3600"}
     job = machine.start(plan)
@@ -426,7 +424,7 @@ def test_here_sigterm_ends_the_preparation_of_data_at_once(make_plan: PlanMaker,
     assert len(machine.calls("python3")) == 1
 
 
-def test_a_missing_image_is_named(make_plan: PlanMaker, machine: Machine) -> None:
+def test_a_missing_image_is_reported(make_plan: PlanMaker, machine: Machine) -> None:
     plan = make_plan("slurm")
     code, said = machine.run(plan, with_image=False)
     assert code == 4
@@ -445,7 +443,7 @@ def _run_with_profile(machine: Machine, make_plan: PlanMaker, profile: str | Non
     return said
 
 
-def test_the_site_s_script_may_use_unset_variables_and_failing_commands(make_plan: PlanMaker, machine: Machine) -> None:
+def test_the_sites_script_may_use_unset_variables_and_failing_commands(make_plan: PlanMaker, machine: Machine) -> None:
     profile = 'false; export NCCL_FROM_SITE="$NCCL_LIB_DIR$NEVER_SET"; false | true; false\n'
     _run_with_profile(machine, make_plan, profile)
     train = machine.calls("srun")[1]
@@ -454,11 +452,11 @@ def test_the_site_s_script_may_use_unset_variables_and_failing_commands(make_pla
     assert {"NCCL_FROM_SITE", "NCCL_LIB_DIR", "OMP_NUM_THREADS", "HF_HOME"} <= set(names.partition("=")[2].split(","))
 
 
-def test_a_missing_script_of_the_site_is_a_warning(make_plan: PlanMaker, machine: Machine) -> None:
+def test_a_missing_site_script_is_a_warning(make_plan: PlanMaker, machine: Machine) -> None:
     assert "nccl profile.sh is not on" in _run_with_profile(machine, make_plan, None)
 
 
-def test_the_plugin_s_libraries_come_first_in_the_task_only(make_plan: PlanMaker, machine: Machine) -> None:
+def test_the_plugins_libraries_come_first_only_in_the_task(make_plan: PlanMaker, machine: Machine) -> None:
     _run_with_profile(machine, make_plan, "")
     assert "LD_LIBRARY_PATH" not in machine.calls("srun")[1].environment
     assert machine.calls("python3")[1].environment["LD_LIBRARY_PATH"] == "/plug in/lib64"
@@ -468,7 +466,7 @@ FROM_THE_SHELL = {"PYTHONPATH": "/host", "CONDA_PREFIX": "/conda", "VIRTUAL_ENV"
 
 
 @pytest.mark.parametrize(("cluster", "kept"), [("slurm", set()), ("dev", set(FROM_THE_SHELL))])
-def test_the_submitting_shell_s_python_stays_out_of_containers(
+def test_python_variables_of_the_submitting_shell_do_not_reach_containers(
     cluster: str, kept: set[str], make_plan: PlanMaker, machine: Machine
 ) -> None:
     machine.environment = dict(FROM_THE_SHELL)
@@ -476,7 +474,7 @@ def test_the_submitting_shell_s_python_stays_out_of_containers(
     assert set(machine.calls("srun")[0].environment) & set(FROM_THE_SHELL) == kept
 
 
-def test_the_hub_s_token_is_found_although_its_folder_moves(plan: RunPlan, machine: Machine) -> None:
+def test_the_hub_token_is_found_although_hf_home_changes(plan: RunPlan, machine: Machine) -> None:
     token = machine.root / "home" / ".cache" / "huggingface" / "token"
     token.parent.mkdir(parents=True)
     token.write_text("its text", encoding="utf-8")
@@ -487,14 +485,16 @@ def test_the_hub_s_token_is_found_although_its_folder_moves(plan: RunPlan, machi
     assert "its text" not in said + str([call.words for call in machine.calls("srun")])
 
 
-def test_the_token_s_older_variable_is_as_good(make_plan: PlanMaker, machine: Machine) -> None:
+def test_the_older_token_variable_works_too(make_plan: PlanMaker, machine: Machine) -> None:
     machine.environment = {"HUGGING_FACE_HUB_TOKEN": "its text"}
     machine.run(make_plan("slurm", node_local_dir=machine.local_disk))
     assert machine.calls("python3")[1].environment["HF_TOKEN"] == "its text"  # noqa: S105 - no password
 
 
 @pytest.mark.parametrize("name", ["WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"])
-def test_a_tracker_s_key_reaches_the_trainer_by_name_alone(name: str, make_plan: PlanMaker, machine: Machine) -> None:
+def test_a_trackers_key_reaches_the_trainer_without_being_written(
+    name: str, make_plan: PlanMaker, machine: Machine
+) -> None:
     machine.environment = {name: "its text"}
     plan = make_plan("slurm", node_local_dir=machine.local_disk)
     _, said = machine.run(plan)
@@ -505,7 +505,7 @@ def test_a_tracker_s_key_reaches_the_trainer_by_name_alone(name: str, make_plan:
     assert "its text" not in said + plan.layout.script.read_text(encoding="utf-8") + str(train.words)
 
 
-def test_a_folder_of_the_hub_that_the_user_chose_is_kept_and_mounted(make_plan: PlanMaker, machine: Machine) -> None:
+def test_a_users_hf_home_is_kept_and_mounted(make_plan: PlanMaker, machine: Machine) -> None:
     chosen = f"{machine.root}/hub"
     machine.environment = {"HF_HOME": chosen}
     machine.run(make_plan("slurm", node_local_dir=machine.local_disk))
@@ -514,7 +514,7 @@ def test_a_folder_of_the_hub_that_the_user_chose_is_kept_and_mounted(make_plan: 
     assert any(word.startswith("--container-mounts=") and f",{chosen}:{chosen}" in word for word in call.words)
 
 
-def test_a_cache_folder_that_might_be_another_user_s_is_refused(plan: RunPlan, machine: Machine) -> None:
+def test_a_cache_folder_of_another_user_is_rejected(plan: RunPlan, machine: Machine) -> None:
     link = machine.root / "local-disk" / f"ftkit-{os.getuid()}"
     link.symlink_to(machine.root / "home")
     code, said = machine.run(plan)
@@ -531,7 +531,7 @@ def test_caches_are_private_to_the_user(plan: RunPlan, machine: Machine) -> None
 
 @pytest.fixture
 def checked_plan(make_plan: PlanMaker, machine: Machine) -> RunPlan:
-    """A plan for Slurm whose nodes are checked first; srun's stand-in runs what the two nodes would run."""
+    """A plan for Slurm with a preflight; srun's stand-in runs the commands of both nodes."""
     make_plan.recipe = make_plan.recipe.model_copy(
         update={"resources": make_plan.recipe.resources.model_copy(update={"preflight": True})}
     )
@@ -542,7 +542,7 @@ def checked_plan(make_plan: PlanMaker, machine: Machine) -> RunPlan:
 
 
 def _check(verdicts: dict[str, str]) -> str:
-    """Return what Python's stand-in does: a node says this, or, with nothing to say, can't start a container."""
+    """Return a script for Python's stand-in: nodes print a verdict, or, without one, fail to start a container."""
     cases = "".join(
         f"*--host={host}*) echo 'ftkit-node {host} {said}' ;; "
         if said
@@ -552,7 +552,7 @@ def _check(verdicts: dict[str, str]) -> str:
     return f'case "$*" in *ftkit.health*) case "$*" in {cases} esac; exit ;; esac; '
 
 
-def test_a_node_that_fails_its_check_is_left_out_with_the_reason(checked_plan: RunPlan, machine: Machine) -> None:
+def test_a_node_that_fails_its_check_is_excluded_with_the_reason(checked_plan: RunPlan, machine: Machine) -> None:
     machine.environment["FAKE_PREPARE"] = _check({"n1": "ok", "n2": ""})
     machine.environment["FAKE_JOB"] = "ExcNodeList=n9"
     code, _ = machine.run(checked_plan)
@@ -570,7 +570,7 @@ def test_a_node_that_fails_its_check_is_left_out_with_the_reason(checked_plan: R
 @pytest.mark.parametrize(
     ("verdicts", "expected"), [({"n1": "ok", "n2": "ok"}, 0), ({"n1": "bad driver", "n2": "bad driver"}, 12)]
 )
-def test_training_starts_unless_no_node_passes(
+def test_training_starts_unless_every_node_fails(
     checked_plan: RunPlan, machine: Machine, verdicts: dict[str, str], expected: int
 ) -> None:
     machine.environment["FAKE_PREPARE"] = _check(verdicts)
@@ -580,7 +580,7 @@ def test_training_starts_unless_no_node_passes(
     assert has_trained == (expected == 0)
 
 
-def test_a_node_that_does_not_see_the_run_leaves_itself_out(checked_plan: RunPlan, machine: Machine) -> None:
+def test_a_node_that_does_not_see_the_run_folder_excludes_itself(checked_plan: RunPlan, machine: Machine) -> None:
     checked_plan.layout.plan.unlink()
     code, _ = machine.run(checked_plan)
     assert code == 12
@@ -593,7 +593,7 @@ def test_a_node_that_does_not_see_the_run_leaves_itself_out(checked_plan: RunPla
     assert "does not see" in checked_plan.layout.excluded_nodes.read_text()
 
 
-def test_the_image_is_copied_to_the_nodes_once_and_verified_and_else_started_from_the_shared_file_system(
+def test_the_image_is_staged_once_and_verified_or_else_started_from_the_shared_file_system(
     make_plan: PlanMaker, machine: Machine
 ) -> None:
     make_plan.workspace = machine.root / "shared"
@@ -615,7 +615,7 @@ def test_the_image_is_copied_to_the_nodes_once_and_verified_and_else_started_fro
 
     assert started() == (str(staged), 1)
     assert staged.read_text() == "an image"
-    assert started() == (str(staged), 0)  # it is there
+    assert started() == (str(staged), 0)  # staged already
     staged.write_text("damaged")
     assert started() == (str(staged), 1)
     assert staged.read_text() == "an image"
