@@ -1,4 +1,4 @@
-"""How tests run: none depends on the clock or on how pytest was started, and a CI job that was green stays green."""
+"""Settings for all tests: independent of the clock and of how pytest was started."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ settings.register_profile("here", UNTIMED)
 settings.register_profile("repeatable", UNTIMED, derandomize=True)
 settings.load_profile("repeatable" if os.environ.get("CI") else "here")
 
-os.environ.setdefault("FTKIT_REPORT", "0")  # seconds of drawing for each run that is trained
+os.environ.setdefault("FTKIT_REPORT", "0")  # saves seconds of plotting per trained run
 
-# Programs that a shell starts in the background ignore SIGINT, and so do those that they start.
+# Background processes of a shell ignore SIGINT, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    """Run all files that use the one Slurm in one process: the first to end would take it down for the others."""
+    """Run all files that use Slurm in one worker: otherwise the first to finish would stop it for the others."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling

@@ -1,6 +1,6 @@
-"""Train each model family on a tiny model with random weights. `scripts/families` tries all of them.
+"""Train a tiny model with random weights of each model family. `scripts/families` runs all of them.
 
-A model goes the way of a user's: transformers saves it, ftkit loads it, verifies it, takes a few steps and exports it.
+Each model takes a user's path: transformers saves it; ftkit loads, verifies, trains and exports it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     fields: dict[str, Any] = {}
     for name, value in own.items():
         if "drop" in name and isinstance(value, float):
-            fields[name] = 0.0  # a few steps would not show that the loss falls
+            fields[name] = 0.0  # with dropout, the loss need not fall within a few steps
         size = SIZE_OF.get(name, SIZE_OF.get(public.get(name, "")))
         if name in TOKENS:
             fields[name] = TOKENS[name]
@@ -140,7 +140,7 @@ def tiny_config(model_type: str) -> PretrainedConfig:
         fields["rope_parameters"] = rope | {"mrope_section": [halves - 2 * (halves // 4), halves // 4, halves // 4]}
     config: PretrainedConfig = type(default)(**(fields | ODD.get(default.model_type, {})))
     if hasattr(config, "is_decoder"):
-        config.is_decoder = True  # of an encoder's class, which is causal only then
+        config.is_decoder = True  # encoder classes are causal only with this setting
     return config
 
 
@@ -150,14 +150,14 @@ def _is_settable(config: PretrainedConfig, name: str) -> bool:
 
 
 def _each_kind(values: list[Any]) -> list[Any]:
-    """Return a layer's values for each layer of the tiny model, each kind among them while there is room."""
+    """Return per-layer values for the tiny model that include as many kinds of layers as possible."""
     kinds = list({str(value): value for value in values}.values())[:LAYERS]
     return (kinds * LAYERS)[:LAYERS]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """The result of a family: for each of `COLUMNS` 'yes', or the reason why not."""
+    """The result of a family: 'yes' or the reason for a failure, for each of `COLUMNS`."""
 
     model_type: str
     class_name: str
@@ -165,7 +165,7 @@ class Tried:
 
 
 def try_family(model_type: str, world: World) -> Tried:
-    """Try all that ftkit does with a model, on a tiny one of a family."""
+    """Run everything that ftkit does with a model on a tiny model of a family."""
     config = tiny_config(model_type)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
@@ -192,20 +192,20 @@ def _said(attempt: Callable[[], str]) -> str:
         return attempt()
     except FtkitError as error:
         return error.what
-    except Exception as error:  # noqa: BLE001 - the table says what any class of transformers raises
+    except Exception as error:  # noqa: BLE001 - the table lists whatever a class of transformers raises
         return f"{type(error).__name__}: {one_line(error)}"
 
 
 @dataclass(frozen=True)
 class _Family:
-    """A tiny model in a folder."""
+    """A tiny model saved in a folder."""
 
     config: PretrainedConfig
     folder: Path
     world: World
 
     def train(self, method: Method, *, is_packed: bool) -> str:
-        """Verify and train; return 'yes', or why its documents can't be packed."""
+        """Verify and train; return 'yes', or the reason why its documents can't be packed."""
         engine = self._engine(method)
         if method == "full":
             choice = choose_packing(engine, self.world, "auto" if is_packed else "off", VOCABULARY, BATCH, TRAINING)
@@ -218,7 +218,7 @@ class _Family:
         return "yes"
 
     def export(self) -> str:
-        """Export a trained model, and compare what transformers loads with it."""
+        """Export a trained model, load it with transformers, and compare."""
         engine = self._engine("full")
         _train(engine, self.world, is_packed=False)
         tokenizer = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
@@ -257,13 +257,13 @@ class _Family:
 
 
 def _adapters(model: Any) -> LoraSpec:
-    """Return adapters for the linear layers that peft adapts.
+    """Return adapters for the linear layers that peft supports.
 
-    Not for those whose names it takes for experts, nor for the last projection of Mamba layers, whose kernels would
-    leave adapters out.
+    Layers whose names peft takes for experts are excluded, and the last projection of Mamba layers, whose kernels
+    ignore adapters.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no layer supports adapters.
     """
     names = {name.rpartition(".")[2] for name, _ in _linears(model)} - {"out_proj"}
     names = {name for name in names if name.isidentifier()}

@@ -1,7 +1,7 @@
-"""Ranks without the seconds that each takes to import torch: forked from a process that has imported what they import.
+"""Ranks that start without importing torch: forked from a process that has imported their modules.
 
-The process reads a job from each line of its standard input, runs it, and answers with the exit code, as torchrun's
-is: that of the first rank that failed, whereupon the others are ended.
+The process reads one job per line from standard input, runs it, and writes torchrun's exit code: that of the first
+failed rank, upon which the others are terminated.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ForkedRanks:
             self._server.kill()
 
     def run(self, plan: Path, num_ranks: int, output: Path, *, timeout: float) -> int:
-        """Run a job; return its exit code. What the ranks print is in `output`."""
+        """Run a job; return its exit code. The output of the ranks goes to `output`."""
         output.unlink(missing_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -78,7 +78,7 @@ class ForkedRanks:
 
 
 def serve() -> None:
-    """Run the jobs that standard input names."""
+    """Run the jobs listed on standard input."""
     for name in _IMPORTED:
         importlib.import_module(name)
     for line in sys.stdin:
@@ -110,7 +110,7 @@ def _signal(pids: set[int], number: signal.Signals) -> None:
 
 
 def _slow_down() -> None:
-    """Make matrix products as slow as those of a device that is out of order."""
+    """Make matmuls as slow as those of a faulty device."""
     functional = importlib.import_module("torch.nn.functional")
     linear = functional.linear
 
@@ -143,7 +143,7 @@ def _start(job: Job, rank: int) -> int:
         }
         sys.argv[1:] = [job.plan]
         runpy.run_module("ftkit.train", run_name="__main__", alter_sys=True)  # ends this process
-    except BaseException:  # noqa: BLE001 - nothing may come back to the loop above
+    except BaseException:  # noqa: BLE001 - nothing may return to the caller's loop
         traceback.print_exc()
     finally:
         sys.stderr.flush()

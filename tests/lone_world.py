@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def lone_world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
-    """Join a world of one, as torchrun would have it."""
+    """Join a world of size 1, as under torchrun."""
     from ftkit.planning.job import PlacementPlan
     from ftkit.train.world import init_world
 

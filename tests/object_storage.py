@@ -1,4 +1,4 @@
-"""Servers that speak S3, Google's storage, and the Hugging Face hub, on this machine."""
+"""Local servers for S3, Google Cloud Storage and the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 
 @contextmanager
 def s3_server() -> Iterator[tuple[str, Any]]:
-    """Give a server's address, and a client of it, with the bucket `team`."""
+    """Yield a server's address and a client for it, with the bucket `team`."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -42,7 +42,7 @@ def s3_server() -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def gcs_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Start an emulator with the bucket `team`, have programs find it, and give its address."""
+    """Start an emulator with the bucket `team`, configure programs to use it, and yield its address."""
     import gcsfs
     from gcp_storage_emulator.server import create_server
 
@@ -61,7 +61,7 @@ def gcs_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @contextmanager
 def found_by_programs(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have programs find the server and its keys where they look for them."""
+    """Set the variables through which programs find the server and its keys."""
     import s3fs
 
     variables = {**KEYS, "AWS_ENDPOINT_URL": address, "AWS_DEFAULT_REGION": "us-east-1"}
@@ -74,7 +74,7 @@ def found_by_programs(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]
 
 @contextmanager
 def hub_server(files: dict[str, bytes], patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start a hub with the data set `org/chats` of these files, for whoever has the token `good`."""
+    """Start a hub with the data set `org/chats` of these files, accessible with the token `good`."""
     from huggingface_hub import HfFileSystem
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Hub, files)) as server:
@@ -93,7 +93,7 @@ def hub_server(files: dict[str, bytes], patch: pytest.MonkeyPatch) -> Iterator[N
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Answers what `HfFileSystem` asks: a data set's information, its tree, and its files' content."""
+    """Serves the requests of `HfFileSystem`: a data set's information, its tree, and its files."""
 
     protocol_version = "HTTP/1.1"
 

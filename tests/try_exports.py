@@ -1,6 +1,6 @@
-"""Verify exports and answer a prompt with each, in a process that has seen nothing but their folders.
+"""Verify exports and generate from each, in a process that has only their folders.
 
-Reads `[prompt, folder, ...]` as JSON; writes per folder what failed, the tokens after the prompt, and all checks.
+Reads `[prompt, folder, ...]` as JSON; writes the failed checks, the generated tokens and all checks per folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_TOKENS = 12
 
 
 def generated_tokens(model: LoadedModel, text: str) -> list[int]:
-    """Return the most probable tokens after a prompt; of a model that learned nothing, the end may be the first."""
+    """Return the most probable tokens after a prompt; an untrained model may start with the end token."""
     prompt = encode_prompt(model, renderer_of(model, {}), Conversation((Message("user", text),)))
     config = Decoding(max_new_tokens=NUM_TOKENS).config(model)
     config.min_new_tokens = NUM_TOKENS

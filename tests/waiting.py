@@ -1,4 +1,4 @@
-"""Wait for what must happen, however busy the machine is."""
+"""Waiting for conditions, independent of how busy the machine is."""
 
 from __future__ import annotations
 

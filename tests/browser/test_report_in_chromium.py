@@ -1,4 +1,4 @@
-"""report.html as a real browser lays it out: on a phone, on a wide screen, in the dark, and printed."""
+"""Layout of report.html in a real browser: on a phone, on a wide screen, in dark mode, and printed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_nothing_is_cut_off_on_a_phone_or_a_wide_screen(page: Path) -> None:
+def test_nothing_overflows_on_a_phone_or_a_wide_screen(page: Path) -> None:
     frames = "".join(
         f'<iframe id="{name}" src="report.html" style="border:0;height:4000px;width:{width}px"></iframe>'
         for name, width in WIDTHS.items()
@@ -93,13 +93,13 @@ def test_nothing_is_cut_off_on_a_phone_or_a_wide_screen(page: Path) -> None:
     found = json.loads(re.search(r"<pre>(.*)</pre>", chromium(page.parent, "--dump-dom", harness.as_uri()))[1])  # type: ignore[index]
     for name, width in WIDTHS.items():
         assert found[name]["width"] <= width, name
-        assert len(found[name]["charts"]) == 8  # of two forms of a chart, one is shown
+        assert len(found[name]["charts"]) == 8  # only one of a chart's two variants is shown
         assert min(each[0] for each in found[name]["charts"]) >= 300, name
         assert found[name]["text"] >= 8, name  # pixels
-        assert found[name]["stroke"].startswith("rgb("), name  # a placeholder became a color
+        assert found[name]["stroke"].startswith("rgb("), name  # placeholders were replaced by colors
 
 
-def test_it_prints(page: Path) -> None:
+def test_the_report_can_be_printed(page: Path) -> None:
     target = page.with_name("report.pdf")
     chromium(page.parent, f"--print-to-pdf={target}", page.as_uri())
     assert target.read_bytes().startswith(b"%PDF")

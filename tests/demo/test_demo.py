@@ -1,4 +1,4 @@
-"""The demo's core, shorter: from the command to a model that answers questions about tables it has not seen."""
+"""A shortened demo: from the command to a model that answers questions about unseen tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ftkit(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_model_learns_to_answer_questions_about_tables_it_has_not_seen(tmp_path: Path) -> None:
+def test_the_demo_model_answers_questions_about_unseen_tables(tmp_path: Path) -> None:
     done = ftkit(
         tmp_path, "run", "demo", "--cluster", "local", "training.max_steps=700", "data.source.num_train=4000",
         "evaluation.sql_execution.num_questions=100",
@@ -46,7 +46,7 @@ def test_a_model_learns_to_answer_questions_about_tables_it_has_not_seen(tmp_pat
     assert after.perplexity < before.perplexity / 100
     steps = [record for record in records if isinstance(record, StepRecord)]
     assert steps[-1].loss < steps[0].loss / 10
-    # Without a terminal: plain lines, and nothing of it on stdout but the run's name.
+    # Without a terminal: plain lines on stderr, and only the run id on stdout.
     assert "step 700/700" in done.stderr
     assert "execution accuracy 0% →" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr

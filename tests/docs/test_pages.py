@@ -1,4 +1,4 @@
-"""Pages are whole: their links lead somewhere, their code is code, and the site is made of them without a warning."""
+"""Documentation pages: links resolve, code blocks parse, and the site builds without warnings."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub and MyST make them."""
+    """Return the anchors of a page's headings, as GitHub and MyST generate them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @every_page
-def test_links_inside_the_project_lead_to_a_file_and_a_heading(page: Path) -> None:
+def test_internal_links_resolve_to_a_file_and_a_heading(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
         path, _, anchor = link.partition("#")
         if "://" in path or path.startswith("mailto:"):
@@ -45,7 +45,7 @@ def test_links_inside_the_project_lead_to_a_file_and_a_heading(page: Path) -> No
 
 
 @every_page
-def test_code_blocks_can_be_read(page: Path) -> None:
+def test_code_blocks_can_be_parsed(page: Path) -> None:
     for indent, kind, text in FENCE.findall(page.read_text()):
         body = re.sub(rf"^{indent}", "", text, flags=re.MULTILINE)
         if kind == "python":
@@ -55,11 +55,11 @@ def test_code_blocks_can_be_read(page: Path) -> None:
         elif kind == "yaml":
             YAML(typ="safe").load(body)
         else:
-            assert kind.startswith("{") or kind in {"console", "text"}, f"a block of no kind that is known: {body}"
+            assert kind.startswith("{") or kind in {"console", "text"}, f"a block of an unknown kind: {body}"
 
 
 def spans(page: Path) -> list[str]:
-    """Return what stands as code in a page's sentences and tables; of releases, words stay as they were written."""
+    """Return the inline code of a page's sentences and tables, without the changelog of past releases."""
     current = re.split(r"^## \[\d", FENCE.sub("", page.read_text()), maxsplit=1, flags=re.MULTILINE)[0]
     return re.findall(r"`([^`\n]+)`", current)
 
@@ -71,7 +71,7 @@ def alternatives(path: str) -> list[str]:
 
 
 @every_page
-def test_files_and_modules_that_a_page_mentions_exist(page: Path) -> None:
+def test_files_and_modules_mentioned_on_a_page_exist(page: Path) -> None:
     for span in spans(page):
         word = span.split()[0].removeprefix("./").rstrip("/")
         if word in NOT_IN_A_CHECKOUT:
@@ -88,7 +88,7 @@ KEY = re.compile(r"((model|data|training|evaluation|tracking|profile|resources)(
 
 
 @every_page
-def test_commands_and_recipe_keys_that_a_page_mentions_exist(page: Path) -> None:
+def test_commands_and_recipe_keys_mentioned_on_a_page_exist(page: Path) -> None:
     commands = set(re.findall(r"^## ftkit (.+)$", (REFERENCE / "cli.md").read_text(), re.MULTILINE))
     keys = set(re.findall(r"^\| `([\w.]+)` \|", (REFERENCE / "recipe.md").read_text(), re.MULTILINE))
     for span in spans(page):
@@ -97,7 +97,7 @@ def test_commands_and_recipe_keys_that_a_page_mentions_exist(page: Path) -> None
         assert not key or key[1] in keys, f"`{span}`: a recipe has no such key"
 
 
-def test_the_page_of_families_lists_those_that_ftkit_knows() -> None:
+def test_the_families_page_lists_all_supported_families() -> None:
     measured, counted, *_ = re.findall(
         r"^\| (?:memory and speed|parameters counted).*?\| (.+) \|$",
         (REFERENCE / "families.md").read_text(),
@@ -115,7 +115,7 @@ def test_a_page_begins_with_its_title(page: Path) -> None:
 
 
 @pytest.mark.docs
-def test_the_site_is_built_without_a_warning_and_finds_words_of_every_page(tmp_path: Path) -> None:
+def test_the_site_builds_without_warnings_and_search_covers_every_page(tmp_path: Path) -> None:
     site = tmp_path / "site"
     done = subprocess.run(
         [sys.executable, CHECKOUT / "scripts" / "docs", "--build", site],

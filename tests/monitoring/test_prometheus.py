@@ -1,4 +1,4 @@
-"""The shipped dashboard: each of its queries, answered by a real Prometheus that watches a run."""
+"""The shipped dashboard: each of its queries, executed by a real Prometheus that scrapes a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 
 def sample(number: int) -> NodeSample:
-    """Two GPUs, whose counters grow with each sample."""
+    """Two GPUs with counters that increase with each sample."""
     gpus = tuple(
         GpuSample(
             index, 97.0, 88.0, 60.5, 650.0 + index, 61.0, 1755.0, 5e6 + 1e3 * number, ("power cap",), 1e9 * number
@@ -80,7 +80,7 @@ def watched_run() -> Iterator[int]:
 
 
 class Prometheus:
-    """Its HTTP API."""
+    """The HTTP API of Prometheus."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -99,12 +99,12 @@ class Prometheus:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready"):
                 return True
-        except OSError:  # not there yet, or "Service Unavailable"
+        except OSError:  # not listening yet, or "Service Unavailable"
             return False
 
 
 def legend(template: str, labels: dict[str, str]) -> str:
-    """Return a legend as Grafana writes it; a label that is not there is an error."""
+    """Return a legend as Grafana formats it; a missing label is an error."""
     return re.sub(r"{{(\w+)}}", lambda name: labels[name[1]], template)
 
 
@@ -122,7 +122,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
                 wait_until(lambda: process.poll() is not None or api.is_ready())
                 assert process.poll() is None, (folder / "log").read_text()
                 wait_until(lambda: len(api.query("ftkit_gpu_energy_joules_total[1m]")) == 2)
-                time.sleep(1)  # some scrapes more: a rate takes two
+                time.sleep(1)  # more scrapes: a rate needs two
                 yield api
             finally:
                 process.terminate()
@@ -136,7 +136,7 @@ def test_every_panel_of_the_dashboard_shows_a_run(prometheus: Prometheus) -> Non
     shown = {}
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
-            for runs in (".*", RUN):  # Grafana's own words for all runs, and for one
+            for runs in (".*", RUN):  # Grafana's values for all runs, and for one
                 text = target["expr"].replace("$__rate_interval", "1m").replace("$run", runs)
                 found = prometheus.query(text)
                 legends = [legend(target["legendFormat"], each["metric"]) for each in found]
@@ -149,8 +149,8 @@ def test_every_panel_of_the_dashboard_shows_a_run(prometheus: Prometheus) -> Non
     assert shown["Energy in the last hour"][0] > 0
 
 
-def test_the_metrics_are_valid_for_prometheus(prometheus: Prometheus) -> None:  # noqa: ARG001 - it brings promtool
+def test_the_metrics_are_valid_for_prometheus(prometheus: Prometheus) -> None:  # noqa: ARG001 - provides promtool
     text = sampler.metrics_text(sample(1), RUN)
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 3), done.stderr  # 3: it would name some otherwise
+    assert done.returncode in (0, 3), done.stderr  # 3: style warnings about metric names
     assert "error while linting" not in done.stderr

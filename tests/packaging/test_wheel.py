@@ -1,4 +1,4 @@
-"""The wheel, installed in an empty environment and used from another folder."""
+"""The wheel, installed in a new environment and used from another folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(*command: str | Path, cwd: Path = Path("/"), expect: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def ftkit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command, from a wheel that was installed without any extra."""
+    """The command of a wheel installed without extras."""
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, CHECKOUT)
     (wheel,) = folder.glob("ftkit-*.whl")
@@ -43,7 +43,7 @@ def ftkit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "venv/bin/ftkit"
 
 
-def test_the_installed_command_knows_everything_that_is_shipped(ftkit: Path) -> None:
+def test_the_installed_command_finds_all_shipped_files(ftkit: Path) -> None:
     for listing, name in [("recipes", "demo"), ("clusters", "a3-megagpu-8g"), ("images", "olmo3:25.02")]:
         assert name in run(ftkit, listing, "--json")
 
@@ -59,11 +59,11 @@ def test_a_job_for_a_cluster_is_rendered_without_torch_or_slurm(ftkit: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_without_the_extra_says_what_to_install(ftkit: Path, tmp_path: Path) -> None:
+def test_training_without_the_extra_reports_what_to_install(ftkit: Path, tmp_path: Path) -> None:
     run(ftkit, "run", "demo", "--cluster", "local", "--no-follow", cwd=tmp_path, expect=5)
 
 
-def test_a_build_can_be_put_together_without_a_checkout(ftkit: Path, tmp_path: Path) -> None:
+def test_a_build_context_can_be_made_without_a_checkout(ftkit: Path, tmp_path: Path) -> None:
     definition = run(ftkit, "recipe", "olmo3:25.02", "--files", tmp_path / "files")
     assert "From: nvcr.io/nvidia/pytorch:25.02-py3" in definition
     names = {path.name for path in (tmp_path / "files").iterdir()}

@@ -1,4 +1,4 @@
-"""A real sshd on loopback, and a laptop with another home and an `ssh` whose connections can be cut."""
+"""A real sshd on loopback, and a laptop with its own home and an `ssh` whose connections can be dropped."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ exit 255
 
 @dataclass(frozen=True)
 class Laptop:
-    """A machine from which a login node is reached over ssh.
+    """A machine that reaches a login node over ssh.
 
     Attributes:
-        folder: of the test.
+       folder: the test's folder.
         project: a project with a profile `far`.
         there: ftkit's folder on the login node.
     """
@@ -87,7 +87,7 @@ class Laptop:
         return done
 
     def cut_when(self, condition: str) -> None:
-        """Cut the next connection when a file is there that matches a pattern, or after so many bytes of output."""
+        """Drop the next connection once a file matches a pattern, or after a number of bytes of output."""
         (self.folder / "asked").unlink(missing_ok=True)
         (self.folder / "cut").write_text(condition)
 
@@ -118,7 +118,7 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
         f"ssh_options: {options}\nlogin_folder: {laptop.there}\nsend_limit_gib: 0.001\n"
     )
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd asks for it
+        Path("/run/sshd").mkdir(exist_ok=True)  # required by sshd
     with subprocess.Popen([sshd, "-D", "-f", folder / "sshd_config", "-E", folder / "sshd.log"]) as server:
         wait_until(lambda: "listening" in _read(folder / "sshd.log"), lambda: _read(folder / "sshd.log"))
         try:
@@ -133,7 +133,7 @@ def _read(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def ready(laptop: Laptop) -> Laptop:
-    """The laptop, after `ftkit remote setup`: the login node has the libraries already, as these need no network."""
+    """The laptop after `ftkit remote setup`; the login node has the libraries installed, since there is no network."""
     venv = laptop.there / "venv"
     subprocess.run(["/usr/bin/env", "python3", "-m", "venv", venv], check=True, cwd="/")
     (packages,) = venv.glob("lib/python3*/site-packages")

@@ -1,4 +1,4 @@
-"""Runs on a cluster that is reached over a real ssh, whose connections are cut."""
+"""Runs on a cluster over a real ssh, with dropped connections."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ evaluation: {{sql_execution: null}}
 """
 
 
-def test_a_login_node_without_ftkit_or_with_another_one_is_refused_with_the_command_that_helps(laptop: Laptop) -> None:
+def test_a_login_node_without_ftkit_or_with_another_version_is_rejected_with_the_command_to_run(laptop: Laptop) -> None:
     done = laptop.ftkit("--cluster", "far", "runs", expect=5)
     assert "ftkit is not set up on" in done.stderr
     assert "ftkit remote setup far" in done.stderr
 
 
-def test_a_run_goes_there_once_and_is_followed_from_here_though_connections_are_cut(ready: Laptop) -> None:
+def test_a_remote_run_is_submitted_once_and_followed_despite_dropped_connections(ready: Laptop) -> None:
     data = ready.folder / "data/chats.jsonl"
     data.parent.mkdir()
     row = {"sql_context": "CREATE TABLE t (a)", "sql": "SELECT a FROM t"}

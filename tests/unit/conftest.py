@@ -1,4 +1,4 @@
-"""Runs in a temporary workspace, and programs that only seem to be Slurm's."""
+"""Runs in a temporary workspace, and fake Slurm programs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 @pytest.fixture(scope="session")
 def demo_plan() -> RunPlan:
-    """The demo on the local profile, on the CPU. Planned once: specs are frozen."""
+    """The plan of the demo on the local profile, on the CPU. Shared by all tests, since specs are frozen."""
     cluster = load_cluster("local", NOWHERE).model_copy(update={"device": "cpu", "cpus_per_node": 2})
     request = RunRequest(None, None, None, None, False, Path("/nowhere"), "/venv/bin/python", LONG_AGO, "ab12")
     return plan_run(load_recipe("demo", NOWHERE, OVERRIDES), cluster, None, request, ftkit_version="1")
@@ -54,7 +54,7 @@ def plan(demo_plan: RunPlan, workspace: Workspace) -> RunPlan:
 
 
 class RunMaker:
-    """Makes run folders, each newer than the one before."""
+    """Makes run folders, each newer than the previous one."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
@@ -125,7 +125,7 @@ def records() -> Any:
 
 
 class FakePrograms:
-    """Small scripts on PATH that note each call."""
+    """Small scripts on PATH that record each call."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -151,7 +151,7 @@ class FakePrograms:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:
-    """A PATH without Slurm's programs, except those that a test adds."""
+    """A PATH without Slurm's programs except those added by a test."""
     basics = tmp_path / "basics"
     basics.mkdir()
     for name in ("sh", "bash", "cat", "sleep", "git", "env"):
@@ -192,6 +192,6 @@ def architecture() -> Callable[[str], ArchitectureSpec]:
 
 @pytest.fixture(scope="session")
 def training() -> Callable[..., TrainingPlan]:
-    """Make a training specification from a few of its fields."""
+    """Make a training spec from a few of its fields."""
     fields = {"sequence_length": 8192, "global_batch_size": 16, "max_steps": 1, "learning_rate": 1e-5}
     return lambda **changes: TrainingPlan.model_validate(fields | changes)

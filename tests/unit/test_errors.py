@@ -19,7 +19,7 @@ def caused_by(cause: Exception) -> Exception:
 
 
 def followed_by(cause: Exception) -> Exception:
-    """Fail like torch: closing a failed writer raises another error."""
+    """Fail as torch does: closing a failed writer raises another error."""
     try:
         try:
             raise cause
@@ -30,7 +30,7 @@ def followed_by(cause: Exception) -> Exception:
 
 
 @pytest.mark.parametrize("number", [ENOSPC, EDQUOT])
-def test_a_full_disk_is_found_wherever_it_is_reported(number: int) -> None:
+def test_a_full_disk_is_recognized_in_any_exception(number: int) -> None:
     full = OSError(number, os.strerror(number), "/w/file")
     texts = RuntimeError(f"RANK 0: OSError: {full}\nRANK 1: the same")
     for error in (full, caused_by(full), followed_by(full), texts, ExceptionGroup("two", [ValueError("x"), full])):
@@ -43,13 +43,13 @@ def test_a_full_disk_is_found_wherever_it_is_reported(number: int) -> None:
     assert as_disk_full(found) is found
 
 
-def test_a_write_that_was_cut_short_is_a_full_disk() -> None:
+def test_a_short_write_is_reported_as_a_full_disk() -> None:
     texts = ("373248 requested and 73696 written", "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
     for text in texts:
         assert isinstance(as_disk_full(OSError(text)), DiskFullError)
 
 
-def test_any_other_error_stays_what_it_is() -> None:
+def test_other_errors_are_unchanged() -> None:
     for error in (ValueError("no"), caused_by(OSError(EACCES, "no right")), FtkitError("no")):
         assert as_disk_full(error) is error
 

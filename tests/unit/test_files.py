@@ -58,11 +58,11 @@ def fail(*_: Any) -> None:
         note=st.none() | st.text(),
     )
 )
-def test_a_dataclass_survives_json(record: Record) -> None:
+def test_a_dataclass_round_trips_through_json(record: Record) -> None:
     assert parse_json(to_json(record), Record) == record
 
 
-def test_json_holds_what_is_not_a_number_and_names_that_are_not_utf8() -> None:
+def test_json_supports_nan_and_file_names_that_are_not_utf8() -> None:
     assert isnan(parse_json(to_json(Record("x", values=(float("nan"),))), Record).values[0])
     assert "udcff" in to_json({"command": [os.fsdecode(b"\xff")]})
 
@@ -77,7 +77,7 @@ def test_json_holds_what_is_not_a_number_and_names_that_are_not_utf8() -> None:
         ('{"name": 7, "files": 7, "values": 7, "note": 7}', "; and 1 more$"),
     ],
 )
-def test_other_json_is_refused_with_the_keys_that_are_wrong(text: str, reason: str) -> None:
+def test_invalid_json_is_rejected_with_the_wrong_keys(text: str, reason: str) -> None:
     with pytest.raises(InvalidJsonError, match=reason):
         parse_json(text, Record)
 
@@ -103,7 +103,7 @@ def test_special_files_are_never_read(make: Any, tmp_path: Path) -> None:
         read_json(tmp_path / "x.json", Record)
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.json"
     write_file(path, b"old")
     write_file(path, b"new")
@@ -115,14 +115,14 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_temporary_file_keeps_the_suffix_that_libraries_go_by(tmp_path: Path) -> None:
+def test_a_temporary_file_keeps_the_suffix_that_libraries_use(tmp_path: Path) -> None:
     with atomic_file(tmp_path / "trace.json.gz") as temporary:
         assert temporary.name.endswith("trace.json.gz")
         temporary.touch()
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
-def test_a_folder_appears_complete_and_replaces_a_former_one(tmp_path: Path) -> None:
+def test_a_folder_appears_complete_and_replaces_a_previous_one(tmp_path: Path) -> None:
     final = tmp_path / "parent" / "export"
     for text in ("old", "new"):
         with atomic_folder(final) as folder:
@@ -133,7 +133,7 @@ def test_a_folder_appears_complete_and_replaces_a_former_one(tmp_path: Path) -> 
     assert list(final.parent.iterdir()) == [final]
 
 
-def test_a_folder_that_fails_leaves_the_former_one_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_folder_write_keeps_only_the_previous_one(tmp_path: Path) -> None:
     final, temporary = tmp_path / "export", tmp_path / ".export.partial"
     final.mkdir()
     temporary.mkdir()
@@ -149,7 +149,7 @@ def test_a_folder_that_fails_leaves_the_former_one_and_nothing_else(tmp_path: Pa
     assert list(tmp_path.iterdir()) == [final]
 
 
-def test_a_folder_that_cannot_take_its_name_leaves_the_former_one(
+def test_a_folder_that_cannot_be_renamed_keeps_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, final = tmp_path / "new", tmp_path / "final"
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_take_its_name_leaves_the_former_one(
 
 
 @pytest.mark.parametrize(("number", "is_error"), [(22, False), (95, False), (5, True)])
-def test_a_file_system_without_sync_is_no_error(
+def test_a_file_system_without_fsync_is_not_an_error(
     number: int, is_error: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: int) -> None:
@@ -179,9 +179,7 @@ def test_a_file_system_without_sync_is_no_error(
     assert (tmp_path / "x").exists() != is_error
 
 
-def test_everything_in_a_folder_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_in_a_folder_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, final, synced = tmp_path / "temporary", tmp_path / "final", list[str]()
     (folder / "inner").mkdir(parents=True)
     (folder / "inner" / "file").touch()

@@ -1,6 +1,6 @@
-"""Broken and hostile input: a few cases of each area, those that once broke ftkit, and the campaign itself.
+"""Fuzzing: a few cases of each area, regression cases, and the campaign itself.
 
-More by hand: scripts/fuzz
+For longer campaigns: scripts/fuzz
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_CASES = 25
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_odd_input_is_accepted_or_refused(name: str) -> None:
+def test_fuzzed_input_is_accepted_or_rejected(name: str) -> None:
     area = load_area(name)
     results = [try_case(area, make_case(area, 0, number)) for number in range(NUM_CASES)]
     assert [text for outcome, text in results if outcome not in ("accepted", "refused")] == []
@@ -33,24 +33,24 @@ def test_odd_input_is_accepted_or_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "case"), [(folder.parent.name, folder.name) for folder in sorted(CORPUS.glob("*/*")) if folder.is_dir()]
 )
-def test_cases_that_once_broke_ftkit_are_accepted_or_refused(name: str, case: str) -> None:
+def test_regression_cases_are_accepted_or_rejected(name: str, case: str) -> None:
     if name in NAMES:
         replay(load_area(name), CORPUS / name / case)
 
 
-def test_a_case_is_a_function_of_its_seed_and_number() -> None:
+def test_a_case_depends_only_on_its_seed_and_number() -> None:
     area = load_area("data")
     assert make_case(area, 1, 2) == make_case(area, 1, 2)
     assert make_case(area, 1, 2) != make_case(area, 1, 3)
     assert make_case(area, 1, 2) != make_case(area, 2, 2)
 
 
-def test_a_case_that_does_not_end_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_does_not_end_is_reported_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object) -> bool:
         while True:
             try:
                 sum(range(1000))
-            except Exception:  # noqa: BLE001, S112 - nobody may catch it by chance
+            except Exception:  # noqa: BLE001, S112 - a handler must not catch it
                 continue
 
     monkeypatch.setattr(campaign, "CPU_SECONDS", 0.05)
@@ -81,9 +81,7 @@ DOOMED = Area("doomed", make, run)
 """
 
 
-def test_failures_of_any_kind_are_counted_kept_and_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_of_any_kind_are_counted_saved_and_replayable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "doomed.py").write_text(DOOMED)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(AREAS, "doomed", "doomed:DOOMED")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
 
 
-def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
+def test_a_model_folder_must_contain_a_configuration_and_weights(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     with pytest.raises(NotFoundError, match=f"there is no folder {folder} on"):
         check_folder(folder)
@@ -39,7 +39,7 @@ def test_a_folder_must_hold_a_configuration_and_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [[WEIGHTS_FILE], ["a.safetensors", "b.safetensors"]])
-def test_weights_that_a_copy_has_cut_short_are_refused_wherever_they_end(names: list[str], tmp_path: Path) -> None:
+def test_truncated_weights_are_rejected_wherever_they_end(names: list[str], tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
     if len(names) > 1:
         (tmp_path / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": dict(zip(["one", "two"], names, strict=True))}))
@@ -71,7 +71,7 @@ def test_weights_that_a_copy_has_cut_short_are_refused_wherever_they_end(names: 
         (b'{"model_type": 3}', r"config\.json has no model_type"),
     ],
 )
-def test_a_configuration_that_is_broken_or_of_no_model_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_reported(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / WEIGHTS_FILE).touch()
     (tmp_path / CONFIG_FILE).write_bytes(content)
     with pytest.raises(NotFoundError, match=message) as caught:
@@ -112,7 +112,7 @@ def test_the_files_decide_whether_embeddings_are_tied(
     assert found.get(tie) == found["text_config"].get(tie) == expected
 
 
-def test_weights_that_the_index_lists_in_vain_or_that_are_quantized_in_secret_are_refused(tmp_path: Path) -> None:
+def test_missing_or_unexpectedly_quantized_weights_are_rejected(tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
     file, index = tmp_path / WEIGHTS_FILE, tmp_path / WEIGHTS_INDEX
     weight = {"up.weight": np.ones((2, 2), np.int8)}

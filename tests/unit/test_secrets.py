@@ -1,4 +1,4 @@
-"""Secrets never reach what is written down or printed of errors, commands and the environment."""
+"""Secrets are redacted in errors, commands and environment listings."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N"
         ("docker://nvcr.example#team/olmo3:25.02@sha256:0123", "docker://nvcr.example#team/olmo3:25.02@sha256:0123"),
     ],
 )
-def test_a_command_keeps_no_secret_and_everything_else(typed: str, kept: str) -> None:
+def test_only_secrets_are_redacted_in_a_command(typed: str, kept: str) -> None:
     assert redact_command([typed], {}) == [kept]
 
 
-def test_the_word_after_a_secret_option_is_kept_out() -> None:
+def test_the_value_after_a_secret_option_is_redacted() -> None:
     assert redact_command(["--password", "abc", "demo"], {}) == ["--password", "***", "demo"]
 
 
@@ -60,11 +60,11 @@ def test_tokens_with_an_issuer_s_prefix_are_redacted_anywhere(secret: str) -> No
         ('File "/w/ftkit/a.py", line 3, in f', 'File "/w/ftkit/a.py", line 3, in f'),
     ],
 )
-def test_a_text_keeps_no_secret_and_everything_else(text: str, shown: str) -> None:
+def test_only_secrets_are_redacted_in_a_text(text: str, shown: str) -> None:
     assert redact(text, {}) == shown
 
 
-def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up() -> None:
+def test_values_of_secret_variables_are_redacted_everywhere() -> None:
     environment = {"WANDB_API_KEY": "0123456789abcdef", "MY_TOKEN": "no", "HOME": "/home/somebody"}
     text = "ValueError: no such thing as 0123456789abcdef in /home/somebody"
     assert redact(text, environment) == "ValueError: no such thing as *** in /home/somebody"

@@ -1,4 +1,4 @@
-"""`scripts/setup`, with a pip that only seems to be one."""
+"""`scripts/setup`, with a fake pip."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def set_up(copy: Path, pip: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([copy / "scripts" / "setup", "train"], capture_output=True, text=True, check=False)
 
 
-def test_an_installation_into_a_pipe_says_what_it_downloads_and_little_else(copy: Path) -> None:
+def test_an_installation_without_a_terminal_prints_only_its_downloads(copy: Path) -> None:
     done = set_up(
         copy, 'echo "Collecting torch"; echo "  Downloading torch.whl (800 MB)"; echo "Successfully installed"'
     )
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.splitlines()[1:] == ["  Downloading torch.whl (800 MB)", "Successfully installed"]
     again = set_up(copy, "exit 1")
-    assert (again.returncode, again.stderr) == (0, "")  # nothing has changed: nothing is done
+    assert (again.returncode, again.stderr) == (0, "")  # nothing changed, so nothing is installed
 
 
-def test_an_installation_that_fails_says_why_and_is_tried_again(copy: Path) -> None:
+def test_a_failed_installation_reports_the_reason_and_is_retried_next_time(copy: Path) -> None:
     for _ in range(2):
         done = set_up(copy, 'echo "ERROR: no space" >&2; exit 3')
         assert done.returncode == 3

@@ -1,4 +1,4 @@
-"""No result of a test depends on how busy the machine is."""
+"""Test results do not depend on how busy the machine is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_property_tests_have_no_deadline() -> None:
     assert HealthCheck.too_slow in settings.default.suppress_health_check
 
 
-def test_no_test_has_a_time_limit_of_its_own() -> None:
+def test_no_test_has_its_own_time_limit() -> None:
     own = [
         f"{path.relative_to(TESTS)}:{number}: {line.strip()}"
         for path in TESTS.rglob("*.py")
@@ -28,10 +28,10 @@ def test_no_test_has_a_time_limit_of_its_own() -> None:
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if OWN_LIMIT.search(line)
     ]
-    assert own == [], "take waiting.PATIENCE_SECONDS or wait_until"
+    assert own == [], "use waiting.PATIENCE_SECONDS or wait_until"
 
 
-def test_waiting_in_vain_fails_with_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_until_fails_with_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "PATIENCE_SECONDS", 0)
     with pytest.raises(AssertionError, match="no reason"):
         wait_until(lambda: False, lambda: "no reason")

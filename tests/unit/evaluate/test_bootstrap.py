@@ -15,7 +15,7 @@ def ratio(values: object) -> Ratio:
 
 
 @given(SCORES, st.integers(0, 1000))
-def test_interval_is_within_the_differences_of_rows_and_the_same_for_a_seed(
+def test_the_interval_is_within_the_row_differences_and_reproducible(
     scores: list[tuple[float, float]], seed: int
 ) -> None:
     after, before = (ratio(each) for each in zip(*scores, strict=True))
@@ -31,13 +31,13 @@ def test_an_equal_gain_of_all_rows_has_no_uncertainty_when_paired() -> None:
     assert (round(low, 9), round(high, 9)) == (1, 1)
 
 
-def test_95_percent_of_intervals_hold_the_truth() -> None:
+def test_95_percent_of_intervals_contain_the_true_value() -> None:
     rng = np.random.default_rng(0)
     intervals = [paired_interval((ratio(rng.normal(size=60)),), np.asarray, seed, 400) for seed in range(150)]
     assert 0.88 <= np.mean([low <= 0 <= high for low, high in intervals]) <= 0.99
 
 
-def test_rows_that_a_metric_does_not_apply_to_do_not_count() -> None:
+def test_rows_without_the_metric_do_not_count() -> None:
     only_one = Ratio(np.array([1.0, 0.0, 0.0]), np.array([1.0, 0.0, 0.0]))
     assert only_one.value == 1
     assert paired_interval((only_one,), np.asarray, seed=0) == (1, 1)

@@ -28,7 +28,7 @@ class NvmlError(Exception):
 
 
 def library(**answers: Any) -> Any:
-    """A stand-in for nvidia-ml-py: two healthy H100, but for what is given; what is an error is not supported."""
+    """A fake nvidia-ml-py: two healthy H100s with overridden values; an exception as value means unsupported."""
     values = {
         "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3",
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * 2**30),
@@ -58,7 +58,7 @@ def library(**answers: Any) -> Any:
 
 
 def found(tmp_path: Path, num_gpus: int = 2, **answers: Any) -> dict[str, str]:
-    """Check a machine; return what failed or may be wrong."""
+    """Check a machine; return failures and warnings."""
     (tmp_path / "plan.json").touch()
     expected = Expectation(tmp_path / "local", tmp_path / "plan.json", num_gpus, "H100 80GB HBM3")
     nvml = Nvml(library(**answers), [0, 1])
@@ -86,17 +86,17 @@ def test_healthy_gpus_pass(tmp_path: Path) -> None:
         ({"num_gpus": 8}, "GPUs", "8 expected"),
     ],
 )
-def test_each_fault_of_a_gpu_is_named(tmp_path: Path, answers: dict[str, Any], check: str, value: str) -> None:
+def test_each_fault_of_a_gpu_is_reported(tmp_path: Path, answers: dict[str, Any], check: str, value: str) -> None:
     wrong = found(tmp_path, **answers)
     assert list(wrong) == [check]
     assert value in wrong[check]
 
 
-def test_a_power_cap_and_thermal_limits_under_load_are_no_faults(tmp_path: Path) -> None:
+def test_a_power_cap_and_thermal_limits_under_load_are_not_faults(tmp_path: Path) -> None:
     assert found(tmp_path, nvmlDeviceGetCurrentClocksThrottleReasons=0x04 | 0x20) == {}
 
 
-def test_a_node_without_the_shared_file_system_is_found(tmp_path: Path) -> None:
+def test_a_node_without_the_shared_file_system_is_reported(tmp_path: Path) -> None:
     findings = check_machine(Expectation(tmp_path, tmp_path / "nowhere" / "plan.json", 0, ""), "no NVML", {}, 1)
     assert [each.check for each in failures(findings)] == ["shared disk"]
 
@@ -109,14 +109,14 @@ def test_a_node_without_the_shared_file_system_is_found(tmp_path: Path) -> None:
         ("| Deployment | Pass |", {}),
     ],
 )
-def test_nvidia_s_own_diagnostics_count_where_they_may_be_used(
+def test_nvidias_diagnostics_are_used_if_permitted(
     tmp_path: Path, programs: FakePrograms, said: str, expected: dict[str, str]
 ) -> None:
     programs.answer("dcgmi", said, code=int("exit" in said))
     assert found(tmp_path) == expected
 
 
-def test_only_gpus_that_cuda_may_use_are_looked_at() -> None:
+def test_only_gpus_visible_to_cuda_are_checked() -> None:
     assert visible_indices(8, None) == list(range(8))
     assert visible_indices(8, "2,3,9") == [2, 3]
     assert visible_indices(2, "GPU-8932f937") == [0, 1]
@@ -124,7 +124,7 @@ def test_only_gpus_that_cuda_may_use_are_looked_at() -> None:
 
 
 @given(st.integers(min_value=1, max_value=17))
-def test_in_each_round_of_pairs_everybody_has_another_partner(count: int) -> None:
+def test_each_round_pairs_every_node_with_another_partner(count: int) -> None:
     members = tuple(f"n{number}" for number in range(count))
     rounds = pair_rounds(members)
     met = [frozenset(pair) for each in rounds for pair in each.items()]
@@ -147,19 +147,19 @@ def numbers(**changes: Any) -> dict[str, Any]:
         ({"driver": "470"}, "driver"),
     ],
 )
-def test_the_node_that_differs_from_the_others_is_the_one_with_the_fault(changes: dict[str, Any], check: str) -> None:
+def test_the_node_that_differs_from_the_others_is_the_faulty_one(changes: dict[str, Any], check: str) -> None:
     nodes = {"n1": numbers(), "n2": numbers(**changes), "n3": numbers()}
     findings = {host: [each.check for each in judge_beside_others(host, "cuda", nodes)] for host in nodes}
     assert findings == {"n1": [], "n2": [check], "n3": []}
 
 
-def test_of_two_nodes_the_slower_one_is_left_out() -> None:
+def test_the_slower_of_two_nodes_is_excluded() -> None:
     nodes = {"n1": numbers(), "n2": numbers(matmul=[300.0, 310.0])}
     assert [each.gpu for each in judge_beside_others("n2", "cuda", nodes)] == [0, 1]
     assert judge_beside_others("n1", "cuda", nodes) == []
 
 
-def test_bus_bandwidths_are_nccl_tests_own() -> None:
+def test_bus_bandwidths_match_nccl_tests() -> None:
     # Its table for 1 GiB on 8 ranks: bus bandwidth is 1.75 and 0.875 times the algorithm's.
     assert all_reduce_bus_bandwidth(10**9, 8, 1.0) == pytest.approx(1.75)
     assert all_gather_bus_bandwidth(10**9, 8, 1.0) == pytest.approx(0.875)
@@ -175,11 +175,11 @@ def test_bus_bandwidths_are_nccl_tests_own() -> None:
         ("", ""),
     ],
 )
-def test_nccl_s_log_says_what_it_uses(log: str, transport: str) -> None:
+def test_the_transport_is_read_from_nccls_log(log: str, transport: str) -> None:
     assert find_transport(log) == transport
 
 
-def test_nobody_listens_on_a_free_port() -> None:
+def test_no_process_listens_on_a_free_port() -> None:
     from ftkit.health.measure import free_port
 
     with socket.socket() as probe:

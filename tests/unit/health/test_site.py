@@ -65,19 +65,19 @@ def test_gpus_are_read_from_generic_resources(text: str, expected: tuple[str, in
 
 
 @given(st.integers(min_value=0, max_value=10**8))
-def test_a_time_limit_is_read_as_it_is_written(seconds: int) -> None:
+def test_a_formatted_time_limit_is_parsed_back(seconds: int) -> None:
     assert parse_time_limit(format_time_limit(seconds)) == seconds
 
 
 @given(st.text())
-def test_no_text_breaks_the_parsers(text: str) -> None:
+def test_arbitrary_text_does_not_break_the_parsers(text: str) -> None:
     parse_partitions(text)
     parse_mounts(text)
     parse_gres(text)
     parse_time_limit(text)
 
 
-def test_the_short_forms_of_time_limits_are_slurm_s_own() -> None:
+def test_short_forms_of_time_limits_follow_slurm() -> None:
     forms = {"30": 1800, "30:00": 1800, "2:00:00": 7200, "1-0": 86400, "7-12:30": 649800, "infinite": None}
     assert {text: parse_time_limit(text) for text in forms} == forms
 
@@ -87,7 +87,7 @@ def test_shared_file_systems_are_distinguished_from_local_ones() -> None:
     assert parse_mounts(mounts) == ("/home/our data", "/lustre")
 
 
-def test_adapters_go_before_interfaces(tmp_path: Path) -> None:
+def test_infiniband_adapters_are_preferred_over_interfaces(tmp_path: Path) -> None:
     for name in ("lo", "eth0", "docker0"):
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)
     assert find_networks(tmp_path) == ("eth0",)
@@ -95,14 +95,14 @@ def test_adapters_go_before_interfaces(tmp_path: Path) -> None:
     assert find_networks(tmp_path) == ("mlx5_0",)
 
 
-def test_a_cluster_that_a_shipped_profile_is_for_gets_it_with_what_differs() -> None:
+def test_a_known_cluster_gets_the_shipped_profile_with_its_differences() -> None:
     found = propose("debug*|up|4|2|(null)|infinite\na4high|up|2|224|gpu:8|12:00:00\nold|down|9|8|gpu:8|1:00\n")
     assert (found.name, found.extends) == ("ours", "a4-highgpu-8g")
     assert found.values.keys() == {"description", "max_nodes", "max_time_limit"}
     assert found.values["max_time_limit"] == "12:00:00"
 
 
-def test_any_other_cluster_gets_a_profile_of_its_own(tmp_path: Path) -> None:
+def test_an_unknown_cluster_gets_its_own_profile(tmp_path: Path) -> None:
     sinfo = "gpu|up|3|96|gpu:nvidia_h200:4(S:0)|7-00:00:00\ncpu*|up|9|64|(null)|1:00:00\n"
     found = propose(sinfo, local_folder="/scratch/local", accounts=("a", "b"))
     expected = {"partition": "gpu", "max_nodes": 3, "gpus_per_node": 4, "gpu": "h200", "max_time_limit": "7-00:00:00"}
@@ -114,7 +114,7 @@ def test_any_other_cluster_gets_a_profile_of_its_own(tmp_path: Path) -> None:
     assert propose(sinfo, tmp_path).extends == "aws-p5"
 
 
-def test_without_slurm_the_machine_itself_is_the_cluster() -> None:
+def test_a_machine_without_slurm_is_a_local_cluster() -> None:
     assert propose(docker="27.1").name == "docker"
     assert propose().name == "local"
 
@@ -130,5 +130,5 @@ def test_without_slurm_the_machine_itself_is_the_cluster() -> None:
         ("", None),
     ],
 )
-def test_a_gpu_is_recognized_only_if_its_name_is_clear(name: str, model: str | None) -> None:
+def test_a_gpu_is_recognized_only_by_an_unambiguous_name(name: str, model: str | None) -> None:
     assert recognize_gpu(name) == model

@@ -1,4 +1,4 @@
-"""The hub is a real server on this machine, which answers as Hugging Face's does."""
+"""Access to the Hugging Face Hub, against a local HTTP server that responds like it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_weights(spec: ModelSpec, environment: dict[str, str], home: Path | Non
 
 
 class Hub(BaseHTTPRequestHandler):
-    asked: list[tuple[str, str | None]] = []  # noqa: RUF012 - one server a test
+    asked: list[tuple[str, str | None]] = []  # noqa: RUF012 - one server per test
     config = json.dumps(CONFIG).encode()
 
     def do_HEAD(self) -> None:
@@ -68,7 +68,7 @@ class Hub(BaseHTTPRequestHandler):
         model, _, rest = self.path[1:].removeprefix("datasets/").partition("/resolve/")
         revision, _, name = rest.partition("/")
         status, code = ANSWERS.get(model, (200, ""))
-        if model == "org/gated" and token != "Bearer right":  # noqa: S105 - a test's
+        if model == "org/gated" and token != "Bearer right":  # noqa: S105 - a test token
             status, code = (403 if token else 401), "GatedRepo"
         if revision == "gone":
             status, code = 404, "RevisionNotFound"
@@ -90,7 +90,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def _describe_file(self) -> None:
         self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{hashlib.sha1(self.config).hexdigest()}"')  # noqa: S324 - as git names a file
+        self.send_header("ETag", f'"{hashlib.sha1(self.config).hexdigest()}"')  # noqa: S324 - git's object id
         self.send_header("Content-Length", str(len(self.config)))
         self.end_headers()
 
@@ -115,9 +115,7 @@ def model(weights: str, revision: str | None = None) -> ModelSpec:
 
 
 @pytest.mark.parametrize("weights", ["org/open", "org/small"])
-def test_a_model_that_may_be_read_is_passed_and_no_redirect_is_followed(
-    weights: str, environment: dict[str, str]
-) -> None:
+def test_a_readable_model_passes_without_following_redirects(weights: str, environment: dict[str, str]) -> None:
     assert check_weights(model(weights), environment | {"HF_TOKEN": "secret"}) is None
     folder = f"/{weights}/resolve/main"
     assert set(Hub.asked) == {
@@ -125,14 +123,14 @@ def test_a_model_that_may_be_read_is_passed_and_no_redirect_is_followed(
     }
 
 
-def test_a_renamed_model_is_asked_for_by_its_new_name_with_the_token(environment: dict[str, str]) -> None:
+def test_a_renamed_model_is_requested_under_its_new_name_with_the_token(environment: dict[str, str]) -> None:
     assert check_weights(model("org/old"), environment | {"HF_TOKEN": "right"}) is None
     assert Hub.asked[1] == ("/org/gated/resolve/main/config.json", "Bearer right")
     with pytest.raises(PrerequisiteError, match="'org/old' is gated"):
         check_weights(model("org/old"), environment)
 
 
-def test_a_gated_model_is_refused_without_a_token_and_with_one_that_has_no_right(environment: dict[str, str]) -> None:
+def test_a_gated_model_is_rejected_without_a_token_or_without_permission(environment: dict[str, str]) -> None:
     with pytest.raises(PrerequisiteError, match="'org/gated' is gated, and there is no token") as caught:
         check_weights(model("org/gated"), environment)
     assert "--hf-token-file" in caught.value.fix
@@ -159,7 +157,7 @@ def test_missing_weights_are_reported(
         check_weights(model(weights, revision), environment)
 
 
-def test_a_hub_that_is_out_of_order_or_out_of_reach_is_a_warning(environment: dict[str, str]) -> None:
+def test_a_failing_or_unreachable_hub_is_a_warning(environment: dict[str, str]) -> None:
     assert "answered 503" in str(check_weights(model("org/broken"), environment))
     unreachable = environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     assert "can't ask the hub" in str(check_weights(model("org/open"), unreachable))
@@ -181,7 +179,7 @@ def test_cached_files_are_not_requested_and_are_required_offline(environment: di
     assert not Hub.asked
 
 
-def test_a_shape_that_the_configuration_on_the_hub_contradicts_is_refused(
+def test_a_shape_that_contradicts_the_configuration_on_the_hub_is_rejected(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = json.dumps(CONFIG | {"hidden_size": 64, "num_key_value_heads": 4}).encode()
@@ -198,7 +196,7 @@ def test_a_shape_that_the_configuration_on_the_hub_contradicts_is_refused(
             assert check_weights(model("org/small"), environment, home) is None
 
 
-def test_a_shape_that_the_configuration_here_contradicts_is_refused(
+def test_a_shape_that_contradicts_the_local_configuration_is_rejected(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / "main"
@@ -211,7 +209,7 @@ def test_a_shape_that_the_configuration_here_contradicts_is_refused(
             check_weights(ModelSpec.model_validate({"weights": weights, "architecture": other}), environment, tmp_path)
 
 
-def test_a_configuration_is_fetched_once_and_tells_the_whole_shape(
+def test_a_configuration_is_fetched_once_and_defines_the_shape(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hub, "config", json.dumps(CONFIG).encode())
@@ -235,14 +233,14 @@ def test_a_configuration_is_fetched_once_and_tells_the_whole_shape(
         ("org/broken", ConfigError, "can't be read from here"),
     ],
 )
-def test_a_model_whose_configuration_cannot_be_had_is_refused_before_it_is_planned(
+def test_a_model_without_an_accessible_configuration_is_rejected_before_planning(
     weights: str, error: type[Exception], message: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
         resolve_model(ModelSpec(weights=weights), environment, Workspace(tmp_path))
 
 
-def test_a_revision_is_the_commit_that_the_hub_or_the_cache_has(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_revision_resolves_to_the_commit_of_the_hub_or_the_cache(environment: dict[str, str], tmp_path: Path) -> None:
     assert find_commit(model("org/small", "v1"), environment, tmp_path) == COMMIT
     assert find_commit(model("org/small", COMMIT), {}, tmp_path) == COMMIT
     assert find_commit(model("org/small"), environment | {"HF_HUB_OFFLINE": "1"}, tmp_path) is None
@@ -251,7 +249,7 @@ def test_a_revision_is_the_commit_that_the_hub_or_the_cache_has(environment: dic
         find_commit(model("org/small", "gone"), environment, tmp_path)
 
 
-def test_a_run_is_submitted_with_the_commit_and_its_data_keep_their_place(
+def test_a_run_is_submitted_with_the_commit_and_its_data_folder_is_unchanged(
     plan: RunPlan, environment: dict[str, str], tmp_path: Path
 ) -> None:
     named = ModelSpec(weights="org/small", revision="v1")
@@ -264,7 +262,7 @@ def test_a_run_is_submitted_with_the_commit_and_its_data_keep_their_place(
     assert pin_revision(plan, environment) == plan  # random weights
 
 
-def test_nobody_is_asked_for_random_weights(environment: dict[str, str]) -> None:
+def test_the_hub_is_not_queried_for_random_weights(environment: dict[str, str]) -> None:
     tokenizer = {"source": "trained", "vocab_size": 320}
     random = ModelSpec.model_validate({"weights": "random", "architecture": SHAPE, "tokenizer": tokenizer})
     assert check_weights(random, environment) is None
@@ -276,7 +274,7 @@ def dataset(name: str, revision: str | None = None) -> HubSource:
 
 
 @pytest.mark.parametrize("name", ["org/open", "org/small", "org/empty", "org/old"])
-def test_a_data_set_that_may_be_read_is_passed_with_or_without_a_card(name: str, environment: dict[str, str]) -> None:
+def test_a_readable_data_set_passes_with_or_without_a_card(name: str, environment: dict[str, str]) -> None:
     assert check_data(dataset(name, "v1"), environment | {"HF_TOKEN": "right"}, NOWHERE) is None
     assert Hub.asked[0] == (f"/datasets/{name}/resolve/v1/README.md", "Bearer right")
 
@@ -290,7 +288,7 @@ def test_a_data_set_that_may_be_read_is_passed_with_or_without_a_card(name: str,
         ("org/open", "gone", NotFoundError, "data.source.revision: 'org/open' has no revision 'gone'"),
     ],
 )
-def test_a_data_set_that_cannot_be_had_is_refused_in_the_words_of_weights(
+def test_an_inaccessible_data_set_is_rejected_like_weights(
     name: str, revision: str | None, error: type[FtkitError], message: str, environment: dict[str, str]
 ) -> None:
     with pytest.raises(error, match=message) as caught:
@@ -298,13 +296,13 @@ def test_a_data_set_that_cannot_be_had_is_refused_in_the_words_of_weights(
     assert "model" not in str(caught.value)
 
 
-def test_a_data_set_is_left_to_the_job_where_the_hub_does_not_answer(environment: dict[str, str]) -> None:
+def test_a_data_set_is_left_to_the_job_if_the_hub_does_not_respond(environment: dict[str, str]) -> None:
     assert "answered 503" in str(check_data(dataset("org/broken"), environment, NOWHERE))
     unreachable = environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     assert "can't ask the hub whether 'org/open'" in str(check_data(dataset("org/open"), unreachable, NOWHERE))
 
 
-def test_a_data_set_in_the_cache_is_not_asked_for_and_offline_it_must_be_there(
+def test_a_cached_data_set_is_not_requested_and_is_required_offline(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     offline = environment | {"HF_DATASETS_OFFLINE": "1"}
@@ -319,13 +317,13 @@ def test_a_data_set_in_the_cache_is_not_asked_for_and_offline_it_must_be_there(
     assert not Hub.asked
 
 
-def test_nobody_is_asked_for_data_that_is_not_of_the_hub(plan: RunPlan, environment: dict[str, str]) -> None:
+def test_the_hub_is_not_queried_for_data_from_elsewhere(plan: RunPlan, environment: dict[str, str]) -> None:
     assert check_data(plan.recipe.data.source, environment, NOWHERE) is None
     assert check_data(dataset("./folder"), environment, NOWHERE) is None
     assert not Hub.asked
 
 
-def test_the_token_comes_from_the_variable_or_from_the_file_that_the_library_keeps(tmp_path: Path) -> None:
+def test_the_token_is_read_from_the_variable_or_from_the_librarys_file(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("kept\n")
     home = {"HF_HOME": str(tmp_path)}
     assert read_token(home) == "kept"
@@ -340,7 +338,7 @@ def test_the_token_comes_from_the_variable_or_from_the_file_that_the_library_kee
 
 
 @pytest.mark.parametrize("gated", ["model", "data"])
-def test_the_first_stage_of_a_job_ends_at_what_is_gated(
+def test_the_first_stage_of_a_job_fails_on_gated_repositories(
     gated: str, plan: RunPlan, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -360,9 +358,7 @@ def sources_of(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
     return [warning for check in source_checks(plan, environment) for warning in check()]
 
 
-def test_before_a_submission_data_is_asked_for_unless_it_is_prepared(
-    plan: RunPlan, environment: dict[str, str]
-) -> None:
+def test_data_is_checked_before_submission_unless_it_is_prepared(plan: RunPlan, environment: dict[str, str]) -> None:
     data = plan.recipe.data.model_copy(update={"source": dataset("org/gated")})
     gated = replace(plan, recipe=plan.recipe.model_copy(update={"data": data}))
     with pytest.raises(PrerequisiteError, match=r"data\.source\.dataset: 'org/gated' is gated"):

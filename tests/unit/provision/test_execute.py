@@ -1,4 +1,4 @@
-"""Clusters as they are created and destroyed, by programs that only seem to be the provider's."""
+"""Creation and destruction of clusters, with fakes of the provider's programs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def things(made: Path) -> set[str]:
     return {path.name.removeprefix("has-") for path in made.glob("has-*")}
 
 
-def test_created_resources_are_removed_in_reverse_order_and_existing_ones_stay(made: Path) -> None:
+def test_created_resources_are_removed_in_reverse_order_and_existing_ones_are_kept(made: Path) -> None:
     (made / "has-small-net").write_text("small-net\n", encoding="utf-8")
     done = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
     assert done.exit_code == 0, done.output
@@ -97,20 +97,20 @@ def test_a_started_but_missing_resource_needs_no_removal(made: Path) -> None:
     assert things(made) == set()
 
 
-def test_a_check_that_fails_ends_before_anything_is_made(made: Path, tmp_path: Path) -> None:
+def test_nothing_is_created_after_a_failed_check(made: Path, tmp_path: Path) -> None:
     (made / "fail").write_text("auth list", encoding="utf-8")
     failed = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
     assert isinstance(failed.exception, ProvisionError)
     assert not (tmp_path / "state").exists()
 
 
-def test_nothing_is_created_without_a_yes(made: Path) -> None:
+def test_nothing_is_created_without_confirmation(made: Path) -> None:
     done = CliRunner().invoke(cluster, ["create", "small", "--kind", "gcp-vm-l4", *WORDS], input="n\n")
     assert "created nothing" in done.output
     assert not (made / "calls").exists()
 
 
-def test_a_provider_that_does_not_answer_leaves_nothing_behind_unrecorded(made: Path) -> None:
+def test_resources_of_an_unresponsive_provider_are_recorded(made: Path) -> None:
     run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
     (made / "fail").write_text("instances list", encoding="utf-8")
     assert isinstance(run("destroy", "small", "--yes").exception, ProvisionError)

@@ -1,4 +1,4 @@
-"""Clusters as they are described: golden dry runs, changed blueprints, and what is refused."""
+"""Cluster descriptions: golden dry runs, modified blueprints, and rejected settings."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_dry_run_prints_every_file_and_command_and_runs_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_modules_of_a_blueprint_are_changed_and_all_else_stays() -> None:
+def test_only_modules_of_a_blueprint_are_changed() -> None:
     changes = {
         "homefs": {"source": "modules/file-system/filestore", "settings": {"size_gb": 2560}},
         "nodes": {"settings": {"enable_placement": False}},
@@ -84,7 +84,7 @@ def test_modules_of_a_blueprint_are_changed_and_all_else_stays() -> None:
     assert home["settings"] == {"size_gb": 2560}
     assert home["use"] == ["net"]
     assert nodes["settings"] == {"machine_type": "a3", "enable_placement": False}
-    # The variable 'size' is unused now, which the toolkit would refuse.
+    # The variable 'size' is now unused, which the toolkit would reject.
     assert blueprint["validators"][0]["skip"] is True
     with pytest.raises(ValueError, match="no module 'absent'"):
         change_blueprint(BLUEPRINT, {"absent": {}})
@@ -101,19 +101,19 @@ def test_modules_of_a_blueprint_are_changed_and_all_else_stays() -> None:
         ("soperator", (*NEBIUS, WORKERS[:-1] + ", {num_nodes: 1, gpus_per_node: 1}]"), "one set of workers"),
     ],
 )
-def test_settings_that_no_provider_takes_are_refused(kind: Kind, words: tuple[str, ...], message: str) -> None:
+def test_settings_that_no_provider_accepts_are_rejected(kind: Kind, words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_spec(kind, None, words)
     assert message in "\n".join(str(problem) for problem in caught.value.problems)
 
 
-def test_a_name_that_the_toolkit_refuses_is_refused_here() -> None:
+def test_a_name_that_the_toolkit_rejects_is_rejected_early() -> None:
     spec = read_spec("gcp-vm-l4", None, CASES["gcp-vm-l4"])
     with pytest.raises(ConfigError):
         plan_provision("train-1", "gcp-vm-l4", spec)
 
 
-def test_a_quota_is_that_of_the_region() -> None:
+def test_the_quota_of_the_region_is_used() -> None:
     def info(value: str, *regions: str) -> str:
         return json.dumps({"dimensionsInfos": [{"details": {"value": value}, "applicableLocations": regions}]})
 

@@ -15,7 +15,7 @@ BUS_IDS = ("0000:0a:00.0", "0000:0B:00.0", "0000:8a:00.0", "0000:8b:00.0")
 
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """A machine of 32 CPUs; what processes are bound to is noted."""
+    """A machine with 32 CPUs; records what processes are bound to."""
     bound: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(set(cpus)))
@@ -35,7 +35,7 @@ def with_layout(root: Path, numa: dict[str, int]) -> Path:
     return root
 
 
-def test_ranks_share_the_cpus_beside_their_gpus(tmp_path: Path, bound: list[set[int]]) -> None:
+def test_ranks_share_the_cpus_local_to_their_gpus(tmp_path: Path, bound: list[set[int]]) -> None:
     root = with_layout(tmp_path, dict(zip(BUS_IDS, (0, 0, 0, 1), strict=True)))
     assert [bind_to_gpu(BUS_IDS, rank, root) for rank in range(4)] == [5, 5, 5, 16]
     assert bound[3] == {*range(8, 16), *range(24, 32)}
@@ -51,13 +51,15 @@ def test_cpus_that_slurm_hides_from_a_process_stay_hidden(
 
 
 @pytest.mark.parametrize("node", [-1, 7])
-def test_without_a_layout_cpus_are_divided_and_none_bound(tmp_path: Path, bound: list[set[int]], node: int) -> None:
+def test_without_a_known_topology_cpus_are_divided_but_not_bound(
+    tmp_path: Path, bound: list[set[int]], node: int
+) -> None:
     root = with_layout(tmp_path, dict.fromkeys(BUS_IDS, node))
     assert bind_to_gpu(BUS_IDS, 0, root) == 8
     assert bind_to_gpu(BUS_IDS, 0, tmp_path / "nowhere") == 8
     assert bound == []
 
 
-def test_the_kernel_s_lists_of_cpus_are_read() -> None:
+def test_cpu_lists_of_the_kernel_are_parsed() -> None:
     assert parse_cpu_list("0-2,8\n") == {0, 1, 2, 8}
     assert parse_cpu_list("\n") == set()

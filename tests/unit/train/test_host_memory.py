@@ -29,19 +29,19 @@ def limit(folder: Path, most: str, used: int, cached: int = 0) -> None:
     (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\nactive_file 0\n")
 
 
-def test_without_limits_the_machine_says_what_is_left(proc: Path, tmp_path: Path) -> None:
+def test_without_limits_the_machines_available_memory_is_used(proc: Path, tmp_path: Path) -> None:
     assert available_bytes(proc, tmp_path / "groups") == 3000 * 1024
     limit(tmp_path / "groups" / "job" / "step", "max", 10)
     assert available_bytes(proc, tmp_path / "groups") == 3000 * 1024
 
 
-def test_the_tightest_group_decides_and_its_file_cache_counts_as_free(proc: Path, tmp_path: Path) -> None:
+def test_the_tightest_cgroup_applies_and_its_page_cache_counts_as_free(proc: Path, tmp_path: Path) -> None:
     limit(tmp_path / "groups" / "job", "1000", used=900, cached=300)
     limit(tmp_path / "groups" / "job" / "step", "2000", used=900)
     assert available_bytes(proc, tmp_path / "groups") == 400
 
 
-def test_a_group_over_its_limit_leaves_nothing(proc: Path, tmp_path: Path) -> None:
+def test_a_cgroup_over_its_limit_has_nothing_available(proc: Path, tmp_path: Path) -> None:
     limit(tmp_path / "groups", "1000", used=1200)
     assert available_bytes(proc, tmp_path / "groups") == 0
 
@@ -52,7 +52,7 @@ def test_unknown_system_values_count_as_zero(tmp_path: Path) -> None:
     forget_peak(tmp_path)
 
 
-def test_a_process_holds_what_its_status_says(proc: Path) -> None:
+def test_process_memory_is_read_from_its_status(proc: Path) -> None:
     assert resident_bytes(proc) == (100 * 1024, 200 * 1024)
     forget_peak(proc)
     assert (proc / "self" / "clear_refs").read_text() == "5"

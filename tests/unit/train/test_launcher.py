@@ -1,4 +1,4 @@
-"""How a rank follows what started it, shown with processes that do nothing else."""
+"""How a rank reacts to its launcher, tested with processes that do nothing else."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def rank(launcher: subprocess.Popen[str]) -> int:
     return pid
 
 
-def test_a_rank_ends_with_a_launcher_that_is_killed(launcher: subprocess.Popen[str], rank: int) -> None:
+def test_a_rank_ends_if_its_launcher_is_killed(launcher: subprocess.Popen[str], rank: int) -> None:
     launcher.kill()
     wait_until(lambda: process.start_time(rank) is None)
 
 
-def test_a_rank_ends_in_order_when_its_launcher_asks(launcher: subprocess.Popen[str], rank: int) -> None:
+def test_a_rank_shuts_down_if_its_launcher_sends_sigterm(launcher: subprocess.Popen[str], rank: int) -> None:
     assert launcher.stdin is not None
     launcher.stdin.write("end it\n")
     launcher.stdin.flush()
@@ -77,7 +77,7 @@ def test_a_rank_continues_when_another_process_sends_sigterm(launcher: subproces
 
 
 def _is_pending(pid: int) -> bool:
-    """Whether SIGTERM has not been taken yet: proc(5), ShdPnd is a mask in hexadecimal."""
+    """Return whether SIGTERM is pending: ShdPnd is a hexadecimal mask, proc(5)."""
     with open(f"/proc/{pid}/status", encoding="utf-8") as file:  # noqa: PTH123
         (mask,) = [line.split()[1] for line in file if line.startswith("ShdPnd")]
     return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)

@@ -15,7 +15,7 @@ LENGTH = 300
 
 
 def pack(lengths: list[int], first: int) -> np.ndarray:
-    """Return a pack of documents that are numbered from `first` on: token and label say which."""
+    """Return a pack of documents numbered from `first`; tokens and labels encode the number."""
     values = np.zeros((3, LENGTH), dtype=np.int32)
     values[1], begin = IGNORED, 0
     for number, length in enumerate(lengths, start=first):
@@ -32,7 +32,7 @@ def pack(lengths: list[int], first: int) -> np.ndarray:
     st.integers(1, 3),
     st.integers(1, 4),
 )
-def test_each_document_is_one_row_and_ranks_have_equally_many_micro_batches(
+def test_each_document_is_one_row_and_ranks_have_the_same_number_of_micro_batches(
     lengths: list[list[int]], micro_batch_size: int, num_ranks: int
 ) -> None:
     firsts = np.cumsum([1, *map(len, lengths)])
@@ -60,7 +60,7 @@ def test_each_document_is_one_row_and_ranks_have_equally_many_micro_batches(
     ("length", "longest", "width"),
     [(1, 4096, 128), (129, 4096, 256), (2049, 4096, 4096), (9, 100, 100), (76, 300, 150)],
 )
-def test_rows_have_one_of_few_widths(length: int, longest: int, width: int) -> None:
+def test_padded_rows_have_one_of_a_few_lengths(length: int, longest: int, width: int) -> None:
     assert row_width(length, longest) == width
     assert width >= min(MIN_WIDTH, longest)
 

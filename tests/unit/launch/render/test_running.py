@@ -175,7 +175,7 @@ def test_a_job_is_not_requeued_when_there_is_no_reason_to(why_not: str, slurm_pl
 def _signal_the_task(machine: Machine, plan: RunPlan, number: int = signal.SIGTERM, stage: int = 1) -> tuple[int, str]:
     """Signal the task as Slurm does before preemption and for scancel --signal: the script does not get the signal.
 
-    Where it tracks processes without cgroups, all that a task has started gets it as well.
+    If Slurm tracks processes without cgroups, all processes of the task get it.
     """
     job = machine.start(plan)
     machine.wait_for_call(stage)

@@ -34,7 +34,7 @@ def step(number: int, loss: float = 1.0, norm: float = 0.5) -> StepResult:
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, NAN), (float("inf"), NAN), (1.0, float("inf"))])
-def test_a_step_that_is_not_finite_stops_the_run_and_names_its_packs(loss: float, norm: float) -> None:
+def test_a_non_finite_step_stops_the_run_and_reports_its_packs(loss: float, norm: float) -> None:
     recorder = Recorder()
     with pytest.raises(TrainingError, match="its update was left out") as caught:
         watch("stop", recorder).check(step(3, loss, norm))
@@ -45,7 +45,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_names_its_packs(loss: float
     ]
 
 
-def test_steps_that_are_not_finite_are_skipped_until_ten_in_a_row_were_so() -> None:
+def test_non_finite_steps_are_skipped_until_ten_in_a_row() -> None:
     recorder = Recorder()
     looks = watch("skip", recorder)
     for number in range(1, 10):
@@ -59,7 +59,7 @@ def test_steps_that_are_not_finite_are_skipped_until_ten_in_a_row_were_so() -> N
 
 
 @pytest.mark.parametrize("what", ["loss", "norm"])
-def test_a_spike_is_recorded_once_the_usual_is_known(what: str) -> None:
+def test_a_spike_is_recorded_once_typical_values_are_known(what: str) -> None:
     recorder = Recorder()
     looks = watch("stop", recorder)
     looks.check(step(1, **{what: 9.0}))  # nothing to compare with

@@ -23,20 +23,20 @@ def training(schedule: Literal["constant", "cosine", "linear"], warmup: float = 
     )
 
 
-def test_the_warm_up_ends_at_the_highest_rate() -> None:
+def test_the_warmup_ends_at_the_highest_learning_rate() -> None:
     rates = [learning_rate_at(step, 100, training("constant")) for step in range(12)]
     assert rates[:3] == pytest.approx([0.2, 0.4, 0.6])
     assert rates[9:] == pytest.approx([2.0, 2.0, 2.0])
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_half_way_after_the_warm_up_the_rate_is_half_way_down(schedule: Literal["cosine", "linear"]) -> None:
+def test_the_learning_rate_is_halfway_down_at_half_of_the_decay(schedule: Literal["cosine", "linear"]) -> None:
     assert learning_rate_at(55, 100, training(schedule)) == pytest.approx(1.0)
     assert learning_rate_at(55, 100, training(schedule, low=0.5)) == pytest.approx(1.5)
 
 
 @given(st.integers(1, 500), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["constant", "cosine", "linear"]))
-def test_the_rate_never_leaves_its_bounds_and_never_rises_after_the_warm_up(
+def test_the_learning_rate_stays_in_bounds_and_never_rises_after_the_warmup(
     num_steps: int, warmup: float, low: float, schedule: Literal["constant", "cosine", "linear"]
 ) -> None:
     spec = training(schedule, warmup, low)

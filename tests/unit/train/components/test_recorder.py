@@ -1,4 +1,4 @@
-"""Records that can't be written at once."""
+"""Records that can't be written immediately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def test_records_wait_while_the_disk_is_full_and_are_then_written_whole(
+def test_records_are_buffered_while_the_disk_is_full_and_then_written_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -31,7 +31,7 @@ def test_records_wait_while_the_disk_is_full_and_are_then_written_whole(
 
     def open_full(self: Path, *_: Any, **__: Any) -> Any:
         with open_file(self, "a", encoding="utf-8") as file:
-            file.write('{"event": "st')  # what still found room
+            file.write('{"event": "st')  # the part that still fits on the disk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:

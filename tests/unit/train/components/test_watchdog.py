@@ -1,4 +1,4 @@
-"""When a step is taken for a hang, and which rank is named."""
+"""When a step counts as a hang, and which rank is reported."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ftkit.train.components import watchdog
 from ftkit.train.components.watchdog import HangReport, Watchdog, name_culprits
 
 
-def test_the_limit_is_learned_from_the_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_is_derived_from_previous_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock.now)
     world: Any = SimpleNamespace(rank=0, size=2)
     watch = Watchdog(RunLayout(tmp_path), world, 60.0, lambda: False)
     limits = []
-    for step, seconds in enumerate([300.0, 2.0, 2.0, 2.0, 2.0, *[9.0] * 20]):  # the first compiles
+    for step, seconds in enumerate([300.0, 2.0, 2.0, 2.0, 2.0, *[9.0] * 20]):  # the first step compiles
         watch.begin(step)
         clock.now += seconds
         watch.end()
@@ -40,9 +40,9 @@ HERE = HangReport("n1", 7, waits_for_batch=False)
         ({0: HERE, 1: HERE, 2: HERE}, "all ranks wait for each other in it (the network"),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_named(reports: dict[int, HangReport], told: str) -> None:
+def test_the_rank_that_the_others_wait_for_is_reported(reports: dict[int, HangReport], told: str) -> None:
     assert name_culprits(reports, 3, 7).startswith(told)
 
 
-def test_of_many_ranks_only_some_are_named() -> None:
+def test_only_some_of_many_ranks_are_listed() -> None:
     assert name_culprits({}, 64, 7) == "no sign of life from ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
