@@ -1,4 +1,4 @@
-"""The command line, called in this process as the program calls it."""
+"""The command line, called in this process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ftkit(
     for name, value in {
         "HOME": str(tmp_path / "home"),
         "FTKIT_WORKSPACE": str(workspace.root),
-        "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody there: no test asks the real hub
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing listens there: no test contacts the real hub
         "HF_TOKEN_PATH": "",
         "FTKIT_REPORT": "0",
         "CUDA_VISIBLE_DEVICES": "",
@@ -58,7 +58,7 @@ def ftkit(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at runs more often than is good for a scheduler."""
+    """Poll runs more often than a scheduler would tolerate."""
     monkeypatch.setattr("ftkit.cli.follow._LOOK_SECONDS", 0.01)
     monkeypatch.setattr("ftkit.launch.local.LocalScheduler.poll_seconds", 0.02)
     monkeypatch.setattr("ftkit.launch.slurm.SlurmScheduler.poll_seconds", 0.02)

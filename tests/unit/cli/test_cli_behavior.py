@@ -31,14 +31,14 @@ def test_each_commands_help_has_examples_and_fits_80_columns(ftkit: Callable[...
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_list_of_commands_says_what_each_command_says_of_itself(name: str) -> None:
+def test_the_command_list_shows_each_commands_short_help(name: str) -> None:
     command = cli.get_command(cli.make_context("ftkit", [], resilient_parsing=True), name)
     assert command is not None
     assert command.name == name
     assert command.short_help == next(lazy.help for lazy in COMMANDS if lazy.name == name)
 
 
-def test_the_help_tells_every_exit_code(ftkit: Callable[..., Result]) -> None:
+def test_the_help_lists_every_exit_code(ftkit: Callable[..., Result]) -> None:
     result = ftkit("--help")
     for code, meaning in EXIT_CODES.items():
         assert re.search(rf"^ +{code} +{re.escape(meaning)}$", result.out, re.MULTILINE)
@@ -50,7 +50,7 @@ from ftkit.cli.main import main
 atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))
 main(sys.argv[1:])
 """
-# Libraries and rooms that take milliseconds to import, from slow to very slow.
+# Libraries and packages that are slow to import, in order of import time.
 HEAVY = {
     "rich", "pydantic", "ruamel.yaml", "jinja2", "urllib.request", "huggingface_hub", "docker", "torch",
     "ftkit.config.load", "ftkit.planning.plan", "ftkit.planning.planner", "ftkit.launch.render",
@@ -101,7 +101,7 @@ def test_importing_the_specs_builds_no_validator() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_the_cluster_before_the_command_reaches_its_settings_and_not_the_environment(
+def test_a_cluster_option_before_the_command_sets_the_settings_but_not_the_environment(
     ftkit: Callable[..., Result],
 ) -> None:
     result = ftkit("--cluster", "a4-highgpu-8g", "config", "--json")
@@ -166,7 +166,7 @@ def test_a_bug_prints_one_line_and_keeps_the_traceback_in_a_file(
         ftkit("recipes")
 
 
-def test_a_crash_report_and_the_message_keep_no_secret(
+def test_secrets_are_redacted_in_a_crash_report_and_its_message(
     ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*_: object) -> None:
@@ -182,7 +182,7 @@ def test_a_crash_report_and_the_message_keep_no_secret(
     assert "plan demo" in report.read_text()
 
 
-def test_an_interrupt_is_130(ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_exits_with_130(ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -190,7 +190,7 @@ def test_an_interrupt_is_130(ftkit: Callable[..., Result], monkeypatch: pytest.M
     assert ftkit("recipes").code == 130
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     script = f'set -o pipefail; "{sys.executable}" -m ftkit schema recipe | head -c 1 >/dev/null'
     environment = {**os.environ, "FTKIT_WORKSPACE": str(tmp_path)}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
@@ -198,7 +198,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("recipes",), ("clusters",), ("config",), ("plan", "demo"), ("runs",)])
-def test_data_goes_to_stdout_without_escape_codes_or_blanks_at_line_ends(
+def test_data_goes_to_stdout_without_escape_codes_or_trailing_spaces(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, words: tuple[str, ...]
 ) -> None:
     make_run()
@@ -223,13 +223,13 @@ def test_data_goes_to_stdout_without_escape_codes_or_blanks_at_line_ends(
         ("schema", "image"),
     ],
 )
-def test_json_is_json_and_nothing_else(ftkit: Callable[..., Result], words: tuple[str, ...]) -> None:
+def test_json_output_contains_only_json(ftkit: Callable[..., Result], words: tuple[str, ...]) -> None:
     result = ftkit(*words)
     assert (result.code, result.err) == (0, "")
     json.loads(result.out)
 
 
-def test_the_configuration_tells_where_each_value_comes_from(
+def test_the_configuration_shows_the_origin_of_each_value(
     ftkit: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "project" / "ftkit.yaml").write_text("cluster: slurm\n")
@@ -269,7 +269,7 @@ def test_a_damaged_file_does_not_hide_the_others(
     assert f"{path}:1" in result.err
 
 
-def test_the_schema_knows_what_recipe_files_may_say(ftkit: Callable[..., Result]) -> None:
+def test_the_schema_allows_all_keys_of_recipe_files(ftkit: Callable[..., Result]) -> None:
     schema: dict[str, Any] = json.loads(ftkit("schema", "recipe").out)
     assert "extends" in schema["properties"]
     names, _ = schema["$defs"]["ModelSpec"]["properties"]["architecture"]["anyOf"]
@@ -293,7 +293,7 @@ def test_the_completion_script_calls_ftkit(ftkit: Callable[..., Result], shell: 
         ("ftkit cancel la", "last"),
     ],
 )
-def test_the_shell_offers_names(
+def test_the_shell_completes_names(
     ftkit: Callable[..., Result],
     make_run: RunMaker,
     monkeypatch: pytest.MonkeyPatch,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def save(run: SubmittedRun, step: int) -> Path:
-    """Write a checkpoint of one file."""
+    """Write a checkpoint with one file."""
     folder = run.layout.checkpoint(step)
     folder.mkdir(parents=True)
     (folder / "shard").write_bytes(b"tensor")
@@ -35,9 +35,7 @@ def complete(run: SubmittedRun, records: Any) -> None:
     run.layout.exit_code.write_text("0")
 
 
-def test_equal_runs_differ_in_nothing_and_say_so(
-    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
-) -> None:
+def test_equal_runs_are_reported_as_equal(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
     for name in ("one", "two"):
         records.write(make_run(name), records.step(1, 2.0), records.step(2, 1.0))
     result = ftkit("compare", "one", "two")
@@ -47,7 +45,7 @@ def test_equal_runs_differ_in_nothing_and_say_so(
     assert max(map(len, result.out.splitlines())) <= 80
 
 
-def test_a_comparison_is_complete_as_json(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+def test_a_comparison_as_json_is_complete(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
     one, two = make_run("one"), make_run("two", scheduler="local")
     records.write(one, records.step(1, 2.0))
     records.write(two, records.step(1, float("nan")))
@@ -75,12 +73,12 @@ def test_power_and_energy_are_compared_where_they_were_sampled(
     assert [results[run.id]["energy_kwh"] for run in runs] == [0.2, None]
 
 
-def test_one_run_alone_is_not_compared(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+def test_a_comparison_needs_two_runs(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     make_run("one")
     assert ftkit("compare", "one", "one").code == 2
 
 
-def test_checkpoints_are_listed_and_verified_by_their_digests(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+def test_checkpoints_are_listed_and_verified_by_digest(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     run = make_run()
     assert "no checkpoints yet" in ftkit("checkpoints", "last").err
     save(run, 10)
@@ -97,7 +95,7 @@ def test_checkpoints_are_listed_and_verified_by_their_digests(ftkit: Callable[..
     assert ftkit("checkpoints", "last").code == 9
 
 
-def test_a_removed_run_is_gone_after_asking(
+def test_a_run_is_removed_after_confirmation(
     ftkit: Callable[..., Result], make_run: RunMaker, records: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, kept = make_run(), make_run("kept")
@@ -131,7 +129,7 @@ def test_a_run_that_slurm_forgot_is_removed(
     assert not run.layout.root.exists()
 
 
-def test_the_runs_of_a_sweep_are_found_by_its_name_in_their_order(
+def test_the_runs_of_a_sweep_are_found_by_its_name_in_order(
     ftkit: Callable[..., Result], make_run: RunMaker, records: Any
 ) -> None:
     sweeps = {"old-1": "old", "try-10": "new", "try-2": "new", "try-1": "new", "alone": None}

@@ -1,4 +1,4 @@
-"""Whatever is in a run's folder, the listings list it: run folders are shared, copied in part and edited by hand."""
+"""Listings include damaged runs: run folders are shared, partially copied and edited manually."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def run(make_run: RunMaker, programs: FakePrograms, records: Any, sacct_line: Any) -> SubmittedRun:
-    """A run with every file that a run can have, beside a good one."""
+    """A run with every kind of file, and an intact second run."""
     records.write(make_run("good"), records.step(7))
     made = make_run("victim", job_id="4711")
     start = StartRecord(1.0, 400, 0, 2, "fsdp2", "cpu", 951680, {"torch": "2"})
@@ -42,7 +42,7 @@ def run(make_run: RunMaker, programs: FakePrograms, records: Any, sacct_line: An
     return made
 
 
-def test_a_damaged_run_is_listed_with_what_is_wrong(
+def test_a_damaged_run_is_listed_with_its_damage(
     ftkit: Callable[..., Result], run: SubmittedRun, tmp_path: Path
 ) -> None:
     run.layout.plan.write_text('{"cluster": {"name": 7}}')
@@ -66,7 +66,7 @@ REFUSED_BY_NOW = {
 
 
 @pytest.mark.parametrize("reason", REFUSED_BY_NOW)
-def test_a_run_of_an_older_ftkit_is_shown_although_its_plan_breaks_a_newer_rule(
+def test_a_run_of_an_older_ftkit_is_shown_although_its_plan_is_invalid_now(
     reason: str, ftkit: Callable[..., Result], run: SubmittedRun
 ) -> None:
     plan = json.loads(run.layout.plan.read_text())
@@ -86,9 +86,7 @@ def test_a_run_of_an_older_ftkit_is_shown_although_its_plan_breaks_a_newer_rule(
         assert part in " ".join(refused.err.split())
 
 
-def test_a_copied_run_is_not_resumed_in_the_place_of_the_original(
-    ftkit: Callable[..., Result], run: SubmittedRun
-) -> None:
+def test_a_copied_run_is_not_resumed_in_place_of_the_original(ftkit: Callable[..., Result], run: SubmittedRun) -> None:
     copied = run.layout.root.with_name("victim-20270102T030405Z-ffff")
     shutil.copytree(run.layout.root, copied)
     result = ftkit("resume", copied.name)

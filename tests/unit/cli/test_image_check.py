@@ -1,4 +1,4 @@
-"""The image of a run before its job is submitted."""
+"""Checks of a run's image before submission."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def with_sinks(plan: RunPlan, *sinks: str) -> RunPlan:
     return replace(plan, recipe=plan.recipe.model_copy(update={"tracking": tracking}))
 
 
-def test_a_tracker_whose_package_the_file_lacks_is_refused(plan: RunPlan, tmp_path: Path) -> None:
+def test_a_tracker_without_its_package_in_the_image_file_is_rejected(plan: RunPlan, tmp_path: Path) -> None:
     image = tmp_path / "image.sqsh"
     tracked = with_sinks(plan, "tensorboard", "mlflow")
-    _require_sinks(tracked, image)  # without a list nobody knows
+    _require_sinks(tracked, image)  # unknown without a package list
     document = make_sbom()
     names = ("tensorboard", "mlflow-skinny")
     document["components"] = [one for one in document["components"] if one["name"].lower() not in names]
@@ -49,14 +49,14 @@ def test_a_tracker_whose_package_the_file_lacks_is_refused(plan: RunPlan, tmp_pa
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"components": 7}', '{"components": [{}]}', '{"components": []}', "[" * 99999]
 )
-def test_a_list_of_packages_that_says_nonsense_is_none(plan: RunPlan, tmp_path: Path, text: str) -> None:
+def test_an_invalid_package_list_is_ignored(plan: RunPlan, tmp_path: Path, text: str) -> None:
     (tmp_path / "image.sqsh.sbom.json").write_text(text)
     _require_sinks(with_sinks(plan, "wandb"), tmp_path / "image.sqsh")
 
 
 @pytest.fixture
 def begun(plan: RunPlan, tmp_path: Path) -> RunPlan:
-    """A run on an image file that nothing but itself describes."""
+    """A run on an image file without a manifest."""
     file = tmp_path / "mine.sqsh"
     file.write_bytes(b"hsqs")
     cluster = plan.cluster.model_copy(update={"runtime": "pyxis"})
@@ -66,28 +66,28 @@ def begun(plan: RunPlan, tmp_path: Path) -> RunPlan:
     return begun
 
 
-def test_the_same_file_is_fine(begun: RunPlan) -> None:
+def test_an_unchanged_image_file_is_accepted(begun: RunPlan) -> None:
     require_same_image(begun, Terminal())
 
 
-def test_a_file_that_was_replaced_is_refused(begun: RunPlan) -> None:
+def test_a_replaced_image_file_is_rejected(begun: RunPlan) -> None:
     os.utime(str(begun.container_image), (1, 1))
     with pytest.raises(ImageError, match="not the image that the run started with: image_modified"):
         require_same_image(begun, Terminal())
 
 
-def test_a_file_that_is_gone_is_named(begun: RunPlan) -> None:
-    os.unlink(str(begun.container_image))  # noqa: PTH108 - a string already
+def test_a_removed_image_file_is_reported(begun: RunPlan) -> None:
+    os.unlink(str(begun.container_image))  # noqa: PTH108 - already a string
     with pytest.raises(NotFoundError, match=r"mine\.sqsh"):
         require_same_image(begun, Terminal())
 
 
-def test_runs_of_an_older_ftkit_recorded_nothing_and_continue(begun: RunPlan) -> None:
+def test_runs_of_an_older_ftkit_without_an_image_record_resume(begun: RunPlan) -> None:
     begun.layout.manifest.unlink()
     require_same_image(begun, Terminal())
 
 
-def test_a_missing_image_is_reported_with_the_imported_ones_and_the_command(
+def test_a_missing_image_is_reported_with_imported_images_and_the_import_command(
     plan: RunPlan, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")

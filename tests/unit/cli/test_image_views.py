@@ -28,13 +28,13 @@ SPEC = ImageSpec(
 
 
 def screen(width: int) -> tuple[Terminal, StringIO]:
-    """A terminal of that width without colours, and what is on it."""
+    """A terminal of a given width without colors, and its output."""
     terminal, output = Terminal(), StringIO()
     terminal.talk = terminal._out = Console(file=output, force_terminal=True, no_color=True, width=width, markup=False)
     return terminal, output
 
 
-def test_where_an_image_was_imported_can_be_read_on_80_columns() -> None:
+def test_the_place_of_an_imported_image_fits_80_columns() -> None:
     digest = Digest("sha256:" + "1" * 64)
     pushed = (("registry.example.com/team/olmo3", digest), ("127.0.0.1:5000/olmo3", digest))
     built = DockerImage(digest, 20 << 30, int(time.time()) - 300, {}, pushed, ImageConfig())
@@ -56,7 +56,7 @@ def test_long_messages_keep_their_indentation() -> None:
     assert all("  " in line[: line.index(word)] for line, word in zip(said, ("lost", "again"), strict=True))
 
 
-def test_a_part_that_is_over_is_drawn_no_more() -> None:
+def test_a_finished_item_is_no_longer_shown() -> None:
     terminal, _ = screen(80)
     with ProgressView(terminal) as view:
         view.report(ProgressEvent("pushing x", item="a1", text="a1 Pushing", done=1, total=2))

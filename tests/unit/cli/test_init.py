@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def login_node(programs: FakePrograms) -> FakePrograms:
-    """A login node of a Slurm with pyxis and two H200 nodes."""
+    """A login node of a Slurm cluster with pyxis and two H200 nodes."""
     programs.add(
         "sinfo",
         '[ "$1" = --version ] && { echo "slurm 24.11.1"; exit; }; echo "gpu*|up|2|192|gpu:h200:8(S:0-1)|4:00:00"',
@@ -28,7 +28,7 @@ def login_node(programs: FakePrograms) -> FakePrograms:
 
 
 @pytest.mark.usefixtures("login_node")
-def test_a_login_node_is_not_trained_on_by_mistake(ftkit: Callable[..., Result]) -> None:
+def test_a_run_does_not_train_on_the_login_node_by_mistake(ftkit: Callable[..., Result]) -> None:
     refused = ftkit("run", "demo", "--dry-run")
     assert refused.code == 3
     assert "ftkit init" in refused.err
@@ -36,7 +36,7 @@ def test_a_login_node_is_not_trained_on_by_mistake(ftkit: Callable[..., Result])
 
 
 @pytest.mark.usefixtures("login_node")
-def test_after_init_a_run_works_as_typed(ftkit: Callable[..., Result]) -> None:
+def test_the_commands_printed_by_init_work(ftkit: Callable[..., Result]) -> None:
     done = ftkit("init", "--yes")
     assert done.code == 0, done.err
     assert "mine, which extends slurm" in done.err
@@ -50,7 +50,7 @@ def test_after_init_a_run_works_as_typed(ftkit: Callable[..., Result]) -> None:
 
 
 @pytest.mark.usefixtures("login_node")
-def test_files_that_are_there_are_changed_only_if_asked_and_keep_what_else_they_say(
+def test_existing_files_are_changed_only_on_request_and_keep_other_keys(
     ftkit: Callable[..., Result],
 ) -> None:
     settings = Path("ftkit.yaml")
@@ -59,7 +59,7 @@ def test_files_that_are_there_are_changed_only_if_asked_and_keep_what_else_they_
     assert (refused.code, "--force" in refused.err) == (3, True)
     assert "cluster: local" in settings.read_text()
     assert not Path("clusters").exists()
-    for _ in range(2):  # again on its own files
+    for _ in range(2):  # the second time on its own files
         assert ftkit("init", "--yes", "--force").code == 0
         assert settings.read_text() == "# ours\nimage: olmo3:25.02\ncluster: mine\n"
         assert "extends: slurm\n" in Path("clusters/mine.yaml").read_text()
@@ -72,7 +72,7 @@ def test_init_works_without_slurm(ftkit: Callable[..., Result], programs: FakePr
 
 
 @pytest.mark.usefixtures("login_node")
-def test_doctor_names_what_the_profile_and_slurm_disagree_about(ftkit: Callable[..., Result]) -> None:
+def test_doctor_reports_differences_between_the_profile_and_slurm(ftkit: Callable[..., Result]) -> None:
     Path("clusters").mkdir()
     Path("clusters/odd.yaml").write_text(
         "name: odd\nextends: slurm\ndescription: x\npartition: nope\nruntime: apptainer\n"
@@ -83,7 +83,7 @@ def test_doctor_names_what_the_profile_and_slurm_disagree_about(ftkit: Callable[
     assert "partition, containers, image" in done.err
 
 
-def test_the_variables_of_dotenv_are_there_and_config_shows_their_names_alone(
+def test_variables_of_dotenv_are_set_and_config_shows_only_their_names(
     ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "")  # so that it is restored after the test

@@ -1,4 +1,4 @@
-"""Each kind of record has its line: a new kind without one would end `ftkit run` while the run trains on."""
+"""Each kind of record can be printed: one that can't would end `ftkit run` while the run continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN = {str: "word", float: 0.5, int: 3, bool: True}
 
 
 def value_of(kind: Any) -> Any:
-    """Return some value of a field's type."""
+    """Return a value of a field's type."""
     origin = getattr(kind, "__origin__", None)
     if hasattr(kind, "__metadata__"):
         return value_of(get_args(kind)[0])
@@ -26,7 +26,7 @@ def value_of(kind: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", get_args(records.Record))
-def test_each_record_has_a_line(kind: type[Any]) -> None:
+def test_each_kind_of_record_can_be_printed(kind: type[Any]) -> None:
     types = get_type_hints(kind, vars(records))
     required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
     line = record_line(kind(**{name: value_of(types[name]) for name in required}))

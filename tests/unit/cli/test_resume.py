@@ -1,4 +1,4 @@
-"""`ftkit resume` with changes, as it is typed."""
+"""`ftkit resume` with changes, through the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from conftest import FakePrograms, Result, RunMaker
 
 
-def test_a_run_resumed_on_more_processes_says_what_changes_and_is_planned_so(
+def test_a_run_resumed_on_more_processes_is_planned_with_its_changes_shown(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
 ) -> None:
     run = make_run()
@@ -35,7 +35,7 @@ def test_a_run_resumed_on_more_processes_says_what_changes_and_is_planned_so(
     assert submission["command"] == ["ftkit", "resume", run.id, *words]
 
 
-def test_refused_changes_submit_nothing(
+def test_nothing_is_submitted_if_changes_are_rejected(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
 ) -> None:
     run = make_run()

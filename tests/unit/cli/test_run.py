@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let every run's script be this one."""
+    """Replace the script of every run."""
 
     def use(script: str) -> None:
         def render(_: RunPlan, **__: object) -> str:
@@ -44,7 +44,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def learning(records: Any) -> str:
-    """A script that leaves the files of a whole training."""
+    """A script that writes the files of a complete training run."""
     before = EvaluationRecord(1.0, 0, "before", 6.0, 812.5, 0.0, ())
     right = Sample("How many ships are there?", "SELECT COUNT(*) FROM ships", "SELECT COUNT(*) FROM ships", True)
     wrong = Sample("Which is the oldest?", "SELECT name FROM ships", "SELECT age FROM ships", False)
@@ -62,7 +62,7 @@ def learning(records: Any) -> str:
     return f"cat >metrics.jsonl <<'END'\n{text}\nEND\necho 0 >exit-code\n"
 
 
-def test_a_dry_run_prints_exactly_the_script_and_writes_nothing(
+def test_a_dry_run_prints_only_the_script_and_writes_nothing(
     ftkit: Callable[..., Result], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts = []
@@ -78,7 +78,7 @@ def test_a_dry_run_prints_exactly_the_script_and_writes_nothing(
     assert not workspace.root.exists()
 
 
-def test_the_plan_shows_what_each_of_several_sources_gives(ftkit: Callable[..., Result], tmp_path: Path) -> None:
+def test_the_plan_shows_the_share_of_each_source(ftkit: Callable[..., Result], tmp_path: Path) -> None:
     for name in ("chats.jsonl", "code.jsonl"):
         (tmp_path / name).write_text('{"text": "a"}\n' * 300)
     sources = f"[{{source: {tmp_path}/chats.jsonl, weight: 3}}, {{source: {tmp_path}/code.jsonl, weight: 1}}]"
@@ -86,7 +86,7 @@ def test_the_plan_shows_what_each_of_several_sources_gives(ftkit: Callable[..., 
     assert "chats.jsonl 75.0%, code.jsonl 25.0% of the rows" in ftkit("plan", "demo", *changes).out
 
 
-def test_a_dry_run_prints_escape_sequences_and_all_letters_as_they_would_be_submitted(
+def test_a_dry_run_prints_escape_sequences_and_non_ascii_text_as_submitted(
     ftkit: Callable[..., Result], tmp_path: Path
 ) -> None:
     (tmp_path / "project" / "clusters").mkdir()
@@ -128,7 +128,7 @@ def test_a_followed_run_shows_its_results(
     assert result.err.count("question") == 2
 
 
-def test_a_run_that_is_not_followed_prints_its_id_alone(
+def test_a_run_that_is_not_followed_prints_only_its_id(
     ftkit: Callable[..., Result], job: Callable[[str], None], workspace: Workspace
 ) -> None:
     job("echo 0 >exit-code")
@@ -168,7 +168,7 @@ def test_a_run_that_fails_silently_shows_the_end_of_its_log(
     assert "ftkit resume" in result.err
 
 
-def test_a_resumed_run_shows_only_what_is_new(
+def test_a_resumed_run_shows_only_new_records(
     ftkit: Callable[..., Result], job: Callable[[str], None], records: Any
 ) -> None:
     first, second = to_line(records.step(7, num_steps=9)), to_line(records.step(9, num_steps=9))
@@ -185,7 +185,7 @@ def test_a_resumed_run_shows_only_what_is_new(
     assert ftkit("resume", "last").code == 6
 
 
-def test_an_interrupt_leaves_the_run_alone_and_says_how_to_come_back(
+def test_an_interrupt_does_not_stop_the_run_and_shows_how_to_follow_it(
     ftkit: Callable[..., Result],
     job: Callable[[str], None],
     workspace: Workspace,
@@ -211,7 +211,7 @@ def test_a_running_run_is_cancelled_by_name(ftkit: Callable[..., Result], job: C
     assert json.loads(ftkit("status", "demo", "--json").out)["state"] == "cancelled"
 
 
-def test_slurm_refusing_the_job_leaves_no_run(
+def test_a_job_rejected_by_slurm_leaves_no_run(
     ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs.answer("sbatch", stderr="sbatch: error: invalid partition specified: x\n", code=1)
@@ -228,7 +228,7 @@ def test_slurm_refusing_the_job_leaves_no_run(
     assert list(workspace.runs.iterdir()) == []
 
 
-def test_the_path_from_run_to_sbatch_leads_through_the_files_that_the_contributing_page_lists(
+def test_the_path_from_run_to_sbatch_uses_the_files_listed_in_contributing(
     ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace
 ) -> None:
     programs.answer("sbatch", "123\n")
@@ -249,14 +249,14 @@ def test_the_path_from_run_to_sbatch_leads_through_the_files_that_the_contributi
     assert result.code == 0
     page = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
     listed = re.findall(r"^\| `([\w/]+\.py)`", page.partition("From `ftkit run` to `sbatch`")[2], re.MULTILINE)
-    functions = [code for code in called if code.co_flags & inspect.CO_OPTIMIZED]  # no modules, no class bodies
+    functions = [code for code in called if code.co_flags & inspect.CO_OPTIMIZED]  # without modules and class bodies
     paths = [Path(code.co_filename) for code in functions]
     files = {str(path.relative_to(PACKAGE)) for path in paths if path.is_relative_to(PACKAGE)}
     assert [file for file in listed if file not in files] == []
     assert len(listed) <= 20
 
 
-def test_a_missing_image_is_found_out_before_anything_is_submitted(
+def test_a_missing_image_is_reported_before_submission(
     ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace
 ) -> None:
     result = ftkit("run", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g")
@@ -266,7 +266,7 @@ def test_a_missing_image_is_found_out_before_anything_is_submitted(
     assert not workspace.runs.exists()
 
 
-def test_the_file_with_the_token_is_named_to_the_job_and_the_token_stays_in_it(
+def test_the_job_gets_the_path_of_the_token_file_and_not_the_token(
     ftkit: Callable[..., Result], job: Callable[[str], None], workspace: Workspace, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -282,7 +282,7 @@ def test_the_file_with_the_token_is_named_to_the_job_and_the_token_stays_in_it(
 
 
 @pytest.mark.parametrize("words", [("plan",), ("plan", "--json"), ("run",)])
-def test_a_plan_ends_as_its_run_would(
+def test_a_plan_exits_like_its_run(
     ftkit: Callable[..., Result], workspace: Workspace, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     data = "data.source={kind: files, train: nowhere.jsonl, num_heldout: 100}"
@@ -295,7 +295,7 @@ def test_a_plan_ends_as_its_run_would(
     assert not workspace.root.exists()
 
 
-def test_a_plan_warns_of_an_image_that_is_not_imported_and_of_a_hub_that_does_not_answer(
+def test_a_plan_warns_of_a_missing_image_and_an_unresponsive_hub(
     ftkit: Callable[..., Result], workspace: Workspace
 ) -> None:
     result = ftkit("plan", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g", "--nodes", "2")
@@ -305,7 +305,7 @@ def test_a_plan_warns_of_an_image_that_is_not_imported_and_of_a_hub_that_does_no
     assert "warning: can't ask the hub" in result.err
 
 
-def test_weights_that_are_missing_end_the_command_before_anything_is_submitted(
+def test_missing_weights_are_reported_before_submission(
     ftkit: Callable[..., Result], programs: FakePrograms, workspace: Workspace, tmp_path: Path
 ) -> None:
     (tmp_path / "weights").mkdir()

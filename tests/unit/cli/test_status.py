@@ -36,14 +36,14 @@ def finish(run: SubmittedRun, records: Any) -> None:
 
 
 def screen(width: int = 80) -> tuple[Terminal, StringIO]:
-    """A terminal of that width, and what is on it."""
+    """A terminal of a given width, and its output."""
     terminal, output = Terminal(), StringIO()
     console = Console(file=output, force_terminal=True, width=width, highlight=False, markup=False)
     terminal.talk = terminal._out = console
     return terminal, output
 
 
-def test_runs_are_listed_newest_first_with_what_matters(
+def test_runs_are_listed_newest_first(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, records: Any, squeue_line: Any
 ) -> None:
     done, waiting = make_run("done"), make_run("waiting", job_id="4711")
@@ -59,7 +59,7 @@ def test_runs_are_listed_newest_first_with_what_matters(
     assert listed[1]["loss"] == 0.5
 
 
-def test_a_slow_node_is_named(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+def test_a_slow_node_is_reported(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
     run = make_run("slow")
     finish(run, records)
     run.layout.logs.mkdir(exist_ok=True)
@@ -71,7 +71,7 @@ def test_a_slow_node_is_named(ftkit: Callable[..., Result], make_run: RunMaker, 
     assert (found["host"], found["ranks"]) == ("h17", [2])
 
 
-def test_runs_can_be_listed_where_slurm_is_not(
+def test_runs_can_be_listed_without_slurm(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms
 ) -> None:
     make_run()
@@ -82,7 +82,7 @@ def test_runs_can_be_listed_where_slurm_is_not(
     assert programs.calls() == []
 
 
-def test_a_loss_that_is_no_number_is_null_in_json(
+def test_a_nan_loss_is_null_in_json(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, records: Any
 ) -> None:
     programs.answer("squeue")
@@ -91,7 +91,7 @@ def test_a_loss_that_is_no_number_is_null_in_json(
     assert json.loads(ftkit("status", "last", "--json").out)["last_step"]["loss"] is None
 
 
-def test_the_status_names_the_profiler_s_traces(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+def test_the_status_lists_the_profilers_traces(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
     run = make_run()
     finish(run, records)
     assert "profile" not in ftkit("status", "last").out
@@ -100,7 +100,7 @@ def test_the_status_names_the_profiler_s_traces(ftkit: Callable[..., Result], ma
     assert f"1 trace in {short_path(run.layout.profile)}" in " ".join(ftkit("status", "last").out.split())
 
 
-def test_the_status_tells_all_of_a_completed_run(
+def test_the_status_of_a_completed_run_is_complete(
     ftkit: Callable[..., Result], make_run: RunMaker, records: Any
 ) -> None:
     run = make_run()
@@ -124,7 +124,7 @@ def fail_with(run: SubmittedRun, code: int, *, can_resume: bool = False) -> None
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("code", [3, 8, 9, 11])
-def test_the_reason_of_a_failure_is_the_exit_code_and_the_advice_everywhere(
+def test_every_command_reports_the_same_exit_code_and_advice_for_a_failure(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any, code: int
 ) -> None:
     run = make_run()
@@ -145,7 +145,7 @@ def test_the_reason_of_a_failure_is_the_exit_code_and_the_advice_everywhere(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_failure_outside_of_the_recipe_is_resumed_once_it_is_mended(
+def test_a_failure_outside_of_the_recipe_suggests_resuming_after_a_fix(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
 ) -> None:
     run = make_run()
@@ -158,7 +158,7 @@ def test_a_failure_outside_of_the_recipe_is_resumed_once_it_is_mended(
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_error_that_nobody_can_act_on_is_shown_with_its_traceback_and_is_no_defect_of_ftkit(
+def test_an_unexpected_training_error_is_shown_with_its_traceback_and_not_as_a_bug_of_ftkit(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
 ) -> None:
     run = make_run()
@@ -174,7 +174,7 @@ def test_an_error_that_nobody_can_act_on_is_shown_with_its_traceback_and_is_no_d
 
 
 @pytest.mark.usefixtures("quick")
-def test_memory_that_slurm_ended_a_run_for_is_its_exit_code(
+def test_a_run_killed_by_slurm_for_memory_has_the_memory_exit_code(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
 ) -> None:
     programs.answer("squeue")
@@ -184,10 +184,10 @@ def test_memory_that_slurm_ended_a_run_for_is_its_exit_code(
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])
-def test_a_full_disk_on_which_nothing_could_be_written_down_is_reported(
+def test_a_full_disk_is_reported_even_if_no_error_could_be_written(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any, scheduler: str
 ) -> None:
-    run = make_run(scheduler=scheduler, job_id="4194305")  # above the largest process id of Linux
+    run = make_run(scheduler=scheduler, job_id="4194305")  # above the largest pid of Linux
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, "FAILED", "1:0"))
     run.layout.rank_error(0).symlink_to("/dev/full")
@@ -200,7 +200,7 @@ def test_a_full_disk_on_which_nothing_could_be_written_down_is_reported(
     assert f"exit code 12: {EXIT_CODES[12]}" in " ".join(ftkit("status", "last").out.split())
 
 
-def test_the_status_of_a_run_that_was_never_submitted_says_so(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+def test_the_status_reports_a_run_that_was_never_submitted(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     make_run().layout.submission.unlink()
     assert "never submitted" in ftkit("status", "last").out
     assert "never submitted" in ftkit("runs", "--json").out
@@ -214,7 +214,7 @@ def test_an_unknown_run_is_reported_with_the_closest(ftkit: Callable[..., Result
     assert "closest: olmo3" in result.err
 
 
-def test_logs_are_printed_as_they_are(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+def test_logs_are_printed_unchanged(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     run = make_run()
     run.layout.job_log.write_text("one\n\x1b[31mtwo\x1b[0m\nthree")
     run.layout.rank_log(3).write_text("rank three\n")
@@ -222,9 +222,7 @@ def test_logs_are_printed_as_they_are(ftkit: Callable[..., Result], make_run: Ru
     assert ftkit("logs", "last", "--rank", "3").out == "rank three\n"
 
 
-def test_a_log_that_is_missing_is_reported_with_those_that_are(
-    ftkit: Callable[..., Result], make_run: RunMaker
-) -> None:
+def test_a_missing_log_is_reported_with_the_existing_ones(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     run = make_run()
     result = ftkit("logs", "last")
     assert result.code == 4
@@ -234,7 +232,7 @@ def test_a_log_that_is_missing_is_reported_with_those_that_are(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_followed_log_ends_with_the_run_and_with_its_exit_code(
+def test_following_a_log_ends_with_the_run_and_its_exit_code(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, records: Any, sacct_line: Any
 ) -> None:
     good, bad = make_run("good"), make_run("bad")
@@ -249,7 +247,7 @@ def test_a_followed_log_ends_with_the_run_and_with_its_exit_code(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_run_that_slurm_lost_is_not_watched_for_ever(
+def test_following_a_run_that_slurm_lost_ends(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run()
@@ -260,7 +258,7 @@ def test_a_run_that_slurm_lost_is_not_watched_for_ever(
     assert "lost track of" in result.err
 
 
-def test_a_table_gives_way_only_where_it_may_on_a_narrow_screen() -> None:
+def test_only_shrinkable_columns_are_truncated_on_a_narrow_screen() -> None:
     terminal, output = screen(40)
     terminal.table(
         (Column("NAME", can_shrink=True), Column("ID")), [("a-very-long-name-for-a-run-of-ours", "0123456789abcdef")]
@@ -271,7 +269,7 @@ def test_a_table_gives_way_only_where_it_may_on_a_narrow_screen() -> None:
     assert len(lines) == 2
 
 
-def test_a_screen_shows_a_bar_for_steps_and_lines_for_the_rest(records: Any) -> None:
+def test_a_terminal_shows_a_progress_bar_for_steps_and_lines_for_other_records(records: Any) -> None:
     terminal, output = screen()
     view = LiveView(terminal)
     view.state(Observation(RunState.PENDING, is_final=False, reason="Resources"))
@@ -294,7 +292,7 @@ def test_a_screen_shows_a_bar_for_steps_and_lines_for_the_rest(records: Any) -> 
         assert part in shown
 
 
-def test_a_log_gets_few_lines_of_a_long_run(records: Any) -> None:
+def test_a_log_gets_few_lines_for_a_long_run(records: Any) -> None:
     terminal, output = screen()
     view = PlainView(terminal)
     view.state(Observation(RunState.RUNNING, is_final=False))
@@ -309,7 +307,7 @@ def test_a_log_gets_few_lines_of_a_long_run(records: Any) -> None:
     assert "completed" not in output.getvalue()
 
 
-def test_two_samples_are_shown_one_of_each_kind_if_there_are_both() -> None:
+def test_a_correct_and_a_wrong_sample_are_shown_if_both_exist() -> None:
     right, wrong = Sample("q", "a", "a", True), Sample("q", "a", "b", False)
     assert choose_samples((right, right, wrong)) == [right, wrong]
     assert choose_samples((wrong, wrong, wrong)) == [wrong, wrong]
@@ -337,11 +335,11 @@ def test_escape_sequences_of_models_and_logs_do_not_reach_the_terminal() -> None
         (0.5, "0.5"),
     ],
 )
-def test_large_numbers_are_written_short(number: float, text: str) -> None:
+def test_large_numbers_are_abbreviated(number: float, text: str) -> None:
     assert count(number) == text
 
 
-def test_lengths_of_time_are_written_as_people_say_them() -> None:
+def test_durations_are_formatted_for_people() -> None:
     assert [duration(seconds) for seconds in (0, 59.4, 200, 7500, 273600)] == [
         "0 s", "59 s", "3 min 20 s", "2 h 05 min", "3 d 4 h",
     ]  # fmt: skip
@@ -349,7 +347,7 @@ def test_lengths_of_time_are_written_as_people_say_them() -> None:
     assert [age(seconds) for seconds in (-5, 30, 90, 7200, 200000)] == ["0 s", "30 s", "1 min", "2 h", "2 d"]
 
 
-def test_amounts_words_and_paths_are_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_words_and_paths_are_abbreviated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     assert (gib(0.05), gib(12.34)) == ("51 MiB", "12.3 GiB")

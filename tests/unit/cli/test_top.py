@@ -39,7 +39,7 @@ STAND_IN = Path(__file__).parents[2] / "slurm" / "stand_ins" / "pynvml.py"
 
 @pytest.fixture
 def _nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in for nvidia-ml-py that the tests on Slurm use too."""
+    """Use the fake nvidia-ml-py of tests/slurm."""
     spec = importlib.util.spec_from_file_location("pynvml", STAND_IN)
     assert spec
     assert spec.loader
@@ -80,14 +80,14 @@ def test_samples_are_written_shown_and_served(
     thread.join()
 
 
-def test_each_query_of_the_dashboard_asks_for_a_metric_that_is_served() -> None:
+def test_each_dashboard_query_uses_a_served_metric() -> None:
     dashboard = (Path(ftkit.__file__).parent / "dashboards" / "grafana.json").read_text()
     json.loads(dashboard)
     served = {name for name, _ in sampler.METRICS.values()} | {sampler.NETWORK_METRIC, sampler.THROTTLE_METRIC}
     assert set(re.findall(r"ftkit_\w+", dashboard)) == served
 
 
-def test_samples_of_all_nodes_are_merged_and_damaged_lines_left_out(tmp_path: Path) -> None:
+def test_samples_of_all_nodes_are_merged_without_damaged_lines(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     layout.gpu_samples.mkdir()
     (layout.gpu_samples / "n1.jsonl").write_text(to_line(node(0)) + '{"time": 5, "gpus": [{"ind\n' + to_line(node(20)))
@@ -95,20 +95,20 @@ def test_samples_of_all_nodes_are_merged_and_damaged_lines_left_out(tmp_path: Pa
     assert [(sample.time, sample.host) for sample in read_samples(layout)] == [(0, "n1"), (10, "n2"), (20, "n1")]
 
 
-def test_energy_is_that_of_the_time_in_which_the_job_ran() -> None:
+def test_energy_covers_only_the_time_in_which_the_job_ran() -> None:
     job = [node(0), node(10), node(20), node(10_000), node(10_010)]
     summary = summarize_samples([*job, *(node(sample.time, "n2", energy=None) for sample in job)])
     assert summary
-    assert summary.energy_kwh == pytest.approx(2 * 30 * 600 / 3.6e6)  # by counter, and by power
+    assert summary.energy_kwh == pytest.approx(2 * 30 * 600 / 3.6e6)  # once from the counter, once from power
     assert (summary.num_gpus, summary.utilization, summary.peak_memory_gib) == (2, 90.0, 60.0)
     assert summarize_samples([]) is None
 
 
-def test_a_curve_has_the_mean_and_the_range_of_the_gpus_and_gaps_where_nothing_ran() -> None:
+def test_a_curve_has_the_mean_and_range_of_gpus_and_gaps_while_nothing_ran() -> None:
     times = (*range(0, 100, 10), *range(200, 300, 10))
     samples = [node(time, host, power=watts) for time in times for host, watts in (("n1", 500.0), ("n2", 700.0))]
     curve = gpu_curve(samples, lambda gpu: gpu.power, begin=-50)
-    assert curve.seconds[:2] == (60.0, 80.0)  # parts of two samples each
+    assert curve.seconds[:2] == (60.0, 80.0)  # each combines two samples
     known = [index for index, value in enumerate(curve.mean) if not math.isnan(value)]
     assert len(known) == 10
     assert known != list(range(10))
@@ -129,11 +129,11 @@ def test_a_curve_has_the_mean_and_the_range_of_the_gpus_and_gaps_where_nothing_r
         (2.05e6, "2,050 MWh"),
     ],
 )
-def test_energy_is_written_with_three_digits(amount: float, text: str) -> None:
+def test_energy_is_formatted_with_three_digits(amount: float, text: str) -> None:
     assert energy(amount) == text
 
 
-def test_bytes_of_adapters_are_counted_in_units_of_four(tmp_path: Path) -> None:
+def test_infiniband_counters_are_in_units_of_four_bytes(tmp_path: Path) -> None:
     statistics = tmp_path / "sys/class/net/eth0/statistics"
     statistics.mkdir(parents=True)
     (statistics.parent / "device").mkdir()
@@ -146,7 +146,7 @@ def test_bytes_of_adapters_are_counted_in_units_of_four(tmp_path: Path) -> None:
     assert sampler.network_bytes(tmp_path) == 400
 
 
-def test_status_says_which_nodes_a_preflight_has_left_out(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+def test_status_shows_the_nodes_excluded_by_the_preflight(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     run = make_run("picky")
     run.layout.excluded_nodes.write_text("1795316249\t8\tn2\tdriver: CUDA 11.4; the image has CUDA 12.8\n8\tcut sho")
     assert "left out n2" in ftkit("status", run.id).out

@@ -18,7 +18,7 @@ def read(folder: Path, text: str) -> dict[str, str]:
     return read_dotenv(folder)
 
 
-def test_the_usual_forms_are_read(tmp_path: Path) -> None:
+def test_common_dotenv_syntax_is_parsed(tmp_path: Path) -> None:
     text = """
 # of the hub
 HF_TOKEN=hf_abc#def   # a comment
@@ -36,14 +36,14 @@ EMPTY=
     assert read_dotenv(tmp_path / "nowhere") == {}
 
 
-def test_the_environment_goes_first(tmp_path: Path) -> None:
+def test_the_environment_overrides_dotenv(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("A=file\nB=file\n")
     environment = {"A": "shell"}
     load_dotenv(tmp_path, environment)
     assert environment == {"A": "shell", "B": "file"}
 
 
-def test_all_bad_lines_are_named_without_their_values(tmp_path: Path) -> None:
+def test_all_invalid_lines_are_reported_without_their_values(tmp_path: Path) -> None:
     lines = ["A=fine", "hf_secret1", "TOKEN='hf_secret2", "KEY=hf_$secret3", "LD_PRELOAD=/secret4.so", 'B="x" secret5']
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, "\n".join(lines))
@@ -52,7 +52,7 @@ def test_all_bad_lines_are_named_without_their_values(tmp_path: Path) -> None:
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\n\r\0'")))
-def test_any_line_in_single_quotes_is_the_value_itself(tmp_path_factory: pytest.TempPathFactory, value: str) -> None:
+def test_single_quoted_values_are_literal(tmp_path_factory: pytest.TempPathFactory, value: str) -> None:
     folder = tmp_path_factory.getbasetemp()
     (folder / ".env").write_bytes(f"A='{value}'\n".encode())
     assert read_dotenv(folder) == {"A": value}

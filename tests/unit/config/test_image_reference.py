@@ -23,7 +23,7 @@ from ftkit.errors import ConfigError
 GOOD = "sha256:" + "0123456789abcdef" * 4
 
 
-def test_a_digest_is_its_text_and_a_file_name() -> None:
+def test_a_digest_has_its_text_and_a_file_name() -> None:
     digest = Digest(GOOD)
     assert digest == GOOD
     assert json.dumps([digest]) == f'["{GOOD}"]'
@@ -46,20 +46,20 @@ def test_a_digest_is_its_text_and_a_file_name() -> None:
         GOOD + "0",
         "sha512:" + "a" * 128,
         "sha256:" + "a" * 63 + "/",
-        "sha256:" + "٣" * 64,  # digits, but not these
+        "sha256:" + "٣" * 64,  # non-ASCII digits
         None,
         7,
         GOOD.encode(),
     ],
 )
-def test_anything_else_is_none(text: object) -> None:
+def test_invalid_digests_are_rejected(text: object) -> None:
     with pytest.raises(ValueError, match="64 hexadecimal digits"):
         Digest(text)  # type: ignore[arg-type]
     with pytest.raises(ValidationError):
         TypeAdapter(Digest).validate_python(text)
 
 
-def test_a_field_of_this_type_holds_one_and_is_written_as_text() -> None:
+def test_a_pydantic_field_validates_a_digest_and_serializes_it_as_text() -> None:
     adapter = TypeAdapter(dict[str, Digest])
     read = adapter.validate_json(json.dumps({"layer": GOOD}))
     assert type(read["layer"]) is Digest
@@ -86,12 +86,12 @@ DIGEST = "sha256:" + "a" * 64
         (f"r.io/a/b:1@{DIGEST}", f"r.io/a/b:1@{DIGEST}", f"docker://r.io#a/b@{DIGEST}"),
     ],
 )
-def test_a_reference_is_read_in_every_usual_form(text: str, whole: str, uri: str) -> None:
+def test_all_common_forms_of_a_reference_are_parsed(text: str, whole: str, uri: str) -> None:
     reference = parse_reference(text)
     assert (str(reference), reference.enroot_uri) == (whole, uri)
 
 
-def test_a_digest_wins_over_a_tag() -> None:
+def test_a_digest_takes_precedence_over_a_tag() -> None:
     reference = parse_reference(f"r.io/a:1@{DIGEST}")
     assert reference.wanted == DIGEST
     assert reference.pinned == f"r.io/a@{DIGEST}"
@@ -112,18 +112,18 @@ def test_a_digest_wins_over_a_tag() -> None:
         ("-r.io/a:1", "not a host"),
     ],
 )
-def test_an_illegal_reference_is_refused_with_a_reason(text: str, reason: str) -> None:
+def test_an_invalid_reference_is_rejected_with_a_reason(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         parse_reference(text)
 
 
 @pytest.mark.parametrize("name", ["olmo3:25.02", "a.b_c-d:V1.0_x-y", "0:_1", "a__b:1"])
-def test_a_legal_name_passes(name: str) -> None:
+def test_a_valid_name_is_accepted(name: str) -> None:
     parse_name(name)
 
 
 @pytest.mark.parametrize("name", ["olmo3", "a/b:1", "A:1", "a:", ":1", "a:1:2", "a:1@" + DIGEST + "x", "-a:1", "a:.1"])
-def test_an_illegal_name_is_refused(name: str) -> None:
+def test_an_invalid_name_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError):
         parse_name(name)
 
@@ -151,7 +151,7 @@ def test_names_files_and_addresses_are_distinguished(text: str, image: AnyImage)
 @pytest.mark.parametrize(
     "text", ["gs://bucket/x.sif", "dockerd://x:1", "~nobody-at-all/x.sif", "a" * 300 + ".sif", "a\0.sif"]
 )
-def test_an_image_that_nothing_can_run_is_refused_with_the_place_that_names_it(text: str) -> None:
+def test_an_image_that_no_runtime_supports_is_rejected_with_its_location(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_image(text, Path("/here"), "ftkit.yaml:3", "image")
     (problem,) = caught.value.problems

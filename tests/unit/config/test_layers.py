@@ -11,7 +11,7 @@ from ftkit.errors import ConfigError
 scalars = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False)
 
 
-def test_numbers_and_words_mean_what_yaml_1_2_says() -> None:
+def test_scalars_follow_yaml_1_2() -> None:
     values = parse_yaml("rate: 1e-5\nanswer: no\nswitch: true\nnone: null\ntext: '1'\n", "f").values
     assert values == {"rate": 1e-5, "answer": "no", "switch": True, "none": None, "text": "1"}
 
@@ -30,7 +30,7 @@ def test_duplicate_or_non_mapping_yaml_is_rejected(text: str) -> None:
     assert caught.value.problems[0].where.startswith("file.yaml")
 
 
-def test_an_empty_file_says_nothing() -> None:
+def test_an_empty_file_has_no_values() -> None:
     assert parse_yaml("# only a comment\n", "f").values == {}
 
 
@@ -42,7 +42,7 @@ def test_mappings_merge_and_lists_replace() -> None:
     assert (merged.origin(("a", "x")), merged.origin(("a", "y"))) == ("below:1", "above:1")
 
 
-def test_a_mapping_of_another_kind_replaces_the_old_one() -> None:
+def test_a_mapping_with_another_kind_replaces_the_previous_one() -> None:
     below = parse_yaml("source: {kind: hub, dataset: a, split: b}\n", "below")
     above = parse_yaml("source: {kind: files, train: c}\n", "above")
     assert above.over(below).values["source"] == {"kind": "files", "train": "c"}
@@ -57,20 +57,20 @@ def test_an_override_is_a_path_and_a_yaml_value(text: str, value: object) -> Non
 
 
 @pytest.mark.parametrize("text", ["=1", "a..b=1", ".a=1"])
-def test_an_override_without_a_path_is_refused(text: str) -> None:
+def test_an_override_without_a_path_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_override(text)
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), scalars, max_size=5))
-def test_laying_over_nothing_changes_nothing(values: dict[str, object]) -> None:
+def test_merging_with_an_empty_mapping_changes_nothing(values: dict[str, object]) -> None:
     layers = Layers(values, {})
     assert layers.over(Layers()).values == values
     assert Layers().over(layers).values == values
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30))
-def test_any_printable_value_is_read_or_refused_but_never_crashes(value: str) -> None:
+def test_any_printable_value_is_parsed_or_rejected_without_a_crash(value: str) -> None:
     try:
         parse_override(f"a={value}")
     except ConfigError as error:

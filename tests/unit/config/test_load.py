@@ -32,7 +32,7 @@ def problems(ctx: Context, *overrides: str, recipe: str = "demo") -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_all_problems_are_named_at_once_with_suggestions(ctx: Context) -> None:
+def test_all_problems_are_reported_together_with_suggestions(ctx: Context) -> None:
     found = problems(ctx, "training.learning_rat=1", "training.num_epochs=x", "data.source.num_trian=3")
     assert len(found) == 3
     assert "command line: data.source.num_trian: unknown key. Did you mean 'num_train'?" in found
@@ -40,7 +40,7 @@ def test_all_problems_are_named_at_once_with_suggestions(ctx: Context) -> None:
     assert any("training.num_epochs" in problem and "'x'" in problem for problem in found)
 
 
-def test_a_problem_in_a_file_is_named_by_file_and_line(ctx: Context) -> None:
+def test_a_problem_in_a_file_is_reported_with_file_and_line(ctx: Context) -> None:
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: demo\nname: mine\ntraining:\n  learning_rate: fast\n  typo: 1\n")
     found = problems(ctx, recipe="mine")
@@ -55,7 +55,7 @@ def test_a_wrong_choice_suggests_the_nearest(ctx: Context) -> None:
     ]  # fmt: skip
 
 
-def test_checkpointing_that_is_on_lists_the_allowed_words(ctx: Context) -> None:
+def test_a_boolean_for_activation_checkpointing_lists_the_allowed_values(ctx: Context) -> None:
     (found,) = problems(ctx, "training.activation_checkpointing=true")
     assert "set 'full': it is one of auto, none, selective and full" in found
 
@@ -66,17 +66,17 @@ def test_a_micro_batch_is_a_number_or_auto(ctx: Context) -> None:
         assert "training.micro_batch_size: a micro-batch is 1 to 65,536 packs, or 'auto'" in found
 
 
-def test_a_source_of_unknown_kind_names_the_known_ones(ctx: Context) -> None:
+def test_an_unknown_kind_of_source_lists_the_known_ones(ctx: Context) -> None:
     (found,) = problems(ctx, "data.source.kind=hubb")
     assert "'hubb' is none of 'generated', 'files', 'hub', 'mixture'. Did you mean 'hub'?" in found
 
 
-def test_a_missing_key_is_named(ctx: Context) -> None:
+def test_a_missing_key_is_reported(ctx: Context) -> None:
     (found,) = problems(ctx, "data.source.kind=files")
     assert "data.source.train: required, but not given." in found
 
 
-def test_checks_over_several_keys_are_explained_where_one_of_them_stands(ctx: Context) -> None:
+def test_checks_of_several_keys_are_reported_at_one_of_them(ctx: Context) -> None:
     (found,) = problems(ctx, "training.num_epochs=3", "training.max_steps=9")
     assert found == "command line: training: give exactly one of max_steps and num_epochs."
     path = ctx.project / "recipes" / "mine.yaml"
@@ -86,14 +86,14 @@ def test_checks_over_several_keys_are_explained_where_one_of_them_stands(ctx: Co
 
 
 @pytest.mark.parametrize("name", list_names("recipe", Context(Path("/nowhere"), Path("/nowhere"), {})))
-def test_a_length_that_is_typed_replaces_that_of_any_recipe(ctx: Context, name: str) -> None:
+def test_an_override_of_the_training_length_replaces_that_of_the_recipe(ctx: Context, name: str) -> None:
     by_steps = load_recipe(name, ctx, ["training.max_steps=100"]).training
     assert (by_steps.max_steps, by_steps.num_epochs) == (100, None)
     by_epochs = load_recipe(name, ctx, ["training.num_epochs=3"]).training
     assert (by_epochs.max_steps, by_epochs.num_epochs) == (None, 3)
 
 
-def test_a_length_of_a_recipe_replaces_that_of_the_one_that_it_extends(ctx: Context) -> None:
+def test_the_training_length_of_a_recipe_replaces_that_of_its_parent(ctx: Context) -> None:
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: demo\nname: mine\ntraining:\n  num_epochs: 2\n")
     assert load_recipe("mine", ctx).training.max_steps is None
@@ -102,7 +102,7 @@ def test_a_length_of_a_recipe_replaces_that_of_the_one_that_it_extends(ctx: Cont
     assert found.startswith(f"{path}:5: training: give exactly one")
 
 
-def test_a_key_that_is_missing_is_looked_for_where_it_belongs(ctx: Context) -> None:
+def test_a_missing_key_is_reported_at_its_mapping(ctx: Context) -> None:
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("# mine\nname: mine\ntraining:\n  max_steps: 2\n")
     found = problems(ctx, "training.seed=1", "data.source.kind=hub", recipe="mine")
@@ -126,7 +126,7 @@ WRONG: dict[str, object] = {
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG.items(), ids=WRONG)
-def test_each_problem_is_a_sentence_in_the_users_words(ctx: Context, key: str, value: object) -> None:
+def test_each_problem_is_a_readable_sentence(ctx: Context, key: str, value: object) -> None:
     tree = value
     for part in reversed(key.split(".")):
         tree = {part: tree}
@@ -136,14 +136,14 @@ def test_each_problem_is_a_sentence_in_the_users_words(ctx: Context, key: str, v
         assert not re.search(r"Input should|[Tt]uple|dictionary|discriminator|should match|instance of|None", found)
 
 
-def test_text_in_braces_on_the_command_line_is_told_how_to_be_quoted(ctx: Context) -> None:
+def test_unquoted_text_in_braces_is_reported_with_how_to_quote_it(ctx: Context) -> None:
     with pytest.raises(ConfigError) as error:
         load_recipe("demo", ctx, ["data.format.prompt={column}"])
     assert """needs quotes for YAML too: data.format.prompt='"{column}"'.""" in str(error.value)
     load_recipe("demo", ctx, ['data.format.prompt="{sql_prompt}"'])
 
 
-def test_many_problems_are_cut_short(ctx: Context) -> None:
+def test_a_long_list_of_problems_is_truncated(ctx: Context) -> None:
     keys = "".join(f"typo{n}: 1\n" for n in range(200))
     (ctx.project / "recipes" / "mine.yaml").write_text(f"extends: demo\n{keys}")
     found = problems(ctx, recipe="mine")
@@ -151,18 +151,18 @@ def test_many_problems_are_cut_short(ctx: Context) -> None:
     assert found[-1] == "180 more problems are not shown."
 
 
-def test_a_named_architecture_gives_its_fields_and_can_be_changed(ctx: Context) -> None:
+def test_a_named_architecture_sets_its_fields_which_can_be_overridden(ctx: Context) -> None:
     overrides = ["model.architecture=olmo3-7b", "model.architecture.num_hidden_layers=8"]
     shape = load_recipe("demo", ctx, overrides).model.architecture
     assert (shape.family, shape.hidden_size, shape.num_hidden_layers) == ("olmo3", 4096, 8)
 
 
-def test_a_named_architecture_replaces_all_of_the_one_below(ctx: Context) -> None:
+def test_a_named_architecture_replaces_the_inherited_one(ctx: Context) -> None:
     assert load_recipe("demo", ctx).model.architecture.tie_word_embeddings
     assert not load_recipe("demo", ctx, ["model.architecture=llama3-8b"]).model.architecture.tie_word_embeddings
 
 
-def test_a_recipe_can_change_a_field_of_the_architecture_that_the_one_it_extends_names(ctx: Context) -> None:
+def test_a_recipe_can_override_a_field_of_its_parents_named_architecture(ctx: Context) -> None:
     path = ctx.project / "recipes" / "small.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("extends: olmo3-7b-full\nname: small\nmodel:\n  architecture:\n    num_hidden_layers: 8\n")
@@ -174,7 +174,7 @@ def test_an_unknown_architecture_suggests_the_nearest(ctx: Context) -> None:
     assert "did you mean 'olmo3-7b'?" in problems(ctx, "model.architecture=olmo-7b")[0]
 
 
-def test_the_projects_recipe_goes_before_the_shipped_one(ctx: Context) -> None:
+def test_the_projects_recipe_takes_precedence_over_the_shipped_one(ctx: Context) -> None:
     (ctx.project / "recipes" / "demo.yaml").write_text("extends: demo\n")
     with pytest.raises(ConfigError, match="circle"):
         load_recipe("demo", ctx)
@@ -192,7 +192,7 @@ def test_unknown_names_suggest_the_nearest(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "~nobody-at-all/x.yaml", "a\0b", "/x" * 3000, "\x1b[2J"])
-def test_a_name_that_no_file_can_have_is_not_found(ctx: Context, name: str) -> None:
+def test_a_name_that_is_not_a_valid_file_name_is_not_found(ctx: Context, name: str) -> None:
     for load in (load_recipe, load_cluster, load_image):
         with pytest.raises(NotFoundError) as caught:
             load(name, ctx)
@@ -208,7 +208,7 @@ def test_a_profile_extends_another(ctx: Context) -> None:
     assert ours.nccl == theirs.nccl
 
 
-def test_settings_come_from_files_then_variables_then_options(ctx: Context) -> None:
+def test_options_override_variables_which_override_files(ctx: Context) -> None:
     (ctx.user / "config.yaml").write_text("cluster: from-user\nworkspace: /user\n")
     (ctx.project / "ftkit.yaml").write_text("cluster: from-project\n")
     loaded = load_settings(ctx)
@@ -220,13 +220,13 @@ def test_settings_come_from_files_then_variables_then_options(ctx: Context) -> N
     assert loaded.layers.origin(("cluster",)) == "FTKIT_CLUSTER"
 
 
-def test_an_unknown_setting_is_refused(ctx: Context) -> None:
+def test_an_unknown_setting_is_rejected(ctx: Context) -> None:
     (ctx.project / "ftkit.yaml").write_text("clutser: x\n")
     with pytest.raises(ConfigError, match="Did you mean 'cluster'"):
         load_settings(ctx)
 
 
-def test_relative_paths_belong_to_the_file_that_names_them(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_relative_to_their_file(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = ctx.project / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -243,7 +243,7 @@ def test_relative_paths_belong_to_the_file_that_names_them(ctx: Context, monkeyp
     assert recipe.data.source.dataset == str(elsewhere / "set")  # type: ignore[union-attr]
 
 
-def test_a_format_string_that_cannot_be_filled_is_refused_with_file_and_line(ctx: Context) -> None:
+def test_an_invalid_format_string_is_rejected_with_file_and_line(ctx: Context) -> None:
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: demo\nname: mine\ndata:\n  format:\n    prompt: '{question!q}'\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml:5: data\.format\.prompt: \{question!q\} is not a column's name"):
@@ -252,19 +252,19 @@ def test_a_format_string_that_cannot_be_filled_is_refused_with_file_and_line(ctx
 
 @pytest.mark.parametrize("address", ["gs://bucket/data", "s3://bucket/data", "https://host/data.jsonl", "file:///data"])
 @pytest.mark.parametrize("key", ["model.weights", "model.tokenizer.source", "data.source.dataset"])
-def test_an_address_where_a_path_is_asked_for_is_refused_by_the_plan(ctx: Context, key: str, address: str) -> None:
+def test_an_address_in_place_of_a_path_is_rejected_by_the_plan(ctx: Context, key: str, address: str) -> None:
     (found,) = problems(ctx, f"{key}={address}", recipe="olmo3-7b-full")
     assert found.startswith(f"command line: {key}: addresses are not supported")
 
 
-def test_data_may_be_at_an_address_of_a_known_scheme_and_no_other(ctx: Context) -> None:
+def test_data_addresses_must_have_a_known_scheme(ctx: Context) -> None:
     recipe = load_recipe("olmo3-7b-full", ctx, ["data.source=s3://bucket/*.parquet"])
     assert recipe.data.files == [("data.source.train", "s3://bucket/*.parquet")]
     (found,) = problems(ctx, "data.source=https://host/data.jsonl", recipe="olmo3-7b-full")
     assert "data.source.train: an address of data is s3://…, gs://…, hf://…" in found
 
 
-def test_a_source_has_short_forms_that_overrides_can_change(ctx: Context) -> None:
+def test_short_forms_of_a_source_can_be_overridden(ctx: Context) -> None:
     recipe = load_recipe("olmo3-7b-full", ctx, ["data.source=chats.jsonl", "data.source.num_heldout=5"])
     source = recipe.data.source
     assert (source.kind, source.num_heldout) == ("files", 5)
@@ -281,7 +281,7 @@ def test_a_source_has_short_forms_that_overrides_can_change(ctx: Context) -> Non
     assert "only a.jsonl has a weight: give every source one, or none" in found
 
 
-def test_a_hub_id_that_is_also_a_folder_beside_the_recipe_is_refused(ctx: Context) -> None:
+def test_a_hub_id_that_is_also_a_local_folder_is_rejected(ctx: Context) -> None:
     recipes = ctx.project / "recipes"
     (recipes / "mine.yaml").write_text("extends: demo\nmodel:\n  weights: model\n")
     assert load_recipe("mine", ctx).model.weights == "model"
@@ -291,14 +291,14 @@ def test_a_hub_id_that_is_also_a_folder_beside_the_recipe_is_refused(ctx: Contex
     assert found.endswith("For the folder write ./model; for the hub's, rename the folder.")
 
 
-def test_a_folder_with_a_data_set_belongs_to_the_file_that_names_it(ctx: Context) -> None:
+def test_a_data_set_folder_is_relative_to_its_file(ctx: Context) -> None:
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: olmo3-7b-full\nname: mine\ndata: {source: {dataset: ./sets}}\n")
     assert load_recipe("mine", ctx).data.source.dataset == str(ctx.project / "recipes" / "sets")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("path", ["~nobody-at-all/x", "/" + "x" * 300, "/x" * 3000])
-def test_a_path_that_no_file_can_have_is_a_problem_of_its_key(ctx: Context, path: str) -> None:
+def test_an_invalid_path_is_reported_with_its_key(ctx: Context, path: str) -> None:
     (found,) = problems(ctx, f"model.weights={path}", recipe="olmo3-7b-full")
     assert found.startswith("command line: model.weights: ")
 
@@ -308,7 +308,7 @@ def test_folders_are_distinguished_from_hub_ids(text: str, expected: bool) -> No
     assert is_path(text) is expected
 
 
-def test_the_project_is_the_nearest_folder_with_a_configuration(
+def test_the_project_is_the_nearest_parent_folder_with_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = tmp_path / "a" / "b"
@@ -336,7 +336,7 @@ def test_true_and_false_are_not_numbers(ctx: Context, override: str, message: st
     assert problems(ctx, override)[0] == f"command line: {message}"
 
 
-def test_every_number_of_a_spec_refuses_true() -> None:
+def test_every_numeric_field_of_a_spec_rejects_true() -> None:
     taken = [
         f"{spec.__name__}.{name}"
         for spec in _subclasses(Spec)
@@ -353,13 +353,13 @@ def _subclasses(spec: type[Spec]) -> list[type[Spec]]:
 
 
 def _names(annotation: Any) -> set[str]:
-    """Return the names of the types that an annotation is made of."""
+    """Return the names of the types in an annotation."""
     parts = get_args(annotation)
     return {name for part in parts for name in _names(part)} if parts else {getattr(annotation, "__name__", "")}
 
 
 def _takes_true(spec: type[Spec], name: str) -> bool:
-    """Tell whether a spec has nothing against `true`, nor against a list of it, for one field."""
+    """Return whether a spec accepts `true`, or a list of it, for a field."""
     for value in (True, [True, True]):
         try:
             spec.model_validate({name: value})
@@ -370,7 +370,7 @@ def _takes_true(spec: type[Spec], name: str) -> bool:
     return False
 
 
-def test_a_model_by_its_weights_alone_replaces_the_model_of_what_is_below(ctx: Context) -> None:
+def test_a_model_given_only_by_weights_replaces_the_inherited_model(ctx: Context) -> None:
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: qwen3-8b-tools-full\nname: mine\nmodel: ./mine\n")
     mine = load_recipe("mine", ctx).model
@@ -399,6 +399,6 @@ def test_a_model_by_its_weights_alone_replaces_the_model_of_what_is_below(ctx: C
         ("model.architecture.rope_scaling={rope_type: llama3, factor: 2}", "rope_type 'llama3' needs low_freq_factor"),
     ],
 )
-def test_models_that_cannot_be_are_refused(words: str, message: str, ctx: Context) -> None:
+def test_impossible_models_are_rejected(words: str, message: str, ctx: Context) -> None:
     with pytest.raises(ConfigError, match=message):
         load_recipe("qwen3-8b-tools-full", ctx, [words])

@@ -1,4 +1,4 @@
-"""The shape in a recipe against the configuration beside the weights."""
+"""The shape in a recipe compared with the configuration of the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.model import ArchitectureSpec
 
-# As they are published, in the spelling of the transformers that they were saved with.
+# As published, with the key names of the transformers version that saved them.
 LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
@@ -43,7 +43,7 @@ PUBLISHED = {"llama3-8b": LLAMA, "olmo3-7b": OLMO3, "qwen3-8b": QWEN3, "gemma3-4
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_shipped_shapes_are_those_of_the_published_configurations(
+def test_shipped_shapes_match_the_published_configurations(
     name: str, architecture: Callable[[str], ArchitectureSpec]
 ) -> None:
     assert find_contradictions(architecture(name), text_part(PUBLISHED[name])) == {}
@@ -68,7 +68,7 @@ def test_shipped_shapes_are_those_of_the_published_configurations(
         ({"sliding_window": 4096}, "sliding_window", "4096 in the recipe, None in the weights"),
     ],
 )
-def test_each_field_that_contradicts_the_weights_is_named_with_both_values(
+def test_each_field_that_contradicts_the_weights_is_reported_with_both_values(
     changes: dict[str, Any], field: str, message: str, architecture: Callable[[str], ArchitectureSpec]
 ) -> None:
     shape = architecture("llama3-8b").model_copy(update=changes)
@@ -91,14 +91,14 @@ def test_windows_are_compared_layer_by_layer(
     assert find_contradictions(shape, OLMO3).keys() == found
 
 
-def test_fewer_positions_than_the_weights_have_are_a_limit_that_takes_effect(
+def test_fewer_positions_than_the_weights_have_limit_the_sequence_length(
     architecture: Callable[[str], ArchitectureSpec],
 ) -> None:
     shape = architecture("olmo3-7b").model_copy(update={"max_position_embeddings": 4096})
     assert find_contradictions(shape, OLMO3) == {}
 
 
-def test_both_spellings_of_the_rotary_base_are_read(architecture: Callable[[str], ArchitectureSpec]) -> None:
+def test_both_key_names_of_the_rotary_base_are_read(architecture: Callable[[str], ArchitectureSpec]) -> None:
     shape = architecture("olmo3-7b")
     rest = {key: value for key, value in OLMO3.items() if key != "rope_theta"}
     for rope in (
@@ -121,19 +121,19 @@ def test_missing_configuration_keys_get_the_defaults_of_the_class(
     assert find_contradictions(other.model_copy(update={"family": "newer"}), newer) == {}
 
 
-def test_fields_that_a_recipe_leaves_out_are_not_compared() -> None:
+def test_fields_missing_from_a_recipe_are_not_compared() -> None:
     assert find_contradictions(ArchitectureFields(num_hidden_layers=32), LLAMA) == {}
     assert find_contradictions(ArchitectureFields(), LLAMA) == {}
 
 
-def test_published_configurations_lead_to_the_shipped_shapes(architecture: Callable[[str], ArchitectureSpec]) -> None:
+def test_published_configurations_yield_the_shipped_shapes(architecture: Callable[[str], ArchitectureSpec]) -> None:
     for name, config in PUBLISHED.items():
         assert read_shape(config, name) == architecture(name).model_copy(update={"initializer_range": 0.02})
 
 
 @pytest.mark.parametrize("value", ["wide", [], {}, -1, None, True])
 @pytest.mark.parametrize("key", ["hidden_size", "layer_types", "rope_parameters", "num_attention_heads"])
-def test_odd_values_in_a_configuration_raise_nothing(
+def test_unusual_values_in_a_configuration_do_not_raise(
     key: str, value: object, architecture: Callable[[str], ArchitectureSpec]
 ) -> None:
     assert isinstance(find_contradictions(architecture("olmo3-7b"), OLMO3 | {key: value}), dict)
@@ -151,7 +151,7 @@ def test_odd_values_in_a_configuration_raise_nothing(
         ({"quant_method": "compressed-tensors"}, "'compressed-tensors'"),
     ],
 )
-def test_weights_that_would_stay_quantized_are_refused(quantization: dict[str, object], named: str | None) -> None:
+def test_weights_that_would_stay_quantized_are_rejected(quantization: dict[str, object], named: str | None) -> None:
     for config in ({"quantization_config": quantization}, {"text_config": {"quantization_config": quantization}}):
         problem = why_not_dequantizable(config)
         assert (problem is None) == (named is None)
@@ -161,6 +161,6 @@ def test_weights_that_would_stay_quantized_are_refused(quantization: dict[str, o
 @pytest.mark.parametrize(
     "name", ["o/M-7B-AWQ", "o/M-7B-GPTQ-Int4", "o/M-7B-FP8", "o/M-7B-unsloth-bnb-4bit", "o/M-7B-w4a16", "o/M-7B-4bit"]
 )
-def test_the_unquantized_model_is_named(name: str) -> None:
+def test_the_unquantized_model_is_suggested(name: str) -> None:
     assert "most likely o/M-7B;" in unquantized_fix(name)
     assert "most likely" not in unquantized_fix("/data/M-7B-AWQ")

@@ -17,19 +17,19 @@ def problems(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_sinks_are_a_list_that_an_override_can_give() -> None:
+def test_an_override_can_set_the_list_of_sinks() -> None:
     recipe = load_recipe("demo", HERE, ("tracking.sinks=[tensorboard, wandb]", "tracking.project=ours"))
     assert recipe.tracking.sinks == ("tensorboard", "wandb")
     assert load_recipe("demo", HERE).tracking.sinks == ()
 
 
-def test_settings_without_effect_are_refused() -> None:
+def test_settings_without_effect_are_rejected() -> None:
     assert "Did you mean 'wandb'?" in problems("tracking.sinks=[wanbd]")
     assert "name one twice" in problems("tracking.sinks=[wandb, wandb]")
     assert "has no effect without 'mlflow'" in problems("tracking.sinks=[wandb]", "tracking.mlflow_uri=http://mlflow")
 
 
-def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+def test_a_password_in_an_address_is_rejected_without_printing_it() -> None:
     said = problems("tracking.sinks=[mlflow]", "tracking.mlflow_uri=https://me:hunter2@mlflow")
     assert "MLFLOW_TRACKING_PASSWORD" in said
     assert "hunter2" not in said

@@ -1,4 +1,4 @@
-"""Everything that ftkit ships can be read, fits together, and is what its file name says."""
+"""Shipped files are valid, consistent with each other, and match their file names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BILLIONS_OF_PARAMETERS = {
 
 
 def shipped_model(recipe: RecipeSpec) -> ModelPlan:
-    """Resolve the model of a shipped recipe, without a network."""
+    """Resolve the model of a shipped recipe without network."""
     return plan_model(recipe.model, shipped_config(recipe.model.weights))
 
 
@@ -66,35 +66,35 @@ def test_every_kind_of_file_is_shipped() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_what_its_file_name_says(name: str) -> None:
+def test_a_recipe_matches_its_file_name(name: str) -> None:
     assert load_recipe(name, SHIPPED_ONLY).name == name
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_a_cluster_is_what_its_file_name_says(name: str) -> None:
+def test_a_cluster_matches_its_file_name(name: str) -> None:
     assert load_cluster(name, SHIPPED_ONLY).name == name
 
 
 @pytest.mark.parametrize("reference", IMAGES)
-def test_an_image_is_what_its_folder_says(reference: str) -> None:
+def test_an_image_matches_its_folder_name(reference: str) -> None:
     assert load_image(reference, SHIPPED_ONLY).reference == reference
 
 
 @pytest.mark.parametrize("reference", IMAGES)
-def test_an_image_serves_the_model_of_its_default_recipe(reference: str) -> None:
+def test_an_image_supports_the_model_of_its_default_recipe(reference: str) -> None:
     image = load_image(reference, SHIPPED_ONLY)
     assert image.purpose == "serving" or family_of(image.default_recipe) in image.families
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_s_image_is_shipped_and_serves_its_model(name: str) -> None:
+def test_a_recipes_image_is_shipped_and_supports_its_model(name: str) -> None:
     recipe = load_recipe(name, SHIPPED_ONLY)
     if recipe.image is not None:
         assert family_of(name) in load_image(recipe.image, SHIPPED_ONLY).families
 
 
 @pytest.mark.parametrize("path", sorted(assets.ARCHITECTURES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_an_architecture_has_as_many_parameters_as_its_model(path: Path) -> None:
+def test_an_architecture_has_the_param_count_of_its_model(path: Path) -> None:
     config, models = read_shipped(path)
     assert models
     assert all(shipped_config(weights) == config for weights in models)
@@ -129,5 +129,5 @@ def test_a_recipe_for_gpus_can_be_planned_on_8_and_16(name: str, num_nodes: int)
 
 
 @pytest.mark.parametrize("name", FOR_CONTAINERS)
-def test_a_recipe_fits_into_80_gb_on_as_many_nodes_as_it_names(name: str) -> None:
+def test_a_recipe_fits_80_gb_gpus_on_its_number_of_nodes(name: str) -> None:
     assert _plan(name, "a3-megagpu-8g", None).memory.total <= GPUS["h100-80gb"].usable_gib

@@ -1,4 +1,4 @@
-"""Any bytes give values or a ConfigError, in bounded work."""
+"""Any input yields values or a ConfigError in bounded time."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "line"), REFUSED.values(), ids=REFUSED)
-def test_hostile_yaml_is_refused_with_file_and_line(text: str, line: int) -> None:
+def test_hostile_yaml_is_rejected_with_file_and_line(text: str, line: int) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_bytes(text.encode(), "bad.yaml")
     (problem,) = caught.value.problems
-    if "aliases make" not in problem.message:  # where a bomb goes off is of no use
+    if "aliases make" not in problem.message:  # the line at which an alias bomb expands is not useful
         assert problem.where == f"bad.yaml:{line}"
     assert problem.where.startswith("bad.yaml:")
     assert len(str(problem)) < 400
@@ -63,16 +63,16 @@ def test_hostile_yaml_is_refused_with_file_and_line(text: str, line: int) -> Non
 
 
 @pytest.mark.parametrize("data", [b"a: 1\nb: \xff\n", "a: 1\nb: ü\n".encode("latin-1"), "a: 1\n".encode("utf-16")])
-def test_text_in_another_encoding_is_refused(data: bytes) -> None:
+def test_text_in_another_encoding_is_rejected(data: bytes) -> None:
     with pytest.raises(ConfigError, match="not text in UTF-8"):
         parse_bytes(data, "bad.yaml")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key() -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_key() -> None:
     assert parse_bytes(b"\xef\xbb\xbfa: 1\n", "f").values == {"a": 1}
 
 
-def test_of_a_large_file_no_more_is_read_than_is_needed(tmp_path: Path) -> None:
+def test_only_the_beginning_of_an_oversized_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     with path.open("wb") as file:
         file.truncate(10 * 2**30)  # sparse: reading it would take all memory
@@ -80,12 +80,12 @@ def test_of_a_large_file_no_more_is_read_than_is_needed(tmp_path: Path) -> None:
         read_yaml(path)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=str(tmp_path)):
         read_yaml(tmp_path)
 
 
-def test_anchors_and_merges_work_and_keep_the_lines_that_values_are_written_in() -> None:
+def test_anchors_and_merge_keys_keep_the_lines_of_values() -> None:
     text = (
         "base: &base\n  x: 1\n  y: 2\nother: &other {y: 5, z: 6}\nmine:\n  <<: [*base, *other]\n  x: 3\nsame: *base\n"
     )
@@ -104,7 +104,7 @@ def test_anchors_and_merges_work_and_keep_the_lines_that_values_are_written_in()
         ("9" * 18, 10**18 - 1),
     ],
 )  # fmt: skip
-def test_a_scalar_means_what_the_core_schema_says(text: str, value: object) -> None:
+def test_scalars_follow_the_core_schema(text: str, value: object) -> None:
     found = parse_yaml(f"a: {text}\n", "f").values["a"]
     assert (found, type(found)) == (value, type(value))
 
@@ -117,9 +117,7 @@ def test_a_scalar_means_what_the_core_schema_says(text: str, value: object) -> N
         ("~/data", "~/data"), ("%x", "%x"), ("@x", "@x"), ("|", "|"), ("a: b", "a: b"), (" 5 ", 5),
     ],
 )  # fmt: skip
-def test_an_overrides_value_is_text_unless_it_begins_like_a_list_a_mapping_or_a_quote(
-    typed: str, value: object
-) -> None:
+def test_an_overrides_value_is_text_unless_it_starts_a_list_a_mapping_or_a_quote(typed: str, value: object) -> None:
     assert parse_override(f"a={value if typed is None else typed}").values == {"a": value}
 
 
@@ -127,7 +125,7 @@ def test_an_overrides_value_is_text_unless_it_begins_like_a_list_a_mapping_or_a_
     "typed",
     ["a=[", "a='", "a={b", "a=" + "9" * 5000, "a=\udcff", "a=\0", "a=" + "[" * 1000, "a." * 100 + "b=1", "\x1b=1"],
 )
-def test_an_override_that_means_nothing_is_refused_in_one_printable_line(typed: str) -> None:
+def test_an_invalid_override_is_rejected_in_one_printable_line(typed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_override(typed)
     (problem,) = caught.value.problems
@@ -156,7 +154,7 @@ PIECES = st.sampled_from(
 
 @given(st.binary(max_size=200) | st.lists(PIECES, max_size=40).map("".join).map(str.encode))
 @example(b"a: \xef\xbb\xbf")
-def test_any_bytes_give_values_or_a_refusal_with_a_place(data: bytes) -> None:
+def test_any_bytes_yield_values_or_an_error_with_a_location(data: bytes) -> None:
     outcome(data)
 
 

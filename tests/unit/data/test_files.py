@@ -71,7 +71,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_gives_the_same_rows_in_order(name: str, tmp_path: Path) -> None:
+def test_every_file_format_yields_the_same_rows_in_order(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name)
     assert read(tmp_path / name) == ROWS
     assert count_rows(str(tmp_path / name)) == len(ROWS)
@@ -80,7 +80,7 @@ def test_every_format_gives_the_same_rows_in_order(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "name", [name for name in WRITERS if not name.endswith((".jsonl", ".data", "lines.json", "sv"))]
 )
-def test_a_file_that_is_cut_is_an_error_with_its_name_and_never_fewer_rows(name: str, tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error_with_its_name_and_never_fewer_rows(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     WRITERS[name](path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
@@ -112,7 +112,7 @@ def test_an_array_of_any_objects_is_read_element_by_element(rows: list[Any], esc
 
 @pytest.mark.parametrize("rest", ["", ', "version": [1, {"a": "]"}], "license": "MIT"'])
 @pytest.mark.parametrize("indent", [None, 1])
-def test_an_object_around_a_list_of_rows_is_read_as_the_list(indent: int | None, rest: str, tmp_path: Path) -> None:
+def test_an_object_that_wraps_a_list_of_rows_is_read_as_the_list(indent: int | None, rest: str, tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "b]}"}]
     text = json.dumps({"data": rows}, indent=indent)
     (tmp_path / "a.json").write_text(f"{text[:-1]}{rest}}}")
@@ -150,20 +150,20 @@ def test_an_object_over_several_lines_is_one_row(tmp_path: Path) -> None:
         ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst can't be read to its end"),
     ],
 )
-def test_a_damaged_file_is_named_with_the_place(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_with_the_location(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
 
 
-def test_a_row_of_another_shape_late_in_a_file_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_later_row_with_another_schema_is_reported_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines(ROWS) + b"\n[1, 2]\n")
     with pytest.raises(DataError, match=r"rows\.jsonl:702: not a JSON object"):
         read(path)
 
 
-def test_folders_and_patterns_are_their_data_files_in_order(tmp_path: Path) -> None:
+def test_folders_and_globs_expand_to_their_data_files_in_order(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     for name in ("b/2.parquet", "a.jsonl.gz", "README.md", ".hidden.jsonl", "_SUCCESS", "c.jsonl"):
         (tmp_path / name).touch()
@@ -175,7 +175,7 @@ def test_folders_and_patterns_are_their_data_files_in_order(tmp_path: Path) -> N
         find_files(str(tmp_path / "*.csv"), "data.source.train")
 
 
-def test_hidden_folders_and_metadata_are_left_out_and_other_splits_are_refused(tmp_path: Path) -> None:
+def test_hidden_folders_and_metadata_are_skipped_and_other_splits_are_rejected(tmp_path: Path) -> None:
     for name in ("train-0.parquet", ".cache/x.jsonl", "__MACOSX/train-0.jsonl", "dataset_info.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -189,12 +189,12 @@ def test_hidden_folders_and_metadata_are_left_out_and_other_splits_are_refused(t
     ("train", "test"),
     [
         ("train-0.parquet", "test-0.parquet"),
-        ("train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"),  # of `DatasetDict.save_to_disk`
+        ("train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"),  # written by `DatasetDict.save_to_disk`
         ("data/train/a.jsonl.gz", "data/test/a.jsonl.gz"),
         ("en/train.jsonl.gz", "en/test.jsonl.gz"),
     ],
 )
-def test_the_selection_that_is_suggested_for_a_folder_with_splits_finds_its_training_files(
+def test_the_suggested_glob_for_a_folder_with_splits_matches_its_training_files(
     tmp_path: Path, train: str, test: str
 ) -> None:
     for name in (train, test, "README.md"):
@@ -206,7 +206,7 @@ def test_the_selection_that_is_suggested_for_a_folder_with_splits_finds_its_trai
     assert find_files(suggested, "key") == [str(tmp_path / train)]
 
 
-def test_a_line_that_is_too_long_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overlong_line_is_one_invalid_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftkit.data.readers.MAX_LINE", 64)
     lines = [b'{"a": 1}', b'{"a": "' + b"x" * 1000 + b'"}', b'{"a": 2}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
@@ -218,7 +218,7 @@ def test_a_line_that_is_too_long_is_one_bad_row(tmp_path: Path, monkeypatch: pyt
         long.parse()
 
 
-def test_tables_with_two_columns_of_a_name_or_bytes_of_another_encoding_are_refused(tmp_path: Path) -> None:
+def test_tables_with_duplicate_columns_or_another_encoding_are_rejected(tmp_path: Path) -> None:
     two = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(two, tmp_path / "two.parquet")
     with pytest.raises(DataError, match="there are two columns 'text'"):
@@ -254,7 +254,7 @@ def test_an_address_without_its_package_or_credentials_suggests_a_fix(monkeypatc
         find_files("s3://bucket/rows.jsonl", "data.source.train")
 
 
-def test_rows_are_read_at_an_address_as_in_a_file() -> None:
+def test_rows_at_an_address_are_read_like_those_of_a_file() -> None:
     import fsspec
 
     system = fsspec.filesystem("memory")

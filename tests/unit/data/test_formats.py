@@ -1,4 +1,4 @@
-"""Formats: parsing, detection, and refusal of unknown fields."""
+"""Formats: parsing, detection, and rejection of unknown fields."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ QUESTION = {"kind": "prompt-completion", "prompt": "{context}\n{question}", "com
         ({"prompt": [ASK], "completion": [ANSWER]}, "prompt and completion of columns prompt, completion", PAIR),
     ],
 )
-def test_a_format_is_detected_from_rows_and_named(
+def test_a_format_is_detected_from_rows_and_reported(
     columns: dict[str, Any], described: str, turns: list[tuple[str, str]]
 ) -> None:
     assert describe_format(resolve_format(data().format, [Row(columns, "f:1")])) == described
@@ -83,12 +83,12 @@ def test_plain_text_is_detected_and_stays_a_text() -> None:
         ([{"train": [{"messages": [ASK]}]}], r"no known format has the columns train\n.*\n.*jq -c '\.train\[\]'"),
     ],
 )
-def test_rows_of_no_known_format_are_refused(rows: list[dict[str, Any]], message: str) -> None:
+def test_rows_of_unknown_format_are_rejected(rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         resolve_format(data().format, [Row(columns, "f:1") for columns in rows])
 
 
-def test_the_commonest_shape_of_the_first_rows_is_the_format() -> None:
+def test_the_most_common_schema_of_the_first_rows_is_the_format() -> None:
     rows = [{"prompt": "q", "completion": "a"}, {"text": "a"}, {"text": "b", "id": 1}, {"text": "c"}]
     form = resolve_format(data().format, [Row(columns, f"f:{n}") for n, columns in enumerate(rows)])
     assert describe_format(form) == "plain text in column 'text'"
@@ -112,7 +112,7 @@ def test_a_format_can_be_given_by_name(form: str) -> None:
         {"prompt": "q", "completion": "a", "thoughts": "t"},
     ],
 )
-def test_a_column_that_would_be_dropped_is_refused_until_it_is_ignored(columns: dict[str, Any]) -> None:
+def test_a_column_that_would_be_dropped_is_rejected_unless_ignored(columns: dict[str, Any]) -> None:
     (name,) = set(columns) & {"rating", "label", "constraints", "thoughts"}
     with pytest.raises(DataError, match=f"columns that the format does not know: {name}") as caught:
         read(columns)
@@ -121,7 +121,7 @@ def test_a_column_that_would_be_dropped_is_refused_until_it_is_ignored(columns: 
     assert read(columns | {name: None})
 
 
-def test_metadata_and_columns_beside_chosen_ones_are_left_out_and_can_be_shown() -> None:
+def test_metadata_and_unselected_columns_are_skipped_and_can_be_shown() -> None:
     columns = {"context": "c", "question": "q", "sql": "s", "rating": 1, "id": 2}
     form = data(QUESTION).format
     assert turns_of(columns, QUESTION) == [("user", "c\nq"), ("assistant", "s")]
@@ -149,7 +149,7 @@ def messages_of(*turns: object, **columns: object) -> tuple[Message, ...]:
     ],
 )
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]], [json.dumps(TOOL)]])
-def test_tool_calls_and_schemas_are_read_in_all_their_notations(call: object, tools: object) -> None:
+def test_tool_calls_and_schemas_are_read_in_all_notations(call: object, tools: object) -> None:
     turn = {"role": "assistant", "content": None, "tool_calls": [call, call]}
     result = {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "find"}
     example = read({"messages": [ASK, turn, result, ANSWER], "tools": tools}, "messages")
@@ -175,7 +175,7 @@ def test_parts_of_text_reasoning_and_weights_are_read() -> None:
     assert [message.reasoning for message in found] == [None, "hm", None, "hm"]
 
 
-def test_keys_without_a_value_say_nothing_as_tables_give_all_turns_the_keys_of_each() -> None:
+def test_null_keys_are_ignored_because_tables_give_every_turn_all_keys() -> None:
     empty = {"tool_calls": None, "name": "", "weight": None, "audio": [], "refusal": None}
     assert messages_of(ASK, ANSWER | empty) == (Message("user", "q"), Message("assistant", "a"))
 
@@ -212,7 +212,7 @@ def test_keys_without_a_value_say_nothing_as_tables_give_all_turns_the_keys_of_e
         (ANSWER | {"tool_calls": 3}, "turn 2: tool_calls is not a list"),
     ],
 )
-def test_a_turn_with_unknown_fields_is_refused_with_its_number(turn: object, message: str) -> None:
+def test_a_turn_with_unknown_fields_is_rejected_with_its_number(turn: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         messages_of(ASK, turn)
 
@@ -227,18 +227,18 @@ def test_a_turn_with_unknown_fields_is_refused_with_its_number(turn: object, mes
         ([TOOL | {"function": {"name": "other"}}], "turn 2: a tool is called that is not in tools: find"),
     ],
 )
-def test_schemas_that_are_missing_or_broken_are_refused(tools: object, message: str) -> None:
+def test_missing_or_invalid_schemas_are_rejected(tools: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         messages_of(ASK, {"role": "assistant", "tool_calls": [CALL]}, tools=tools)
 
 
 @pytest.mark.parametrize("turns", [None, [], "text", {}])
-def test_a_column_without_a_list_of_turns_is_refused(turns: object) -> None:
+def test_a_column_without_a_list_of_turns_is_rejected(turns: object) -> None:
     with pytest.raises(DataError, match="column 'messages' is not a list of turns"):
         read({"messages": turns}, "messages")
 
 
-def test_ignored_keys_of_turns_are_left_out() -> None:
+def test_ignored_keys_of_turns_are_dropped() -> None:
     turns = [ASK, ANSWER | {"mood": "good"}]
     assert turns_of({"messages": turns}, "messages", ignore_columns=["mood"]) == PAIR
 
@@ -274,7 +274,7 @@ def test_function_calls_of_sharegpt_become_tool_calls(role: str, value: str) -> 
     assert example.messages[2].tool_calls == (ToolCall("find", {"q": "x"}),)
 
 
-def test_the_wrapper_of_a_result_is_left_to_the_template() -> None:
+def test_wrapping_of_tool_results_is_left_to_the_template() -> None:
     for value in ("r", "<tool_response>\nr\n</tool_response>\n"):
         turns = [{"from": "human", "value": "q"}, {"from": "tool", "value": value}]
         assert turns_of({"conversations": turns}, "sharegpt")[1] == ("tool", "r")
@@ -308,7 +308,7 @@ def test_jinja_fills_columns_with_conditions() -> None:
             JinjaFormat(prompt=text, completion="{{ a }}")
 
 
-def test_a_missing_column_is_named_beside_those_that_exist() -> None:
+def test_a_missing_column_is_reported_with_the_existing_ones() -> None:
     with pytest.raises(DataError) as caught:
         read({"context": "", "sql": ""}, QUESTION)
     assert "question" in caught.value.what
@@ -336,12 +336,12 @@ def test_a_null_is_empty_text_and_never_the_word_none() -> None:
         ({"input": float("nan")}, "column 'input' is neither text nor a number: nan"),
     ],
 )
-def test_a_column_that_is_not_what_a_format_takes_is_refused(changes: dict[str, object], message: str) -> None:
+def test_a_column_of_the_wrong_type_is_rejected(changes: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read({"instruction": "Say hi", "input": "", "output": "hi"} | changes, FILLED)
 
 
-def test_numbers_are_written_as_they_are() -> None:
+def test_numbers_are_formatted_unchanged() -> None:
     columns = {"instruction": 7, "input": 0.5, "output": 1}
     assert turns_of(columns, FILLED) == [("user", "7\n0.5"), ("assistant", "1")]
     with pytest.raises(DataError, match="column 'output' is neither text nor a number: True"):
@@ -362,7 +362,7 @@ def test_numbers_are_written_as_they_are() -> None:
         ('{"answer": 1}', "is not a column's name in braces: write {{ and }}"),
     ],
 )
-def test_a_format_string_with_more_than_columns_is_refused_with_the_recipe(text: str, message: str) -> None:
+def test_a_format_string_with_more_than_columns_is_rejected_with_the_recipe(text: str, message: str) -> None:
     for key in ("prompt", "completion", "system"):
         with pytest.raises(ValidationError, match=message):
             PromptCompletionFormat.model_validate({"kind": "prompt-completion", key: text})
@@ -375,7 +375,7 @@ def test_doubled_braces_are_text_and_names_may_have_spaces() -> None:
 
 
 @pytest.mark.parametrize("template", ["jinja2", "gemmma", "chat.jinja"])
-def test_a_chat_template_that_is_none_is_refused(template: str) -> None:
+def test_an_invalid_chat_template_is_rejected(template: str) -> None:
     with pytest.raises(ValidationError, match="is not a chat template: write model, chatml"):
         data(chat_template=template)
 

@@ -10,5 +10,5 @@ from ftkit.data.inspection import median_of
 
 
 @given(st.lists(st.integers(1, 50), max_size=30))
-def test_the_median_of_counted_lengths_is_that_of_the_lengths(lengths: list[int]) -> None:
+def test_the_median_of_a_histogram_matches_that_of_the_lengths(lengths: list[int]) -> None:
     assert median_of(Counter(lengths)) == (np.median(lengths) if lengths else 0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     ("error", "code"),
     [(OSError(ENOSPC, os.strerror(ENOSPC)), DiskFullError.exit_code), (ValueError("https://TOKEN@host"), 1)],
 )
-def test_an_unexpected_error_is_left_as_a_rank_s_error_without_secrets(
+def test_an_unexpected_error_is_written_as_a_rank_error_without_secrets(
     plan: RunPlan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int
 ) -> None:
     def fail(*_: object) -> None:

@@ -46,12 +46,12 @@ def test_parallel_calls_are_read_in_each_notation(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "It rains.", '{"city": "Paris"}', '<tool_call>{"name": "weather", "argu', "{{{["])
-def test_text_and_broken_calls_are_no_calls(text: str) -> None:
+def test_text_and_malformed_calls_are_not_calls(text: str) -> None:
     assert read_calls(text) == []
 
 
 def scores(case: Case, answer: str, reference: str | None = None, metrics: str = "") -> dict[str, float | None]:
-    given = Answer(answer.split(), answer, answer, reference, reference)  # type: ignore[arg-type] # words as tokens
+    given = Answer(answer.split(), answer, answer, reference, reference)  # type: ignore[arg-type] # with words as tokens
     return {each.name: each.score(case, given) for each in choose_metrics(metrics.split(), [case])}
 
 
@@ -72,7 +72,7 @@ def with_calls(*calls: tuple[str, Any]) -> Case:
         ([], [PARIS], (None, None, None, 0)),
     ],
 )
-def test_calls_count_by_name_arguments_number_and_where_none_is_right(
+def test_calls_are_scored_by_name_arguments_count_and_correct_absence(
     wanted: list[Any], said: list[Any], expected: tuple[float | None, ...]
 ) -> None:
     found = scores(with_calls(*wanted), as_qwen(*said), as_qwen(*wanted))
@@ -84,7 +84,7 @@ def test_tool_calls_that_cannot_be_parsed_are_an_error() -> None:
         scores(with_calls(PARIS), "", "call weather with Paris")
 
 
-def test_sql_is_executed_and_verdicts_are_compared_by_their_word() -> None:
+def test_sql_is_executed_and_verdicts_are_compared_by_label() -> None:
     question = {
         "sql_prompt": "?",
         "sql_context": "CREATE TABLE a (b); INSERT INTO a VALUES (1)",
@@ -97,13 +97,13 @@ def test_sql_is_executed_and_verdicts_are_compared_by_their_word() -> None:
     assert [scores(judged, text)["verdict"] for text in ("Verdict: benign", "malicious")] == [0, 0]
 
 
-def test_repetition_is_the_part_of_4_grams_that_were_there_before() -> None:
+def test_repetition_is_the_fraction_of_repeated_4_grams() -> None:
     assert scores(Case(0, {}, [1]), "a b c d e f g")["repetition"] == 0
     assert scores(Case(0, {}, [1]), "a b")["repetition"] == 0
     assert scores(Case(0, {}, [1]), "a " * 13)["repetition"] == 0.9
 
 
-def test_a_metric_of_the_users_is_called_and_its_failures_are_explained(
+def test_a_custom_metric_is_called_and_its_failures_are_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_metrics.py").write_text("def short(row, answer):\n    return len(answer) < row['limit']\n")

@@ -12,7 +12,7 @@ def test_each_epoch_holds_each_pack_once(num_packs: int, seed: int, epoch: int) 
     assert sorted(pack_at(index, num_packs, seed) for index in indices) == list(range(num_packs))
 
 
-def test_epochs_and_seeds_differ_in_their_order() -> None:
+def test_the_order_differs_between_epochs_and_seeds() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return [pack_at(epoch * 50 + position, 50, seed) for position in range(50)]
 

@@ -23,21 +23,21 @@ def test_every_document_is_in_exactly_one_pack_and_no_pack_overflows(case: tuple
 
 
 @given(lengths_and_capacity)
-def test_packs_are_at_most_eleven_ninths_of_the_fewest_possible_and_one(case: tuple[list[int], int]) -> None:
+def test_the_number_of_packs_is_at_most_eleven_ninths_of_the_optimum_plus_one(case: tuple[list[int], int]) -> None:
     lengths, capacity = case
     fewest_possible = -(-sum(lengths) // capacity)
-    # The fewest that capacity allows bounds the true optimum from below; halves that don't pair are counted too.
+    # A lower bound of the optimum: from the total size, and from documents over half a pack, which cannot share one.
     fewest_possible = max(fewest_possible, sum(length > capacity / 2 for length in lengths))
     assert len(assign_packs(lengths, capacity)) <= 3 * fewest_possible / 2 + 1
 
 
-def test_a_document_longer_than_a_pack_is_refused() -> None:
+def test_a_document_longer_than_a_pack_is_rejected() -> None:
     with pytest.raises(ValueError, match="11 tokens does not fit a pack of 10"):
         assign_packs([3, 11], 10)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=300), st.integers(60, 400))
-def test_packing_in_windows_keeps_every_document_whole_and_once(lengths: list[int], window: int) -> None:
+def test_packing_in_windows_keeps_every_document_complete_and_once(lengths: list[int], window: int) -> None:
     documents = [
         DocumentBatch(np.full(length, number, np.uint32), np.array([length]), np.array([number % 7], np.uint16))
         for number, length in enumerate(lengths)
@@ -56,7 +56,7 @@ def test_packing_in_windows_keeps_every_document_whole_and_once(lengths: list[in
     assert sorted(seen) == list(range(len(lengths)))
 
 
-def test_windows_cost_hardly_any_room() -> None:
+def test_windows_hardly_increase_padding() -> None:
     lengths = np.random.default_rng(0).lognormal(5.5, 0.9, 20_000).clip(8, 4096).astype(np.int64)
     packer = Packer(4096, window_tokens=256 * 4096)
     num_packs = 0

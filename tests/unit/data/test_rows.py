@@ -1,4 +1,4 @@
-"""JSON Lines files: what may stand in a line, and how one that can't be used is named."""
+"""JSON Lines files: valid lines, and how invalid ones are reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_python_line_separators_may_occur_inside_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b'{"a": 1}\r\n{"a": 2}\r\n', codecs.BOM_UTF8 + b'{"a": 1}\n\n{"a": 2}'])
-def test_windows_line_ends_a_byte_order_mark_and_blank_lines_are_taken(content: bytes, tmp_path: Path) -> None:
+def test_crlf_a_byte_order_mark_and_blank_lines_are_accepted(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_bytes(content)
     assert columns(path) == [{"a": 1}, {"a": 2}]
@@ -57,14 +57,14 @@ def test_each_row_knows_its_file_and_line(tmp_path: Path) -> None:
         (b'{"a": ' * 99999, r"bad\.jsonl:2: not valid JSON"),
     ],
 )
-def test_a_line_that_cannot_be_used_is_one_error_with_file_and_line(line: bytes, message: str, tmp_path: Path) -> None:
+def test_an_invalid_line_is_reported_with_file_and_line(line: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"ok": 1}\n' + line + b"\n")
     with pytest.raises(DataError, match=message):
         read_json_lines(path)
 
 
-def test_a_whole_array_and_utf_16_are_recognized(tmp_path: Path) -> None:
+def test_a_json_array_and_utf_16_are_recognized(tmp_path: Path) -> None:
     path = tmp_path / "array.json"
     path.write_text('[\n{"a": 1}\n]')
     with pytest.raises(DataError, match=r"array\.json:1: not valid JSON.*\n.*one array.*\n.*jq -c"):
@@ -74,7 +74,7 @@ def test_a_whole_array_and_utf_16_are_recognized(tmp_path: Path) -> None:
         read_json_lines(path)
 
 
-def test_pairs_of_surrogates_and_many_shallow_values_are_taken(tmp_path: Path) -> None:
+def test_surrogate_pairs_and_many_shallow_values_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     turns = [{"role": "user", "content": "\U0001f600"}] * (2 * MAX_DEPTH)
     path.write_text(json.dumps({"turns": turns}) + "\n")
@@ -87,7 +87,7 @@ def test_a_folder_or_a_missing_file_cannot_be_read(tmp_path: Path) -> None:
             read_json_lines(path)
 
 
-def test_an_error_names_the_place_and_shows_the_beginning_of_the_example() -> None:
+def test_an_error_reports_the_location_and_the_beginning_of_the_example() -> None:
     row = Row({"text": "\x1b[2J\x9b\u202e" + "x" * 500}, "train.jsonl:7")
     with pytest.raises(DataError) as caught, errors_at(row):
         raise DataError("too odd", meaning="it is odd", fix="make it even")
@@ -115,6 +115,6 @@ def test_rows_are_read_back_as_they_were_written(
     assert columns(path) == values
 
 
-def test_values_without_a_form_in_json_are_written_as_text(tmp_path: Path) -> None:
+def test_values_without_a_json_representation_are_written_as_text(tmp_path: Path) -> None:
     write_json_lines(tmp_path / "heldout.jsonl", [Row({"blob": b"x"}, "")])
     assert columns(tmp_path / "heldout.jsonl") == [{"blob": "b'x'"}]

@@ -48,7 +48,7 @@ def test_validation_rows_are_not_trained_on(tmp_path: Path) -> None:
     assert not train & validation
 
 
-def test_the_same_seed_draws_the_same_examples_and_another_seed_others(tmp_path: Path) -> None:
+def test_the_seed_determines_the_drawn_examples(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", 50)
 
     def draw(seed: int) -> list[int]:
@@ -59,7 +59,7 @@ def test_the_same_seed_draws_the_same_examples_and_another_seed_others(tmp_path:
     assert draw(1) != draw(2)
 
 
-def test_a_file_of_its_own_is_the_whole_validation_split(tmp_path: Path) -> None:
+def test_a_separate_file_is_the_entire_validation_split(tmp_path: Path) -> None:
     source = FilesSource(
         kind="files", train=write_lines(tmp_path / "a.jsonl", 9), heldout=write_lines(tmp_path / "b.jsonl", 3)
     )
@@ -67,13 +67,13 @@ def test_a_file_of_its_own_is_the_whole_validation_split(tmp_path: Path) -> None
     assert (len(splits["train"]), len(splits["validation"])) == (9, 3)
 
 
-def test_too_few_examples_are_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_too_few_examples_are_rejected_with_both_numbers(tmp_path: Path) -> None:
     source = FilesSource(kind="files", train=write_lines(tmp_path / "a.jsonl", 4), num_train=4, num_heldout=1)
     with pytest.raises(DataError, match=r"has 4 examples, the recipe asks for 5"):
         read(source)
 
 
-def test_a_file_to_train_on_that_is_too_short_is_refused_beside_a_validation_file_too(tmp_path: Path) -> None:
+def test_a_too_short_training_file_is_rejected_even_with_a_validation_file(tmp_path: Path) -> None:
     train, heldout = write_lines(tmp_path / "a.jsonl", 4), write_lines(tmp_path / "b.jsonl", 0)
     with pytest.raises(DataError, match=r"has 4 examples, the recipe asks for 5"):
         read(FilesSource(kind="files", train=train, heldout=heldout, num_train=5))
@@ -81,12 +81,12 @@ def test_a_file_to_train_on_that_is_too_short_is_refused_beside_a_validation_fil
         read(FilesSource(kind="files", train=train, heldout=heldout, num_train=4))
 
 
-def test_validation_examples_are_selected_in_one_way_only() -> None:
+def test_only_one_way_to_select_validation_examples_is_allowed() -> None:
     with pytest.raises(ValidationError, match=r"num_heldout \(3\) has no effect with heldout"):
         FilesSource(kind="files", train="a.jsonl", heldout="b.jsonl", num_heldout=3)
 
 
-def test_the_first_examples_are_those_of_both_files_and_one_that_is_generated(tmp_path: Path) -> None:
+def test_the_first_examples_include_both_files_and_a_generated_one(tmp_path: Path) -> None:
     train, heldout = write_lines(tmp_path / "a.jsonl", 2), write_lines(tmp_path / "b.jsonl", 1)
     rows = peek_rows(spec(FilesSource(kind="files", train=train, heldout=heldout)))
     assert [row.where for row in rows] == [f"{train}:1", f"{train}:2", f"{heldout}:1"]
@@ -96,14 +96,14 @@ def test_the_first_examples_are_those_of_both_files_and_one_that_is_generated(tm
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '"text"'])
-def test_a_malformed_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
+def test_a_malformed_line_is_reported_by_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"ok": 1}\n\n' + line + "\n")
     with pytest.raises(DataError, match=r"bad\.jsonl:3: "):
         read(FilesSource(kind="files", train=str(path)))
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="can't read"):
         read(FilesSource(kind="files", train=str(tmp_path / "none.jsonl")))
 
@@ -114,7 +114,7 @@ def test_generated_examples_have_the_columns_of_the_task() -> None:
     assert {"sql_prompt", "sql_context", "sql"} <= splits["train"][0].columns.keys()
 
 
-def test_simulated_malware_has_the_sizes_that_the_recipe_asks_for() -> None:
+def test_simulated_malware_has_the_sizes_set_in_the_recipe() -> None:
     source = GeneratedSource.model_validate(
         {
             "kind": "generated",
@@ -138,7 +138,7 @@ def test_simulated_malware_has_the_sizes_that_the_recipe_asks_for() -> None:
         ({"binary_bytes": {"smallest": 10}}, "greater than or equal to 1024"),
     ],
 )
-def test_sizes_of_binaries_that_make_no_sense_are_refused(changes: dict[str, object], message: str) -> None:
+def test_invalid_sizes_of_binaries_are_rejected(changes: dict[str, object], message: str) -> None:
     fields = {"kind": "generated", "generator": "malware-analysis", "num_train": 1}
     with pytest.raises(ValidationError, match=message):
         GeneratedSource.model_validate(fields | changes)
@@ -147,7 +147,7 @@ def test_sizes_of_binaries_that_make_no_sense_are_refused(changes: dict[str, obj
 # --- Mixtures and the validation split -----------------------------------------------------------
 
 
-def test_weights_give_each_source_its_share_and_the_scarce_one_is_used_whole(tmp_path: Path) -> None:
+def test_weights_set_the_share_of_each_source_and_the_scarce_one_is_used_up(tmp_path: Path) -> None:
     big, small = write_lines(tmp_path / "big.jsonl", 1000), write_lines(tmp_path / "small.jsonl", 60)
     mixed = [{"source": big, "weight": 3}, {"source": small, "weight": 1}]
     taken = [source for source, _, _ in read_rows(spec(mixed))]
@@ -155,7 +155,7 @@ def test_weights_give_each_source_its_share_and_the_scarce_one_is_used_whole(tmp
     assert all(25 <= taken[begin : begin + 40].count(0) <= 35 for begin in range(0, 240, 40))  # evenly interleaved
 
 
-def test_counts_and_whole_sources_mix_and_the_order_is_always_the_same(tmp_path: Path) -> None:
+def test_counts_and_entire_sources_are_mixed_in_a_fixed_order(tmp_path: Path) -> None:
     first, second = write_lines(tmp_path / "a.jsonl", 50), write_lines(tmp_path / "b.jsonl", 20)
     mixed = [{"source": first, "num_train": 10}, second]
     rows = list(read_rows(spec(mixed)))
@@ -163,7 +163,7 @@ def test_counts_and_whole_sources_mix_and_the_order_is_always_the_same(tmp_path:
     assert rows == list(read_rows(spec(mixed)))
 
 
-def test_a_count_and_a_file_are_validated_on_exactly(tmp_path: Path) -> None:
+def test_a_validation_count_or_file_is_exact(tmp_path: Path) -> None:
     path, other = write_lines(tmp_path / "a.jsonl", 100), write_lines(tmp_path / "b.jsonl", 7)
     splits = read(path, validation={"count": 13})
     assert (len(splits["train"]), len(splits["validation"])) == (87, 13)
@@ -173,12 +173,12 @@ def test_a_count_and_a_file_are_validated_on_exactly(tmp_path: Path) -> None:
         read(path, validation={"count": 100})
 
 
-def test_a_fraction_is_drawn_about_as_large_as_asked_for(tmp_path: Path) -> None:
+def test_a_drawn_fraction_has_about_the_requested_size(tmp_path: Path) -> None:
     splits = read(write_lines(tmp_path / "a.jsonl", 2000), validation={"fraction": 0.1})
     assert 140 < len(splits["validation"]) < 260
 
 
-def test_a_row_keeps_its_split_by_hash_whatever_its_place_and_file_format() -> None:
+def test_the_hash_of_a_row_determines_its_split_in_any_position_and_file_format() -> None:
     validation = ValidationSpec(fraction=0.3, by="hash")
     rows = [{"id": number, "text": "x"} for number in range(2000)]
     splits = [split_of(row, validation) for row in rows]
@@ -187,7 +187,7 @@ def test_a_row_keeps_its_split_by_hash_whatever_its_place_and_file_format() -> N
 
 
 @pytest.mark.parametrize("given", [{}, {"count": 1, "fraction": 0.1}, {"count": 1, "by": "hash"}])
-def test_a_validation_split_is_defined_in_one_way(given: dict[str, object]) -> None:
+def test_conflicting_definitions_of_a_validation_split_are_rejected(given: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=r"give one of count, fraction and file|by: hash goes with fraction"):
         ValidationSpec.model_validate(given)
     with pytest.raises(ValidationError, match="say the same: keep one"):

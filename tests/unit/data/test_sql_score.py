@@ -1,4 +1,4 @@
-"""Scoring SQL by execution: what matches, what does not, and what may not run at all."""
+"""Scoring SQL by execution: what matches, what does not, and what must not run."""
 
 import tracemalloc
 from itertools import count
@@ -34,7 +34,7 @@ def test_the_reference_itself_matches() -> None:
         "SELECT model FROM cars WHERE price > 15 ORDER BY price DESC -- another order",
     ],
 )
-def test_a_prediction_written_otherwise_with_the_same_rows_matches(predicted_sql: str) -> None:
+def test_a_different_query_with_the_same_rows_matches(predicted_sql: str) -> None:
     assert score(predicted_sql).matched
 
 
@@ -51,12 +51,12 @@ def test_a_prediction_with_other_rows_does_not_match(predicted_sql: str) -> None
     assert score(predicted_sql).outcome is Outcome.WRONG_ROWS
 
 
-def test_a_row_that_is_returned_once_does_not_match_the_same_row_twice() -> None:
+def test_a_row_returned_once_does_not_match_the_same_row_twice() -> None:
     reference = "SELECT model FROM cars WHERE model = 'Echo'"
     assert score("SELECT DISTINCT model FROM cars WHERE model = 'Echo'", reference).outcome is Outcome.WRONG_ROWS
 
 
-def test_the_order_of_rows_counts_if_the_reference_asks_for_one() -> None:
+def test_the_order_of_rows_counts_if_the_reference_has_order_by() -> None:
     reference = "SELECT model FROM cars ORDER BY price"
     assert score("SELECT model FROM cars ORDER BY price ASC", reference).matched
     assert not score("SELECT model FROM cars ORDER BY price DESC", reference).matched
@@ -70,7 +70,7 @@ def test_the_order_of_rows_counts_if_the_reference_asks_for_one() -> None:
         "SELECT model FROM cars WHERE price IN (SELECT max(price) OVER (ORDER BY (price)) FROM cars)",
     ],
 )
-def test_an_order_by_inside_of_texts_and_parentheses_does_not_order_the_rows(reference_sql: str) -> None:
+def test_order_by_in_strings_and_subqueries_does_not_count(reference_sql: str) -> None:
     assert score("SELECT model FROM cars ORDER BY price DESC", reference_sql).matched
 
 
@@ -124,7 +124,7 @@ def test_malformed_sql_fails_without_an_exception(predicted_sql: str) -> None:
         "SELECT model FROM cars; SELECT model FROM cars WHERE price > 15",
     ],
 )
-def test_only_one_reading_select_may_run(predicted_sql: str) -> None:
+def test_only_a_single_read_only_select_may_run(predicted_sql: str) -> None:
     assert score(predicted_sql).outcome is Outcome.PREDICTION_FAILED
 
 
@@ -136,37 +136,37 @@ def test_only_one_reading_select_may_run(predicted_sql: str) -> None:
         "SELECT hex(zeroblob(1000000000))",
     ],
 )
-def test_a_prediction_that_never_ends_or_eats_the_memory_is_stopped(predicted_sql: str) -> None:
+def test_a_prediction_that_never_ends_or_exhausts_memory_is_stopped(predicted_sql: str) -> None:
     assert score(predicted_sql).outcome is Outcome.PREDICTION_FAILED
 
 
-def test_a_context_that_brings_its_own_rows_needs_no_fixture() -> None:
+def test_a_context_with_its_own_rows_needs_no_fixture() -> None:
     example = Example("How many cars?", f"{CONTEXT} {FIXTURE}", "SELECT COUNT(*) FROM cars")
     assert execution_match(example, "SELECT 4").matched
     assert not execution_match(example, "SELECT 0").matched
 
 
 @pytest.mark.parametrize("context", ["CREATE TABLE t (a SERIAL[]) ENGINE=X;", "no SQL at all", ""])
-def test_an_example_that_sqlite_cannot_run_is_distinguished_from_a_wrong_prediction(context: str) -> None:
+def test_an_example_unsupported_by_sqlite_is_distinguished_from_a_wrong_prediction(context: str) -> None:
     verdict = execution_match(Example("How many?", context, "SELECT COUNT(*) FROM t"), "SELECT 0")
     assert verdict.outcome is Outcome.REFERENCE_FAILED
 
 
 @pytest.mark.parametrize("statement", ["ATTACH '{}' AS other", "VACUUM INTO '{}'"])
-def test_a_context_reaches_no_file(statement: str, tmp_path: Path) -> None:
+def test_a_context_cannot_access_files(statement: str, tmp_path: Path) -> None:
     context = f"{CONTEXT} {statement.format(tmp_path / 'file.db')};"
     assert execution_match(Example("?", context, "SELECT 1"), "SELECT 1").outcome is Outcome.REFERENCE_FAILED
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fixture_is_its_own_statement_even_if_the_context_lacks_a_semicolon() -> None:
+def test_a_fixture_is_a_separate_statement_even_if_the_context_lacks_a_semicolon() -> None:
     example = Example("How many?", "CREATE TABLE t (a INTEGER)", "SELECT a FROM t", "INSERT INTO t VALUES (7)")
     assert execution_match(example, "SELECT 7").matched
 
 
 @settings(max_examples=50)
 @given(st.text())
-def test_no_text_raises(predicted_sql: str) -> None:
+def test_arbitrary_text_does_not_raise(predicted_sql: str) -> None:
     assert isinstance(score(predicted_sql), ExecutionMatch)
 
 
@@ -176,7 +176,7 @@ def test_no_text_raises(predicted_sql: str) -> None:
         st.sampled_from(["SELECT", "model", "price", "FROM", "cars", "WHERE", "(", ")", ",", "=", "'x'", "*", "1"])
     )
 )
-def test_no_sequence_of_sql_words_raises(words: list[str]) -> None:
+def test_arbitrary_sequences_of_sql_keywords_do_not_raise(words: list[str]) -> None:
     assert isinstance(score(" ".join(words)), ExecutionMatch)
 
 
@@ -201,7 +201,7 @@ def columns(count: int) -> str:
     ids=["long values", "long rows", "sorted", "many rows", "many columns"],
 )
 def test_results_are_bounded_in_rows_and_bytes(predicted_sql: str) -> None:
-    score("SELECT 1")  # what is imported and cached is not the result's
+    score("SELECT 1")  # warm up imports and caches first
     tracemalloc.start()
     try:
         verdict = score(predicted_sql)
@@ -218,7 +218,7 @@ def test_a_reference_with_too_many_rows_is_distinguished_from_a_wrong_prediction
     assert "more than 10,000 rows" in verdict.message
 
 
-def test_slow_instructions_are_stopped_by_the_time_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_instructions_are_stopped_by_elapsed_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = count()
     monkeypatch.setattr("ftkit.data.tasks.sql_score.time.thread_time", lambda: next(seconds))
     assert score(from_numbers("SELECT count(*)", "LIMIT 1")).outcome is Outcome.PREDICTION_FAILED

@@ -1,4 +1,4 @@
-"""Weights on a node's own disk: copied once, verified, and left on the shared file system where there is no room."""
+"""Staging of weights on local disks: copied once, verified, and skipped if there is no space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftkit.data.staging import stage_weights
 
 @dataclass
 class Node:
-    """A node with a disk of its own, and what its log says."""
+    """A node with a local disk and a log."""
 
     plan: Any
     cache: Path
@@ -37,7 +37,7 @@ def node(tmp_path: Path) -> Node:
     return Node(SimpleNamespace(cluster=cluster, recipe=recipe, workspace=tmp_path), tmp_path / "disk")
 
 
-def test_a_second_start_finds_the_copy_and_a_damaged_one_is_made_again(node: Node) -> None:
+def test_a_second_start_reuses_the_copy_and_replaces_a_damaged_one(node: Node) -> None:
     folder = node.stage()
     assert folder is not None
     weights = folder / "model.safetensors"
@@ -54,7 +54,7 @@ def test_a_second_start_finds_the_copy_and_a_damaged_one_is_made_again(node: Nod
     assert "model.safetensors" in node.log[2]
 
 
-def test_changed_weights_get_a_copy_of_their_own(node: Node) -> None:
+def test_changed_weights_get_a_separate_copy(node: Node) -> None:
     first = node.stage()
     (cast("Any", node.plan).workspace / "shared" / "model.safetensors").write_bytes(b"other")
     second = node.stage()
@@ -63,14 +63,16 @@ def test_changed_weights_get_a_copy_of_their_own(node: Node) -> None:
     assert (second / "model.safetensors").read_bytes() == b"other"
 
 
-def test_a_full_disk_leaves_the_weights_where_they_are_and_says_so(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_read_from_the_shared_file_system_if_the_disk_is_full(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     assert node.stage() is None
     assert "they are read from" in node.log[0]
     assert list((node.cache / "weights").iterdir()) == []
 
 
-def test_nothing_is_copied_unless_the_profile_asks_for_it(node: Node) -> None:
+def test_nothing_is_staged_unless_the_profile_enables_it(node: Node) -> None:
     node.plan.cluster.stage = "shared"
     assert node.stage() is None
     assert not node.cache.exists()

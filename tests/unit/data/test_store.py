@@ -41,7 +41,7 @@ def test_packs_are_read_back_with_labels_positions_and_sources(tmp_path: Path) -
         st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=6
     )
 )
-def test_a_stored_pack_is_the_pack_of_its_documents(tokens: list[list[tuple[int, bool]]]) -> None:
+def test_a_stored_pack_equals_the_pack_of_its_documents(tokens: list[list[tuple[int, bool]]]) -> None:
     documents = []
     for document in tokens:
         ids = np.array([token for token, _ in document], np.int32)
@@ -54,13 +54,13 @@ def test_a_stored_pack_is_the_pack_of_its_documents(tokens: list[list[tuple[int,
     assert np.array_equal(pack[:3], build_pack(documents, 60, pad=0))
 
 
-def test_a_file_of_prepared_data_that_is_missing_suggests_a_fix(tmp_path: Path) -> None:
+def test_a_missing_file_of_prepared_data_suggests_a_fix(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokens\.u32") as caught:
         PackStore(tmp_path / "f" / "train", 8)
     assert f"delete {tmp_path / 'f'}" in caught.value.fix
 
 
-def test_a_folder_takes_its_name_when_it_is_complete(tmp_path: Path) -> None:
+def test_prepared_data_appears_only_when_complete(tmp_path: Path) -> None:
     final = tmp_path / "data" / "f"
     with new_prepared_data(final) as folder:
         assert not final.exists()
@@ -75,7 +75,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_second_of_two_that_prepare_the_same_yields(tmp_path: Path) -> None:
+def test_the_slower_of_two_concurrent_preparations_is_discarded(tmp_path: Path) -> None:
     with new_prepared_data(tmp_path / "f") as slow:
         with new_prepared_data(tmp_path / "f") as quick:
             quick.write_manifest(MANIFEST)
@@ -83,24 +83,24 @@ def test_the_second_of_two_that_prepare_the_same_yields(tmp_path: Path) -> None:
     assert PreparedData(tmp_path / "f").read_manifest() == MANIFEST
 
 
-def test_data_prepared_again_by_another_version_is_distinguished_from_what_a_plan_s_fingerprint_meant(
+def test_data_prepared_by_another_version_has_another_identity(
     tmp_path: Path,
 ) -> None:
     folder, anew = PreparedData(tmp_path), replace(MANIFEST, preparation_version=7)
     folder.write_manifest(MANIFEST)
     before = json.loads(folder.manifest_path.read_text())
-    del before["preparation_version"]  # as manifests were
+    del before["preparation_version"]  # as in older manifests
     folder.manifest_path.write_text(json.dumps(before))
     assert (folder.read_manifest().identity, anew.identity) == ("f", "f@7")
 
 
-def test_data_that_is_not_prepared_suggests_a_fix(tmp_path: Path) -> None:
+def test_unprepared_data_suggests_a_fix(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         PreparedData(tmp_path).read_manifest()
     assert "delete" in caught.value.fix
 
 
-def test_leftovers_of_killed_preparations_are_removed_and_active_ones_stay(tmp_path: Path) -> None:
+def test_partial_data_of_killed_preparations_is_removed_and_that_of_active_ones_is_kept(tmp_path: Path) -> None:
     for name in (".f-old", ".other-old", ".f-young", "finished"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.npy").touch()
@@ -114,7 +114,7 @@ def test_leftovers_of_killed_preparations_are_removed_and_active_ones_stay(tmp_p
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o027])
-def test_prepared_data_has_the_modes_of_the_umask(umask: int, tmp_path: Path) -> None:
+def test_prepared_data_follows_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         with new_prepared_data(tmp_path / "f") as folder:

@@ -1,4 +1,4 @@
-"""The demo task: deterministic, disjoint, and such that only the right query gives the right rows."""
+"""The demo task: deterministic, with disjoint splits, where only the correct query returns the correct rows."""
 
 import hashlib
 import json
@@ -26,13 +26,13 @@ def examples() -> list[Example]:
 
 
 def outcomes(change: dict[str, str]) -> Counter[Outcome]:
-    """Score every reference after a change to its text, where that changes something."""
+    """Score every reference whose text differs after a change."""
     pattern = re.compile("|".join(map(re.escape, change)))
     predictions = ((e, pattern.sub(lambda match: change[match[0]], e.sql)) for e in examples())
     return Counter(execution_match(e, sql).outcome for e, sql in predictions if sql != e.sql)
 
 
-def test_it_has_the_sizes_that_are_asked_for() -> None:
+def test_the_task_has_the_requested_sizes() -> None:
     assert (len(task().train), len(task().heldout)) == (300, 100)
     assert generate(seed=0, num_train=0, num_heldout=0) == TextToSql([], [])
 
@@ -46,18 +46,18 @@ def test_another_seed_gives_other_examples() -> None:
     assert not {*generate(seed=1, num_train=20, num_heldout=20).train} & {*task().train}
 
 
-def test_the_heldout_part_does_not_depend_on_the_size_of_the_training_part() -> None:
+def test_the_validation_split_does_not_depend_on_the_size_of_the_training_split() -> None:
     assert generate(seed=0, num_train=1, num_heldout=100).heldout == task().heldout
 
 
 @settings(max_examples=5)
 @given(seed=st.integers(), num_train=st.integers(0, 100), num_heldout=st.integers(0, 100))
-def test_no_heldout_schema_is_in_the_training_part(seed: int, num_train: int, num_heldout: int) -> None:
+def test_no_validation_schema_is_in_the_training_split(seed: int, num_train: int, num_heldout: int) -> None:
     train, heldout = generate(seed, num_train, num_heldout)
     assert not {e.sql_context for e in train} & {e.sql_context for e in heldout}
 
 
-def test_no_schema_and_question_come_twice() -> None:
+def test_no_pair_of_schema_and_question_is_repeated() -> None:
     pairs = [(e.sql_context, e.sql_prompt) for e in examples()]
     assert len(set(pairs)) == len(pairs)
 
@@ -68,7 +68,7 @@ def test_every_reference_returns_rows_and_matches_itself() -> None:
         assert not execution_match(example, "SELECT 1 WHERE FALSE").matched
 
 
-def test_no_table_is_filled_where_the_model_can_see_it() -> None:
+def test_the_models_input_contains_no_table_rows() -> None:
     assert not any("INSERT" in example.sql_context for example in examples())
 
 
@@ -83,11 +83,11 @@ def test_no_table_is_filled_where_the_model_can_see_it() -> None:
         {" LIMIT 2": " LIMIT 3", " LIMIT 3": " LIMIT 4", " LIMIT 4": " LIMIT 5"},
     ],
 )
-def test_no_query_with_one_wrong_word_gives_the_same_rows(change: dict[str, str]) -> None:
+def test_no_query_with_one_wrong_word_returns_the_same_rows(change: dict[str, str]) -> None:
     assert {*outcomes(change)} == {Outcome.WRONG_ROWS}
 
 
-def test_no_query_without_its_where_gives_the_same_rows() -> None:
+def test_no_query_without_its_where_clause_returns_the_same_rows() -> None:
     filtered = [e for e in examples() if " WHERE " in e.sql]
     assert len(filtered) > len(examples()) / 3
     for example in filtered:
@@ -95,7 +95,7 @@ def test_no_query_without_its_where_gives_the_same_rows() -> None:
         assert execution_match(example, unfiltered).outcome is Outcome.WRONG_ROWS
 
 
-def test_no_query_on_another_column_gives_the_same_rows() -> None:
+def test_no_query_on_another_column_returns_the_same_rows() -> None:
     for example in examples():
         columns = re.findall(r"(\w+) (TEXT|INTEGER)", example.sql_context.split(";")[0])
         for asked, asked_type in columns:
@@ -105,7 +105,7 @@ def test_no_query_on_another_column_gives_the_same_rows() -> None:
                     assert execution_match(example, wrong).outcome is Outcome.WRONG_ROWS
 
 
-def test_every_shape_of_question_is_asked_about_as_often() -> None:
+def test_all_question_templates_occur_about_equally_often() -> None:
     features = (
         "WHERE",
         " AND ",
@@ -123,7 +123,7 @@ def test_every_shape_of_question_is_asked_about_as_often() -> None:
     assert all(share > 0.03 for share in shares.values()), shares
 
 
-def test_the_same_question_has_another_query_on_another_schema() -> None:
+def test_the_same_question_has_different_queries_on_different_schemas() -> None:
     queries: dict[str, set[str]] = {}
     for example in generate(seed=0, num_train=1000, num_heldout=0).train:
         queries.setdefault(example.sql_prompt, set()).add(example.sql)
@@ -138,11 +138,11 @@ def test_no_two_columns_of_a_domain_share_a_name_or_a_phrase(domain: Domain) -> 
         assert len(set(flat)) == len(flat)
 
 
-def test_every_value_is_safe_inside_of_quotes() -> None:
+def test_every_value_is_safe_inside_quotes() -> None:
     for domain in DOMAINS:
         for concept in (domain.label, *domain.categories, *PARENT_CATEGORIES):
             assert all(str(value).isalpha() for value in concept.values)
 
 
-def test_every_template_names_the_things_that_it_asks_for() -> None:
+def test_every_template_mentions_what_it_asks_for() -> None:
     assert all("{things}" in template for shape in SHAPES for template in shape.templates)

@@ -71,16 +71,16 @@ texts = st.lists(pieces, max_size=10).map("".join)
 
 @pytest.mark.parametrize("name", WAYS)
 @given(st.lists(texts, max_size=5))
-def test_tokens_are_those_of_the_tokenizer_itself(name: str, given_texts: list[str]) -> None:
+def test_cached_tokens_match_the_tokenizer(name: str, given_texts: list[str]) -> None:
     tokenizer = backend(name)
     own = [tokenizer.encode(text, add_special_tokens=False).ids for text in given_texts]
     words = WordCache.of(tokenizer)
     assert words.encode(given_texts) == own
-    assert words.encode(given_texts) == own  # now all words are known
+    assert words.encode(given_texts) == own  # now all words are cached
 
 
 @pytest.mark.parametrize(("name", "is_known"), [("gpt2", True), ("qwen3", True), ("gemma", False), ("spaces", False)])
-def test_words_are_looked_up_where_the_tokenizers_way_is_known(name: str, is_known: bool) -> None:
+def test_words_are_cached_only_for_supported_tokenizers(name: str, is_known: bool) -> None:
     words = WordCache.of(backend(name))
     words.encode(["every language"])
     assert bool(words._words) == is_known

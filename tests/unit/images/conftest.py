@@ -1,4 +1,4 @@
-"""An internet of our own for each test."""
+"""A fake internet for each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which base an image is built on: by digest, and the same one each time."""
+"""The base of an image is pinned by digest and the same for each build."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mine(ctx: Context) -> ImageDefinition:
     return find_image("mine:1", ctx)
 
 
-def test_an_unpinned_base_is_what_its_tag_is_now_and_stays_that(internet: Internet, ctx: Context) -> None:
+def test_an_unpinned_base_is_resolved_once_and_stays_pinned(internet: Internet, ctx: Context) -> None:
     pushed = internet.image()
     chosen = select_base(mine(ctx), BaseRequest(), ignore_progress)
     assert chosen == SelectedBase(parse_reference(f"{BASE}@{pushed.digest}"), is_to_be_recorded=True)
@@ -55,7 +55,7 @@ def test_an_unpinned_base_is_what_its_tag_is_now_and_stays_that(internet: Intern
     assert held == SelectedBase(chosen.image, is_recorded=True)
 
 
-def test_a_tag_that_moved_is_noticed_and_taken_when_asked_for(internet: Internet, ctx: Context) -> None:
+def test_a_moved_tag_is_reported_and_used_on_request(internet: Internet, ctx: Context) -> None:
     record(mine(ctx), parse_reference(f"{BASE}@{OLD}"))
     pushed = internet.image()
     assert current_digest_if_moved(select_base(mine(ctx), BaseRequest(), ignore_progress)) == pushed.digest
@@ -66,9 +66,7 @@ def test_a_tag_that_moved_is_noticed_and_taken_when_asked_for(internet: Internet
     assert current_digest_if_moved(anew) is None
 
 
-def test_a_registry_that_does_not_answer_is_no_reason_not_to_build_on_what_is_recorded(
-    internet: Internet, ctx: Context
-) -> None:
+def test_a_recorded_base_is_used_if_the_registry_does_not_respond(internet: Internet, ctx: Context) -> None:
     record(mine(ctx), parse_reference(f"{BASE}@{OLD}"))
     chosen = select_base(mine(ctx), BaseRequest(), ignore_progress)
     assert internet.asked == []
@@ -76,7 +74,7 @@ def test_a_registry_that_does_not_answer_is_no_reason_not_to_build_on_what_is_re
     assert len(internet.asked) == 1
 
 
-def test_without_a_registry_that_knows_it_an_unpinned_base_is_refused(internet: Internet, ctx: Context) -> None:
+def test_an_unpinned_base_unknown_to_the_registry_is_rejected(internet: Internet, ctx: Context) -> None:
     with pytest.raises(NotFoundError, match="does not resolve") as caught:
         select_base(mine(ctx), BaseRequest(), ignore_progress)
     assert "--allow-unpinned" in caught.value.fix
@@ -85,7 +83,7 @@ def test_without_a_registry_that_knows_it_an_unpinned_base_is_refused(internet: 
     assert internet.asked == []
 
 
-def test_another_base_is_recorded_by_its_own_name(internet: Internet, ctx: Context) -> None:
+def test_each_base_is_recorded_under_its_own_name(internet: Internet, ctx: Context) -> None:
     internet.image()
     other = internet.image("2", files={"other": b""})
     wanted_base = BaseRequest("registry.example.com/team/x:2")
@@ -96,7 +94,7 @@ def test_another_base_is_recorded_by_its_own_name(internet: Internet, ctx: Conte
 
 
 @pytest.mark.parametrize("wanted_base", [BaseRequest(repin=True), BaseRequest(f"{BASE}@{OLD}", repin=True)])
-def test_a_digest_that_is_written_down_is_not_taken_again(ctx: Context, wanted_base: BaseRequest) -> None:
+def test_a_recorded_digest_is_not_resolved_again(ctx: Context, wanted_base: BaseRequest) -> None:
     file = mine(ctx).base_file
     file.write_text(file.read_text().replace(BASE, f"{BASE}, digest: {OLD}"))
     with pytest.raises(ConfigError, match="a fixed digest"):
@@ -104,14 +102,14 @@ def test_a_digest_that_is_written_down_is_not_taken_again(ctx: Context, wanted_b
 
 
 @pytest.mark.parametrize("base", [f"{BASE}@{OLD}", f"{BASE}, digest: '{OLD}'"])
-def test_a_digest_of_the_definition_goes_before_a_recorded_one(ctx: Context, base: str) -> None:
+def test_a_digest_in_the_definition_takes_precedence_over_a_recorded_one(ctx: Context, base: str) -> None:
     record(mine(ctx), parse_reference(f"{BASE}@sha256:{'2' * 64}"))
     file = mine(ctx).base_file
     file.write_text(IMAGE.format(base=f"'{base}'" if "digest" not in base else base))
     assert select_base(mine(ctx), BaseRequest(), ignore_progress) == SelectedBase(parse_reference(f"{BASE}@{OLD}"))
 
 
-def test_digests_of_shipped_bases_are_recorded_in_the_user_s_configuration(tmp_path: Path) -> None:
+def test_digests_of_shipped_bases_are_recorded_in_the_users_configuration(tmp_path: Path) -> None:
     ctx = Context(tmp_path, tmp_path / "config" / "ftkit", {})
     shipped = find_image("olmo3:25.02", ctx)
     assert shipped.spec.base.digest is None
@@ -122,7 +120,7 @@ def test_digests_of_shipped_bases_are_recorded_in_the_user_s_configuration(tmp_p
     assert find_image("olmo3:26.05", ctx).spec.base.digest is None
 
 
-def test_a_lock_that_is_not_the_user_s_to_change_is_not_shadowed(ctx: Context, tmp_path: Path) -> None:
+def test_a_read_only_lock_is_not_shadowed(ctx: Context, tmp_path: Path) -> None:
     definition = mine(ctx)
     record(definition, parse_reference(f"{BASE}@{OLD}"))
     elsewhere = replace(definition, base_locks=(tmp_path / "none" / "bases.lock", definition.base_locks[0]))
@@ -139,7 +137,7 @@ def test_a_lock_that_is_not_the_user_s_to_change_is_not_shadowed(ctx: Context, t
     ("line", "reason"),
     [(BASE, "no digest"), (f"{BASE}@sha256:12", "no legal tag or digest"), ("no such/x", "blanks"), ("\x00", "blanks")],
 )
-def test_a_lock_that_says_nonsense_is_refused_with_its_line(ctx: Context, line: str, reason: str) -> None:
+def test_an_invalid_lock_is_rejected_with_its_line(ctx: Context, line: str, reason: str) -> None:
     lock = mine(ctx).base_locks[0]
     lock.write_text(f"# a comment\n\n{line}\n")
     with pytest.raises(ConfigError, match=reason) as caught:
@@ -147,7 +145,7 @@ def test_a_lock_that_says_nonsense_is_refused_with_its_line(ctx: Context, line: 
     assert "bases.lock:3" in str(caught.value)
 
 
-def test_a_lock_that_can_not_be_read_is_refused(ctx: Context) -> None:
+def test_an_unreadable_lock_is_rejected(ctx: Context) -> None:
     lock = mine(ctx).base_locks[0]
     lock.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="can't be read"):

@@ -39,7 +39,7 @@ def no_site(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def definition(tmp_path: Path) -> ImageDefinition:
-    """A definition whose lock lies in a folder of the test's own."""
+    """A definition with a lock in a temporary folder."""
     found = find_image("olmo3:25.02", SHIPPED_ONLY)
     lock = tmp_path / "image.lock"
     lock.write_text(found.lock_file.read_text())
@@ -47,7 +47,7 @@ def definition(tmp_path: Path) -> ImageDefinition:
 
 
 @pytest.mark.parametrize("reference", IMAGES)
-def test_every_shipped_lock_fits_its_definition_and_replaces_nothing_of_the_base(reference: str) -> None:
+def test_every_shipped_lock_matches_its_definition_and_replaces_no_package_of_the_base(reference: str) -> None:
     found = find_image(reference, SHIPPED_ONLY)
     locked = parse_pins(read_lock(found))
     assert {"transformers", "accelerate", "click"} <= set(locked) or found.spec.purpose == "serving"
@@ -57,7 +57,7 @@ def test_every_shipped_lock_fits_its_definition_and_replaces_nothing_of_the_base
 
 
 @pytest.mark.parametrize("reference", TRAINING_IMAGES)
-def test_every_base_of_a_training_image_is_a_release_of_nvidia(reference: str) -> None:
+def test_every_base_of_a_training_image_is_an_nvidia_release(reference: str) -> None:
     found = find_image(reference, SHIPPED_ONLY)
     assert found.spec.base.reference == f"nvcr.io/nvidia/pytorch:{found.spec.tag}-py3"
 
@@ -76,7 +76,7 @@ def test_images_of_one_release_share_their_lock() -> None:
         (lambda text: text.replace("# inputs: sha256:", "# inputs: sha256:0"), "was not made from"),
     ],
 )
-def test_a_lock_that_is_not_right_is_refused(definition: ImageDefinition, change: object, message: str) -> None:
+def test_a_lock_that_does_not_match_is_rejected(definition: ImageDefinition, change: object, message: str) -> None:
     assert callable(change)
     definition.lock_file.write_text(change(definition.lock_file.read_text()))
     with pytest.raises(ImageError, match=message):
@@ -89,7 +89,7 @@ def test_a_missing_lock_is_reported(definition: ImageDefinition) -> None:
         read_lock(definition)
 
 
-def test_a_change_of_what_the_base_provides_changes_the_lock_s_inputs(definition: ImageDefinition) -> None:
+def test_changed_packages_of_the_base_change_the_locks_inputs(definition: ImageDefinition) -> None:
     changed = definition.spec.model_copy(update={"provided": {"torch": "2.9"}})
     assert inputs_digest(changed) != inputs_digest(definition.spec)
 
@@ -100,7 +100,7 @@ def test_the_same_inputs_give_the_same_context(definition: ImageDefinition) -> N
     assert first.digest("base") == second.digest("base") != first.digest("other base")
 
 
-def test_a_context_holds_what_the_dockerfile_copies(definition: ImageDefinition) -> None:
+def test_a_context_contains_what_the_dockerfile_copies(definition: ImageDefinition) -> None:
     archive = assemble(definition).archive({"some.label": 'quo"ted $x'})
     with tarfile.open(fileobj=archive) as tar:
         names = set(tar.getnames())
@@ -111,14 +111,14 @@ def test_a_context_holds_what_the_dockerfile_copies(definition: ImageDefinition)
     assert sum(name.endswith(".whl") for name in names) == 1
 
 
-def test_an_index_with_a_password_is_refused(definition: ImageDefinition, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_with_a_password_is_rejected(definition: ImageDefinition, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "https://alice:hush@pypi.example.com/simple")
     with pytest.raises(ImageError, match="would stay in the image") as caught:
         assemble(definition)
     assert "hush" not in str(caught.value)
 
 
-def test_a_site_s_certificates_go_along(
+def test_a_sites_certificates_are_included(
     definition: ImageDefinition, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "ca.pem").write_text("certificate")
@@ -128,7 +128,7 @@ def test_a_site_s_certificates_go_along(
     assert context.arguments["PIP_CERT"] == "/opt/ftkit/certificates.crt"
 
 
-def test_the_wheel_is_whole_and_has_no_time_in_it() -> None:
+def test_the_wheel_is_complete_and_contains_no_timestamps() -> None:
     data = make_wheel()
     assert make_wheel() == data
     with zipfile.ZipFile(BytesIO(data)) as wheel:
@@ -144,7 +144,7 @@ def test_the_wheel_is_whole_and_has_no_time_in_it() -> None:
     assert not [name for name in names if "__pycache__" in name]
 
 
-def test_the_singularity_definition_has_the_dockerfile_s_steps(definition: ImageDefinition) -> None:
+def test_the_singularity_definition_has_the_dockerfiles_steps(definition: ImageDefinition) -> None:
     text = definition_file(definition)
     assert text.startswith("# olmo3:25.02, as ftkit defines it. UNPINNED")
     assert "\nFrom: nvcr.io/nvidia/pytorch:25.02-py3\n" in text
@@ -152,7 +152,7 @@ def test_the_singularity_definition_has_the_dockerfile_s_steps(definition: Image
     assert "requirements.lock /opt/ftkit/requirements.lock" in text
 
 
-def test_the_singularity_definition_has_the_base_s_digest_however_it_was_given(definition: ImageDefinition) -> None:
+def test_the_singularity_definition_has_the_digest_of_the_base_from_any_source(definition: ImageDefinition) -> None:
     digest = "sha256:" + "1" * 64
     for reference in ("nvcr.io/nvidia/pytorch:25.02-py3", f"nvcr.io/nvidia/pytorch:25.02-py3@{digest}"):
         base = BaseImageSpec(reference=reference, digest=digest)
@@ -179,7 +179,7 @@ def test_the_bill_of_materials_lists_python_and_debian_packages(tmp_path: Path) 
     assert make_sbom(status, release) == document
 
 
-def test_the_dockerfile_s_command_writes_the_bill_of_materials_with_the_standard_library_alone(tmp_path: Path) -> None:
+def test_the_dockerfiles_command_writes_the_bill_of_materials_with_only_the_standard_library(tmp_path: Path) -> None:
     written = tmp_path / "sbom.json"
     subprocess.run([sys.executable, "-S", "-m", "ftkit.images.packages", str(written)], cwd=CHECKOUT, check=True)
     assert json.loads(written.read_text())["bomFormat"] == "CycloneDX"
@@ -192,13 +192,13 @@ def check(folder: Path, *, lock: str = "", base: str = "", **image: object) -> l
     return self_check.find_issues(folder)
 
 
-def test_an_image_that_is_as_defined_has_no_faults(tmp_path: Path) -> None:
+def test_an_image_that_matches_its_definition_has_no_faults(tmp_path: Path) -> None:
     pydantic, click = self_check._version("pydantic"), self_check._version("click")
     lock, base = f"pydantic=={pydantic} \\\n    --hash=sha256:0\n", f"click=={click}\n"
     assert check(tmp_path, lock=lock, base=base, provided={"click": str(click)[:2]}, imports=["json"]) == []
 
 
-def test_each_fault_of_an_image_is_named(tmp_path: Path) -> None:
+def test_each_fault_of_an_image_is_reported(tmp_path: Path) -> None:
     issues = check(
         tmp_path,
         lock="pydantic==0.1\nno-such-package==1\n",

@@ -25,7 +25,7 @@ def test_a_long_step_is_shortened_to_a_narrow_screen() -> None:
     assert seen[0].text.endswith("…")
 
 
-def test_a_failed_step_is_shown_without_docker_s_colours_and_blank_lines() -> None:
+def test_a_failed_step_is_shown_without_dockers_colors_and_blank_lines() -> None:
     events = [
         {"stream": "Step 3/13 : RUN python3"},
         {"stream": "\x1b[91m/bin/sh: 1: python3: not found\n\x1b[0m"},
@@ -40,7 +40,7 @@ def test_a_failed_step_is_shown_without_docker_s_colours_and_blank_lines() -> No
     ]
 
 
-def test_of_a_transfer_only_its_layers_are_shown() -> None:
+def test_only_layers_of_a_transfer_are_shown() -> None:
     seen: list[ProgressEvent] = []
     events = [
         {"status": "The push refers to repository [r.io/x]"},
@@ -57,7 +57,7 @@ def test_of_a_transfer_only_its_layers_are_shown() -> None:
 
 
 @pytest.mark.parametrize("told", ["", "sha256:d", "../x", None, 7, {"a": 1}])
-def test_a_digest_that_is_none_is_as_good_as_none(told: object) -> None:
+def test_an_invalid_digest_counts_as_missing(told: object) -> None:
     reference = parse_reference("r.io/x:1")
     assert follow_transfer([{"aux": {"Digest": told}}], "pushing", lambda _: None, reference, None) is None
     with pytest.raises(ImageError, match="without an image"):

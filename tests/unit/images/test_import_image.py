@@ -1,4 +1,4 @@
-"""An import yields the requested image whatever a registry answers, and secrets go to that registry alone."""
+"""An import yields the requested image whatever a registry returns, and secrets go only to that registry."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def digest_of(data: bytes) -> str:
 
 @pytest.fixture(autouse=True)
 def no_packer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that looks like squashfs and holds the members, without the program that makes one."""
+    """Write a fake squashfs file with the members, without mksquashfs."""
 
     def pack(entries: Any, config: Any, partial: Path, **_: Any) -> MadeFile:
         del config
@@ -83,9 +83,7 @@ def test_a_good_image_is_imported_and_found_again(internet: Internet, store: Ima
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o002, 0o664)])
-def test_an_imported_file_has_the_mode_of_the_umask(
-    internet: Internet, store: ImageStore, mask: int, mode: int
-) -> None:
+def test_an_imported_file_follows_the_umask(internet: Internet, store: ImageStore, mask: int, mode: int) -> None:
     internet.image()
     before = os.umask(mask)
     try:
@@ -112,7 +110,7 @@ def test_an_imported_file_has_the_mode_of_the_umask(
     ],
 )
 @pytest.mark.parametrize("part", ["layer", "config", "diff_id", "index"])
-def test_a_digest_that_is_none_is_used_for_nothing(
+def test_an_invalid_digest_is_never_used(
     internet: Internet, store: ImageStore, tmp_path: Path, digest: object, part: str
 ) -> None:
     keys = tmp_path / "home" / ".ssh" / "authorized_keys"
@@ -138,7 +136,7 @@ def test_a_digest_that_is_none_is_used_for_nothing(
     assert not [url for url, _ in internet.asked if "authorized" in url or "evil" in url or "cron" in url]
 
 
-def test_another_manifest_than_the_pinned_one_is_refused(internet: Internet, store: ImageStore) -> None:
+def test_a_manifest_other_than_the_pinned_one_is_rejected(internet: Internet, store: ImageStore) -> None:
     pinned = internet.image()
     other = internet.image(files={"etc/issue": b"evil\n"})
     internet.answers[f"{ROOT}/manifests/{pinned.digest}"] = (200, {}, other.body)
@@ -146,7 +144,7 @@ def test_another_manifest_than_the_pinned_one_is_refused(internet: Internet, sto
         fetch(store, f"registry.example.com/team/x:1@{pinned.digest}")
 
 
-def test_another_manifest_than_the_index_lists_is_refused(internet: Internet, store: ImageStore) -> None:
+def test_a_manifest_other_than_the_one_in_the_index_is_rejected(internet: Internet, store: ImageStore) -> None:
     listed, other = internet.image(), internet.image(files={"etc/issue": b"evil\n"})
     put_index(internet, listed)
     internet.answers[f"{ROOT}/manifests/{listed.digest}"] = (200, {}, other.body)
@@ -164,7 +162,7 @@ def put_index(internet: Internet, *pushed: Pushed, architectures: tuple[str, ...
     return digest_of(body)
 
 
-def test_of_an_index_the_image_for_this_machine_is_taken(internet: Internet, store: ImageStore) -> None:
+def test_the_image_for_this_platform_is_selected_from_an_index(internet: Internet, store: ImageStore) -> None:
     arm, amd = internet.image(files={"a": b"arm"}), internet.image(files={"a": b"amd"})
     index = put_index(internet, arm, amd, architectures=("arm64", "amd64"))
     assert fetch(store, f"registry.example.com/team/x:1@{index}").manifest.registry_digest == amd.digest
@@ -172,13 +170,13 @@ def test_of_an_index_the_image_for_this_machine_is_taken(internet: Internet, sto
         assert registry.resolve() == index
 
 
-def test_an_index_without_this_machine_is_reported(internet: Internet, store: ImageStore) -> None:
+def test_an_index_without_this_platform_is_reported(internet: Internet, store: ImageStore) -> None:
     put_index(internet, internet.image(), architectures=("arm64",))
     with pytest.raises(NotFoundError, match="linux/amd64"):
         fetch(store)
 
 
-def test_another_configuration_than_the_manifest_s_is_refused(internet: Internet, store: ImageStore) -> None:
+def test_a_configuration_other_than_the_one_in_the_manifest_is_rejected(internet: Internet, store: ImageStore) -> None:
     pushed = internet.image()
     internet.answers[f"{ROOT}/blobs/{pushed.manifest['config']['digest']}"] = (
         200, {}, json.dumps(pushed.config | {"x": 1}).encode()[: pushed.manifest["config"]["size"]],
@@ -187,7 +185,7 @@ def test_another_configuration_than_the_manifest_s_is_refused(internet: Internet
         fetch(store)
 
 
-def test_another_layer_than_the_manifest_s_is_refused(internet: Internet, store: ImageStore) -> None:
+def test_a_layer_other_than_the_one_in_the_manifest_is_rejected(internet: Internet, store: ImageStore) -> None:
     pushed = internet.image()
     layer = pushed.manifest["layers"][0]
     internet.answers[f"{ROOT}/blobs/{layer['digest']}"] = (200, {}, bytes(layer["size"]))
@@ -196,7 +194,7 @@ def test_another_layer_than_the_manifest_s_is_refused(internet: Internet, store:
     assert list(store.root.glob("[!.]*")) == []
 
 
-def test_other_layers_under_the_same_configuration_are_refused_though_the_image_is_there(
+def test_other_layers_under_the_same_configuration_are_rejected_even_if_the_image_exists(
     internet: Internet, store: ImageStore
 ) -> None:
     good = internet.image()
@@ -211,7 +209,7 @@ def test_other_layers_under_the_same_configuration_are_refused_though_the_image_
         fetch(ImageStore(store.root / "elsewhere"))
 
 
-def test_more_or_fewer_layers_than_the_configuration_has_are_refused(internet: Internet, store: ImageStore) -> None:
+def test_more_or_fewer_layers_than_in_the_configuration_are_rejected(internet: Internet, store: ImageStore) -> None:
     pushed = internet.image()
     pushed.manifest["layers"] *= 2
     internet.serve(pushed)
@@ -219,9 +217,7 @@ def test_more_or_fewer_layers_than_the_configuration_has_are_refused(internet: I
         fetch(store)
 
 
-def test_an_image_of_ten_thousand_layers_is_refused_before_any_is_asked_for(
-    internet: Internet, store: ImageStore
-) -> None:
+def test_an_image_of_ten_thousand_layers_is_rejected_before_any_download(internet: Internet, store: ImageStore) -> None:
     pushed = internet.image()
     pushed.manifest["layers"] *= 10_000
     internet.serve(pushed)
@@ -230,9 +226,7 @@ def test_an_image_of_ten_thousand_layers_is_refused_before_any_is_asked_for(
     assert len(internet.asked) == 1
 
 
-def test_the_same_layers_compressed_otherwise_are_the_same_image_and_leave_the_file_alone(
-    internet: Internet, store: ImageStore
-) -> None:
+def test_the_same_layers_with_other_compression_are_the_same_image(internet: Internet, store: ImageStore) -> None:
     pushed = internet.image()
     first = fetch(store)
     layer = gzip.decompress(next(data for data in pushed.blobs.values() if data.startswith(b"\x1f\x8b")))
@@ -246,7 +240,7 @@ def test_the_same_layers_compressed_otherwise_are_the_same_image_and_leave_the_f
     assert (recorded.registry_digest, recorded.sha256) == (pushed.digest, first.manifest.sha256)
 
 
-def test_a_file_of_version_1_can_still_be_used_and_is_imported_again(internet: Internet, store: ImageStore) -> None:
+def test_a_file_of_version_1_can_be_used_and_is_imported_again(internet: Internet, store: ImageStore) -> None:
     internet.image()
     new = fetch(store)
     old = store.older_file(new.manifest.image_id, "sqsh")
@@ -271,7 +265,7 @@ def test_a_file_of_version_1_can_still_be_used_and_is_imported_again(internet: I
     "change",
     [{"image_id": "../x"}, {"registry_digest": 7}, {"block_size": 0}, {"blocks": 3}, {"size": "x"}, {"labels": []}],
 )
-def test_a_manifest_beside_a_file_that_says_nonsense_is_none(
+def test_an_invalid_manifest_of_a_file_is_ignored(
     internet: Internet, store: ImageStore, change: dict[str, Any]
 ) -> None:
     internet.image()
@@ -280,7 +274,7 @@ def test_a_manifest_beside_a_file_that_says_nonsense_is_none(
     assert read_manifest(file) is None
 
 
-# --- Nonsense -------------------------------------------------------------------------------------
+# --- Malformed ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -297,7 +291,7 @@ def test_a_manifest_beside_a_file_that_says_nonsense_is_none(
         b'{"config": {"digest": "sha256:%s", "size": %s}, "layers": []}' % (b"a" * 64, b"9" * 5000),
     ],
 )  # fmt: skip
-def test_a_manifest_of_another_shape_is_an_error(internet: Internet, store: ImageStore, body: bytes) -> None:
+def test_a_manifest_with_another_schema_is_an_error(internet: Internet, store: ImageStore, body: bytes) -> None:
     internet.answers[f"{ROOT}/manifests/1"] = (200, {}, body)
     with pytest.raises(ImageError) as caught:
         fetch(store)
@@ -312,7 +306,7 @@ def test_a_manifest_of_another_shape_is_an_error(internet: Internet, store: Imag
         {"config": {"WorkingDir": ["/"]}}, {"config": {"Env": ["A=\0"]}}, {"config": {"Env": ["A=\ud800"]}},
     ],
 )  # fmt: skip
-def test_a_configuration_of_another_shape_is_an_error(
+def test_a_configuration_with_another_schema_is_an_error(
     internet: Internet, store: ImageStore, change: dict[str, Any]
 ) -> None:
     pushed = internet.image()
@@ -323,14 +317,12 @@ def test_a_configuration_of_another_shape_is_an_error(
 
 
 @pytest.mark.parametrize("run", [None, {}, {"Env": None, "Labels": None, "Cmd": None, "Entrypoint": None}])
-def test_a_configuration_that_says_little_is_a_valid_one(
-    internet: Internet, store: ImageStore, run: dict[str, Any] | None
-) -> None:
+def test_a_minimal_configuration_is_valid(internet: Internet, store: ImageStore, run: dict[str, Any] | None) -> None:
     internet.image(run=run)
     assert fetch(store).is_new
 
 
-def test_an_index_that_names_itself_or_others_without_end_is_an_error(internet: Internet, store: ImageStore) -> None:
+def test_an_index_that_refers_to_itself_or_nests_without_end_is_an_error(internet: Internet, store: ImageStore) -> None:
     platform = {"os": "linux", "architecture": "amd64"}
     body = b'{"manifests": []}'
     for _ in range(9):
@@ -343,7 +335,7 @@ def test_an_index_that_names_itself_or_others_without_end_is_an_error(internet: 
     assert len(internet.asked) < 6
 
 
-def test_a_disk_too_small_for_the_layers_is_reported_before_they_come(internet: Internet, store: ImageStore) -> None:
+def test_a_disk_too_small_for_the_layers_is_reported_before_the_download(internet: Internet, store: ImageStore) -> None:
     pushed = internet.image()
     pushed.manifest["layers"][0]["size"] = 1 << 50
     internet.serve(pushed)
@@ -353,7 +345,7 @@ def test_a_disk_too_small_for_the_layers_is_reported_before_they_come(internet: 
 
 
 @pytest.mark.parametrize("code", [100, 204, 300, 304, 400, 402, 410, 451, 501, 999])
-def test_an_answer_of_an_odd_status_is_an_error(internet: Internet, store: ImageStore, code: int) -> None:
+def test_a_response_with_an_unexpected_status_is_an_error(internet: Internet, store: ImageStore, code: int) -> None:
     internet.answers[f"{ROOT}/manifests/1"] = (code, {}, b"{}")
     with pytest.raises(ImageError, match=str(code)):
         fetch(store)
@@ -370,7 +362,7 @@ def test_an_answer_of_an_odd_status_is_an_error(internet: Internet, store: Image
         "http://localhost:8080/stop", "https://registry.example.com/v2/team/x/manifests/1", "https://\x00/", "http://\x1b[2Jx/",
     ],
 )  # fmt: skip
-def test_a_redirect_to_nowhere_or_in_a_circle_is_an_error(internet: Internet, store: ImageStore, location: str) -> None:
+def test_an_invalid_or_circular_redirect_is_an_error(internet: Internet, store: ImageStore, location: str) -> None:
     internet.answers[f"{ROOT}/manifests/1"] = (307, {"Location": location}, b"")
     with pytest.raises(ImageError, match=r"redirects|can't be asked") as caught:
         fetch(store)
@@ -383,7 +375,7 @@ def challenge(realm: str) -> dict[str, str]:
 
 
 def ask_for_token(internet: Internet, realm: str) -> None:
-    """Let the registry want a token for everything."""
+    """Make the registry require a token for everything."""
     for url, answer in list(internet.answers.items()):
 
         def answer_if_known(request: Any, answer: Any = answer) -> Any:
@@ -393,7 +385,7 @@ def ask_for_token(internet: Internet, realm: str) -> None:
         internet.answers[url] = answer_if_known
 
 
-def test_a_token_service_on_another_host_is_asked_over_tls(internet: Internet, store: ImageStore) -> None:
+def test_a_token_service_on_another_host_is_accessed_over_tls(internet: Internet, store: ImageStore) -> None:
     internet.image()
     ask_for_token(internet, "https://auth.example.org/token")
     internet.answers["https://auth.example.org/token"] = (200, {}, b'{"token": "opaque"}')
@@ -401,7 +393,7 @@ def test_a_token_service_on_another_host_is_asked_over_tls(internet: Internet, s
     assert internet.headers_to("auth.example.org")[0]["Authorization"].startswith("Basic ")
 
 
-def test_a_token_service_that_names_no_service_is_not_asked_for_one(internet: Internet, store: ImageStore) -> None:
+def test_no_service_parameter_is_sent_if_the_challenge_has_none(internet: Internet, store: ImageStore) -> None:
     internet.image()
     url = f"{ROOT}/manifests/1"
     internet.answers[url] = (401, {"WWW-Authenticate": 'Bearer realm="https://auth.example.org/token"'}, b"")
@@ -421,7 +413,9 @@ def test_a_token_service_that_names_no_service_is_not_asked_for_one(internet: In
         "https://", "https://[/", "", "token", "https://a:b@auth.example.org/token",
     ],
 )  # fmt: skip
-def test_no_password_goes_where_others_could_read_it(internet: Internet, store: ImageStore, realm: str) -> None:
+def test_passwords_are_not_sent_unencrypted_or_to_other_hosts(
+    internet: Internet, store: ImageStore, realm: str
+) -> None:
     internet.image()
     ask_for_token(internet, realm)
     internet.answers[realm] = (200, {}, b'{"token": "opaque"}')
@@ -439,7 +433,7 @@ def test_no_password_goes_where_others_could_read_it(internet: Internet, store: 
         (200, b"x" * (2 << 20)), (204, b""), (302, b""), (404, b""), (401, b"{}"), (503, b""),
     ],
 )  # fmt: skip
-def test_a_token_service_that_answers_nonsense_is_an_error(
+def test_an_invalid_response_of_a_token_service_is_an_error(
     internet: Internet, store: ImageStore, answer: tuple[int, bytes]
 ) -> None:
     internet.image()
@@ -453,14 +447,14 @@ def test_a_token_service_that_answers_nonsense_is_an_error(
 
 
 @pytest.mark.parametrize("words", ["", "Negotiate", "Digest realm=x", "Bearer", "\x00"])
-def test_a_login_that_is_not_known_is_reported(internet: Internet, store: ImageStore, words: str) -> None:
+def test_an_unsupported_login_scheme_is_reported(internet: Internet, store: ImageStore, words: str) -> None:
     internet.answers[f"{ROOT}/manifests/1"] = (401, {"WWW-Authenticate": words}, b"")
     with pytest.raises(ImageError, match=r"login that ftkit does not know|is no address"):
         fetch(store, known=ALICE)
 
 
 @pytest.mark.parametrize("target", ["https://storage.example.net/blob", "http://storage.example.net/blob"])
-def test_a_redirect_to_a_store_of_blobs_takes_no_authorization_along(
+def test_authorization_is_not_sent_to_a_redirected_blob_store(
     internet: Internet, store: ImageStore, target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "netrc").write_text("default login alice password from-netrc\n")
@@ -477,7 +471,7 @@ def test_a_redirect_to_a_store_of_blobs_takes_no_authorization_along(
     assert "Authorization" not in headers
 
 
-def test_a_store_of_blobs_that_asks_who_we_are_is_not_told(internet: Internet, store: ImageStore) -> None:
+def test_a_blob_store_that_requests_a_login_gets_no_credentials(internet: Internet, store: ImageStore) -> None:
     pushed = internet.image()
     layer = f"{ROOT}/blobs/{pushed.manifest['layers'][0]['digest']}"
     internet.answers[layer] = (307, {"Location": "https://storage.example.net/blob"}, b"")
@@ -487,7 +481,7 @@ def test_a_store_of_blobs_that_asks_who_we_are_is_not_told(internet: Internet, s
     assert not [headers for _, headers in internet.asked if "Authorization" in headers]
 
 
-def test_nothing_of_netrc_goes_anywhere(
+def test_credentials_of_netrc_are_never_sent(
     internet: Internet, store: ImageStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "netrc").write_text("default login alice password from-netrc\n")
@@ -497,7 +491,7 @@ def test_nothing_of_netrc_goes_anywhere(
     assert not [headers for _, headers in internet.asked if "Authorization" in headers]
 
 
-def test_a_password_for_a_registry_on_this_machine_goes_through_no_proxy(
+def test_a_password_for_a_local_registry_does_not_go_through_a_proxy(
     internet: Internet, store: ImageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("http_proxy", "https_proxy", "all_proxy"):
@@ -514,16 +508,16 @@ def test_a_password_for_a_registry_on_this_machine_goes_through_no_proxy(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:5000", "127.9.9.9", "localhost", "localhost:5000", "[::1]:5000"])
-def test_this_machine_is_known_as_such(host: str) -> None:
+def test_loopback_hosts_are_recognized(host: str) -> None:
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize(
     "host", ["127.evil.example.com:80", "127.0.0.1.example.com", "localhost.example.com", "127", ""]
 )
-def test_a_host_that_only_begins_like_this_machine_is_another(host: str) -> None:
+def test_a_host_with_a_loopback_prefix_is_not_local(host: str) -> None:
     assert not is_loopback(host)
 
 
-def test_a_digest_that_a_user_types_is_one() -> None:
+def test_a_digest_in_a_reference_is_parsed() -> None:
     assert isinstance(parse_reference("r.io/x@sha256:" + "a" * 64).digest, Digest)

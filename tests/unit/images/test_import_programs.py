@@ -1,4 +1,4 @@
-"""enroot, sbatch and apptainer, by stand-ins that record how they are called and make a file as they would."""
+"""Imports through enroot, sbatch and apptainer, with stand-ins that record their calls and write a file."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Known:
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with stand-ins first on PATH, in which they record."""
+    """A folder with stand-ins first on PATH, in which they record their calls."""
     folder = tmp_path / "record"
     folder.mkdir()
     (folder / "sqsh").write_bytes(SQUASHFS)
@@ -125,7 +125,7 @@ def stand_in(tmp_path: Path) -> Callable[[str, str], None]:
         ("10.1.0", f"docker://nvcr.io#team/olmo3@{Known.registry_digest}"),
     ],
 )
-def test_enroot_is_asked_by_digest_if_it_can_and_given_the_right_options(
+def test_enroot_imports_by_digest_if_supported_with_the_right_options(
     record: Path,
     stand_in: Callable[[str, str], None],
     tmp_path: Path,
@@ -148,7 +148,7 @@ def test_enroot_is_asked_by_digest_if_it_can_and_given_the_right_options(
     assert not [path.name for path in imported.file.parent.iterdir() if "partial" in path.name]
 
 
-def test_another_image_than_the_one_that_was_asked_for_is_refused(
+def test_an_image_other_than_the_requested_one_is_rejected(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in("enroot", ENROOT)
@@ -162,7 +162,7 @@ def test_another_image_than_the_one_that_was_asked_for_is_refused(
 
 
 @pytest.mark.parametrize(("host", "is_plain"), [("127.0.0.1:5000", True), ("localhost", True), ("r.io", False)])
-def test_a_registry_on_this_machine_is_asked_without_tls(
+def test_a_local_registry_is_accessed_without_tls(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, host: str, is_plain: bool
 ) -> None:
     stand_in("enroot", ENROOT)
@@ -171,13 +171,13 @@ def test_a_registry_on_this_machine_is_asked_without_tls(
     assert ("ENROOT_ALLOW_HTTP=yes\n" in (record / "enroot.env").read_text()) == is_plain
 
 
-def test_an_image_of_the_engine_is_asked_for_by_its_id() -> None:
+def test_an_image_of_the_engine_is_requested_by_its_id() -> None:
     address = enroot.address_in_docker(Known.image_id)
     assert address.uri == address.by_tag == f"dockerd://{Known.image_id}"
 
 
 @pytest.mark.parametrize(("has_tool", "kind"), [(True, Known), (False, EnrootSource)])
-def test_enroot_is_left_to_what_ftkit_can_not_pack_itself(
+def test_enroot_is_used_only_if_ftkit_cannot_pack_the_image(
     record: Path,
     stand_in: Callable[[str, str], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -191,7 +191,7 @@ def test_enroot_is_left_to_what_ftkit_can_not_pack_itself(
 
 
 @pytest.mark.parametrize(("release", "can_pack"), [("4.4", False), ("4.5.1", True), ("4.10", True), ("5.0", True)])
-def test_a_mksquashfs_that_reads_no_tar_stream_is_no_packer(
+def test_a_mksquashfs_without_tar_support_is_not_used(
     record: Path, stand_in: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, release: str, can_pack: bool
 ) -> None:
     stand_in("mksquashfs", f'echo "mksquashfs version {release} (2022/03/17)"')
@@ -200,7 +200,7 @@ def test_a_mksquashfs_that_reads_no_tar_stream_is_no_packer(
     assert record.is_dir()
 
 
-def test_on_a_node_enroot_works_on_the_node_s_own_disk(
+def test_enroot_uses_the_local_disk_on_a_node(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     stand_in(
@@ -231,7 +231,7 @@ def import_on(local: Path, tmp_path: Path) -> None:
     import_image("olmo3:25.02", select_source(request, ignore_progress), ImageStore(tmp_path / "images"))
 
 
-def test_enroot_errors_on_a_node_are_explained_too(
+def test_enroot_errors_on_a_node_are_explained(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in("enroot", ENROOT)
@@ -243,7 +243,7 @@ def test_enroot_errors_on_a_node_are_explained_too(
     assert record.is_dir()
 
 
-def test_the_next_import_removes_leftovers_of_a_killed_one_on_a_node(
+def test_the_next_import_removes_temporary_files_of_a_killed_one_on_a_node(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     stand_in("enroot", ENROOT)
@@ -337,7 +337,7 @@ def test_enroot_errors_are_explained(
 
 
 @pytest.mark.parametrize("program", ["apptainer", "singularity"])
-def test_a_sif_file_is_made_by_whichever_program_there_is(
+def test_a_sif_file_is_made_by_whichever_program_is_installed(
     record: Path,
     stand_in: Callable[[str, str], None],
     tmp_path: Path,
@@ -357,11 +357,11 @@ def test_a_sif_file_is_made_by_whichever_program_there_is(
     assert manifest is not None
     assert (manifest.format, manifest.made_by) == ("sif", program)
     words = (record / program).read_text().split()
-    assert words[-1] == "docker://r.io/team/olmo3@sha256:" + "b" * 64  # the tag may have moved by now
+    assert words[-1] == "docker://r.io/team/olmo3@sha256:" + "b" * 64  # the tag may have moved since
     assert not import_image("olmo3:25.02", source, store).is_new
 
 
-def test_a_sif_file_of_the_engine_is_asked_for_by_id(
+def test_a_sif_file_is_made_from_the_id_of_an_engine_image(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in("apptainer", APPTAINER)
@@ -372,7 +372,7 @@ def test_a_sif_file_of_the_engine_is_asked_for_by_id(
     assert (record / "apptainer").read_text().split()[-1] == f"docker-daemon:{Known.image_id}"
 
 
-def test_a_sif_file_of_another_manifest_is_another_one(
+def test_another_manifest_yields_another_sif_file(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     stand_in("apptainer", APPTAINER)
@@ -393,11 +393,11 @@ def test_a_sif_build_that_fails_shows_the_output(
     request = requested("docker://r.io/a:1", None, SLURM)
     with pytest.raises(ImageError, match="manifest unknown"):
         import_image("a:1", SifSource(request, ignore_progress), ImageStore(tmp_path / "images"))
-    assert json.dumps(sorted(path.name for path in (tmp_path / "images").iterdir())).count("sif") == 1  # its lock
+    assert json.dumps(sorted(path.name for path in (tmp_path / "images").iterdir())).count("sif") == 1  # only its lock
     assert record.is_dir()
 
 
-def test_a_sif_file_is_never_left_to_enroot(record: Path, stand_in: Callable[[str, str], None]) -> None:
+def test_enroot_is_never_used_for_a_sif_file(record: Path, stand_in: Callable[[str, str], None]) -> None:
     stand_in("enroot", ENROOT)
     request = requested("docker://r.io/a:1", None, SLURM)
     assert SifSource(request, ignore_progress).origin == "a registry"
@@ -406,7 +406,7 @@ def test_a_sif_file_is_never_left_to_enroot(record: Path, stand_in: Callable[[st
     assert list(record.glob("enroot*")) == []
 
 
-def test_without_apptainer_sif_says_so(record: Path, tmp_path: Path) -> None:
+def test_missing_apptainer_is_reported_for_sif(record: Path, tmp_path: Path) -> None:
     with pytest.raises(PrerequisiteError, match="neither 'apptainer' nor 'singularity'"):
         import_image(
             "a:1",
@@ -416,7 +416,7 @@ def test_without_apptainer_sif_says_so(record: Path, tmp_path: Path) -> None:
     assert record.is_dir()
 
 
-def test_an_enroot_that_makes_half_a_file_is_found_out(
+def test_a_truncated_file_written_by_enroot_is_detected(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     (record / "sqsh").write_bytes(SQUASHFS[:150])
@@ -431,6 +431,6 @@ def test_an_enroot_that_makes_half_a_file_is_found_out(
     ("wanted", "name"),
     [("olmo3:25.02", "olmo3:25.02"), ("docker://r.io#a/b/c:1", "c:1"), ("dockerd://x:2", "x:2")],
 )
-def test_an_import_is_called_by_the_last_part_of_its_address(wanted: str, name: str) -> None:
+def test_an_import_is_named_after_the_last_part_of_its_address(wanted: str, name: str) -> None:
     assert requested(wanted, None, SLURM).name.reference == name
     assert shlex.quote(name) == name

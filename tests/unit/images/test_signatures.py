@@ -1,4 +1,4 @@
-"""Signatures in a registry: they hold for one image under one name, with and without the referrers API."""
+"""Signatures in a registry are valid for one image under one name, with and without the referrers API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def digest_of(content: bytes) -> Digest:
 
 @dataclass
 class StandIn:
-    """A registry in memory."""
+    """An in-memory registry."""
 
     has_referrers: bool
     stored: dict[str, bytes] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def keys(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("has_referrers", [True, False])
-def test_a_signature_holds_for_the_image_the_name_and_the_key(keys: Path, has_referrers: bool) -> None:
+def test_a_signature_is_valid_only_for_its_image_name_and_key(keys: Path, has_referrers: bool) -> None:
     stand_in = StandIn(has_referrers)
     registry, image, other = cast("Registry", stand_in), stand_in.push("a"), stand_in.push("b")
 
@@ -114,7 +114,7 @@ def test_a_signature_holds_for_the_image_the_name_and_the_key(keys: Path, has_re
         require(NamedImage("tiny:2"), image)
 
 
-def test_a_signature_that_was_moved_to_another_image_is_refused(keys: Path) -> None:
+def test_a_signature_of_another_image_is_rejected(keys: Path) -> None:
     stand_in = StandIn(has_referrers=False)
     registry, image, other = cast("Registry", stand_in), stand_in.push("a"), stand_in.push("b")
     sign_in_registry(registry, TINY, image, keys / "ours", find_signer(keys / "ours"))
@@ -124,7 +124,7 @@ def test_a_signature_that_was_moved_to_another_image_is_refused(keys: Path) -> N
         require_in_registry(registry, TINY, [other], keys / "ours.pub")
 
 
-def test_a_further_signature_is_listed_beside_the_first(keys: Path) -> None:
+def test_a_second_signature_is_listed_next_to_the_first(keys: Path) -> None:
     stand_in = StandIn(has_referrers=False)
     image = stand_in.push("a")
     tag = f"manifests/{image.replace(':', '-')}"

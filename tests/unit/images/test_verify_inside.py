@@ -1,4 +1,4 @@
-"""The self-check in an imported file: by stand-ins of enroot that say and do what it can."""
+"""The self-check of an imported file, with stand-ins for enroot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANIFEST = ImportManifest(
 
 @pytest.fixture
 def enroot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a stand-in first on PATH that does what the file CHECK says, and REMOVE; it records its variables."""
+    """Put a stand-in first on PATH that runs the files CHECK and REMOVE and records its variables."""
     script = tmp_path / "bin" / "enroot"
     script.parent.mkdir()
     script.write_text(
@@ -43,7 +43,7 @@ def check(folder: Path) -> str:
     return verify_inside(folder / "a.sqsh", MANIFEST, ignore_progress)
 
 
-def test_only_the_self_check_s_own_sentence_is_believed(enroot: Path) -> None:
+def test_only_the_success_message_of_the_self_check_counts(enroot: Path) -> None:
     (enroot / "CHECK").write_text(f"echo a banner; echo '{PASSED}'")
     assert check(enroot) == ""
     created, _, removed = (enroot / "calls").read_text().splitlines()
@@ -61,14 +61,14 @@ def test_only_the_self_check_s_own_sentence_is_believed(enroot: Path) -> None:
         (f"echo '{PASSED}'; exit 1", "fails its self-check"),
     ],
 )
-def test_everything_else_is_no_success(enroot: Path, says: str, reason: str) -> None:
+def test_any_other_output_is_a_failure(enroot: Path, says: str, reason: str) -> None:
     (enroot / "CHECK").write_text(says)
     with pytest.raises(ImageError) as caught:
         check(enroot)
     assert reason in caught.value.what
 
 
-def test_the_host_s_variables_do_not_reach_the_check(enroot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_host_do_not_reach_the_check(enroot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/host")
     monkeypatch.setenv("ENROOT_DATA_PATH", "/data")
     (enroot / "CHECK").write_text(f"echo '{PASSED}'")
@@ -79,7 +79,7 @@ def test_the_host_s_variables_do_not_reach_the_check(enroot: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("remove", "said"), [("echo busy >&2; exit 1", "busy"), ("sleep 60", "did not answer within")])
-def test_a_container_that_can_not_be_removed_changes_no_verdict(
+def test_a_container_that_cannot_be_removed_does_not_change_the_verdict(
     enroot: Path, monkeypatch: pytest.MonkeyPatch, remove: str, said: str
 ) -> None:
     def run(args: list[str], *, timeout_seconds: float, environment: object = None) -> process.ProgramOutput:

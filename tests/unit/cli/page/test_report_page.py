@@ -1,4 +1,4 @@
-"""report.html: from run folders alone, in one file that asks nobody for anything."""
+"""report.html: made from run folders only, as one file that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 def trained(run: SubmittedRun, records: Any, num_records: int = 80) -> None:
-    """Write the files of a whole run, with a restart and a NaN loss."""
+    """Write the files of a complete run with a restart and a NaN loss."""
     run.layout.manifest.write_text(
         json.dumps({"starts": [{"time": 1.0}, {"time": 60.0, "after": HOSTILE, "host": "n1"}], "command": ["ftkit"]})
     )
@@ -57,7 +57,7 @@ def trained(run: SubmittedRun, records: Any, num_records: int = 80) -> None:
 
 
 class _Checker(HTMLParser):
-    """Collects resources that a page loads, its ids, and unclosed tags."""
+    """Collects a page's external resources, ids, and unclosed tags."""
 
     VOID = ("meta", "path", "use", "rect", "br", "img", "link", "stop")
 
@@ -91,20 +91,20 @@ def without_clock(page: Path) -> str:
 
 
 def check(page: str) -> str:
-    """Check what holds for every page, and return its text in one line."""
+    """Run the checks common to all pages; return the page's text in one line."""
     checker = _Checker()
     checker.feed(page)
     assert not checker.open
     assert not checker.loads
     assert len(set(checker.ids)) == len(checker.ids)
     assert HOSTILE not in page
-    assert "#010" not in page  # each placeholder became a color of the page
+    assert "#010" not in page  # every placeholder was replaced by a color
     assert len(page) < 2**20
     body = re.sub(r"<style>.*?</style>|<path[^>]*>", "", page, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]+>", " ", body).split())
 
 
-def test_a_page_of_a_run_tells_what_it_did(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+def test_the_report_of_a_run_is_complete(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
     run = make_run()
     trained(run, records)
     result = ftkit("report", "last")
@@ -121,7 +121,7 @@ def test_a_page_of_a_run_tells_what_it_did(ftkit: Callable[..., Result], make_ru
 
 
 @pytest.mark.parametrize("damage", ["", "{"])
-def test_a_run_without_records_or_plan_has_a_page(
+def test_a_run_without_records_or_plan_has_a_report(
     ftkit: Callable[..., Result], make_run: RunMaker, damage: str
 ) -> None:
     run = make_run()
@@ -132,7 +132,9 @@ def test_a_run_without_records_or_plan_has_a_page(
     assert "No step was recorded" in check(run.layout.report.read_text())
 
 
-def test_several_runs_are_compared_on_one_page(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+def test_several_runs_are_compared_in_one_report(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
     for name in ("one", "two"):
         trained(make_run(name), records)
     result = ftkit("compare", "one", "two", "--html", "both.html")
@@ -143,13 +145,13 @@ def test_several_runs_are_compared_on_one_page(ftkit: Callable[..., Result], mak
     assert ftkit("report", "one", "two").out == "comparison.html\n"
 
 
-def test_a_folder_that_cannot_be_written_to_is_an_error(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+def test_a_report_in_a_read_only_folder_is_an_error(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     make_run()
     result = ftkit("report", "last", "-o", "missing/report.html")
     assert (result.code, "can't write" in result.err, "--output" in result.err) == (5, True, True)
 
 
-def test_a_live_page_is_served_at_a_secret_address_and_rendered_for_each_request() -> None:
+def test_a_live_report_is_served_at_a_secret_address_and_rendered_per_request() -> None:
     pages = iter(["first", "second"])
     with ThreadingHTTPServer(("127.0.0.1", 0), page_handler(lambda: next(pages), "/secret")) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -166,10 +168,10 @@ def test_a_live_page_is_served_at_a_secret_address_and_rendered_for_each_request
 
 
 def get(address: str) -> str:
-    with urllib.request.urlopen(address) as answer:  # noqa: S310 - its own server
+    with urllib.request.urlopen(address) as answer:  # noqa: S310 - a server of this test
         return str(answer.read().decode())
 
 
-def test_a_page_that_is_served_loads_itself_again(make_run: RunMaker) -> None:
+def test_a_live_report_reloads_itself(make_run: RunMaker) -> None:
     page = run_page(read_report(make_run().layout, "running"), refresh_seconds=7)
     assert '<meta http-equiv="refresh" content="7">' in page

@@ -1,4 +1,4 @@
-"""Layers laid over each other, without unpacking them."""
+"""Flattening of layers without unpacking them."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ def whole(tmp_path: Path, *layers: list[Entry], zipped: bool = True) -> dict[str
     blobs = [make_layer(tmp_path / str(number), layer, zipped=zipped) for number, layer in enumerate(layers)]
     found = {}
     for member, content in flatten(blobs):
-        assert member.path.decode() not in found, "a path came twice"
+        assert member.path.decode() not in found, "duplicate path"
         found[member.path.decode()] = member.target.decode() or b"".join(content).decode()
     return found
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_the_upper_layer_wins(tmp_path: Path, *, zipped: bool) -> None:
+def test_the_upper_layer_takes_precedence(tmp_path: Path, *, zipped: bool) -> None:
     below, above = [("a", "old", "file"), ("b", "kept", "file")], [("a", "new", "file")]
     assert whole(tmp_path, below, above, zipped=zipped) == {"a": "new", "b": "kept"}
 
 
-def test_a_deleted_file_is_gone_and_may_come_back(tmp_path: Path) -> None:
+def test_a_deleted_file_is_removed_and_can_be_added_again(tmp_path: Path) -> None:
     layers = [[("d/a", "1", "file"), ("d/b", "2", "file")], [("d/.wh.a", "", "file")], [("d/a", "3", "file")]]
     assert whole(tmp_path, *layers[:2]) == {"d/b": "2"}
     assert whole(tmp_path, *layers) == {"d/a": "3", "d/b": "2"}
 
 
-def test_a_deleted_folder_takes_its_files_along(tmp_path: Path) -> None:
+def test_a_deleted_folder_removes_its_files(tmp_path: Path) -> None:
     assert whole(tmp_path, [("d", None, "folder"), ("d/e/a", "1", "file")], [(".wh.d", "", "file")]) == {}
 
 
-def test_an_emptied_folder_keeps_what_its_own_layer_has(tmp_path: Path) -> None:
+def test_an_opaque_folder_keeps_files_of_its_own_layer(tmp_path: Path) -> None:
     above: list[Entry] = [
         ("d", None, "folder"),
         ("d/.wh..wh..opq", "", "file"),
@@ -76,20 +76,20 @@ def test_an_emptied_folder_keeps_what_its_own_layer_has(tmp_path: Path) -> None:
     assert whole(tmp_path, [("d/old", "1", "file")], above) == {"d": "", "d/new": "2"}
 
 
-def test_a_file_in_place_of_a_folder_hides_what_was_in_it(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_hides_the_folders_files(tmp_path: Path) -> None:
     assert whole(tmp_path, [("d/a", "1", "file")], [("d", "now a file", "file")]) == {"d": "now a file"}
 
 
-def test_a_hard_link_outlives_the_name_that_it_was_made_from(tmp_path: Path) -> None:
+def test_a_hard_link_survives_the_deletion_of_its_target(tmp_path: Path) -> None:
     below: list[Entry] = [("a", "content", "file"), ("link", "a", "link")]
     assert whole(tmp_path, below, [("a", "changed", "file")]) == {"a": "changed", "link": "content"}
 
 
-def test_a_hard_link_stays_one_otherwise(tmp_path: Path) -> None:
+def test_a_hard_link_to_a_visible_file_stays_a_hard_link(tmp_path: Path) -> None:
     assert whole(tmp_path, [("a", "content", "file"), ("link", "a", "link")]) == {"a": "content", "link": "a"}
 
 
-def test_a_hard_link_to_a_hidden_hard_link_is_the_file_that_both_stand_for(tmp_path: Path) -> None:
+def test_a_hard_link_to_a_hidden_hard_link_resolves_to_the_file(tmp_path: Path) -> None:
     below: list[Entry] = [("a", "content", "file"), ("b", "a", "link"), ("c", "b", "link"), ("d", "c", "link")]
     assert whole(tmp_path, below, [(".wh.b", "", "file")]) == {"a": "content", "c": "a", "d": "c"}
     hidden: list[Entry] = [(".wh.a", "", "file"), (".wh.b", "", "file")]
@@ -102,7 +102,7 @@ def test_hard_links_to_one_hidden_file_stay_linked(tmp_path: Path) -> None:
     assert found == {"a": "changed", "l0": "content", "l1": "l0", "l2": "l0", "l3": "l0", "l4": "l0"}
 
 
-def test_a_layer_is_read_twice_at_most_however_many_links_lost_their_file(
+def test_a_layer_is_read_at_most_twice_whatever_the_number_of_hidden_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_opened = 0
@@ -126,7 +126,7 @@ def test_a_hard_link_to_itself_is_an_error(tmp_path: Path, entries: list[Entry])
         whole(tmp_path, entries)
 
 
-def test_another_layer_than_the_configuration_s_is_refused(tmp_path: Path) -> None:
+def test_a_layer_that_does_not_match_the_configuration_is_rejected(tmp_path: Path) -> None:
     layer = make_layer(tmp_path / "0", [("a", "content", "file")], zipped=True)
     other = make_layer(tmp_path / "1", [("a", "altered", "file")], zipped=True)
     with pytest.raises(ImageError, match="not the one that its configuration says"):
@@ -134,7 +134,7 @@ def test_another_layer_than_the_configuration_s_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("keep", [0, 5, 40, -9, -1])
-def test_a_layer_that_is_cut_off_is_an_error(tmp_path: Path, keep: int) -> None:
+def test_a_truncated_layer_is_an_error(tmp_path: Path, keep: int) -> None:
     layer = make_layer(tmp_path / "0", [("a", "content" * 100, "file")], zipped=True)
     layer.blob.write_bytes(layer.blob.read_bytes()[:keep])
     with pytest.raises(ImageError):

@@ -1,4 +1,4 @@
-"""A registry that misbehaves: cut connections, busy answers, other bytes than asked for."""
+"""A faulty registry: dropped connections, busy responses, wrong content."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYER = Descriptor(digest=digest_of(BLOB), size=len(BLOB))
 
 @dataclass
 class Behavior:
-    """Faults of the stand-in, and its recorded requests."""
+    """Faults of the fake registry, and its recorded requests."""
 
     cut_after: list[int] = field(default_factory=list)
     stops_after: list[int] = field(default_factory=list)
@@ -80,7 +80,7 @@ class StandIn(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _stall(self) -> None:
-        """Send a byte at a time, each soon enough for a bound on single reads, until the test is over."""
+        """Send one byte at a time, fast enough for the timeout of a single read, until the test ends."""
         if self.behavior.stalls == "token" and self.path.startswith("/v2/"):
             self.send_response(401)
             realm = f"http://127.0.0.1:{self.server.server_address[1]}/token"
@@ -117,14 +117,14 @@ def registry(behavior: Behavior) -> Iterator[Registry]:
         thread.join()
 
 
-def test_a_download_continues_where_it_broke_off(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_resumed(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
     behavior.cut_after = [1_500_000, 2_200_000]
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
     assert behavior.ranges == ["", "bytes=1048576-", "bytes=3145728-"]
 
 
-def test_a_download_begins_again_where_ranges_are_not_known(
+def test_a_download_restarts_if_ranges_are_not_supported(
     registry: Registry, behavior: Behavior, tmp_path: Path
 ) -> None:
     behavior.cut_after, behavior.ignores_ranges = [100_000], True
@@ -132,20 +132,20 @@ def test_a_download_begins_again_where_ranges_are_not_known(
     assert (tmp_path / "blob").read_bytes() == BLOB
 
 
-def test_a_registry_that_is_gone_for_good_is_reported(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
+def test_a_permanently_unreachable_registry_is_reported(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
     behavior.cut_after = [1000] * 9
     with pytest.raises(ImageError, match=r"lost the connection to 127\.0\.0\.1"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert len(behavior.ranges) == 4
 
 
-def test_other_bytes_than_asked_for_are_refused(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
+def test_content_with_another_digest_is_rejected(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
     behavior.blob = BLOB[:-1] + b"!"
     with pytest.raises(ImageError, match="sent other content"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
 
 
-def test_more_bytes_than_the_manifest_says_are_not_written(
+def test_bytes_beyond_the_size_in_the_manifest_are_not_written(
     registry: Registry, behavior: Behavior, tmp_path: Path
 ) -> None:
     behavior.blob = BLOB * 3
@@ -154,7 +154,7 @@ def test_more_bytes_than_the_manifest_says_are_not_written(
     assert (tmp_path / "blob").stat().st_size <= len(BLOB)
 
 
-def test_a_download_that_broke_off_after_its_last_byte_is_whole(
+def test_a_download_interrupted_after_its_last_byte_is_complete(
     registry: Registry, behavior: Behavior, tmp_path: Path
 ) -> None:
     behavior.says_more, behavior.cut_after = True, [len(BLOB)]
@@ -163,7 +163,7 @@ def test_a_download_that_broke_off_after_its_last_byte_is_whole(
     assert behavior.ranges == [""]
 
 
-def test_when_one_layer_fails_the_others_stop(tmp_path: Path) -> None:
+def test_a_failed_layer_stops_the_other_downloads(tmp_path: Path) -> None:
     first, second = (Descriptor(digest=digest_of(data), size=1) for data in (b"endless", b"broken"))
     config = Descriptor(digest=digest_of(b"config"), size=1)
 
@@ -195,7 +195,7 @@ def test_when_one_layer_fails_the_others_stop(tmp_path: Path) -> None:
     assert registry.has_stopped
 
 
-def test_a_lost_connection_is_reported_with_the_system_s_message() -> None:
+def test_a_lost_connection_is_reported_with_the_systems_message() -> None:
     with (
         Registry(parse_reference("127.0.0.1:9/x:1"), None, ignore_progress) as made,
         pytest.MonkeyPatch.context() as patch,
@@ -206,14 +206,14 @@ def test_a_lost_connection_is_reported_with_the_system_s_message() -> None:
     assert caught.value.what == "lost the connection to 127.0.0.1:9: Connection refused"
 
 
-def test_a_busy_registry_is_asked_again(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
+def test_requests_to_a_busy_registry_are_retried(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
     behavior.busy = 2
     registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").read_bytes() == BLOB
 
 
 @pytest.mark.parametrize("part", ["headers", "body", "token"])
-def test_a_document_that_comes_byte_by_byte_is_given_up(
+def test_a_document_that_arrives_byte_by_byte_times_out(
     registry: Registry, behavior: Behavior, part: Literal["headers", "body", "token"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "DOCUMENT_SECONDS", 0.1)
@@ -223,7 +223,7 @@ def test_a_document_that_comes_byte_by_byte_is_given_up(
 
 
 @pytest.mark.parametrize("part", ["headers", "body"])
-def test_a_layer_that_trickles_in_is_given_up(
+def test_a_layer_that_arrives_too_slowly_times_out(
     registry: Registry,
     behavior: Behavior,
     part: Literal["headers", "body"],
@@ -236,7 +236,7 @@ def test_a_layer_that_trickles_in_is_given_up(
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
 
 
-def test_a_layer_that_stalled_once_continues_where_it_was(
+def test_a_stalled_layer_download_is_resumed(
     registry: Registry, behavior: Behavior, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(connection, "CHUNK_SECONDS", 0.5)
@@ -246,5 +246,5 @@ def test_a_layer_that_stalled_once_continues_where_it_was(
     assert behavior.ranges == ["", "bytes=1048576-"]
 
 
-def test_a_password_is_in_no_text() -> None:
+def test_a_password_is_not_in_any_repr() -> None:
     assert "hush" not in repr(Credentials("alice", "hush"))

@@ -1,4 +1,4 @@
-"""From an image's members to the stream that is packed."""
+"""From the members of an image to the packed stream."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def test_nothing_is_newer_than_the_image() -> None:
     assert (found["old"].mtime, found["new"].mtime) == (10, 1000)
 
 
-def test_devices_are_left_out_and_named() -> None:
+def test_devices_are_skipped_and_reported() -> None:
     found, contents = written([(Member(b"opt/null", b"3"), b"")])
     assert "opt/null" not in found
     assert contents.left_out == ["opt/null"]
 
 
-def test_an_unknown_kind_of_file_is_refused() -> None:
+def test_an_unknown_kind_of_file_is_rejected() -> None:
     with pytest.raises(ImageError, match="does not know"):
         written([(Member(b"sparse", b"S"), b"")])
 
 
-def test_the_image_s_own_environment_file_is_replaced() -> None:
+def test_the_images_environment_file_is_replaced() -> None:
     found, _ = written([(Member(b"etc", FOLDER, 0o755), b""), (Member(b"etc/environment", FILE, size=3), b"X=1")])
     assert found["etc/environment"].size == len("A=b c\n")
 
@@ -74,7 +74,7 @@ def test_image_files_that_enroot_would_run_or_mount_are_replaced() -> None:
     ]
 
 
-def test_volumes_and_the_working_directory_are_made_where_nothing_is() -> None:
+def test_missing_volumes_and_working_directory_are_created() -> None:
     config = ImageConfig(working_directory="/w/d/", volumes=("/data/in", "/link/in", "/file", "/../out"))
     own = [
         (Member(b"data", FOLDER, 0o711), b""),
@@ -94,17 +94,17 @@ def test_volumes_and_the_working_directory_are_made_where_nothing_is() -> None:
         (FILE, 0o011, 0o511), (FILE, 0o4711, 0o4711), (SYMLINK, 0o777, 0o777),
     ],
 )  # fmt: skip
-def test_the_owner_who_is_no_root_can_read_everything(kind: bytes, mode: int, expected: int) -> None:
+def test_a_non_root_owner_can_read_everything(kind: bytes, mode: int, expected: int) -> None:
     found, _ = written([(Member(b"it", kind, mode, target=b"x" if kind == SYMLINK else b""), b"")])
     assert found["it"].mode == expected
 
 
-def test_the_list_of_packages_is_kept() -> None:
+def test_the_package_list_is_kept() -> None:
     _, contents = written([(Member(b"opt/ftkit/sbom.cdx.json", FILE, size=2), b"{}")])
     assert contents.sbom == b"{}"
 
 
-def test_a_variable_with_a_line_break_is_left_out() -> None:
+def test_a_variable_with_a_line_break_is_dropped() -> None:
     assert environment_file(ImageConfig(environment=("A=1", "B=x\ny", "C=2"))) == "A=1\nC=2\n"
 
 
@@ -118,7 +118,7 @@ def test_a_variable_with_a_line_break_is_left_out() -> None:
         (("echo", "it's $HOME; `id`"), (), (), "it's $HOME; `id`"),
     ],
 )
-def test_the_start_script_does_as_docker_would(
+def test_the_start_script_behaves_like_docker(
     entrypoint: tuple[str, ...], command: tuple[str, ...], words: tuple[str, ...], expected: str, tmp_path: Path
 ) -> None:
     config = ImageConfig(entrypoint=entrypoint, command=command, working_directory=str(tmp_path / "w d"))

@@ -1,4 +1,4 @@
-"""Tar streams, against what Python's own tarfile makes of them."""
+"""Tar streams, compared with Python's tarfile."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_tarfile_reads_the_written_members(members: list[tuple[str, bytes, str, 
                 assert entry.linkname == target
 
 
-def test_a_stream_that_ends_in_the_middle_is_an_error() -> None:
+def test_a_truncated_stream_is_an_error() -> None:
     whole = archive([(tarfile.TarInfo("a"), bytes(5000))], tarfile.PAX_FORMAT).getvalue()
     with pytest.raises(ImageError, match="ended in the middle"):
         read_all(io.BytesIO(whole[:3000]))
 
 
-def test_a_stream_without_its_end_is_an_error() -> None:
+def test_a_stream_without_an_end_marker_is_an_error() -> None:
     whole = archive([(tarfile.TarInfo("a"), bytes(512))], tarfile.PAX_FORMAT).getvalue()
     with pytest.raises(ImageError, match="ended in the middle"):
         read_all(io.BytesIO(whole[:1024]))
@@ -92,12 +92,12 @@ def test_a_damaged_header_is_an_error() -> None:
         read_all(io.BytesIO(bytes(whole)))
 
 
-def test_a_path_that_leads_out_is_refused() -> None:
+def test_a_path_outside_the_root_is_rejected() -> None:
     with pytest.raises(ImageError, match="leads out of it"):
         read_all(archive([(tarfile.TarInfo("a/../../etc/passwd"), b"x")], tarfile.PAX_FORMAT))
 
 
-def test_a_file_of_nine_gigabytes_has_its_size_in_an_extended_header() -> None:
+def test_a_9_gb_file_has_its_size_in_an_extended_header() -> None:
     stream = io.BytesIO()
     write_member(stream, Member(b"large", FILE, size=9 << 30))
     stream.seek(0)
@@ -115,7 +115,7 @@ def with_checksum(block: bytearray) -> bytes:
 
 
 @pytest.mark.parametrize("field", [b"-7", b"0o17", b"1_0", b"+7", b"12 34", b"99", b"\xb2\xb3"])
-def test_a_size_that_is_no_octal_number_is_an_error(field: bytes) -> None:
+def test_a_size_that_is_not_octal_is_an_error(field: bytes) -> None:
     block = header()
     block[124:136] = field.ljust(12, b"\0")
     with pytest.raises(ImageError, match="damaged"):
@@ -139,7 +139,7 @@ def test_a_size_that_is_no_octal_number_is_an_error(field: bytes) -> None:
         b"GNU.sparse.major=1",
     ],
 )
-def test_an_extended_header_that_says_nonsense_is_an_error(record: bytes) -> None:
+def test_an_invalid_extended_header_is_an_error(record: bytes) -> None:
     length = len(record) + 2
     while len(b"%d %s\n" % (length, record)) != length:
         length += 1
@@ -159,7 +159,7 @@ def test_an_extended_header_that_says_nonsense_is_an_error(record: bytes) -> Non
 @pytest.mark.parametrize(
     "record", [b"7 a=b\n9", b"999999999999999999999 a=b\n", b"0 a=b\n", b"1 a\n", b"x a=b\n", b"2 "]
 )
-def test_a_record_of_a_wrong_length_is_an_error(record: bytes) -> None:
+def test_an_extended_header_record_of_wrong_length_is_an_error(record: bytes) -> None:
     extended = tarfile.TarInfo("pax")
     extended.type, extended.size = tarfile.XHDTYPE, len(record)
     data = extended.tobuf(tarfile.USTAR_FORMAT) + record + bytes(-len(record) % 512) + bytes(1024)
