@@ -106,11 +106,13 @@ class ForwardedCommand(ExamplesCommand):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command there or here."""
-        from ftkit.cli.remote.forward import find_login_node, forward
+        from ftkit.cli.remote.login_node import find_login_node
 
         place = find_login_node(ctx.params)
         if place is None:
             return super().invoke(ctx)
+        from ftkit.cli.remote.forward import forward
+
         return ctx.exit(forward(place, self.name or "", ctx.meta[_TYPED], ctx.params))
 
 

@@ -87,15 +87,15 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.cli.run_script import RunScript, copy_asked, run_script, split_script_args
     from ftkit.cli.sweep import run_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
-    from ftkit.launch.code import files_of
     from ftkit.launch.render import render_job
     from ftkit.launch.resolve import resolve
-    from ftkit.launch.script import ScriptArgs
     from ftkit.launch.sweep import expand, plan_sweep
 
     terminal, ctx, environment = Terminal(), current_context(), job_environment(hf_token_file)
     copies = copy_asked(with_code, is_dev=is_dev)
     if script is not None:
+        from ftkit.launch.script import ScriptArgs
+
         words, script_args = split_script_args(words, typed)
         about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart)
         run = RunScript(about, run_args(words, **options), ["ftkit", *typed], environment)
@@ -106,6 +106,8 @@ def command(  # noqa: PLR0913 - one for each option
     args = run_args(words, **options, code=tuple(copy.plan for copy in copies))
 
     def check(plan: RunPlan) -> ReadyRun:
+        from ftkit.launch.code import files_of
+
         ready = make_ready(plan, ["ftkit", *typed], environment, terminal, does_import=does_import, where=where)
         return replace(ready, files={**ready.files, **files_of(copies)})
 

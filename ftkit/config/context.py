@@ -36,6 +36,12 @@ class Context:
         return cls(inside[0] if inside else current, user, os.environ)
 
 
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder of what ftkit can compute again: below `$XDG_CACHE_HOME` or `~/.cache`."""
+    home = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache"
+    return Path(home, "ftkit")
+
+
 def list_names(kind: str, ctx: Context) -> list[str]:
     """Return the names of all recipes or clusters (`kind`), those of the project first."""
     names = [path.stem for folder in search_folders(kind, ctx) for path in sorted(folder.glob("*.yaml"))]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit import process
+from ftkit.config.context import cache_folder
 from ftkit.config.model import NO_CAUSAL_CLASS, ArchitectureSpec, ModelCounts, ModelSpec
 from ftkit.config.model_config import check_dequantizable, shipped_config, text_part
 from ftkit.config.paths import is_path
@@ -226,6 +227,5 @@ def _cache_file(text: str, environment: Mapping[str, str]) -> Path:
     """Return where the counts of a configuration are cached, for this version of transformers."""
     from importlib.metadata import version  # noqa: PLC0415 - tens of milliseconds, for models without a formula alone
 
-    home = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache"
     key = f"{CACHE_VERSION} {version('transformers')} {text}"
-    return Path(home, "ftkit", "model-counts", f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")
+    return Path(cache_folder(environment), "model-counts", f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")

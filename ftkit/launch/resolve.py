@@ -19,7 +19,6 @@ from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
-from ftkit.health.site import answering_partitions
 from ftkit.launch.preparation import data_stamp
 from ftkit.planning.job import CodePlan, JobPlan
 from ftkit.planning.layout import DataLayout, Workspace
@@ -112,6 +111,8 @@ def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
     """
     if ("cluster",) in loaded.layers.origins:
         return
+    from ftkit.health.site import answering_partitions  # noqa: PLC0415 - programs of Slurm, for a run without a cluster
+
     partitions = list(dict.fromkeys(each.name for each in answering_partitions(ctx.environment)))
     if partitions:
         raise ConfigError(

@@ -29,8 +29,6 @@ NEEDS_PROJECT: Final = 190
 """Exit status of the login side: it has other files of the project than this machine."""
 OTHER_CODE: Final = 191
 """Exit status of the login side: it runs other code than this machine."""
-SERVED: Final = "FTKIT_FORWARDED"
-"""Variable that is set where a forwarded command runs: it is not forwarded again."""
 _SSH_FAILED: Final = 255
 _NOT_FOUND: Final = (126, 127)
 

@@ -11,19 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ftkit.cli.commands import current_context
 from ftkit.cli.terminal.console import Terminal
-from ftkit.config.context import Context, search_folders
-from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
+from ftkit.errors import ConfigError, Problem
 from ftkit.remote.login import (
-    SERVED,
     Login,
     Request,
     ask,
     call,
     call_through_pipe,
     is_lost,
-    login_of,
     unreachable,
     with_project,
 )
@@ -31,6 +27,9 @@ from ftkit.remote.records import Records
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses
+
+    from ftkit.cli.remote.login_node import LoginNode
+    from ftkit.config.context import Context
 
 SUBMITTING: Final = ("run", "resume", "rerun")
 """Commands that submit a job, and then follow it."""
@@ -46,75 +45,6 @@ SECRETS: Final = (
 _ABOUT_OUTPUT: Final = ("NO_COLOR", "FORCE_COLOR", "FTKIT_DEBUG", "LANG", "LC_ALL")
 _GIB: Final = 2**30
 _LONGEST_WAIT_SECONDS: Final = 30
-
-
-@dataclass(frozen=True)
-class LoginNode:
-    """Where a command is forwarded to, and the project here that it belongs to."""
-
-    login: Login
-    ctx: Context
-
-
-def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
-    """Return where a command with these parameters runs; None for this machine.
-
-    The run decides if its name is that of one submitted from here, else the selected cluster.
-
-    Raises:
-        UsageError: a sweep over clusters, one of which is remote.
-    """
-    if SERVED in os.environ:
-        return None
-    ctx = current_context()
-    reference = params.get("reference") or next(iter(params.get("references") or ()), None)
-    if isinstance(reference, str):
-        found = Records.of(os.environ).find(reference)
-        if found and not _has_newer_run(reference, found.id):
-            return LoginNode(found.login, replace(ctx, project=found.project))
-    names = str(params.get("cluster") or _chosen_cluster(ctx) or "").split(",")
-    logins = [_login_of(name, ctx) for name in names]
-    if len(names) > 1 and any(logins):
-        raise click.UsageError("a sweep over clusters can't be forwarded: give one --cluster that has a 'login'")
-    return LoginNode(logins[0], ctx) if logins[0] else None
-
-
-def _chosen_cluster(ctx: Context) -> str | None:
-    from ftkit.config.context import read_settings_layers
-
-    try:
-        value = read_settings_layers(ctx, ("cluster",)).value(("cluster",))
-    except FtkitError:  # the command itself reports it
-        return None
-    return value if isinstance(value, str) else None
-
-
-def _login_of(name: str, ctx: Context) -> Login | None:
-    """Return the login node of a profile; None also if it can't be read, which the command itself reports."""
-    if "/" not in name and not any(
-        (folder / f"{name}.yaml").is_file() for folder in search_folders("cluster", ctx)[:-1]
-    ):
-        return None  # shipped profiles are no one's login node
-    from ftkit.config.load import load_cluster
-
-    try:
-        login = login_of(load_cluster(name, ctx))
-    except (ConfigError, NotFoundError):
-        return None
-    if login and "/" in name:
-        problem = Problem("--cluster", "login", f"{name} is remote, where a path of this machine does not exist.")
-        raise ConfigError([replace(problem, fix="Move it into clusters/ and give its name.")])
-    return login
-
-
-def _has_newer_run(reference: str, run_id: str) -> bool:
-    """Return whether the run is in this machine's workspace and newer than a remote one."""
-    from ftkit.cli.arguments import get_run
-
-    try:
-        return get_run(reference).created.strftime("%Y%m%dT%H%M%SZ") > run_id.rsplit("-", 2)[1]
-    except FtkitError:
-        return False
 
 
 def forward(place: LoginNode, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.cli.main import main as ftkit
+from ftkit.cli.remote.login_node import SERVED
 from ftkit.files import copy_new, write_file
 from ftkit.remote.install import code_identity
-from ftkit.remote.login import LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE, SERVED, Request, read_request
+from ftkit.remote.login import LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE, Request, read_request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

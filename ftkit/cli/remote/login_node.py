@@ -1,0 +1,94 @@
+"""Select the machine that a command runs on: this one, or the login node of its cluster or run.
+
+Nearly every command asks, and most clusters have no `login`: this module imports what ssh needs only for those that do.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ftkit.cli.commands import current_context
+from ftkit.config.context import Context, read_settings_layers, search_folders
+from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ftkit.remote.login import Login  # noqa: TC004
+
+SERVED: Final = "FTKIT_FORWARDED"
+"""Variable that is set where a forwarded command runs: it is not forwarded again."""
+
+
+@dataclass(frozen=True)
+class LoginNode:
+    """Where a command is forwarded to, and the project here that it belongs to."""
+
+    login: Login
+    ctx: Context
+
+
+def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
+    """Return where a command with these parameters runs; None for this machine.
+
+    The run decides if its name is that of one submitted from here, else the selected cluster.
+
+    Raises:
+        UsageError: a sweep over clusters, one of which is remote.
+    """
+    if SERVED in os.environ:
+        return None
+    ctx = current_context()
+    reference = params.get("reference") or next(iter(params.get("references") or ()), None)
+    if isinstance(reference, str):
+        from ftkit.remote.records import Records
+
+        found = Records.of(os.environ).find(reference)
+        if found and not _has_newer_run(reference, found.id):
+            return LoginNode(found.login, replace(ctx, project=found.project))
+    names = str(params.get("cluster") or _chosen_cluster(ctx) or "").split(",")
+    logins = [_login_of(name, ctx) for name in names]
+    if len(names) > 1 and any(logins):
+        raise click.UsageError("a sweep over clusters can't be forwarded: give one --cluster that has a 'login'")
+    return LoginNode(logins[0], ctx) if logins[0] else None
+
+
+def _chosen_cluster(ctx: Context) -> str | None:
+    try:
+        value = read_settings_layers(ctx, ("cluster",)).value(("cluster",))
+    except FtkitError:  # the command itself reports it
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _login_of(name: str, ctx: Context) -> Login | None:
+    """Return the login node of a profile; None also if it can't be read, which the command itself reports."""
+    if "/" not in name and not any(
+        (folder / f"{name}.yaml").is_file() for folder in search_folders("cluster", ctx)[:-1]
+    ):
+        return None  # shipped profiles are no one's login node
+    from ftkit.config.load import load_cluster
+    from ftkit.remote.login import login_of
+
+    try:
+        login = login_of(load_cluster(name, ctx))
+    except (ConfigError, NotFoundError):
+        return None
+    if login and "/" in name:
+        problem = Problem("--cluster", "login", f"{name} is remote, where a path of this machine does not exist.")
+        raise ConfigError([replace(problem, fix="Move it into clusters/ and give its name.")])
+    return login
+
+
+def _has_newer_run(reference: str, run_id: str) -> bool:
+    """Return whether the run is in this machine's workspace and newer than a remote one."""
+    from ftkit.cli.arguments import get_run
+
+    try:
+        return get_run(reference).created.strftime("%Y%m%dT%H%M%SZ") > run_id.rsplit("-", 2)[1]
+    except FtkitError:
+        return False
