@@ -13,7 +13,6 @@ from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib, plural, short_path
 from ftkit.errors import TrainingError
-from ftkit.runs.checkpoints import DamagedCheckpointError, find_best, find_damage, read_marker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,6 +56,8 @@ class _Listed:
 @json_option
 def command(reference: str, *, does_verify: bool, as_json: bool) -> None:
     """List checkpoints."""
+    from ftkit.runs.checkpoints import find_best
+
     terminal, layout = Terminal(), get_run(reference).layout
     try:
         folders, best = layout.list_checkpoints(), find_best(layout)
@@ -88,6 +89,8 @@ def command(reference: str, *, does_verify: bool, as_json: bool) -> None:
 
 
 def _look(step: int, folder: Path, best: str | None, *, does_verify: bool) -> _Listed:
+    from ftkit.runs.checkpoints import DamagedCheckpointError, find_damage, read_marker
+
     written = folder.stat().st_mtime
     try:
         marker = read_marker(folder, step)

@@ -12,11 +12,7 @@ from ftkit.cli.arguments import RUN_HELP, get_run, get_submitted_run, run_argume
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.cli.terminal.report import failed
 from ftkit.errors import NotFoundError
-from ftkit.files import copy_new
-from ftkit.runs.failure import explain_failure
-from ftkit.runs.states import RunState
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +62,10 @@ def _path(layout: RunLayout, rank: int | None) -> Path:
 def _follow(run: SubmittedRun, path: Path, offset: int) -> None:
     """Copy a log to stdout until the run ends; wait for a log that does not exist yet."""
     from ftkit.cli.follow import poll_states
+    from ftkit.cli.terminal.report import failed
+    from ftkit.files import copy_new
+    from ftkit.runs.failure import explain_failure
+    from ftkit.runs.states import RunState
 
     terminal, output = Terminal(), sys.stdout.buffer
     shown = ""

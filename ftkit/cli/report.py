@@ -90,8 +90,8 @@ def write_report_at_end(layout: RunLayout, state: str) -> None:
 
 
 def _render(folders: Sequence[RunFolder], *, refresh_seconds: int | None = None) -> str:
-    from ftkit.cli.compare import comparison_report
     from ftkit.cli.page.write import comparison_page
+    from ftkit.cli.terminal.comparison_view import comparison_report
 
     if len(folders) > 1:
         compared = comparison_report([folder.layout for folder in folders])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,13 +13,12 @@ from ftkit.cli.arguments import current_workspace, json_option
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, short_path
-from ftkit.cli.terminal.report import STATE_STYLES
 from ftkit.errors import NotFoundError
-from ftkit.launch.observe import observe_all
-from ftkit.runs.entry import RunEntry, find_sweep, read_entry
-from ftkit.runs.find import list_runs
-from ftkit.runs.records import StepRecord, read_last_step
-from ftkit.runs.states import Observation
+
+if TYPE_CHECKING:
+    from ftkit.runs.entry import RunEntry  # noqa: TC004 - no pydantic reads this dataclass
+    from ftkit.runs.records import StepRecord  # noqa: TC004
+    from ftkit.runs.states import Observation  # noqa: TC004
 
 _COLUMNS = (
     Column("NAME", can_shrink=True),
@@ -64,6 +63,9 @@ class _Row:
 @json_option
 def command(sweep: str | None, *, as_json: bool) -> None:
     """List the runs of the workspace, newest first; or those of a sweep, with their values."""
+    from ftkit.runs.entry import read_entry
+    from ftkit.runs.find import list_runs
+
     terminal, workspace = Terminal(), current_workspace()
     if sweep:
         show_sweep(sweep, terminal, as_json=as_json)
@@ -83,6 +85,8 @@ def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
     Raises:
         NotFoundError: there is no such sweep.
     """
+    from ftkit.runs.entry import find_sweep
+
     entries = find_sweep(reference, current_workspace())
     if not entries:
         raise NotFoundError(
@@ -103,6 +107,9 @@ def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
 
 def _rows(entries: list[RunEntry], terminal: Terminal) -> list[_Row]:
     """Read the states of runs, with one query per scheduler; warn about damaged runs."""
+    from ftkit.launch.observe import observe_all
+    from ftkit.runs.records import read_last_step
+
     overview = observe_all([entry.run for entry in entries if entry.run])
     damaged = [f"{entry.folder.id} is damaged: {entry.damage}" for entry in entries if entry.damage]
     for warning in (*overview.warnings, *damaged):
@@ -111,6 +118,8 @@ def _rows(entries: list[RunEntry], terminal: Terminal) -> list[_Row]:
 
 
 def _cells(row: _Row, *, is_roomy: bool) -> list[Cell]:
+    from ftkit.cli.terminal.report import STATE_STYLES
+
     folder, plan = row.entry.folder, row.entry.plan
     return [
         folder.name,

@@ -9,14 +9,9 @@ import click
 from ftkit import assets
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
-from ftkit.config.cluster import ClusterProfile
-from ftkit.config.image import ImageSpec
-from ftkit.config.recipe import RecipeSpec
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-_SPECS: dict[str, type[BaseModel]] = {"recipe": RecipeSpec, "cluster": ClusterProfile, "image": ImageSpec}
+    from ftkit.config.strict import Spec
 
 
 @click.command(
@@ -29,10 +24,15 @@ _SPECS: dict[str, type[BaseModel]] = {"recipe": RecipeSpec, "cluster": ClusterPr
         "# yaml-language-server: $schema=recipe.schema.json",
     ),
 )
-@click.argument("kind", type=click.Choice(list(_SPECS)))
+@click.argument("kind", type=click.Choice(["recipe", "cluster", "image"]))
 def command(kind: str) -> None:
     """Print the JSON schema of recipe, cluster or image files."""
-    schema = _without_required(_SPECS[kind].model_json_schema())
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.image import ImageSpec
+    from ftkit.config.recipe import RecipeSpec
+
+    specs: dict[str, type[Spec]] = {"recipe": RecipeSpec, "cluster": ClusterProfile, "image": ImageSpec}
+    schema = _without_required(specs[kind].model_json_schema())
     if kind != "image":
         schema["properties"]["extends"] = {
             "type": "string",

@@ -239,3 +239,18 @@ class DataSpec(Spec):
 
 def _heldout_file(source: SingleSource) -> str | None:
     return source.heldout if isinstance(source, FilesSource) else None
+
+
+def describe_format(form: Format) -> str:
+    """Name a format in one line."""
+    match form:
+        case MessagesFormat():
+            return f"{form.style} turns in column '{form.column}'"
+        case PromptCompletionFormat():
+            return f"prompt and completion of columns {', '.join(form.columns)}"
+        case JinjaFormat():
+            return f"Jinja templates over columns {', '.join(form.columns)}"
+        case TextFormat():
+            return f"plain text in column '{form.column}'"
+        case _:
+            return form.kind

@@ -286,7 +286,8 @@ class ModelSpec(Spec):
     def _is_whole_where_it_can_be(cls, fields: ArchitectureFields) -> ArchitectureFields:
         if isinstance(fields, ArchitectureSpec) or _missing(fields):
             return fields
-        return ArchitectureSpec.model_validate(fields.model_dump(exclude_unset=True, exclude_none=True))
+        given = {name: value for name in fields.model_fields_set if (value := getattr(fields, name)) is not None}
+        return ArchitectureSpec.model_validate(given)
 
     @model_validator(mode="after")
     def _revision_is_one_of_the_hub(self) -> Self:

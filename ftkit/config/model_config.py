@@ -8,6 +8,7 @@ are planned without a network: a file has the text part of a config.json, and un
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -320,5 +321,10 @@ def shipped_config(weights: str) -> dict[str, Any] | None:
 
 def read_shipped(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read a shipped file: the configuration, and the hub ids with it."""
-    config = dict(read_yaml(path).values)
+    config = dict(_shipped_values(path))
     return config, tuple(config.pop("models", ()))
+
+
+@cache
+def _shipped_values(path: Path) -> Mapping[str, Any]:
+    return read_yaml(path).values

@@ -180,12 +180,12 @@ class TrainingSpec(Spec):
         """The adapters that are trained, on Llama's linear layers if none are named; none: all weights are."""
         if self.method == "full":
             return None
-        lora = self.lora or LoraSpec()
+        lora = self.lora or LoraSpec.model_construct()
         return lora if lora.targets else lora.model_copy(update={"targets": ALL_PROJECTIONS})
 
     def with_targets(self, targets: tuple[str, ...]) -> Self:
         """Return the settings with these targets of adapters, if there are adapters and none are named."""
-        lora = self.lora or LoraSpec()
+        lora = self.lora or LoraSpec.model_construct()
         if self.method == "full" or lora.targets or targets == ALL_PROJECTIONS:
             return self
         return self.model_copy(update={"lora": lora.model_copy(update={"targets": targets})})

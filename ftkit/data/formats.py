@@ -17,6 +17,7 @@ from ftkit.config.data import (
     MessagesFormat,
     PromptCompletionFormat,
     TextFormat,
+    describe_format,
 )
 from ftkit.config.sources import columns_of, parse_format_string
 from ftkit.data.conversations import Conversation, Example, Message, PlainText
@@ -42,21 +43,6 @@ METADATA = frozenset(
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
 _USED = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
 """Redundant columns of a format: Alpaca's `text` is its other columns rendered."""
-
-
-def describe_format(form: Format) -> str:
-    """Name a format in one line."""
-    match form:
-        case MessagesFormat():
-            return f"{form.style} turns in column '{form.column}'"
-        case PromptCompletionFormat():
-            return f"prompt and completion of columns {', '.join(form.columns)}"
-        case JinjaFormat():
-            return f"Jinja templates over columns {', '.join(form.columns)}"
-        case TextFormat():
-            return f"plain text in column '{form.column}'"
-        case _:
-            return form.kind
 
 
 def resolve_format(form: Format, rows: Sequence[Row]) -> Format:

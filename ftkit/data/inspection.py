@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import Conversation
 from ftkit.data.encoding import IGNORED, RowEncoder, shorten
-from ftkit.data.formats import describe_format, read_example
+from ftkit.data.formats import read_example
 from ftkit.data.packing import Packer
 from ftkit.data.sources import read_rows
 from ftkit.data.store import PreparedData, SourceStats

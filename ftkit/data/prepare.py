@@ -6,11 +6,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.sources import GeneratedSource
 from ftkit.data.conversations import texts_of
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder, find_answer_end
-from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format
+from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.packing import Packer, count_row_tokens
 from ftkit.data.sources import first_rows, read_rows, split_of
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data

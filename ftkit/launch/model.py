@@ -21,7 +21,6 @@ from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, Problem
 from ftkit.families import family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
-from ftkit.hub.access import fetch_config, fetch_files, find_commit
 from ftkit.hub.cache import TOKENIZER_FILE, find_folder
 from ftkit.model_folder import holds_adapters, read_model_config
 from ftkit.planning.layout import Workspace
@@ -85,6 +84,8 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
     if folder is None and model.weights != "random" and not is_path(model.weights):
         config = _shipped_config(model)
         if config is None and not isinstance(model.architecture, ArchitectureSpec):
+            from ftkit.hub.access import fetch_config  # noqa: PLC0415 - the hub's client
+
             config = fetch_config(model, environment, home)
             folder = find_folder(model, environment, home)
     if config is not None:
@@ -93,7 +94,7 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
     if model.added_tokens:
         plan = _with_added_tokens(plan, model, config, environment, home)
     if folder is not None and not is_path(model.weights):
-        plan = _pinned(plan, find_commit(model, environment, home))
+        plan = _pinned(plan, environment, home)
     return plan
 
 
@@ -103,11 +104,14 @@ def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:
     If the hub does not answer, the plan does not change. Raises as `resolve_model` does.
     """
     model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
-    pinned = _pinned(model, find_commit(model, {**environment, **plan.cluster.environment}, home))
+    pinned = _pinned(model, {**environment, **plan.cluster.environment}, home)
     return replace(plan, recipe=plan.recipe.model_copy(update={"model": pinned}))
 
 
-def _pinned(model: ModelPlan, commit: str | None) -> ModelPlan:
+def _pinned(model: ModelPlan, environment: Mapping[str, str], home: Path) -> ModelPlan:
+    from ftkit.hub.access import find_commit  # noqa: PLC0415 - the hub's client
+
+    commit = find_commit(model, environment, home)
     if commit is None or commit == model.revision:
         return model
     return model.model_copy(update={"revision": commit, "requested_revision": model.revision})
@@ -159,6 +163,8 @@ def _read_vocabulary(model: ModelSpec, environment: Mapping[str, str], home: Pat
     tokenizer = model.tokenizer
     if tokenizer.vocab_size is not None:  # it will be trained: all but its own special tokens are new
         return Vocabulary({}, tokenizer.vocab_size)
+    from ftkit.hub.access import fetch_files  # noqa: PLC0415 - the hub's client
+
     owner = model if tokenizer.source == "model" else ModelSpec(weights=tokenizer.source)
     is_folder = is_path(owner.weights)
     folder = Path(owner.weights) if is_folder else fetch_files(owner, VOCABULARY_FILES, environment, home)

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.data import AutoFormat
+from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.recipe import check_access, check_packages
 from ftkit.config.sources import HubSource
 from ftkit.data.chat_templates import check_tokenizer_folder
-from ftkit.data.formats import DETECTION_ROWS, describe_format, read_example, resolve_format
+from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, peek_rows
 from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
@@ -201,10 +201,8 @@ def _with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format
         yield from ((row, form) for row in group)
 
 
-def describe_data(data: DataSpec) -> str:
-    """Describe the format of a recipe's data in one line, detected from the first rows if the recipe sets none."""
-    if not isinstance(data.format, AutoFormat):
-        return describe_format(data.format)
+def describe_detected(data: DataSpec) -> str:
+    """Describe the formats that the first rows of a recipe's data have, if the recipe sets none, in one line."""
     try:
         forms = [describe_format(form) for _, form in _with_formats(data, peek_rows(data))]
     except FtkitError:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.paths import fixed_folder, is_address, is_file, is_path
 from ftkit.config.sources import HubSource
-from ftkit.data.files import find_files, stamp, walk
-from ftkit.data.weights import are_weights_here, export_weights, fetch_weights
 from ftkit.errors import NotFoundError, PrerequisiteError
 
 if TYPE_CHECKING:
@@ -26,6 +24,8 @@ def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
     """Return whether a run on Slurm has to prepare data or weights; a local run's own script does that."""
     if plan.cluster.scheduler != "slurm":
         return False
+    from ftkit.data.weights import are_weights_here  # noqa: PLC0415 - the hub's client
+
     return not plan.is_data_prepared or not are_weights_here(plan, environment)
 
 
@@ -47,6 +47,7 @@ def prepare_here(
             fix="pip install 'ftkit[train]'; or leave it to a job: --prepare job",
         )
     from ftkit.data.prepare import prepare  # noqa: PLC0415 - seconds of imports
+    from ftkit.data.weights import export_weights, fetch_weights  # noqa: PLC0415 - the hub's client
 
     export_weights(plan, report)
     prepare(plan, report, num_workers)
@@ -63,7 +64,7 @@ def data_stamp(recipe: RecipeSpec) -> str:
         NotFoundError: a file may not be looked at, there is none, or a folder is too large to be a data set's.
         PrerequisiteError: a package or credentials for an address are missing.
     """
-    stamps = [stamp(place, key) for key, place in recipe.data.files if is_address(place)]
+    stamps = [_stamp(place, key) for key, place in recipe.data.files if is_address(place)]
     keys = {key for key, _ in recipe.data.files}
     paths = [(key, path) for key, path in local_paths(recipe) if key not in keys]
     files = {file: key for key, path in paths for file in _files_of(key, path)}
@@ -94,7 +95,15 @@ def data_files(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
     """Yield the data files on this machine, each with its key."""
     for key, place in recipe.data.files:
         if not is_address(place):
+            from ftkit.data.files import find_files  # noqa: PLC0415 - readers of all kinds of files
+
             yield from ((key, Path(file)) for file in find_files(place, key))
+
+
+def _stamp(place: str, key: str) -> str:
+    from ftkit.data.files import stamp  # noqa: PLC0415 - drivers of object stores
+
+    return stamp(place, key)
 
 
 def _files_of(key: str, path: Path) -> list[Path]:
@@ -103,6 +112,8 @@ def _files_of(key: str, path: Path) -> list[Path]:
     if about is None or not stat.S_ISDIR(about.st_mode):
         return [] if about is None else [path]
     if key == "data.source.dataset":
+        from ftkit.data.files import walk  # noqa: PLC0415 - readers of all kinds of files
+
         return walk(path, key)
     return [file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()]
 

@@ -1,7 +1,7 @@
 """From a plan to the script of its job.
 
-`render_job` is pure, apart from reading the templates in sbatch/ and caching their compiled code. Every value in a script passes through one of the
-filters below: Jinja refuses any other.
+`render_job` is pure, apart from reading the templates in sbatch/ and caching their compiled code. Every value in a
+script passes through one of the filters below: Jinja refuses any other.
 """
 
 from __future__ import annotations
@@ -334,8 +334,8 @@ def _refuse_unfiltered(value: object) -> str:
 class _CompiledTemplates(BytecodeCache):
     """Keeps templates' bytecode in the user's cache, as Python does its modules': compiling takes a tenth of a second.
 
-    Jinja compares the digest of a template's source, and compiles it again if it differs. Whatever goes wrong with a
-    file, the template is only compiled once more.
+    Jinja compares the digest of a template's source, and compiles it again if it differs. Without a folder that can be
+    written, templates are compiled each time.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -19,6 +19,7 @@ from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
+from ftkit.launch.model import resolve_model
 from ftkit.launch.preparation import data_stamp
 from ftkit.planning.job import CodePlan, JobPlan
 from ftkit.planning.layout import DataLayout, Workspace
@@ -152,8 +153,6 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
         raise AssertionError("errors of loading were raised above")
     workspace = Workspace(loaded.workspace_folder(ctx))
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
-    from ftkit.launch.model import resolve_model  # noqa: PLC0415 - the hub's client, which few models need
-
     try:
         model = resolve_model(read.spec.model, ctx.environment, workspace)
     except ConfigError as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled
 from ftkit.cli.terminal.format import count, duration, gib, plural, short_path
+from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.sources import GeneratedSource
 from ftkit.planning.estimates.parameters import count_model
 
@@ -191,10 +192,13 @@ def describe_runtime(plan: JobPlan) -> str:
 
 
 def _data(plan: RunPlan) -> str:
-    from ftkit.launch.preflight import describe_data
-
+    data = plan.recipe.data
     state = "prepared" if plan.is_data_prepared else "to be prepared"
-    return f"{describe_data(plan.recipe.data)}; {state}"
+    if not isinstance(data.format, AutoFormat):
+        return f"{describe_format(data.format)}; {state}"
+    from ftkit.launch.preflight import describe_detected
+
+    return f"{describe_detected(data)}; {state}"
 
 
 def _shares(plan: RunPlan) -> str:

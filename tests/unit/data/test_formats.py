@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ftkit.config.data import DataSpec, Format, JinjaFormat, MessagesFormat, PromptCompletionFormat
+from ftkit.config.data import DataSpec, Format, JinjaFormat, MessagesFormat, PromptCompletionFormat, describe_format
 from ftkit.data.conversations import Conversation, Message, PlainText, ToolCall
-from ftkit.data.formats import describe_format, read_example, resolve_format, unused_columns
+from ftkit.data.formats import read_example, resolve_format, unused_columns
 from ftkit.data.rows import Row
 from ftkit.errors import DataError
 
