@@ -1,7 +1,7 @@
-"""A machine set up as the documentation says, with stand-ins for what can't be had here.
+"""A machine set up as documented, with stand-ins for what is not available here.
 
-Only programs and servers at the outermost edge are stood in for: git, pip, Slurm, the docker engine, registries, and
-the Python that trains. What is between them is ftkit as it is.
+Only external programs and servers are replaced: git, pip, Slurm, the docker engine, registries, and the Python that
+trains. Everything else is ftkit's own code.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ STAND_INS = {
 folder=ftkit && [[ $# == 3 ]] && folder=$3
 mkdir -p "$folder" && cp -r "$CHECKOUT/scripts" "$CHECKOUT/pyproject.toml" "$CHECKOUT"/constraints-*.txt "$folder"
 """,
-    # A job that is waited for runs at once, where the node's programs are. Of others, what they do is there
-    # by the time that squeue is asked.
+    # `sbatch --wrap` runs the job immediately, with the node's programs. Other jobs have finished by the time
+    # that squeue is called.
     "sbatch": """
 for word in "$@"; do
     case $word in
@@ -118,7 +118,7 @@ echo "123456|$state|None|1767323100|1767326700|n[1-2]|$(cat "$MACHINE/job")"
 """,
     "scancel": """rm "$MACHINE/is-busy" """,
     "sacct": "",
-    # It answers ftkit where a page or a command is about a login node.
+    # Used for pages and commands about a login node.
     "sinfo": """
 if [[ $1 == --version ]]; then echo "slurm 24.11.1"
 elif [[ ${2-} != *%P* ]]; then echo "gpu* 1-00:00:00 8 gpu:8"
@@ -130,7 +130,7 @@ elif [[ -e $MACHINE/is-login-node ]]; then echo "gpu*|up|8|96|gpu:8|1-00:00:00";
     "jq": """exec "$REAL_PYTHON" -c 'import json, sys; print(json.load(sys.stdin))' """,
     "uv": """printf 'left-pad==1.0 \\\\\\n    --hash=sha256:%064d\\n' 0""",
     "apptainer": f"""echo "{PASSED}" """,
-    # A squashfs file as far as its head tells.
+    # Only the header of a squashfs file.
     "tar2sqfs": """
 cat >/dev/null
 exec "$REAL_PYTHON" -c 'import struct, sys
@@ -145,34 +145,34 @@ ON_NODES = {
 cp "$MACHINE"/blobs/* "$ENROOT_CACHE_PATH"
 tar2sqfs "$3" </dev/null
 """,
-    "zstd": """cat "${!#}" """,  # the blobs are not packed
+    "zstd": """cat "${!#}" """,  # blobs are not compressed
 }
 
 
 @dataclass
 class Machine:
-    """A home folder with a project in it, and the programs on PATH."""
+    """A home folder with a project, and the programs on PATH."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def project(self) -> Path:
-        """The folder that commands are typed in."""
+        """The folder in which commands run."""
         return self.root / "home" / "project"
 
     def as_here(self, text: str) -> str:
-        """Put the cluster's shared file system into this machine's folder."""
+        """Replace paths of the cluster's shared file system by a folder of this machine."""
         return text.replace("/shared", f"{self.root}/shared")
 
     def write(self, path: str, text: str) -> None:
-        """Write a file of the project."""
+        """Write a file in the project."""
         file = self.project / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(self.as_here(text))
 
     def type(self, *lines: str) -> subprocess.CompletedProcess[str]:
-        """Type lines into one shell, which ends with the first that fails."""
+        """Run lines in one shell, which exits at the first failure."""
         script = "".join(
             f"{line}\n" + 'code=$?; [ "$code" = 0 ] || exit "$code"\n' for line in map(self.as_here, lines)
         )
@@ -209,7 +209,7 @@ def machine(tmp_path: Path, docker_host: str, proxy: tuple[str, Path]) -> Iterat
     (tmp_path / "outcome").write_text("completed")
     for outcome in ("completed", "stopped"):
         (tmp_path / f"records-{outcome}").write_text(records(outcome))
-    shutil.copytree(CHECKOUT / "containers", machine.project / "containers")  # an image's lock is written there
+    shutil.copytree(CHECKOUT / "containers", machine.project / "containers")  # image locks are written there
     cache_config(tmp_path / "shared" / "me" / "ftkit" / "huggingface" / "hub")
     machine.environment = {
         "HOME": f"{tmp_path}/home",
@@ -231,7 +231,7 @@ def machine(tmp_path: Path, docker_host: str, proxy: tuple[str, Path]) -> Iterat
 
 
 def cache_config(hub: Path) -> None:
-    """Put the shape of the documentation's model where it is after a first look at the hub."""
+    """Cache the configuration of the documented model, as after a first request to the hub."""
     shape = {
         "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -290,12 +290,12 @@ MANIFEST = json.dumps(
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers from a method `answer` of (method, path, query, body)."""
+    """HTTP handler that responds through a method `answer(method, path, query, body)`."""
 
     protocol_version = "HTTP/1.1"
 
     def address_string(self) -> str:
-        return "here"  # clients of a Unix socket have no address
+        return "here"  # Unix socket clients have no address
 
     def log_message(self, *_: object) -> None:
         pass
@@ -313,7 +313,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
-            with suppress(BrokenPipeError):  # a client that knows enough goes away
+            with suppress(BrokenPipeError):  # clients may disconnect early
                 self.wfile.write(data)
 
     do_GET = do_HEAD = do_POST = do_DELETE = handle_any  # noqa: N815 - http.server's names
@@ -323,7 +323,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Engine(Handler):
-    """As much of the docker engine's API as ftkit uses; images are kept by name."""
+    """The subset of the docker engine's API that ftkit uses; images are stored by name."""
 
     images: dict[str, dict[str, Any]]
 
@@ -386,7 +386,7 @@ class Engine(Handler):
 
 
 class Proxy(Handler):
-    """The way to every registry: each has the same image under each name."""
+    """A proxy to all registries, each of which has the same image under every name."""
 
     context: ssl.SSLContext
 
@@ -431,8 +431,8 @@ def serving(server: socketserver.BaseServer) -> Iterator[None]:
 
 @pytest.fixture
 def docker_host() -> Iterator[str]:
-    """A docker engine's address; its engine has no image yet."""
-    with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:  # a short path: a socket's has at most 107 bytes
+    """The address of a docker engine without images."""
+    with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:  # a short path: socket paths have at most 107 bytes
         engine = type("EngineOfATest", (Engine,), {"images": {}})
         with serving(UnixServer(f"{folder}/docker.sock", engine)):
             yield f"unix://{folder}/docker.sock"
@@ -440,7 +440,7 @@ def docker_host() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A proxy behind which the registries are, and the certificate that they show."""
+    """A proxy to the registries, and their certificate."""
     folder = tmp_path_factory.mktemp("certificate")
     names = ",".join(f"DNS:{name}" for name in REGISTRIES)
     subprocess.run(

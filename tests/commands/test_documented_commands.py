@@ -1,4 +1,4 @@
-"""Every command of README, docs and `--help` works as it is typed."""
+"""Every command in the README, docs and `--help` works as written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKOUT = Path(__file__).parents[2]
 PAGES = [
     page
     for page in (CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").rglob("*.md")))
-    if page.name != "cli.md"  # made from the commands' help, whose examples are tested by themselves
+    if page.name != "cli.md"  # generated from the commands' help, whose examples are tested below
 ]
 
 
@@ -29,7 +29,7 @@ PAGES = [
 class Block:
     """A fenced block of a page.
 
-    Its file is what its first line (`# recipes/mine.yaml`) or the sentence above it ("`chats.jsonl` has …:") says.
+    Its file name is in its first line (`# recipes/mine.yaml`) or in the sentence above ("`chats.jsonl` has …:").
     """
 
     kind: str
@@ -74,7 +74,7 @@ WITH_COMMANDS = [page for page in PAGES if any(commands(block) for block in bloc
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_are_written_so_that_they_are_tested(page: Path) -> None:
+def test_commands_are_in_blocks_that_are_tested(page: Path) -> None:
     for block in blocks(page):
         assert bool(commands(block)) == (block.kind == "console"), block.text
         if block.kind != "console":
@@ -82,12 +82,12 @@ def test_commands_are_written_so_that_they_are_tested(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
-def test_a_pages_commands_work_as_typed_after_its_files_were_written(page: Path, machine: Machine) -> None:
+def test_the_commands_of_a_page_work_as_written(page: Path, machine: Machine) -> None:
     machine.environment["PATH"] += f":{machine.project}/.venv/bin"
     done = machine.type("python3 -m venv .venv")
     assert done.returncode == 0, done.stderr
     if "git clone" in page.read_text():
-        machine.environment["FTKIT_WORKSPACE"] = str(machine.root / "shared")  # one for the demo and for what follows
+        machine.environment["FTKIT_WORKSPACE"] = str(machine.root / "shared")  # shared by the demo and later commands
     else:
         machine.write("ftkit.yaml", "workspace: /shared/me/ftkit\nregistry: registry.example.com/team\n")
     before = machine.type(*BEFORE_PAGE.get(page.stem, ()))
@@ -146,7 +146,7 @@ COMMANDS = [command for section in _SECTIONS.values() for command in section]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_the_examples_of_a_commands_help_work_as_typed(command: LazyCommand, machine: Machine) -> None:
+def test_the_examples_in_a_commands_help_work_as_written(command: LazyCommand, machine: Machine) -> None:
     machine.write("ftkit.yaml", "workspace: /shared\nregistry: registry.example.com/team\n")
     machine.write("clusters/mycluster.yaml", "name: mycluster\nextends: slurm\ndescription: ours\n")
     machine.write("my-recipe.yaml", "name: mine\nextends: olmo3-7b-full\n")
@@ -155,7 +155,7 @@ def test_the_examples_of_a_commands_help_work_as_typed(command: LazyCommand, mac
     for example in import_module(command.module).command.examples:
         before = machine.type(*BEFORE_EACH.get(command.name, ()))
         assert before.returncode == 0, before.stderr
-        # What is for zsh can't be evaluated by bash: that there is something must do.
+        # zsh code can't be evaluated by bash, so only its presence is checked.
         done = machine.type(*["eval() { [[ $1 == *compdef* ]]; }"] * ("zsh" in example), example)
         assert done.returncode == 0, f"{example}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr

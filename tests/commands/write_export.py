@@ -1,4 +1,4 @@
-"""Write the export of an untrained model, as `FOLDER/export`, and its validation rows, as `FOLDER/data`."""
+"""Write the export of an untrained model to `FOLDER/export` and its validation rows to `FOLDER/data`."""
 
 from __future__ import annotations
 

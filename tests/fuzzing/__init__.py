@@ -1,5 +1,5 @@
-"""Broken and hostile input, at random: `scripts/fuzz`, and for seconds among the tests.
+"""Fuzzing with malformed and hostile input: `scripts/fuzz`, and briefly as part of the tests.
 
-An area makes cases, each a few files, from a random number generator, and knows what ftkit does with them. Whatever a
-case holds, ftkit accepts it or refuses it: it raises nothing else, ends soon, and takes bounded memory.
+An area generates cases (a few files each) from a random number generator and runs ftkit on them. ftkit must accept or
+reject any case: without other exceptions, in limited time, and with bounded memory.
 """

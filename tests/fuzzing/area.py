@@ -19,10 +19,10 @@ class Area:
     """One kind of input.
 
     Args:
-        name: what it is called on the command line and in the corpus.
-        make: makes a case; the same one from the same state of the generator.
-        run: gives a case to ftkit in an empty folder; returns whether it was accepted, and raises if ftkit does
-            anything but accept or refuse it.
+        name: its name on the command line and in the corpus.
+        make: generates a case, deterministic for a state of the generator.
+        run: runs ftkit on a case in an empty folder; returns whether it was accepted, and raises if ftkit neither
+            accepts nor rejects it.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Area:
 
     @property
     def corpus(self) -> list[Path]:
-        """The folders of the cases that are kept."""
+        """The folders of the regression cases."""
         return sorted(path for path in (CORPUS / self.name).glob("*") if path.is_dir())
 
 

@@ -1,4 +1,4 @@
-"""Run many cases of each area, in a process with limits, and count what came of them."""
+"""Run many cases of each area in a process with limits, and count the results."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Tally:
 
 
 class HangError(BaseException):
-    """A case takes too long. No `Exception`: nobody handles it."""
+    """A case takes too long. Not an `Exception`, so that no handler catches it."""
 
 
 def load_area(name: str) -> Area:
@@ -86,13 +86,13 @@ def _imported_area(place: str) -> Area:
 
 
 def make_case(area: Area, seed: int, number: int) -> Case:
-    """Make a case: a function of area, seed and number alone."""
+    """Generate a case, which depends only on area, seed and number."""
     return area.make(random.Random(f"{area.name} {seed} {number}"))
 
 
 @contextlib.contextmanager
 def limited_time(seconds: float) -> Iterator[None]:
-    """Raise HangError in what takes more CPU time."""
+    """Raise HangError in code that takes more CPU time."""
 
     def end(*_: object) -> NoReturn:
         raise HangError(f"more than {seconds:g} s of CPU time")
@@ -107,7 +107,7 @@ def limited_time(seconds: float) -> Iterator[None]:
 
 
 def try_case(area: Area, case: Case) -> tuple[Outcome, str]:
-    """Give a case to ftkit in a folder of its own; return what came of it, and the traceback if it failed."""
+    """Run ftkit on a case in a new folder; return the result, with the traceback if it failed."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="ftkit-fuzz-", ignore_cleanup_errors=True) as folder:
         os.chdir(folder)
@@ -116,17 +116,17 @@ def try_case(area: Area, case: Case) -> tuple[Outcome, str]:
                 return ("accepted" if area.run(case, Path(folder)) else "refused"), ""
         except HangError:
             return "hang", traceback.format_exc()
-        except BaseException:  # noqa: BLE001 - also SystemExit: nothing of it is an answer
+        except BaseException:  # noqa: BLE001 - SystemExit is a failure, too
             return "traceback", traceback.format_exc()
         finally:
             os.chdir(here)
 
 
 def _work(place: str, seed: int, numbers: range, reports: Connection) -> None:
-    """Run cases, and send a report of each."""
+    """Run cases, and send a report for each."""
     logging.disable()
     area = _imported_area(place)
-    make_case(area, seed, numbers.start)  # what is made once is no part of the first case's time
+    make_case(area, seed, numbers.start)  # one-time setup does not count as time of the first case
     limit = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
@@ -137,7 +137,7 @@ def _work(place: str, seed: int, numbers: range, reports: Connection) -> None:
 
 
 def run_area(name: str, seed: int, numbers: range) -> Iterator[Report]:
-    """Run cases of an area in a process of its own; a process that dies or hangs is restarted after that case."""
+    """Run cases of an area in a subprocess, which is restarted after a case that kills or hangs it."""
     context = multiprocessing.get_context("spawn")
     start = numbers.start
     while start < numbers.stop:
@@ -197,10 +197,10 @@ def _count(name: str, seed: int, numbers: range, corpus: Path) -> Tally:
 
 
 def replay(area: Area, folder: Path) -> None:
-    """Give a case of the corpus to ftkit.
+    """Run ftkit on a case of the corpus.
 
     Raises:
-        AssertionError: ftkit did anything but accept or refuse it.
+        AssertionError: ftkit neither accepted nor rejected it.
     """
     outcome, text = try_case(area, read_case(folder))
     assert outcome in ("accepted", "refused"), text

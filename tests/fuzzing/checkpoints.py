@@ -43,7 +43,7 @@ _PIECES = (
 
 
 class _Ran:
-    """Pickled: leaves a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("ran"),)
@@ -60,7 +60,7 @@ class _Weight:
 
 
 class _Alone:
-    """The only rank."""
+    """A world of size 1."""
 
     rank, size, is_first = 0, 1, True
 
@@ -70,7 +70,7 @@ class _Alone:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Let torch not say that this is one process."""
+    """Suppress torch's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -78,7 +78,7 @@ def _without_advice() -> Iterator[None]:
 
 @cache
 def _whole() -> Case:
-    """Return the files of a checkpoint in which the weight is its step."""
+    """Return the files of a checkpoint whose weight is its step."""
     folder = Path(tempfile.mkdtemp())
     with _without_advice():
         torch.distributed.checkpoint.save({"weight": torch.full((3,), float(_STEP))}, checkpoint_id=folder)
@@ -86,7 +86,7 @@ def _whole() -> Case:
 
 
 def _seal(folder: Path) -> bytes:
-    """Return a marker that fits the files as they are."""
+    """Return a completion marker for the files in their current state."""
     files = {path.name: SavedFile.of(path) for path in sorted(folder.iterdir())}
     return json.dumps(asdict(Marker(TrainState(_STEP, _DATA), 1, files))).encode()
 
@@ -94,8 +94,8 @@ def _seal(folder: Path) -> bytes:
 def _make(rng: random.Random) -> Case:
     whole = _whole()
     kind = rng.randrange(4)
-    if kind == 0:  # someone forges an index
-        index = pickle.loads(whole[INDEX])  # noqa: S301 - we wrote it
+    if kind == 0:  # a forged index
+        index = pickle.loads(whole[INDEX])  # noqa: S301 - written by this module
         index.state_dict_metadata[rng.choice(("weight", "more"))] = rng.choice((_Ran(), BytesStorageMetadata(), None))
         return {INDEX: pickle.dumps(index, protocol=rng.choice((2, 4, 5)))}
     if kind == 1:
@@ -115,7 +115,7 @@ def _run(case: Case, folder: Path) -> bool:
     layout = RunLayout(folder)
     checkpoint = layout.checkpoint(_STEP)
     write_case(checkpoint, _whole() | case)
-    if MARKER not in case:  # who can write a file can write its digest too
+    if MARKER not in case:  # an attacker who can write a file can write its digest as well
         (checkpoint / MARKER).write_bytes(_seal(checkpoint))
     engine: Any = _Weight()
     world: World | Any = _Alone()

@@ -1,4 +1,4 @@
-"""ftkit's command line, called in this process as the program calls it."""
+"""ftkit's command line, called in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def command_line(folder: Path) -> Iterator[Callable[..., tuple[int, str]]]:
-    """Give a function that calls ftkit in an empty project without Slurm or network; a defect raises.
+    """Yield a function that calls ftkit in an empty project without Slurm or network and raises on a bug.
 
     Args:
         folder: the project is in `project`, the workspace in `workspace`.
@@ -45,7 +45,7 @@ def command_line(folder: Path) -> Iterator[Callable[..., tuple[int, str]]]:
                 code = main(words)
             assert code != 1, "".join(path.read_text(errors="replace") for path in folder.glob("state/ftkit/*"))
             err.seek(0)
-            assert "\x1b" not in err.read(), "what is in a file steers the terminal"
+            assert "\x1b" not in err.read(), "escape sequences of a file reach the terminal"
             out.seek(0)
             return code, out.read()
 

@@ -1,4 +1,4 @@
-"""Files of examples: JSON Lines, what is taken for it, and other encodings."""
+"""Data files: JSON Lines, similar formats, and other encodings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Registries' answers, layers, and files of images.
+"""Registry responses, layers, and image files.
 
-Whatever they are, an import gives the image that was pushed, or an error; it writes nowhere but in its folder.
+For any input, an import yields the pushed image or an error, and writes only to its folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 HOST = "https://registry.example.com"
 SQUASHFS = b"hsqs" + bytes(36) + (200).to_bytes(8, "little") + bytes(200)
-SECRET = "correct-horse"  # noqa: S105 - a password of nobody
+SECRET = "correct-horse"  # noqa: S105 - a fake password
 _LOCATIONS = ("", "/", "https://evil.example.net/", "http://evil.example.net", "//", "file:///etc/passwd")
 _LOGINS = ("", "Basic", "Digest", *(f'Bearer realm="{scheme}://evil.example.net/"' for scheme in ("http", "https")))
 _CODES = (200, 200, 200, 206, 301, 307, 401, 403, 404, 416, 429, 500, 204, 304, 418)
@@ -49,7 +49,7 @@ _CODES = (200, 200, 200, 206, 301, 307, 401, 403, 404, 416, 429, 500, 204, 304, 
 
 @contextmanager
 def _no_packer() -> Iterator[None]:
-    """Write what is packed as it is, behind a head of squashfs, on a machine of the usual kind."""
+    """Replace mksquashfs: write members uncompressed after a squashfs header; fix the platform to x86_64."""
 
     def pack(entries: Any, config: ImageConfig, partial: Path, **_: Any) -> MadeFile:
         sink = io.BytesIO()
@@ -71,7 +71,7 @@ def _check_message(error: ImageError | NotFoundError) -> None:
 
 
 def _imported(folder: Path, digest: str = "") -> Path | None:
-    """Import from the internet of the moment; return the file, or nothing where it was refused as it should be."""
+    """Import from the fake internet; return the file, or None if it was rejected correctly."""
     reference = parse_reference("registry.example.com/team/x:1" + digest)
     store = ImageStore(folder / "workspace" / "images")
     try:
@@ -95,14 +95,14 @@ def _make_answers(rng: random.Random) -> Case:
     if part == 0:
         pushed.manifest = damaged_value(rng, pushed.manifest)
     elif part == 1:
-        del values["content"]  # another configuration is another image
+        del values["content"]  # another configuration would be another image
         pushed.config = damaged_value(rng, pushed.config)
         pushed.manifest["config"] = pushed.add(json.dumps(pushed.config).encode())
     elif part == 2:
         platform = {"os": "linux", "architecture": "amd64"}
         entry = {"digest": pushed.digest, "size": len(pushed.body), "platform": platform}
         pushed.manifest = damaged_value(rng, {"schemaVersion": 2, "manifests": [entry]})
-    internet.serve(Pushed())  # what is pinned is there in any case
+    internet.serve(Pushed())  # the pinned image always exists
     internet.serve(pushed)
     if part >= 3:
         url = rng.choice(list(internet.answers))
@@ -144,7 +144,7 @@ def _run_answers(case: Case, folder: Path) -> bool:
 
 @cache
 def _good() -> Path:
-    """Return the file of the image as it was pushed."""
+    """Return the file of the unmodified image."""
     internet = Internet()
     internet.image()
     with connected_to(internet):
@@ -171,12 +171,12 @@ _ODD_TYPES = (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.CONTTYPE, b"S", b"x", b"
 
 @cache
 def _whole_tar() -> bytes:
-    """Return a layer with one of everything."""
+    """Return a layer with one entry of each kind."""
     return _tar_of(_ENTRIES)
 
 
 def _odd_tar(rng: random.Random) -> bytes:
-    """Return a layer of valid headers that say odd things."""
+    """Return a layer with valid headers that have unusual values."""
     entries = [rng.choice(_ENTRIES) for _ in range(rng.randrange(1, 12))]
     for _ in range(rng.choice((1, 1, 3))):
         place = rng.randrange(len(entries))
@@ -205,7 +205,7 @@ def _make_layers(rng: random.Random) -> Case:
         damaged = _odd_tar(rng) if kind else damaged_bytes(rng, whole)
         layers = rng.choice(([damaged, whole], [whole, damaged], [damaged, damaged]))
         unpacked = [digest_of(layer) for layer in layers]
-    else:  # compressed and then damaged: nothing but the whole will do
+    else:  # damaged after compression: only the intact layer is acceptable
         layers, unpacked = [damaged_bytes(rng, gzip.compress(whole, mtime=0))], [digest_of(whole)]
     case = {f"layer-{number}": layer for number, layer in enumerate(layers)}
     return case | {"expected.json": json.dumps({"diff_ids": unpacked}).encode()}
@@ -230,7 +230,7 @@ def _run_layers(case: Case, folder: Path) -> bool:
 
 
 def _read_stream(stream: bytes) -> dict[str, str]:
-    """Read what is packed: a file's name to its content or target, without those that ftkit adds below etc."""
+    """Read the packed stream: file name to content or target, without the files that ftkit adds in etc."""
     with tarfile.open(fileobj=io.BytesIO(stream)) as tar:
         entries = list(tar)
         assert not [entry.name for entry in entries if entry.name.startswith("/") or ".." in entry.name.split("/")]

@@ -41,7 +41,7 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 
 @dataclass
 class Pushed:
-    """An image as a registry has it; each part can be replaced by a worse one."""
+    """An image in a registry, with parts that tests can replace."""
 
     files: dict[str, bytes] = field(default_factory=lambda: {"etc/issue": b"hello\n"})
     run: dict[str, Any] = field(default_factory=lambda: {"Env": ["A=b"]})
@@ -81,7 +81,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 @dataclass
 class Internet:
-    """Answers by address; what is not said is 404. `asked` and `proxies` keep what each request was."""
+    """Responses by address, 404 by default. `asked` and `proxies` record each request."""
 
     answers: dict[str, Answer | Callable[[requests.PreparedRequest], Answer]] = field(default_factory=dict)
     asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Internet:
         return found(request) if callable(found) else found
 
     def serve(self, pushed: Pushed, tag: str = "1", host: str = HOST, path: str = "team/x") -> None:
-        """Put an image where a registry would have it."""
+        """Serve an image at the addresses of a registry."""
         scheme = "http" if host.startswith("127.") else "https"
         root = f"{scheme}://{host}/v2/{path}"
         self.answers[f"{root}/manifests/{tag}"] = (200, {}, pushed.body)
@@ -114,7 +114,7 @@ class Internet:
 
 
 class Adapter(requests.adapters.HTTPAdapter):
-    """Gives a request to the internet of the test."""
+    """Sends requests to the fake internet of a test."""
 
     def __init__(self, internet: Internet) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Adapter(requests.adapters.HTTPAdapter):
 
 @contextmanager
 def connected_to(internet: Internet) -> Iterator[None]:
-    """Send every request to an internet of our own; trying again takes no time."""
+    """Send every request to a fake internet; retries do not wait."""
     adapter = Adapter(internet)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests.Session, "get_adapter", lambda *_, **__: adapter)

@@ -1,4 +1,4 @@
-"""Damage to values and bytes: the one place for it."""
+"""Mutations of values and bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBERS = (b"\xff" * 12, b"\x80" + b"\xff" * 11, b"77777777777\0", b"-1\0" * 4)
 
 
 def damaged_value(rng: random.Random, value: Any) -> Any:
-    """Replace, drop, repeat or bury one part of a JSON value."""
+    """Replace, drop, repeat or nest one part of a JSON value."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         key = rng.choice(list(value))
         if rng.random() < 0.15:
@@ -41,7 +41,7 @@ def damaged_value(rng: random.Random, value: Any) -> Any:
 
 
 def near_value(rng: random.Random, value: Any) -> Any:
-    """Return another value of the same type, which may be as good."""
+    """Return another value of the same type, which may be valid."""
     match value:
         case bool():
             return not value
@@ -59,9 +59,9 @@ def damaged_bytes(rng: random.Random, data: bytes, pieces: tuple[bytes, ...] = _
     """Cut, flip, insert, remove, repeat or replace some bytes.
 
     Args:
-        rng: decides.
+        rng: random number generator.
         data: what to damage.
-        pieces: what means something in this format; one of them takes the place of other bytes.
+        pieces: byte sequences with a meaning in this format, used as replacements.
     """
     result = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5))):
@@ -84,7 +84,7 @@ def damaged_bytes(rng: random.Random, data: bytes, pieces: tuple[bytes, ...] = _
 
 
 def damaged_json(rng: random.Random, content: bytes) -> bytes:
-    """Damage a JSON or JSON Lines file: its bytes, its values, or all of it."""
+    """Damage a JSON or JSON Lines file: its bytes, its values, or both."""
     kind = rng.randrange(8)
     if kind == 0:
         return rng.choice(_DEEP) * rng.choice((100, 50_000))

@@ -1,4 +1,4 @@
-"""Folders of runs, which are shared, copied in part and edited by hand."""
+"""Run folders, which are shared, partially copied and edited manually."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOGS = ("error-00000.json",)
 
 @cache
 def _whole(name: str) -> Case:
-    """Return a run with every file that a run can have."""
+    """Return a run with every kind of file."""
     cluster = load_cluster("local", _NOWHERE).model_copy(
         update={"scheduler": "slurm", "device": "cpu", "cpus_per_node": 2}
     )
@@ -82,10 +82,10 @@ def _run(case: Case, folder: Path) -> bool:
         for words in (("runs",), ("status", odd), ("status", odd, "--json"), ("gc", "--dry-run")):
             code, out = call(*words)
             assert code == 0, words
-            assert "\x1b" not in out, "what is in a file steers the terminal"
+            assert "\x1b" not in out, "escape sequences of a file reach the terminal"
         listed = {run["name"]: run for run in json.loads(call("runs", "--json")[1])}
         assert call("logs", odd) == (0, "words\n")
-        assert call("resume", odd, "--no-follow")[0] > 1, "there is no Slurm"
+        assert call("resume", odd, "--no-follow")[0] > 1, "Slurm is not available"
         assert call("cancel", odd)[0] != 1
     assert listed["good"]["step"] == 7
     return bool(listed["odd"]["state"] != "damaged")

@@ -82,7 +82,7 @@ def _run(case: Case, folder: Path) -> bool:
             _put(project / "ftkit.yaml", case["ftkit.yaml"])
             return call("config")[0] == 0
         code, _ = call(*words, *overrides)
-    assert not (folder / "workspace").exists(), "a plan writes nothing"
+    assert not (folder / "workspace").exists(), "planning must not write files"
     return code == 0
 
 

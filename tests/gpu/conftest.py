@@ -1,4 +1,4 @@
-"""Tests that need GPUs; without one they are skipped."""
+"""Tests that need GPUs; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 def pytest_runtest_setup() -> None:
     if not torch.cuda.is_available():
-        pytest.skip("no GPU is here")
+        pytest.skip("no GPU available")
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """This process as the only one of a run, on the first GPU."""
+    """This process as a world of size 1, on the first GPU."""
     with lone_world("cuda") as world:
         yield world

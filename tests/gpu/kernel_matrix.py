@@ -1,7 +1,7 @@
-"""Attention kernels on GPUs, by torchrun: prints what each kind of model comes to, packed and sharded, beside itself.
+"""Attention kernels on GPUs, under torchrun: prints results of each kind of model, packed and sharded, and a reference.
 
-The reference is transformers' own model, in fp32, unpacked, one document at a time, in one piece; its 4-bit weights are
-those that bitsandbytes quantizes and dequantizes.
+The reference is transformers' model in fp32, unsharded, with one document at a time; its 4-bit weights are quantized
+and dequantized by bitsandbytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IDS = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
 
 class Case(NamedTuple):
-    """A kind of model, and what of it is trained."""
+    """A kind of model, and its trained part."""
 
     kernel: AttentionChoice
     num_key_value_heads: int
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 def architecture(case: Case) -> ArchitectureSpec:
-    """Heads of 64, large weights, so that attention matters."""
+    """Head size 64 and large weights, so that attention affects the result."""
     fields: dict[str, Any] = {
         "family": "olmo3" if case.window else "llama", "vocab_size": VOCABULARY, "hidden_size": 256,
         "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -76,7 +76,7 @@ def documents(pack: int) -> list[Document]:
 
 
 def build(case: Case, world: World) -> tuple[Any, TrainingPlan, ArchitectureSpec]:
-    """Return the engine: as `ftkit.train.trainer` builds it."""
+    """Return the engine, built as in `ftkit.train.trainer`."""
     shape = architecture(case)
     training = TrainingPlan(
         method=case.method, lora=LoraSpec() if case.method != "full" else None, attention=case.kernel,
@@ -97,7 +97,7 @@ def build(case: Case, world: World) -> tuple[Any, TrainingPlan, ArchitectureSpec
 
 
 def reference_loss(case: Case, world: World) -> float:
-    """Return the loss of the same weights in transformers' own class: no pack, no shards, no kernel of ftkit's."""
+    """Return the loss of the same weights in transformers' class, without packs, shards or ftkit's kernels."""
     config = make_config(architecture(case), IDS)  # type: ignore[arg-type]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     init_weights(model.to(world.device), architecture(case), 0)
@@ -127,7 +127,7 @@ def num_targets() -> int:
 
 
 def differing_weights(case: Case, engine: Any, batch: Any) -> int:
-    """Count 4-bit matrices that are not bitsandbytes' own, bit for bit, while an engine has them gathered."""
+    """Count gathered 4-bit matrices that differ from those of bitsandbytes in any bit."""
     if case.method != "qlora":
         return 0
     wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""Every attention kernel, on one GPU and on two: packed, compiled and sharded, it computes what transformers does."""
+"""Attention kernels, packed, compiled and sharded on one and two GPUs, match transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @cache
 def results(kernel: str, gpus: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run all models of a kernel; a process of pytest does so once."""
+    """Run all models with a kernel, once per pytest process."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs, {torch.cuda.device_count()} are here")
     output = folder / f"{kernel}-{gpus}.json"
@@ -38,7 +38,7 @@ def results(kernel: str, gpus: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("kernel", ["flash4", "flex", "sdpa"])
-def test_a_kernel_trains_every_kind_of_model_as_transformers_computes_it(
+def test_training_with_each_kernel_matches_transformers(
     kernel: str, gpus: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if kernel == "flash4":
@@ -51,7 +51,7 @@ def test_a_kernel_trains_every_kind_of_model_as_transformers_computes_it(
 
 
 @pytest.mark.parametrize("kernel", ["flex", "sdpa"])
-def test_two_gpus_compute_what_one_does(kernel: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_gpus_compute_the_same_as_one(kernel: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     one, two = (results(kernel, gpus, tmp_path_factory.getbasetemp()) for gpus in (1, 2))
     for name, found in one.items():
         assert two[name]["before"] == pytest.approx(found["before"], rel=2e-4), name

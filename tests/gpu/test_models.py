@@ -1,4 +1,4 @@
-"""Models whose attention or logits are special, and what is chosen for them on a GPU."""
+"""Kernel choice on a GPU for models with special attention or logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.gpu,
-    # The compiler's, when it looks at a layer's input.
+    # Raised by the compiler when it inspects a layer's input.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 LENGTH, VOCABULARY = 512, 1000
@@ -53,7 +53,7 @@ def architecture(family: str, **changes: Any) -> ArchitectureSpec:
         ("cohere2", {"logit_scale": 0.0625}),
     ],
 )
-def test_models_that_cap_or_scale_train_isolated_with_their_own_logits(
+def test_models_with_capped_or_scaled_logits_train_with_isolated_documents(
     family: str, fields: dict[str, float], world: World
 ) -> None:
     shape = architecture(family, sliding_window=100, full_attention_every=2)
@@ -68,7 +68,7 @@ def test_models_that_cap_or_scale_train_isolated_with_their_own_logits(
     verify_logits(probe)
 
 
-def test_short_packs_take_a_kernel_that_keeps_them_apart(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_packs_use_a_kernel_that_isolates_documents(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftkit.train.model.attention._flash4_failure", lambda *_: "tried without it")
     short = training(sequence_length=96)
     config = make_config(architecture("llama"), IDS)
@@ -82,7 +82,7 @@ def test_short_packs_take_a_kernel_that_keeps_them_apart(world: World, monkeypat
     verify_isolation(run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=96))
 
 
-def test_flash4_with_a_part_missing_is_left_alone_and_an_explicit_choice_fails(
+def test_an_incomplete_flash4_is_not_selected_and_fails_if_requested(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = builtins.__import__
@@ -102,8 +102,8 @@ def test_flash4_with_a_part_missing_is_left_alone_and_an_explicit_choice_fails(
 
 
 @pytest.mark.parametrize("width", [16, 48, 64])
-def test_the_kernel_that_is_chosen_computes_each_width_of_heads_rightly(width: int, world: World) -> None:
-    torch.compiler.reset()  # a run has one width of heads; several in one process would be compiled as a symbol
+def test_the_selected_kernel_is_correct_for_each_head_size(width: int, world: World) -> None:
+    torch.compiler.reset()  # a run has one head size; several in one process would be compiled as a symbolic shape
     shape = architecture("qwen3", head_dim=width)
     kernel, reason = choose_kernel(training(), make_config(shape, IDS), world)
     model = build_empty(make_config(shape, IDS), implementation_of(kernel))

@@ -1,4 +1,4 @@
-"""A docker engine, registries and tiny bases of our own, started for the tests and gone afterwards."""
+"""A docker engine, registries and tiny base images that are started for the tests and removed afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROGRAMS = {
     "unsquashfs": "squashfs-tools",
     "busybox": "busybox-static",
 }
-SECRET = "correct-horse-4711"  # noqa: S105 - of a registry that lives for a minute
+SECRET = "correct-horse-4711"  # noqa: S105 - password of a temporary registry
 USER = "alice"
 
 STAND_IN_PYTHON = """#!/bin/sh
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def programs() -> None:
-    """Everything from Debian's packages, installed if that is possible."""
+    """Debian packages, installed if possible."""
     missing = sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)})
     if not missing:
         return
@@ -85,7 +85,7 @@ def programs() -> None:
 
 @pytest.fixture(scope="session")
 def short_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for a socket."""
+    """A folder with a path short enough for a Unix socket."""
     folder = Path(tempfile.mkdtemp(prefix="ftkit-images-"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -125,7 +125,7 @@ def answers(port: int) -> bool:
 
 @pytest.fixture(scope="session")
 def docker_host(programs: None, short_folder: Path) -> Iterator[str]:  # noqa: ARG001
-    """The address of an engine that leaves the machine's network alone."""
+    """The address of an engine that does not change the machine's network."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to start a docker engine")
     address = f"unix://{short_folder}/docker.sock"
@@ -186,7 +186,7 @@ def make_registry(folder: Path, more: str = "") -> RunningRegistry:
 
 @pytest.fixture(scope="session")
 def registry(programs: None, short_folder: Path) -> Iterator[str]:  # noqa: ARG001
-    """The host and port of a registry that lets everyone in."""
+    """The host and port of a registry without authentication."""
     made = make_registry(short_folder / "registry")
     with made.serving():
         yield made.host
@@ -194,7 +194,7 @@ def registry(programs: None, short_folder: Path) -> Iterator[str]:  # noqa: ARG0
 
 @pytest.fixture(scope="session")
 def private_registry(programs: None, short_folder: Path) -> Iterator[str]:  # noqa: ARG001
-    """The host and port of a registry that asks for a password."""
+    """The host and port of a registry with a password."""
     passwords = short_folder / "htpasswd"
     done = subprocess.run(["htpasswd", "-Bbn", USER, SECRET], capture_output=True, check=True)
     passwords.write_bytes(done.stdout)
@@ -205,12 +205,12 @@ def private_registry(programs: None, short_folder: Path) -> Iterator[str]:  # no
 
 @pytest.fixture
 def own_registry(programs: None, short_folder: Path) -> RunningRegistry:  # noqa: ARG001
-    """A registry that the test starts and stops itself."""
+    """A registry that is started and stopped by the test."""
     return make_registry(short_folder / f"own-{secrets.token_hex(4)}")
 
 
 def import_base(client: APIClient, name: str, files: dict[str, bytes]) -> None:
-    """Make an image of busybox, a stand-in for Python, and some files."""
+    """Make an image from busybox, a fake Python, and some files."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
 
@@ -235,8 +235,8 @@ def import_base(client: APIClient, name: str, files: dict[str, bytes]) -> None:
 
 @pytest.fixture(scope="session")
 def bases(client: APIClient) -> APIClient:
-    """Bases: one that works, one whose build takes long, one whose build fails, one that is not as it should be, one
-    whose Python says nothing."""
+    """Bases: one that works, one with a slow build, one with a failing build, one that fails the self-check, and one
+    whose Python prints nothing."""
     import_base(client, "fake:1", {"etc/issue": b"fake\n"})
     import_base(client, "slow:1", {"slow": b""})
     import_base(client, "broken:1", {"broken": b""})
@@ -259,7 +259,7 @@ default_recipe: demo
 
 @dataclass
 class Project:
-    """A project with one image, and a way to call ftkit in it."""
+    """A project with one image, in which ftkit is called."""
 
     root: Path
     workspace: Path
@@ -301,7 +301,7 @@ class Project:
         return done
 
     def kill_when(self, is_time: Callable[[], bool], *words: str) -> None:
-        """Start ftkit, and kill it as soon as something is so."""
+        """Start ftkit, and kill it as soon as a condition holds."""
         with self.start(*words) as process:
             wait_until(lambda: process.poll() is not None or is_time())
             assert process.poll() is None, process.communicate()
@@ -309,13 +309,13 @@ class Project:
             process.communicate()
 
     def unfinished(self) -> list[str]:
-        """Names in the folder of images that are no finished file's."""
+        """Names of unfinished files in the image folder."""
         return sorted(path.name for path in self.images.glob(".*") if not path.name.endswith(".lock"))
 
 
 @pytest.fixture
 def project(tmp_path: Path, docker_host: str, bases: APIClient, registry: str) -> Iterator[Project]:
-    """A project with the image tiny:1, and the engine without any image of ftkit's."""
+    """A project with the image tiny:1, and an engine without ftkit images."""
     root = tmp_path / "project"
     root.mkdir()
     (root / "ftkit.yaml").write_text(f"workspace: {tmp_path}/workspace\nregistry: {registry}/team\n")

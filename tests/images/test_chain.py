@@ -1,4 +1,4 @@
-"""build, push, import, verify: against a real engine and a real registry."""
+"""build, push, import and verify with a real engine and a real registry."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_build_gives_a_named_and_labelled_image(project: Project, bases: APIClient) -> None:
+def test_a_build_yields_a_tagged_and_labeled_image(project: Project, bases: APIClient) -> None:
     done = project.ok("build", "tiny:1", "--allow-unpinned")
     found = bases.inspect_image("ftkit/tiny:1")
     labels = found["Config"]["Labels"]
@@ -46,7 +46,7 @@ def test_a_build_gives_a_named_and_labelled_image(project: Project, bases: APICl
     assert labels["ftkit.source-date-epoch"].isdigit()
 
 
-def test_an_unchanged_build_builds_nothing(project: Project) -> None:
+def test_an_unchanged_definition_is_not_rebuilt(project: Project) -> None:
     first = project.ok("build", "tiny:1", "--allow-unpinned")
     second = project.ok("build", "tiny:1", "--allow-unpinned")
     assert second.stdout == first.stdout
@@ -54,19 +54,19 @@ def test_an_unchanged_build_builds_nothing(project: Project) -> None:
     assert "Step" not in second.stderr
 
 
-def test_a_changed_definition_is_built_again(project: Project) -> None:
+def test_a_changed_definition_is_rebuilt(project: Project) -> None:
     first = project.ok("build", "tiny:1", "--allow-unpinned")
     project.define(more='environment: {GREETING: a "b" $c}\n'.replace("''", "'"))
     assert project.ok("build", "tiny:1", "--allow-unpinned").stdout != first.stdout
 
 
-def test_images_on_one_base_share_what_is_common(project: Project) -> None:
+def test_images_on_the_same_base_share_layers(project: Project) -> None:
     project.define("second", "2")
     project.ok("build", "tiny:1", "--allow-unpinned")
     assert "Using cache" not in project.ok("build", "second:2", "--allow-unpinned").stderr.partition("pip install")[0]
 
 
-def test_a_push_can_be_imported_elsewhere_and_gives_the_same_files(
+def test_a_pushed_image_imported_elsewhere_has_the_same_files(
     project: Project, tmp_path: Path, bases: APIClient
 ) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
@@ -83,7 +83,7 @@ def test_a_push_can_be_imported_elsewhere_and_gives_the_same_files(
     assert listing(here) == listing(there)
 
 
-def test_an_unchanged_push_gives_the_same_digest(project: Project) -> None:
+def test_an_unchanged_push_has_the_same_digest(project: Project) -> None:
     project.define(base="large:1")
     project.ok("build", "tiny:1", "--allow-unpinned")
     first = project.ok("push", "tiny:1")
@@ -91,7 +91,7 @@ def test_an_unchanged_push_gives_the_same_digest(project: Project) -> None:
 
 
 def listing(file: Path) -> list[str]:
-    """Modes, sizes and names; without times and what docker itself puts into an export."""
+    """Modes, sizes and names, without times and files that docker adds to an export."""
     done = subprocess.run(["unsquashfs", "-lls", str(file)], capture_output=True, text=True, check=True)
     rows = [line.split(maxsplit=5) for line in done.stdout.splitlines() if line.startswith(("-", "d", "l"))]
     ours = ("/dev", "/proc", "/sys", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab -> /proc/mounts")
@@ -102,7 +102,7 @@ def listing(file: Path) -> list[str]:
     )
 
 
-def test_layers_that_delete_and_replace_give_what_docker_exports(
+def test_flattened_layers_with_deletions_match_dockers_export(
     project: Project, bases: APIClient, registry: str, tmp_path: Path
 ) -> None:
     steps = (
@@ -125,7 +125,7 @@ def test_layers_that_delete_and_replace_give_what_docker_exports(
             assert shown.stdout == expected
 
 
-def test_an_import_carries_what_enroot_looks_for(project: Project) -> None:
+def test_an_import_contains_the_files_that_enroot_requires(project: Project) -> None:
     project.define(more="environment: {GREETING: hello}\n")
     project.ok("build", "tiny:1", "--allow-unpinned")
     link = project.ok("import", "tiny:1").stdout.strip()
@@ -138,7 +138,7 @@ def test_an_import_carries_what_enroot_looks_for(project: Project) -> None:
     assert "# ftkit.reference tiny:1" in script
 
 
-def test_the_same_image_gives_the_same_bytes(project: Project, tmp_path: Path) -> None:
+def test_importing_the_same_image_is_reproducible_byte_for_byte(project: Project, tmp_path: Path) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     first = sha256(project.images / project.ok("import", "tiny:1").stdout.strip())
     time.sleep(1.1)
@@ -146,7 +146,7 @@ def test_the_same_image_gives_the_same_bytes(project: Project, tmp_path: Path) -
     assert sha256(project.images / project.ok("import", "tiny:1").stdout.strip()) == first
 
 
-def test_an_import_that_is_there_is_not_made_again(project: Project) -> None:
+def test_an_existing_import_is_not_repeated(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.ok("import", "tiny:1")
     again = project.ok("import", "tiny:1")
@@ -154,7 +154,7 @@ def test_an_import_that_is_there_is_not_made_again(project: Project) -> None:
     assert "building squashfs" not in again.stderr
 
 
-def test_an_import_has_a_manifest_and_a_list_of_packages(project: Project) -> None:
+def test_an_import_has_a_manifest_and_a_package_list(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     link = project.images / project.ok("import", "tiny:1").stdout.strip()
     final = link.resolve()
@@ -166,13 +166,13 @@ def test_an_import_has_a_manifest_and_a_list_of_packages(project: Project) -> No
     assert json.loads((final.parent / manifest["sbom"]).read_text())["bomFormat"] == "CycloneDX"
 
 
-def test_verify_finds_nothing_in_a_good_file_and_can_look_inside(project: Project) -> None:
+def test_verify_accepts_an_intact_file_and_can_run_the_self_check(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.ok("import", "tiny:1")
     assert "the file matches its manifest" in project.ok("verify", "tiny:1", "--deep").stderr
 
 
-def test_images_says_where_each_image_is(project: Project, registry: str) -> None:
+def test_the_image_list_shows_where_each_image_is(project: Project, registry: str) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.ok("push", "tiny:1")
     project.ok("import", "tiny:1")
@@ -197,7 +197,7 @@ def pushed_base(bases: APIClient, registry: str) -> Callable[[str], str]:
     return push
 
 
-def test_the_digest_of_a_base_s_tag_is_recorded_and_later_builds_are_held_to_it(
+def test_the_digest_of_a_base_is_recorded_and_used_by_later_builds(
     project: Project, pushed_base: Callable[[str], str], bases: APIClient
 ) -> None:
     address = pushed_base("fake:1")
@@ -227,13 +227,13 @@ def test_the_digest_of_a_base_s_tag_is_recorded_and_later_builds_are_held_to_it(
     assert bases.inspect_image("ftkit/tiny:1")["Size"] > 60 << 20
 
 
-def test_a_push_with_a_password_on_standard_input(project: Project, private_registry: str) -> None:
+def test_a_push_reads_a_password_from_standard_input(project: Project, private_registry: str) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     words = ("push", "tiny:1", "--registry", private_registry, "--username", USER, "--password-stdin")
     assert private_registry in project.ok(*words, given=SECRET + "\n").stdout
 
 
-def test_credentials_come_from_dockers_own_configuration(
+def test_credentials_are_read_from_dockers_configuration(
     project: Project, private_registry: str, bases: APIClient
 ) -> None:
     token = b64encode(f"{USER}:{SECRET}".encode()).decode()
@@ -245,7 +245,7 @@ def test_credentials_come_from_dockers_own_configuration(
     project.ok("import", "tiny:1", "--registry", f"{private_registry}/a")
 
 
-def test_credentials_come_from_a_helper(project: Project, private_registry: str, tmp_path: Path) -> None:
+def test_credentials_are_read_from_a_helper(project: Project, private_registry: str, tmp_path: Path) -> None:
     helper = tmp_path / "bin" / "docker-credential-test"
     helper.parent.mkdir()
     helper.write_text(f'#!/bin/sh\necho \'{{"Username": "{USER}", "Secret": "{SECRET}"}}\'\n')
@@ -258,7 +258,7 @@ def test_credentials_come_from_a_helper(project: Project, private_registry: str,
 
 
 @pytest.mark.parametrize(("name", "tag"), [("a", "1"), ("a.b_c-d", "V1.0_x-y"), ("0a", "9"), ("a__b", "1")])
-def test_unusual_but_legal_names_work(project: Project, name: str, tag: str) -> None:
+def test_unusual_but_valid_names_work(project: Project, name: str, tag: str) -> None:
     project.define(name, tag)
     project.ok("build", f"{name}:{tag}", "--allow-unpinned")
     project.ok("push", f"{name}:{tag}")
@@ -266,7 +266,7 @@ def test_unusual_but_legal_names_work(project: Project, name: str, tag: str) -> 
     project.ok("verify", f"{name}:{tag}")
 
 
-def test_gc_removes_what_nothing_points_at_and_asks_first(project: Project) -> None:
+def test_gc_removes_unreferenced_files_after_confirmation(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.ok("import", "tiny:1")
     old = (project.images / "tiny+1.sqsh").resolve()
@@ -282,7 +282,7 @@ def test_gc_removes_what_nothing_points_at_and_asks_first(project: Project) -> N
     project.ok("verify", "tiny:1")
 
 
-def test_the_other_packer_gives_the_same_files(
+def test_the_other_packer_produces_the_same_files(
     project: Project, docker_host: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
@@ -300,7 +300,7 @@ def test_the_other_packer_gives_the_same_files(
     assert listing(first.link) == listing(project.images / "tiny+1.sqsh")
 
 
-# --- On machines that have them ------------------------------------------------------------------
+# --- Requires Slurm with pyxis -------------------------------------------------------------------
 
 
 def test_pyxis_starts_the_imported_file(project: Project) -> None:
@@ -313,7 +313,9 @@ def test_pyxis_starts_the_imported_file(project: Project) -> None:
     assert done.stdout == b"fake\n"
 
 
-def test_only_an_image_that_its_maker_signed_is_imported(project: Project, tmp_path: Path, bases: APIClient) -> None:
+def test_only_a_signed_image_is_imported_if_a_signature_is_required(
+    project: Project, tmp_path: Path, bases: APIClient
+) -> None:
     for name in ("ours", "theirs"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
     wanted = ("import", "tiny:1", "--require-signature", str(tmp_path / "ours.pub"))

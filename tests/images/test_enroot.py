@@ -1,4 +1,4 @@
-"""Against a real enroot, where there is one: the same files as its own, and what it does with them."""
+"""Tests with a real enroot, if installed: imports match its own files, and it runs them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Entry(NamedTuple):
 
 
 def tree_of(file: Path, folder: Path) -> dict[str, Entry]:
-    """Unpack a file and look at everything in it; the scripts for enroot are compared by what they do."""
+    """Unpack a file and list its entries; enroot's scripts are compared by behavior."""
     subprocess.run(["unsquashfs", "-q", "-n", "-d", str(folder), str(file)], check=True, capture_output=True)
     tree = {}
     for path in folder.rglob("*"):
@@ -78,7 +78,7 @@ def tree_of(file: Path, folder: Path) -> dict[str, Entry]:
 
 @pytest.fixture
 def enroot(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """enroot with folders of the test's own; return where it keeps temporary files."""
+    """enroot with temporary folders; return its folder for temporary files."""
     if not shutil.which("enroot"):
         pytest.skip("enroot is not on this machine")
     for name in ("DATA", "CACHE", "TEMP", "RUNTIME", "CONFIG"):
@@ -101,7 +101,7 @@ def push(client: APIClient, name: str) -> None:
 
 @pytest.fixture
 def started(enroot: Path) -> Iterator[object]:
-    """A way to start a file, as a container that is gone afterwards."""
+    """A function that runs a file as a temporary container."""
     del enroot
 
     def start(file: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -117,7 +117,7 @@ def started(enroot: Path) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("scheme", ["docker", "dockerd"])
-def test_an_odd_image_gives_the_tree_that_enroot_makes(
+def test_an_unusual_image_has_the_same_files_as_with_enroot_import(
     project: Project, bases: APIClient, registry: str, tmp_path: Path, enroot: Path, scheme: str
 ) -> None:
     build(bases, f"{registry}/odd:1", ODD)
@@ -135,7 +135,7 @@ def test_an_odd_image_gives_the_tree_that_enroot_makes(
 
 
 @pytest.mark.parametrize("method", ["enroot", "ftkit"])
-def test_an_odd_image_starts_with_its_entrypoint_variables_and_folders(
+def test_an_unusual_image_starts_with_its_entrypoint_variables_and_folders(
     project: Project, bases: APIClient, registry: str, started: object, method: str
 ) -> None:
     build(bases, f"{registry}/odd:1", ODD)
@@ -165,7 +165,7 @@ def test_a_tag_that_moves_before_enroot_reads_it_changes_nothing(
     assert list(enroot.iterdir()) == []
 
 
-def test_layers_that_are_not_those_of_the_configuration_are_refused(
+def test_layers_that_do_not_match_the_configuration_are_rejected(
     bases: APIClient, registry: str, tmp_path: Path, enroot: Path
 ) -> None:
     build(bases, f"{registry}/forged:1", "RUN echo one >/which")
@@ -185,7 +185,7 @@ def test_layers_that_are_not_those_of_the_configuration_are_refused(
     assert list(enroot.iterdir()) == []
 
 
-def test_device_files_which_only_root_could_unpack_are_reported(
+def test_device_files_that_only_root_can_unpack_are_reported(
     project: Project, bases: APIClient, registry: str, enroot: Path
 ) -> None:
     build(bases, f"{registry}/devices:1", "RUN mkdir /opt && /bin/busybox mknod /opt/null c 1 3")
@@ -221,7 +221,7 @@ def test_files_keep_their_times_so_that_compiled_python_stays_valid(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_import_leaves_nothing(
+def test_an_interrupted_import_leaves_no_files(
     project: Project, bases: APIClient, registry: str, enroot: Path, number: signal.Signals
 ) -> None:
     bases.tag("large:1", f"{registry}/large", "1")
@@ -241,7 +241,7 @@ def test_an_interrupted_import_leaves_nothing(
 @pytest.mark.parametrize(
     ("python", "reason"), [("rm /usr/bin/python3", "did not start"), ("echo >/silent", "no output"), ("", "")]
 )
-def test_the_deep_check_believes_only_a_self_check_that_ran(
+def test_the_deep_check_passes_only_if_the_self_check_ran(
     project: Project, bases: APIClient, registry: str, enroot: Path, python: str, reason: str
 ) -> None:
     build(bases, f"{registry}/checked:1", f"RUN echo 'exit 0' >/etc/rc.local; {python or 'true'}")

@@ -1,4 +1,4 @@
-"""Failures of real machines: kills, full disks, lost registries, wrong passwords, damaged files."""
+"""Failures in practice: killed processes, full disks, unreachable registries, wrong passwords, damaged files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
 # --- Killed --------------------------------------------------------------------------------------
 
 
-def test_a_killed_build_leaves_no_image_and_the_next_one_succeeds(project: Project, bases: APIClient) -> None:
+def test_a_build_after_a_killed_one_succeeds(project: Project, bases: APIClient) -> None:
     project.define(base="slow:1")
     with project.start("build", "tiny:1", "--allow-unpinned") as process:
         assert process.stderr is not None
@@ -67,7 +67,7 @@ def test_a_killed_push_can_be_repeated(project: Project, own_registry: RunningRe
         assert "@sha256:" in project.ok(*words).stdout
 
 
-def test_a_killed_import_leaves_no_half_file_and_the_next_one_cleans_up(project: Project) -> None:
+def test_a_killed_import_leaves_no_truncated_file_and_the_next_one_cleans_up(project: Project) -> None:
     project.define(base="large:1")
     project.ok("build", "tiny:1", "--allow-unpinned")
 
@@ -81,7 +81,7 @@ def test_a_killed_import_leaves_no_half_file_and_the_next_one_cleans_up(project:
     project.ok("verify", "tiny:1")
 
 
-def test_the_container_of_a_killed_import_goes_with_the_next_one(project: Project, bases: APIClient) -> None:
+def test_the_container_of_a_killed_import_is_removed_by_the_next_one(project: Project, bases: APIClient) -> None:
     project.define(base="large:1")
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.kill_when(lambda: bool(bases.containers(all=True, filters={"label": "ftkit.process"})), "import", "tiny:1")
@@ -101,7 +101,7 @@ def test_a_killed_import_from_a_registry_cleans_up_its_downloads(project: Projec
     assert project.unfinished() == []
 
 
-# --- No room, no right ---------------------------------------------------------------------------
+# --- Disk space and permissions ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["engine", "registry"])
@@ -133,7 +133,7 @@ def test_a_read_only_target_is_reported(project: Project, tmp_path: Path) -> Non
 # --- Registries ----------------------------------------------------------------------------------
 
 
-def test_a_registry_that_is_gone_is_retried_and_then_reported(project: Project) -> None:
+def test_an_unreachable_registry_is_retried_and_then_reported(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     done = project.call("push", "tiny:1", "--registry", "127.0.0.1:9")
     assert done.returncode == IMAGE_ERROR
@@ -141,7 +141,7 @@ def test_a_registry_that_is_gone_is_retried_and_then_reported(project: Project) 
     assert "lost the connection" in done.stderr
 
 
-def test_a_registry_that_goes_in_the_middle_and_comes_back_is_no_failure(
+def test_a_registry_that_restarts_during_a_push_is_not_a_failure(
     project: Project, own_registry: RunningRegistry
 ) -> None:
     project.define(base="large:1")
@@ -157,7 +157,7 @@ def test_a_registry_that_goes_in_the_middle_and_comes_back_is_no_failure(
 
 
 @pytest.mark.parametrize("given", ["wrong", ""])
-def test_wrong_credentials_are_said_to_be_that(project: Project, private_registry: str, given: str) -> None:
+def test_wrong_credentials_are_reported(project: Project, private_registry: str, given: str) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     words = ["push", "tiny:1", "--registry", private_registry]
     done = project.call(*words, "--username", USER, "--password-stdin", given=given) if given else project.call(*words)
@@ -167,13 +167,13 @@ def test_wrong_credentials_are_said_to_be_that(project: Project, private_registr
     assert "trying again" not in done.stderr
 
 
-def test_an_import_without_credentials_says_so(project: Project, private_registry: str) -> None:
+def test_missing_credentials_of_an_import_are_reported(project: Project, private_registry: str) -> None:
     done = project.call("import", f"docker://{private_registry}#team/tiny:1")
     assert done.returncode == IMAGE_ERROR
     assert "there are no credentials" in done.stderr
 
 
-def test_no_credential_is_written_anywhere(project: Project, private_registry: str, bases: APIClient) -> None:
+def test_credentials_are_not_written_anywhere(project: Project, private_registry: str, bases: APIClient) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     words = ("push", "tiny:1", "--registry", private_registry, "--username", USER, "--password-stdin")
     with project.start(*words, given=SECRET) as process:
@@ -191,7 +191,7 @@ def test_no_credential_is_written_anywhere(project: Project, private_registry: s
         assert SECRET.encode() not in text
 
 
-def test_an_image_that_a_registry_does_not_have_is_reported(project: Project, registry: str) -> None:
+def test_an_image_missing_from_a_registry_is_reported(project: Project, registry: str) -> None:
     done = project.call("import", f"docker://{registry}#team/nothing:1")
     assert done.returncode == NOT_FOUND
     assert "has no team/nothing:1" in done.stderr
@@ -200,7 +200,7 @@ def test_an_image_that_a_registry_does_not_have_is_reported(project: Project, re
 # --- Builds --------------------------------------------------------------------------------------
 
 
-def test_a_base_that_no_registry_has_is_reported_and_can_be_taken_from_the_engine(
+def test_a_base_missing_from_all_registries_is_reported_and_can_come_from_the_engine(
     project: Project, registry: str
 ) -> None:
     project.define(base=f"{registry}/nowhere:1")
@@ -216,7 +216,7 @@ def test_an_unknown_base_is_reported(project: Project, registry: str) -> None:
     assert f"image {registry}/no/such:1 not found" in done.stderr
 
 
-def test_a_failing_step_shows_its_last_lines(project: Project, bases: APIClient) -> None:
+def test_the_last_lines_of_a_failed_build_step_are_shown(project: Project, bases: APIClient) -> None:
     project.define(base="broken:1")
     done = project.call("build", "tiny:1", "--allow-unpinned")
     assert done.returncode == IMAGE_ERROR
@@ -225,7 +225,7 @@ def test_a_failing_step_shows_its_last_lines(project: Project, bases: APIClient)
     assert not bases.images("ftkit/tiny")
 
 
-def test_an_image_that_fails_its_self_check_gets_no_name(project: Project, bases: APIClient) -> None:
+def test_an_image_that_fails_its_self_check_is_not_tagged(project: Project, bases: APIClient) -> None:
     project.define(base="replaced:1")
     done = project.call("build", "tiny:1", "--allow-unpinned")
     assert done.returncode == IMAGE_ERROR
@@ -233,7 +233,7 @@ def test_an_image_that_fails_its_self_check_gets_no_name(project: Project, bases
     assert not bases.images("ftkit/tiny")
 
 
-def test_a_self_check_that_says_nothing_is_no_success(project: Project, bases: APIClient) -> None:
+def test_a_self_check_without_output_is_a_failure(project: Project, bases: APIClient) -> None:
     project.define(base="silent:1")
     done = project.call("build", "tiny:1", "--allow-unpinned")
     assert done.returncode == IMAGE_ERROR
@@ -241,7 +241,7 @@ def test_a_self_check_that_says_nothing_is_no_success(project: Project, bases: A
     assert not bases.images("ftkit/tiny")
 
 
-def test_an_unreadable_file_is_no_empty_one(programs: None, short_folder: Path) -> None:  # noqa: ARG001
+def test_an_unreadable_file_does_not_count_as_empty(programs: None, short_folder: Path) -> None:  # noqa: ARG001
     if os.geteuid() != 0:
         pytest.skip("needs root, to make a file that another user can't read")
     folder = short_folder / "unreadable"
@@ -257,7 +257,7 @@ def test_an_unreadable_file_is_no_empty_one(programs: None, short_folder: Path) 
     assert done.returncode != 0, done.stdout + done.stderr
 
 
-def test_a_stale_lock_is_refused(project: Project) -> None:
+def test_a_stale_lock_is_rejected(project: Project) -> None:
     file = project.define()
     file.write_text(file.read_text() + "packages: [left-pad==1]\n")
     done = project.call("build", "tiny:1", "--allow-unpinned")
@@ -266,24 +266,24 @@ def test_a_stale_lock_is_refused(project: Project) -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [("Tiny", "capital letters"), ("a..b", "not a legal name")])
-def test_illegal_names_are_refused_with_a_reason(project: Project, name: str, reason: str) -> None:
+def test_invalid_names_are_rejected_with_a_reason(project: Project, name: str, reason: str) -> None:
     project.define(name)
     done = project.call("build", f"{name}:1", "--allow-unpinned")
     assert done.returncode == CONFIG
     assert reason in done.stderr
 
 
-def test_no_engine_is_reported(project: Project) -> None:
+def test_a_missing_engine_is_reported(project: Project) -> None:
     project.environment["DOCKER_HOST"] = "unix:///nonexistent.sock"
     done = project.call("build", "tiny:1", "--allow-unpinned")
     assert done.returncode == PREREQUISITE
     assert "no docker engine answers" in done.stderr
 
 
-# --- ImportResult files ------------------------------------------------------------------------------
+# --- Damaged imports -------------------------------------------------------------------------------
 
 
-def test_a_changed_byte_is_found_and_named(project: Project) -> None:
+def test_a_changed_byte_is_detected_and_reported(project: Project) -> None:
     project.define(base="large:1")
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.ok("import", "tiny:1")
@@ -299,7 +299,7 @@ def test_a_changed_byte_is_found_and_named(project: Project) -> None:
     project.ok("verify", "tiny:1")
 
 
-def test_a_truncated_file_is_found_by_verify_and_by_run(project: Project) -> None:
+def test_a_truncated_file_is_detected_by_verify_and_run(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.ok("import", "tiny:1")
     os.truncate(project.images / "tiny+1.sqsh", 500_000)
@@ -309,25 +309,25 @@ def test_a_truncated_file_is_found_by_verify_and_by_run(project: Project) -> Non
     run = project.call("run", "demo", "--image", "tiny:1", "--cluster", "slurm", "training.global_batch_size=32")
     assert run.returncode == IMAGE_ERROR
     assert "differs from its manifest" in run.stderr
-    project.ok("import", "tiny:1")  # a damaged file is no reason to return at once
+    project.ok("import", "tiny:1")  # a damaged file is imported again
     project.ok("verify", "tiny:1")
 
 
-def test_a_run_says_which_command_is_missing(project: Project) -> None:
+def test_a_run_without_the_image_suggests_the_import_command(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     done = project.call("run", "demo", "--image", "tiny:1", "--cluster", "slurm", "training.global_batch_size=32")
     assert done.returncode == NOT_FOUND
     assert "ftkit import tiny:1 --cluster slurm" in done.stderr
 
 
-def test_a_run_imports_when_asked_to(project: Project) -> None:
+def test_a_run_imports_its_image_on_request(project: Project) -> None:
     project.ok("build", "tiny:1", "--allow-unpinned")
     words = ("run", "demo", "training.global_batch_size=32", "--image", "tiny:1", "--cluster", "slurm")
-    project.call(*words, "--import", "--no-follow")  # there need be no Slurm here
+    project.call(*words, "--import", "--no-follow")  # Slurm is not required here
     project.ok("verify", "tiny:1")
 
 
-def test_two_imports_at_once_do_the_work_once(project: Project) -> None:
+def test_two_concurrent_imports_do_the_work_once(project: Project) -> None:
     project.define(base="large:1")
     project.ok("build", "tiny:1", "--allow-unpinned")
     with project.start("import", "tiny:1") as first, project.start("import", "tiny:1") as second:

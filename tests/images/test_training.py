@@ -1,4 +1,4 @@
-"""A real training image: Debian, Python and torch; locked, built, imported, and trained in through docker."""
+"""A real training image with Debian, Python and torch: locked, built, imported, and used for training in docker."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ default_recipe: demo
 
 @pytest.fixture
 def base_with_torch(client: APIClient, tmp_path: Path) -> None:
-    """Debian with Python, and torch as it is installed here: what NVIDIA's base is on a cluster."""
+    """Debian with Python and the installed torch, in place of NVIDIA's base image."""
     here = f"{sysconfig.get_python_version()}"
     if here != DEBIAN_PYTHON:
-        pytest.skip(f"takes torch from this Python, which is {here} and not Debian's {DEBIAN_PYTHON}")
+        pytest.skip(f"uses torch of this Python, which is {here} and not Debian's {DEBIAN_PYTHON}")
     if not shutil.which("mmdebstrap"):
         subprocess.run(["apt-get", "install", "-y", "-qq", "mmdebstrap"], check=False, capture_output=True)
     if not shutil.which("mmdebstrap"):

@@ -1,4 +1,4 @@
-"""A real Slurm, and ftkit on its login node as an ordinary user."""
+"""A real Slurm cluster, and ftkit on its login node as an ordinary user."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The login node, and the power switches of the others."""
+    """The login node, and control over the power of the other nodes."""
 
     def ftkit(
         self, *arguments: str, expect: int = 0, timeout: int = PATIENCE_SECONDS
@@ -48,7 +48,7 @@ class Cluster:
 
     @property
     def ftkit_program(self) -> Path:
-        """The program as the login node sees it."""
+        """The path of the program on the login node."""
         return CHECKOUT / ".venv" / "bin" / "ftkit"
 
     def execute(self, *command: str, timeout: int = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
@@ -74,7 +74,7 @@ class Cluster:
 
     @contextmanager
     def default_timeouts(self) -> Iterator[None]:
-        """Let Slurm notice dead nodes as late as it does when nobody sets its time-outs."""
+        """Use Slurm's default time-outs for dead nodes."""
         self._set_timeouts(SlurmdTimeout=300, MessageTimeout=10, KillWait=30)
         try:
             yield
@@ -91,14 +91,14 @@ class Cluster:
         subprocess.run([str(DEV_CLUSTER), "node", "n1", "scontrol", "reconfigure"], check=True)
 
     def declare_dead(self, node: str) -> None:
-        """Spare the test the minutes after which Slurm would notice by itself."""
+        """Mark a node as down without waiting minutes for Slurm to notice."""
         command = ("scontrol", "update", f"nodename={node}", "state=down", "reason=dead")
         subprocess.run([str(DEV_CLUSTER), "node", "n1", *command], check=True)
 
     def submit(self, name: str, *arguments: str) -> str:
         """Start a run on two nodes, one process each, without following it; return its id.
 
-        Each process takes seven seconds of CPU to import torch and transformers: few processes make a fast test.
+        Each process needs seven seconds of CPU to import torch and transformers, so tests use few processes.
         """
         size = ("--nodes", "2", "--gpus-per-node", "1")
         done = self.ftkit("run", TINY, "--cluster", "dev", *size, "--name", name, "--no-follow", *arguments)
@@ -114,13 +114,13 @@ class Cluster:
         return job
 
     def records(self, run: str, event: str) -> list[dict[str, Any]]:
-        """Return what the trainer recorded; from its file, since asking ftkit costs more than the training."""
+        """Return the trainer's records, read from the file because calling ftkit takes longer than the training."""
         path = self.folder(run) / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.startswith(f'{{"event": "{event}"') and line.endswith("\n")]
 
     def wait_for_step(self, run: str, step: int, *, start: int = 0) -> int:
-        """Wait until a run has taken a step in its start of that number; return its newest step."""
+        """Wait until a run has completed a step in a given start; return its newest step."""
 
         def is_there() -> bool:
             starts = self.records(run, "start")
@@ -133,21 +133,21 @@ class Cluster:
         return newest
 
     def slurm_state(self, job: str) -> str:
-        """Return what squeue says of a job; nothing once it is forgotten."""
+        """Return the job state from squeue; empty once Slurm has forgotten the job."""
         return self.execute("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job).stdout.strip()
 
     def start_again(self, run: str) -> None:
-        """Wait until a job is requeued, and spare the test the time that Slurm lets it wait then."""
+        """Wait until a job is requeued, and start it without Slurm's delay."""
         job = self.job(run)
         self._wait(run, lambda: self.slurm_state(job) == "PENDING")
 
-        # slurmd refuses a job's new credential in the second in which it revoked the last one.
+        # slurmd rejects a job's new credential within the second in which it revoked the previous one.
         soon = ("scontrol", "update", f"jobid={job}", "StartTime=now+3")
         self._wait(run, lambda: self.execute(*soon).returncode == 0)
         self._wait(run, lambda: self.slurm_state(job) == "RUNNING")
 
     def _wait(self, run: str, condition: Callable[[], bool], *, ends: bool = False) -> None:
-        """Wait for a condition; unless it is the run's end, the job must be there to bring it about."""
+        """Wait for a condition; unless it is the run's end, the job must still exist."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             assert time.monotonic() < deadline, self.explain(run)
@@ -156,7 +156,7 @@ class Cluster:
             time.sleep(0.5)
 
     def wait_for_log(self, run: str, text: str) -> str:
-        """Wait until the job's log has a text; return the log."""
+        """Wait until the job's log contains a text; return the log."""
         path = self.folder(run) / "logs" / "job.log"
         self._wait(run, lambda: path.exists() and text in path.read_text(encoding="utf-8"))
         return path.read_text(encoding="utf-8")
@@ -189,7 +189,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def shared_folder() -> Iterator[Path]:
-    """A folder that all machines see and everybody may read: each has a /tmp of its own."""
+    """A folder that is shared by all machines and readable by everyone; /tmp is per machine."""
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=CHECKOUT) as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""Nodes with faults: `ftkit doctor` names each, and a run leaves them out."""
+"""Nodes with faults: `ftkit doctor` reports each, and runs exclude them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on_node(node: str, script: str) -> None:
 
 @contextmanager
 def faults(**nodes: dict[str, Any]) -> Iterator[None]:
-    """Give nodes faults that the stand-ins read."""
+    """Set faults of nodes, which the stand-ins read."""
     paths = {node: STATE / "machines" / node / "localssd" / "faults.json" for node in nodes}
     for node, path in paths.items():
         path.write_text(json.dumps(nodes[node]))
@@ -51,20 +51,20 @@ def faults(**nodes: dict[str, Any]) -> Iterator[None]:
 def image(cluster: Cluster, shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     cluster.execute("sh", "-c", f"printf '%s' '{PROFILE}' >~/.config/ftkit/clusters/boxes.yaml")
     (shared_folder / "image.sif").write_text("stands for an image")
-    monkeypatch.setenv("FTKIT_TEST_PATH", str(STAND_INS))  # dev-cluster passes on what begins with FTKIT_
+    monkeypatch.setenv("FTKIT_TEST_PATH", str(STAND_INS))  # dev-cluster passes variables that start with FTKIT_
     assert os.environ["FTKIT_TEST_PATH"]
     return str(shared_folder / "image.sif")
 
 
 def ftkit(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run ftkit with the stand-ins before other programs."""
+    """Run ftkit with the stand-ins first on PATH."""
     script = 'export PATH="$FTKIT_TEST_PATH:$PATH"; exec ftkit "$@"'
     return cluster.execute("bash", "-c", script, "ftkit", *words)
 
 
 @contextmanager
 def full_disk(node: str) -> Iterator[None]:
-    """Leave no space on a node's own disk."""
+    """Fill a node's local disk."""
     scratch = "/mnt/localssd/scratch"
     on_node(node, f"mkdir -p {scratch} && mount -t tmpfs -o size=1m,mode=1777 full {scratch}")
     try:
@@ -84,7 +84,7 @@ def no_shared_files(node: str) -> Iterator[None]:
         on_node(node, f"umount {STATE}/shared")
 
 
-def test_doctor_names_the_fault_of_each_node(cluster: Cluster, image: str) -> None:
+def test_doctor_reports_the_fault_of_each_node(cluster: Cluster, image: str) -> None:
     with full_disk("n2"), faults(n1={"slow": True}, n3={"driver": True}, n4={"no_containers": True}):
         done = ftkit(cluster, "doctor", "--cluster", "boxes", "--nodes", "all", "--image", image, "--json")
     assert done.returncode == 12, done.stderr
@@ -114,8 +114,11 @@ def run_excluding(cluster: Cluster, image: str, name: str) -> tuple[dict[str, st
     return excluded, {path.stem for path in newest.glob("*.out")}
 
 
-def test_a_run_continues_without_nodes_that_do_not_see_its_folder_or_are_slow(cluster: Cluster, image: str) -> None:
-    with no_shared_files("n1"), faults(n3={"slow": True}):  # where the job's script starts first, and its replacement
+def test_a_run_excludes_nodes_that_are_slow_or_do_not_see_its_folder(cluster: Cluster, image: str) -> None:
+    with (
+        no_shared_files("n1"),
+        faults(n3={"slow": True}),
+    ):  # the node on which the job script starts, and its replacement
         excluded, trained = run_excluding(cluster, image, "picky")
     assert set(excluded) == {"n1", "n3"}
     assert excluded["n1"].startswith("does not see ")
@@ -123,7 +126,7 @@ def test_a_run_continues_without_nodes_that_do_not_see_its_folder_or_are_slow(cl
     assert trained == {"n2", "n4"}
 
 
-def test_a_run_continues_without_nodes_that_are_full_have_an_old_driver_or_start_no_container(
+def test_a_run_excludes_nodes_with_a_full_disk_an_old_driver_or_failing_containers(
     cluster: Cluster, image: str
 ) -> None:
     with full_disk("n1"), faults(n1={"driver": True}, n3={"no_containers": True}):

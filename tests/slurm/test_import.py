@@ -57,7 +57,7 @@ print(json.dumps({"returncode": process.returncode, "jobs": jobs()}))
 
 
 @pytest.mark.parametrize("options", [(), ("--begin=now+3600",)], ids=["running", "pending"])
-def test_an_interrupted_import_on_a_node_ends_its_job_and_leaves_nothing(
+def test_an_interrupted_import_on_a_node_cancels_its_job_and_leaves_no_files(
     cluster: Cluster, shared_folder: Path, options: tuple[str, ...]
 ) -> None:
     (shared_folder / "bin").mkdir()

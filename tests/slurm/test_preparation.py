@@ -1,4 +1,4 @@
-"""The job without GPUs that prepares a run, on a real Slurm."""
+"""The CPU-only preparation job of a run, on a real Slurm cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 SHORT = ("training.max_steps=2", "evaluation.sql_execution=null")
 
 
-def test_data_is_prepared_without_gpus_before_the_job_that_trains_starts(cluster: Cluster) -> None:
+def test_data_is_prepared_without_gpus_before_the_training_job_starts(cluster: Cluster) -> None:
     run = cluster.submit("prepared", *SHORT, "data.source.seed=71")
     cluster.wait_for_completion(run)
     log = (cluster.folder(run) / "logs" / "job.log").read_text()
@@ -25,7 +25,7 @@ def test_data_is_prepared_without_gpus_before_the_job_that_trains_starts(cluster
     assert "gpu" not in resources
 
 
-def test_a_run_whose_data_cannot_be_used_fails_without_having_held_a_gpu(cluster: Cluster) -> None:
+def test_a_run_with_invalid_data_fails_without_allocating_a_gpu(cluster: Cluster) -> None:
     run = cluster.submit("unprepared", *SHORT, "data.source.seed=72", "training.sequence_length=16")
     status = cluster.wait_for_end(run)
     assert (status["state"], status["exit_code"]) == ("failed", 8)
@@ -35,7 +35,7 @@ def test_a_run_whose_data_cannot_be_used_fails_without_having_held_a_gpu(cluster
     assert started.strip().endswith("00:00:00")
 
 
-def test_a_run_is_cancelled_with_the_job_that_prepares_it(cluster: Cluster) -> None:
+def test_canceling_a_run_cancels_its_preparation_job(cluster: Cluster) -> None:
     run = cluster.submit("unwanted", *SHORT, "data.source.seed=73", "data.source.num_train=200000")
     assert "waits for the job that prepares" in cluster.status(run)["reason"]
     cluster.ftkit("cancel", run)

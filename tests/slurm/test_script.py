@@ -1,4 +1,4 @@
-"""A script of a user's on two nodes."""
+"""A user's script on two nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 SCRIPTS = "tests/slurm/scripts"
 
 
-def test_a_script_with_accelerate_and_peft_runs_unchanged_on_two_nodes_and_hears_that_fsdp_is_not_on(
+def test_a_script_with_accelerate_and_peft_runs_unchanged_on_two_nodes_with_a_warning_about_fsdp(
     cluster: Cluster,
 ) -> None:
     about = ("--script", f"{SCRIPTS}/sft.py", "--accelerate-config", f"{SCRIPTS}/accelerate.yaml")
@@ -19,7 +19,7 @@ def test_a_script_with_accelerate_and_peft_runs_unchanged_on_two_nodes_and_hears
     run = done.stdout.strip().splitlines()[-1]
     status = cluster.wait_for_completion(run)
     assert "each of the 2 processes holds all" in status["sharding"]["warning"]
-    assert status["sharding"]["sharding"] == "ddp"  # they train one model, not two
+    assert status["sharding"]["sharding"] == "ddp"  # one model, not two independent ones
     assert status["end"]["step"] == 3
     assert (cluster.folder(run) / "model" / "adapter_model.safetensors").is_file()
     assert "FSDP is not on" in cluster.ftkit("logs", run).stdout

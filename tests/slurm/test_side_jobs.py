@@ -1,4 +1,4 @@
-"""Jobs beside a run on a real Slurm: one that evaluates its checkpoints, and one that serves its model."""
+"""Side jobs of a run on a real Slurm cluster: evaluation of its checkpoints, and serving."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIZE = (
 
 @pytest.fixture(scope="module")
 def run(cluster: Cluster) -> str:
-    """A run whose checkpoints another job evaluates until it ends."""
+    """A run whose checkpoints are evaluated by another job."""
     run = cluster.submit("beside", *SIZE)
     job = cluster.ftkit("eval", run, "--as-job", "--limit", "6", "--max-new-tokens", "4").stdout.strip()
     status = cluster.wait_for_completion(run)
@@ -61,9 +61,7 @@ def evaluations(path: Path) -> list[dict[str, Any]]:
     return [record for record in records if record.get("when") == "job"]
 
 
-def test_checkpoints_are_evaluated_while_training_continues_and_one_writer_records_them(
-    cluster: Cluster, run: str
-) -> None:
+def test_checkpoints_are_evaluated_during_training_and_recorded_by_one_writer(cluster: Cluster, run: str) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = cluster.folder(run)

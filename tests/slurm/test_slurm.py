@@ -1,4 +1,4 @@
-"""The work of users on a cluster, on a real Slurm."""
+"""User workflows on a real Slurm cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from conftest import Cluster
 
-# Enough steps that there is time to disturb them.
+# Enough steps to leave time for disturbances.
 LONG = (
     "training.max_steps=1000000", "training.checkpoint_every_steps=1000000", "training.log_every_steps=1",
     "evaluation.sql_execution=null",
@@ -26,7 +26,7 @@ LONG = (
 
 @pytest.fixture(scope="module")
 def followed(cluster: Cluster) -> str:
-    """A run over two nodes whose log was followed to its end."""
+    """A run on two nodes whose log was followed to its end."""
     run = cluster.submit("followed", "--gpus-per-node", "2", "training.global_batch_size=16")
     log = cluster.ftkit("logs", run, "-f").stdout
     assert "step 20/20" in log
@@ -34,7 +34,7 @@ def followed(cluster: Cluster) -> str:
     return run
 
 
-def test_a_followed_run_trains_over_two_nodes_and_ends_with_a_model(cluster: Cluster, followed: str) -> None:
+def test_a_followed_run_trains_on_two_nodes_and_exports_a_model(cluster: Cluster, followed: str) -> None:
     status = cluster.status(followed)
     assert (status["state"], status["world_size"], status["start"]["world_size"]) == ("completed", 4, 4)
     log = cluster.ftkit("logs", followed).stdout
@@ -46,7 +46,7 @@ def test_a_followed_run_trains_over_two_nodes_and_ends_with_a_model(cluster: Clu
     assert "followed" in cluster.ftkit("runs").stdout
 
 
-def test_a_run_of_slurm_is_repeated_on_another_cluster_of_another_size(cluster: Cluster, followed: str) -> None:
+def test_a_slurm_run_is_repeated_on_another_cluster_with_another_size(cluster: Cluster, followed: str) -> None:
     told = cluster.ftkit("rerun", followed, "--cluster", "local", "--gpus-per-node", "1", "--name", "elsewhere")
     for difference in ("name is local, was dev", "num_nodes is 1, was 2", "processes_per_node is 1, was 2"):
         assert f"warning: cluster: {difference}" in told.stderr
@@ -56,8 +56,8 @@ def test_a_run_of_slurm_is_repeated_on_another_cluster_of_another_size(cluster: 
     assert "cluster: scheduler" in told.stdout
 
 
-def test_a_failing_rank_is_shown_with_its_reason_as_the_run_showed_it(cluster: Cluster, shared_folder: Path) -> None:
-    # A model's configuration without its tensors, which only the ranks find out.
+def test_a_failing_rank_is_reported_with_the_same_reason_everywhere(cluster: Cluster, shared_folder: Path) -> None:
+    # A configuration without weights, which only the ranks detect.
     shape = load_recipe("tests/train/tiny.yaml", Context.here()).model.architecture.model_dump(exclude_none=True)
     config = {"model_type": "qwen3"} | {key: value for key, value in shape.items() if key in CONFIG_KEYS}
     (shared_folder / "config.json").write_text(json.dumps(config))
@@ -72,12 +72,12 @@ def test_a_failing_rank_is_shown_with_its_reason_as_the_run_showed_it(cluster: C
     assert cluster.status("failing")["state"] == "failed"
 
 
-def test_weights_that_are_missing_are_refused_before_anything_is_submitted(cluster: Cluster) -> None:
+def test_missing_weights_are_rejected_before_submission(cluster: Cluster) -> None:
     refused = cluster.ftkit("run", "tests/train/tiny.yaml", "--cluster", "dev", "model.weights=/etc", expect=4)
     assert "/etc has no config.json" in refused.stderr
 
 
-def test_weights_that_only_the_nodes_could_have_are_looked_for_by_the_first_stage(cluster: Cluster) -> None:
+def test_weights_that_may_exist_only_on_nodes_are_checked_by_the_first_stage(cluster: Cluster) -> None:
     arguments = ("run", "tests/train/tiny.yaml", "--cluster", "dev", "--name", "unseen")
     done = cluster.ftkit(*arguments, "model.weights=/mnt/localssd/model", expect=4)
     assert "not visible from here, nor is /mnt/localssd" in done.stderr
@@ -85,7 +85,7 @@ def test_weights_that_only_the_nodes_could_have_are_looked_for_by_the_first_stag
     assert cluster.status("unseen")["start"] is None
 
 
-def test_a_refusal_of_slurm_is_explained(cluster: Cluster) -> None:
+def test_a_rejection_by_slurm_is_explained(cluster: Cluster) -> None:
     cluster.execute(
         "sh", "-c", "printf 'extends: dev\\nname: wrong\\npartition: nope\\n' >~/.config/ftkit/clusters/wrong.yaml"
     )
@@ -106,7 +106,7 @@ def test_a_workspace_with_an_unusual_name_works(cluster: Cluster) -> None:
     assert "step 2/2" in done.stderr
 
 
-# The tests below share one run, in their order: each leaves it training. `scripts/chaos` has more faults.
+# The tests below share one run, in this order: each leaves it training. `scripts/chaos` has more faults.
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def long_run(cluster: Cluster) -> str:
     return run
 
 
-def test_a_second_job_in_a_run_s_folder_is_refused_and_the_first_continues(cluster: Cluster, long_run: str) -> None:
+def test_a_second_job_in_a_run_folder_is_rejected_and_the_first_continues(cluster: Cluster, long_run: str) -> None:
     cluster.ftkit("resume", long_run, "--no-follow", expect=6)
     folder, job = cluster.folder(long_run), cluster.job(long_run)
     second = cluster.execute("sbatch", "--wait", f"--chdir={folder}", f"{folder}/job.sbatch")
@@ -125,11 +125,9 @@ def test_a_second_job_in_a_run_s_folder_is_refused_and_the_first_continues(clust
     cluster.wait_for_step(long_run, cluster.wait_for_step(long_run, 1) + 1)
 
 
-# What Slurm does before it preempts a job; and what people type.
+# The signal that Slurm sends before preemption, and the command that users run.
 @pytest.mark.parametrize("signal", ["USR1", "TERM"])
-def test_a_run_asked_to_stop_writes_a_checkpoint_and_continues_later(
-    cluster: Cluster, long_run: str, signal: str
-) -> None:
+def test_a_stopped_run_writes_a_checkpoint_and_resumes_later(cluster: Cluster, long_run: str, signal: str) -> None:
     num_starts = len(cluster.records(long_run, "start"))
     before = cluster.wait_for_step(long_run, 1, start=num_starts - 1)
     assert cluster.execute("scancel", f"--signal={signal}", cluster.job(long_run)).returncode == 0
@@ -138,9 +136,7 @@ def test_a_run_asked_to_stop_writes_a_checkpoint_and_continues_later(
     assert cluster.records(long_run, "start")[-1]["resumed_from"] >= before
 
 
-def test_with_slurm_s_own_time_outs_a_run_that_lost_a_node_waits_and_is_requeued(
-    cluster: Cluster, long_run: str
-) -> None:
+def test_a_run_that_lost_a_node_is_requeued_with_slurms_default_timeouts(cluster: Cluster, long_run: str) -> None:
     num_starts = len(cluster.records(long_run, "start"))
     resumed_from = cluster.records(long_run, "start")[-1]["resumed_from"]
     with cluster.default_timeouts():
@@ -157,7 +153,7 @@ def test_with_slurm_s_own_time_outs_a_run_that_lost_a_node_waits_and_is_requeued
     assert cluster.records(long_run, "start")[-1]["resumed_from"] == resumed_from
 
 
-def test_a_cancelled_run_ends_and_is_not_put_back_into_the_queue(cluster: Cluster, long_run: str) -> None:
+def test_a_cancelled_run_ends_and_is_not_requeued(cluster: Cluster, long_run: str) -> None:
     job = cluster.job(long_run)
     cluster.ftkit("cancel", job)
     assert cluster.wait_for_end(long_run)["state"] == "cancelled"

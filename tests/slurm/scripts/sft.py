@@ -1,4 +1,4 @@
-"""A fine-tuning script as people have them: accelerate, the Trainer, LoRA by peft. It knows nothing of ftkit."""
+"""A typical fine-tuning script with accelerate, the Trainer and LoRA by peft, independent of ftkit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Trainer, Traini
 
 
 class Sequences(Dataset):
-    """Counting, from a start that depends on the index."""
+    """Sequences that count up from a start that depends on the index."""
 
     def __len__(self) -> int:
         return 64
@@ -38,7 +38,7 @@ def main() -> None:
     trainer = Trainer(model=model, args=settings, train_dataset=Sequences())
     trainer.train()
     trainer.save_model(args.output_dir)
-    print(f"rank {trainer.args.process_index} of {trainer.args.world_size} is done")  # noqa: T201 - as scripts do
+    print(f"rank {trainer.args.process_index} of {trainer.args.world_size} is done")  # noqa: T201 - a user's script
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A stand-in for NVML: GPUs as they should be, but for what the node's own /mnt/localssd/faults.json says.
+"""A fake NVML: healthy GPUs, except for the faults in the node's /mnt/localssd/faults.json.
 
-It is found in place of nvidia-ml-py where its folder is on PYTHONPATH.
+It replaces nvidia-ml-py if its folder is on PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes a node's matrix products as slow as a GPU without power, where its faults say so."""
+"""Makes a node's matmuls as slow as on a power-limited GPU, if its faults file says so."""
 
 import json
 from pathlib import Path

@@ -43,7 +43,7 @@ CLUSTER = load_cluster("slurm", NOWHERE)
 
 
 def planned(spec: RecipeSpec) -> RecipePlan:
-    """Resolve what is left open to one pack at a time, with layers computed again."""
+    """Resolve open settings to a micro-batch of one pack with full activation checkpointing."""
     return RecipePlan.of(spec, plan_model(spec.model, None), least_memory(spec.training))
 
 
@@ -70,7 +70,7 @@ def propose(spec: RecipePlan, capacity: float, cluster: ClusterProfile = CLUSTER
 
 
 def taken(suggestion: Suggestion) -> tuple[RecipePlan, int]:
-    """Return the recipe and the number of nodes that one has who types what is suggested."""
+    """Return the recipe and the number of nodes after applying a suggestion."""
     words = suggestion.override.split()
     num_nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words else 2
     return recipe(*BATCHES, *(word for word in words if "=" in word)), num_nodes
@@ -78,7 +78,7 @@ def taken(suggestion: Suggestion) -> tuple[RecipePlan, int]:
 
 @settings(max_examples=25)
 @given(st.floats(0.1, 400))
-def test_suggestions_can_be_typed_and_are_predicted_to_fit(capacity: float) -> None:
+def test_suggestions_are_valid_options_and_predicted_to_fit(capacity: float) -> None:
     suggestions = propose(recipe(*BATCHES), capacity)
     assert len(suggestions) <= NUM_SUGGESTIONS
     for suggestion in suggestions:
@@ -90,7 +90,7 @@ def test_suggestions_can_be_typed_and_are_predicted_to_fit(capacity: float) -> N
 
 @settings(max_examples=25)
 @given(st.floats(1, 200))
-def test_no_part_of_a_suggestion_can_be_left_out(capacity: float) -> None:
+def test_every_part_of_a_suggestion_is_needed(capacity: float) -> None:
     spec = recipe(*BATCHES)
     if total(spec, 16) <= capacity:
         return
@@ -98,7 +98,7 @@ def test_no_part_of_a_suggestion_can_be_left_out(capacity: float) -> None:
         words = suggestion.override.replace("--nodes ", "--nodes=").split()
         for left_out in words:
             if left_out == "training.activation_checkpointing=full" and "training.activation_offload=true" in words:
-                continue  # one change of two words
+                continue  # one change with two options
             rest = recipe(*BATCHES, *(word for word in words if word != left_out and not word.startswith("--")))
             shards = 32 if any(word.startswith("--") and word != left_out for word in words) else 16
             assert total(rest, shards) > capacity
@@ -116,7 +116,7 @@ def test_the_cheapest_suggestion_comes_first() -> None:
     assert str(suggestions[0]) == f"training.activation_checkpointing=selective ({room:.1f} GiB)"
 
 
-def test_a_layers_inputs_are_offloaded_where_recomputing_all_else_is_not_enough() -> None:
+def test_activation_offload_is_suggested_if_full_checkpointing_is_not_enough() -> None:
     spec = recipe(*BATCHES, "training.activation_checkpointing=full")
     room = total(recipe(*BATCHES, "training.activation_checkpointing=full", "training.activation_offload=true"), 16)
     assert propose(spec, room)[0].override == "training.activation_offload=true"
@@ -125,7 +125,7 @@ def test_a_layers_inputs_are_offloaded_where_recomputing_all_else_is_not_enough(
     )
 
 
-def test_with_zero3_only_whole_layers_are_recomputed() -> None:
+def test_zero3_supports_only_full_activation_checkpointing() -> None:
     suggestions = suggest_changes(setup(recipe(*BATCHES), "zero3"), CLUSTER, 70)
     assert suggestions[0].override.startswith("training.activation_checkpointing=full")
 
@@ -133,7 +133,7 @@ def test_with_zero3_only_whole_layers_are_recomputed() -> None:
 SMALL = ("training.activation_checkpointing=full", "training.micro_batch_size=1")
 
 
-def test_states_of_8_bits_are_suggested_before_offload() -> None:
+def test_8_bit_states_are_suggested_before_offload() -> None:
     rounded = total(recipe(*SMALL, "training.optimizer=adamw8bit"), 16)
     assert propose(recipe(*SMALL), rounded)[0].override == "training.optimizer=adamw8bit"
     offloaded = total(recipe(*SMALL, "training.offload=optimizer"), 16)
@@ -149,21 +149,19 @@ def test_states_of_8_bits_are_suggested_before_offload() -> None:
     [((), "zero3"), (("training.method=lora",), "fsdp2"), (("training.offload=optimizer",), "fsdp2")],
     ids=["zero3", "adapters", "offloaded already"],
 )
-def test_states_of_8_bits_are_not_suggested_where_they_have_no_place(
-    changes: tuple[str, ...], engine: EngineName
-) -> None:
+def test_8_bit_states_are_not_suggested_if_unsupported_or_useless(changes: tuple[str, ...], engine: EngineName) -> None:
     for capacity in range(4, 100, 8):
         for suggestion in suggest_changes(setup(recipe(*BATCHES, *changes), engine), CLUSTER, capacity):
             assert "adamw8bit" not in suggestion.override
 
 
-def test_changes_are_put_together_where_none_is_enough() -> None:
+def test_changes_are_combined_if_none_is_sufficient() -> None:
     suggestions = propose(recipe(*BATCHES), 15)
     assert suggestions
     assert all(len(suggestion.override.split()) > 1 for suggestion in suggestions)
 
 
-def test_nothing_is_suggested_where_nothing_helps() -> None:
+def test_nothing_is_suggested_if_nothing_helps() -> None:
     assert propose(recipe(*BATCHES), 0.1) == []
 
 
@@ -177,13 +175,13 @@ def test_changes_that_the_cluster_lacks_are_not_suggested(changes: dict[str, obj
         assert not any(absent in suggestion.override for suggestion in propose(recipe(*BATCHES), capacity, cluster))
 
 
-def test_a_batch_too_small_for_more_nodes_is_left_as_it_is() -> None:
+def test_more_nodes_are_not_suggested_for_a_small_batch() -> None:
     spec = recipe(*BATCHES, "training.global_batch_size=64")
     for capacity in range(4, 100, 8):
         assert not any("--nodes" in suggestion.override for suggestion in propose(spec, capacity))
 
 
-def test_small_micro_batches_are_suggested_to_grow_as_far_as_they_fit() -> None:
+def test_the_largest_micro_batch_that_fits_is_suggested() -> None:
     small = planned(load_recipe("gemma3-1b-dolly-lora", NOWHERE, ["training.activation_checkpointing=none"]))
     suggestion = suggest_faster(replace(setup(small), num_shards=1, num_nodes=1), GPUS["h100-80gb"])
     assert suggestion is not None
@@ -192,19 +190,19 @@ def test_small_micro_batches_are_suggested_to_grow_as_far_as_they_fit() -> None:
     assert suggestion.total_gib <= GPUS["h100-80gb"].usable_gib
 
 
-def test_checkpointing_that_nothing_asks_for_is_suggested_to_go() -> None:
+def test_disabling_unneeded_activation_checkpointing_is_suggested() -> None:
     checkpointed = recipe("training.global_batch_size=16")
     suggestion = suggest_faster(setup(checkpointed), GPUS["h200"])
     assert suggestion is not None
     assert "training.activation_checkpointing=none" in suggestion.override
 
 
-def test_nothing_is_suggested_to_a_run_that_is_as_fast_as_it_can_be() -> None:
+def test_nothing_is_suggested_for_an_optimal_run() -> None:
     fast = recipe("training.activation_checkpointing=none", "training.global_batch_size=16")
     assert suggest_faster(setup(fast), GPUS["h200"]) is None
 
 
-# --- What `auto` stands for ----------------------------------------------------------------------
+# --- Values of `auto` ----------------------------------------------------------------------------
 
 H100, H200, L4 = GPUS["h100-80gb"], GPUS["h200"], GPUS["l4"]
 
@@ -217,12 +215,12 @@ def choose(
 
 
 def predicted(spec: RecipeSpec, training: TrainingPlan, gpu: Gpu, num_processes: int = 8) -> tuple[float, float]:
-    """Return seconds of a step and GiB, as the plan predicts them."""
+    """Return the predicted seconds per step and GiB."""
     asked = with_sharding(Setup(spec.model.architecture, training, num_processes, gpu=gpu))
     return predict_step_time(asked, gpu).step_seconds, predict_memory(asked).total
 
 
-def test_auto_makes_small_packs_many_and_leaves_memory_free() -> None:
+def test_auto_selects_large_micro_batches_of_small_packs_and_leaves_memory_free() -> None:
     spec = load_recipe("gemma3-12b-sql-qlora", NOWHERE)
     training, execution = choose(spec, H200)
     assert execution.chosen == ("micro_batch_size", "activation_checkpointing")
@@ -232,7 +230,7 @@ def test_auto_makes_small_packs_many_and_leaves_memory_free() -> None:
     assert chosen[1] <= ROOM * H200.usable_gib
 
 
-def test_auto_takes_less_on_a_smaller_gpu() -> None:
+def test_auto_selects_smaller_micro_batches_on_a_smaller_gpu() -> None:
     spec = load_recipe("qwen3-8b-tools-lora", NOWHERE, ("training.method=qlora",))
     large, small = (choose(spec, gpu, 1)[0] for gpu in (H200, L4))
     assert small.micro_batch_size < large.micro_batch_size
@@ -246,7 +244,7 @@ def test_auto_takes_less_on_a_smaller_gpu() -> None:
     accumulation=st.integers(1, 36),
 )
 @settings(max_examples=25)
-def test_the_micro_batch_always_makes_up_the_global_batch(
+def test_the_micro_batch_always_divides_the_global_batch(
     name: str, gpu: GpuModel, num_processes: int, accumulation: int
 ) -> None:
     spec = load_recipe(name, NOWHERE, (f"training.global_batch_size={num_processes * accumulation}",))
@@ -274,13 +272,13 @@ def test_unsupported_settings_of_an_engine_are_not_chosen() -> None:
         assert choose(spec, gpu, engine="zero3")[0].activation_checkpointing != "selective"
 
 
-def test_where_nothing_is_known_of_the_gpu_the_least_memory_is_taken() -> None:
+def test_minimal_memory_is_used_on_an_unknown_gpu() -> None:
     training, execution = choose(load_recipe("olmo3-7b-full", NOWHERE), None)
     assert (training.micro_batch_size, training.activation_checkpointing) == (1, "full")
     assert "names no GPU" in execution.reason
 
 
-def test_without_gpus_a_few_packs_at_a_time_are_computed_once() -> None:
+def test_without_gpus_micro_batches_are_small_and_not_recomputed() -> None:
     spec = load_recipe("demo", NOWHERE)
     training, _ = choose_execution(
         spec.training, Setup(spec.model.architecture, least_memory(spec.training), 2, device="cpu")
@@ -288,13 +286,13 @@ def test_without_gpus_a_few_packs_at_a_time_are_computed_once() -> None:
     assert (training.micro_batch_size, training.activation_checkpointing) == (4, "none")
 
 
-def test_where_nothing_fits_the_least_memory_is_taken_and_said() -> None:
+def test_minimal_memory_is_used_and_reported_if_nothing_fits() -> None:
     training, execution = choose(load_recipe("llama3.3-70b-full", NOWHERE), H100)
     assert (training.micro_batch_size, training.activation_checkpointing) == (1, "full")
     assert "no choice leaves 15% of the GPU free" in execution.reason
 
 
-def test_a_huge_global_batch_is_resolved_at_once() -> None:
+def test_a_huge_global_batch_is_resolved_quickly() -> None:
     spec = load_recipe("olmo3-7b-full", NOWHERE, ("training.global_batch_size=2000000000",))
     assert choose(spec, H200)[0].micro_batch_size <= 32
 
@@ -303,7 +301,7 @@ CLUSTERS = [name for name in list_names("cluster", NOWHERE) if load_cluster(name
 
 
 @pytest.mark.parametrize("name", list_names("recipe", NOWHERE))
-def test_a_shipped_recipe_is_as_fast_on_a_shipped_cluster_as_the_plan_knows_how(name: str) -> None:
+def test_nothing_faster_is_suggested_for_shipped_recipes_on_shipped_clusters(name: str) -> None:
     for cluster in (load_cluster(cluster, NOWHERE) for cluster in CLUSTERS):
         spec, gpu = load_recipe(name, NOWHERE), GPUS[cluster.gpu]
         image, created = NamedImage(spec.image or "any:1"), datetime(2026, 1, 2, tzinfo=UTC)
@@ -342,7 +340,7 @@ def test_a_run_that_nothing_makes_fit_is_rejected_without_trying_every_combinati
 
 @pytest.mark.parametrize("training", ["micro_batch_size", "global_batch_size", "sequence_length", "num_epochs"])
 @pytest.mark.parametrize("value", [2**31, 10**10, 10**18])
-def test_numbers_that_make_loops_long_are_refused(training: str, value: int) -> None:
+def test_excessive_numbers_are_rejected(training: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"training.{training}: "):
         load_recipe("demo", NOWHERE, [f"training.{training}={value}"])
 
@@ -351,7 +349,7 @@ def test_numbers_that_make_loops_long_are_refused(training: str, value: int) -> 
 
 
 def sharding(num_nodes: int, gbps: float, *overrides: str, gpu: Gpu = H200) -> Setup:
-    """Return how full training of a 7B model is sharded on nodes of eight GPUs, with a network of that many Gbit/s."""
+    """Return the sharding of full training of a 7B model on nodes with eight GPUs and a network of `gbps` Gbit/s."""
     spec = recipe(f"training.global_batch_size={32 * num_nodes}", "training.sequence_length=2048", *overrides)
     return with_sharding(
         Setup(
@@ -365,7 +363,7 @@ def sharding(num_nodes: int, gbps: float, *overrides: str, gpu: Gpu = H200) -> S
     )
 
 
-def test_replicas_are_made_where_the_network_would_hold_the_steps_up() -> None:
+def test_replicas_are_used_if_the_network_would_slow_steps_down() -> None:
     fast, slow = (sharding(4, gbps, "training.sync_gradients=every_micro_batch") for gbps in (3200, 100))
     assert (fast.num_replicas, slow.num_replicas, slow.num_shards) == (1, 4, 8)
     fully = replace(slow, num_replicas=1, num_shards=32)
@@ -373,10 +371,10 @@ def test_replicas_are_made_where_the_network_would_hold_the_steps_up() -> None:
     assert (one.step_seconds * 2 < other.step_seconds, other.bound) == (True, "network")
     states = "parameters", "optimizer"
     less, more = (sum(predict_memory(each).parts[name] for name in states) for each in (fully, slow))
-    assert more == pytest.approx(4 * less, rel=0.02)  # a tied table, or the loss, may be another moment's
+    assert more == pytest.approx(4 * less, rel=0.02)  # the peak may be at another stage
 
 
-def test_gradients_are_reduced_once_a_step_where_memory_allows_it() -> None:
+def test_gradients_are_reduced_once_per_step_if_memory_allows() -> None:
     deferred = sharding(4, 100, "training.shard_degree=32")
     assert (deferred.defers_sync, deferred.keeps_weights, deferred.num_replicas) == (True, True, 1)
     each = replace(deferred, defers_sync=False)
@@ -389,7 +387,7 @@ def test_gradients_are_reduced_once_a_step_where_memory_allows_it() -> None:
     assert not sharding(4, 100, "training.global_batch_size=32").defers_sync  # one micro-batch
 
 
-def test_a_shard_degree_that_does_not_divide_the_gpus_is_refused() -> None:
+def test_a_shard_degree_that_does_not_divide_the_gpus_is_rejected() -> None:
     created = datetime(2026, 1, 1, tzinfo=UTC)
     request = RunRequest(None, 3, None, None, False, Path("/w"), "python", created, "a")
     spec = load_recipe("olmo3-7b-full", NOWHERE, ("training.shard_degree=16", "training.global_batch_size=24"))

@@ -80,12 +80,12 @@ def print_of(recipe: RecipeSpec, stamp: str) -> str:
     return fingerprint(recipe, plan_model(recipe.model, None), stamp)
 
 
-def test_a_plan_survives_plan_json() -> None:
+def test_a_plan_round_trips_through_plan_json() -> None:
     original = plan()
     assert plan_from_json(plan_to_json(original), "plan.json") == original
 
 
-def test_a_plan_from_before_auto_can_be_read() -> None:
+def test_a_plan_written_before_auto_existed_can_be_read() -> None:
     old = json.loads(plan_to_json(plan(demo("training.micro_batch_size=2", "training.activation_checkpointing=full"))))
     del old["execution"]
     read = plan_from_json(json.dumps(old), "plan.json")
@@ -94,7 +94,7 @@ def test_a_plan_from_before_auto_can_be_read() -> None:
     assert read.execution.chosen == ()
 
 
-def test_a_plan_of_another_version_is_refused_with_advice() -> None:
+def test_a_plan_of_another_version_is_rejected_with_a_fix() -> None:
     with pytest.raises(FtkitError) as caught:
         plan_from_json("{}", "somewhere/plan.json")
     assert "somewhere/plan.json" in caught.value.what
@@ -118,18 +118,18 @@ def test_micro_batch_times_processes_times_accumulation_is_the_global_batch(
     assert batch.tokens_per_step == total * DEMO.training.sequence_length
 
 
-def test_sql_is_not_asked_of_data_without_any() -> None:
+def test_sql_is_not_scored_for_data_without_sql() -> None:
     found = problems(demo("data.source.generator=malware-analysis"))
     assert "evaluation.sql_execution: there is no SQL in generator 'malware-analysis'" in found
 
 
-def test_no_more_questions_are_asked_than_a_validation_file_has() -> None:
+def test_evaluation_uses_at_most_the_rows_of_a_validation_file() -> None:
     source = "data.source={kind: files, train: /rows.jsonl, num_heldout: 7}"
     assert "200 questions requested, the validation split has 7 rows" in problems(demo(source))
     plan(demo(source, "data.source.num_heldout=0", "data.source.heldout=/heldout.jsonl"))
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> None:
+def test_an_indivisible_batch_is_rejected_with_the_nearest_valid_ones() -> None:
     found = problems(demo("training.global_batch_size=33", "training.micro_batch_size=8"))
     assert "33 is not divisible by 16" in found
     assert "Take 32 or 48." in found
@@ -138,26 +138,26 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> N
     )
 
 
-def test_more_gpus_than_a_node_has_are_refused() -> None:
+def test_more_gpus_than_a_node_has_are_rejected() -> None:
     request = replace(REQUEST, gpus_per_node=16, image=ImageFile(Path("/x.sqsh")))
     assert "16 GPUs requested, a node has 8" in problems(cluster=A4, request=request)
 
 
-def test_one_machine_has_one_node() -> None:
+def test_a_local_cluster_has_only_one_node() -> None:
     assert "is a single machine, got 2 nodes" in problems(request=replace(REQUEST, num_nodes=2))
 
 
-def test_an_image_that_would_have_no_effect_is_refused() -> None:
+def test_an_image_without_effect_is_rejected() -> None:
     request = replace(REQUEST, image=OLMO3, image_is_explicit=True)
     assert "runtime 'none': the image would have no effect" in problems(request=request)
     assert plan(request=replace(REQUEST, image=OLMO3)).image is None
 
 
-def test_pyxis_without_an_image_is_refused() -> None:
+def test_pyxis_without_an_image_is_rejected() -> None:
     assert "needs an image, and none is set" in problems(cluster=A4)
 
 
-def test_an_image_of_another_family_is_refused() -> None:
+def test_an_image_for_another_family_is_rejected() -> None:
     found = problems(cluster=A4, image=IMAGE, request=replace(REQUEST, image=OLMO3))
     assert "serves olmo3, not qwen3" in found
 
@@ -165,7 +165,7 @@ def test_an_image_of_another_family_is_refused() -> None:
 SINKS = "tracking.sinks=[tensorboard,wandb,mlflow]"
 
 
-def test_a_tracker_whose_package_the_image_lacks_is_refused() -> None:
+def test_a_tracker_without_its_package_in_the_image_is_rejected() -> None:
     request = replace(REQUEST, image=OLMO3)
     image = IMAGE.model_copy(update={"families": ("qwen3",), "packages": ("wandb>=0.20",)})
     found = problems(demo(SINKS), A4, image, request)
@@ -182,16 +182,16 @@ TRAINING_IMAGES = [name for name in list_images(HERE) if load_image(name, HERE).
 
 
 @pytest.mark.parametrize("reference", TRAINING_IMAGES)
-def test_every_shipped_training_image_brings_all_trackers(reference: str) -> None:
+def test_every_shipped_training_image_contains_all_trackers(reference: str) -> None:
     image = load_image(reference, HERE).model_copy(update={"families": ("qwen3",)})
     assert plan(demo(SINKS), A4, image, replace(REQUEST, image=NamedImage(reference)))
 
 
-def test_a_tracker_is_the_environment_s_matter_where_there_is_no_image() -> None:
+def test_tracker_packages_are_not_checked_without_an_image() -> None:
     assert plan(demo(SINKS)).recipe.tracking.sinks
 
 
-def test_a_family_beyond_the_four_is_planned_by_estimates_in_any_image_with_a_note() -> None:
+def test_an_unmeasured_family_is_planned_with_estimates_in_any_image_with_a_note() -> None:
     recipe = demo("model.architecture.family=starcoder2", "training.global_batch_size=32")
     request = replace(REQUEST, image=OLMO3)
     notes = " ".join(plan(recipe, A4, IMAGE, request).notes)
@@ -201,13 +201,13 @@ def test_a_family_beyond_the_four_is_planned_by_estimates_in_any_image_with_a_no
     assert "not made for" not in " ".join(plan(recipe, A4, listed, request).notes)
 
 
-def test_projections_that_one_of_the_four_families_lacks_are_refused() -> None:
+def test_projections_missing_from_a_measured_family_are_rejected() -> None:
     asked = ("training.method=lora", "training.lora.targets=[q_proj, qkv_proj]")
     assert "qkv_proj: qwen3 has no such projection. It has q_proj, k_proj" in problems(demo(*asked))
     assert plan(demo(*asked, "model.architecture.family=phi3")).num_parameters
 
 
-def test_projections_that_the_counted_model_lacks_are_refused_where_it_is_trained() -> None:
+def test_projections_missing_from_the_counted_model_are_rejected_if_trained() -> None:
     recipe = demo(
         "training.method=lora", "training.lora.targets=[q_proj, gate_proj]", "model.architecture.family=mixtral"
     )
@@ -227,7 +227,7 @@ def test_projections_that_the_counted_model_lacks_are_refused_where_it_is_traine
         (("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), 0, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     ],
 )
-def test_adapters_go_on_the_linear_layers_that_the_model_has(
+def test_adapters_target_the_linear_layers_of_the_model(
     linears: tuple[str, ...], num_experts: int, expected: tuple[str, ...]
 ) -> None:
     recipe = demo("training.method=lora", "model.architecture.family=starcoder2")
@@ -247,13 +247,13 @@ def test_adapters_go_on_the_linear_layers_that_the_model_has(
     assert adapters.targets == ("o_proj",)
 
 
-def test_a_mixture_whose_experts_cannot_be_read_is_planned_for_many_and_said_to_be() -> None:
+def test_a_moe_model_with_unknown_experts_is_planned_for_many_with_a_note() -> None:
     found = plan(demo("model.architecture.family=newmoe"))
     assert "how many it has can't be read here" in " ".join(found.notes)
     assert found.num_parameters > 10 * plan().num_parameters
 
 
-def test_paths_that_pyxis_cannot_mount_are_refused() -> None:
+def test_paths_that_pyxis_cannot_mount_are_rejected() -> None:
     request = replace(REQUEST, image=ImageFile(Path("/x.sqsh")), workspace=Path("/shared/a,b"))
     cluster = A4.model_copy(update={"mounts": ("relative", "/ok:/ok:ro")})
     found = problems(cluster=cluster, request=request)
@@ -270,7 +270,7 @@ FOLDERS_THAT_CANNOT_BE_MOUNTED = {
 
 
 @pytest.mark.parametrize("key", FOLDERS_THAT_CANNOT_BE_MOUNTED)
-def test_a_folder_that_containers_cannot_mount_is_refused_with_its_key_file_and_line(key: str, tmp_path: Path) -> None:
+def test_a_folder_that_containers_cannot_mount_is_rejected_with_its_key_file_and_line(key: str, tmp_path: Path) -> None:
     ctx = Context(tmp_path, tmp_path / "user", {})
     value = json.dumps(FOLDERS_THAT_CANNOT_BE_MOUNTED[key])
     recipe, site = tmp_path / "recipes" / "mine.yaml", tmp_path / "clusters" / "mine.yaml"
@@ -294,7 +294,7 @@ def test_a_folder_that_containers_cannot_mount_is_refused_with_its_key_file_and_
     assert f"{at}{'.train' if key == 'data.source' else ''}: pyxis can't mount a path with a comma or a colon" in found
 
 
-def test_sequences_longer_than_the_models_positions_are_refused() -> None:
+def test_sequences_longer_than_the_models_positions_are_rejected() -> None:
     assert "longer than the model's 512 positions" in problems(demo("training.sequence_length=4096"))
 
 
@@ -311,13 +311,13 @@ def test_impossible_data_settings_are_reported_before_the_data_is_read(override:
     assert message in problems(demo(override))
 
 
-def test_kernels_that_can_have_no_effect_are_refused() -> None:
+def test_attention_kernels_without_effect_are_rejected() -> None:
     assert "'flash4' is a kernel for GPUs" in problems(demo("training.attention=flash4"))
     assert "'flash4' computes in bf16 alone" in problems(demo("training.attention=flash4", "training.precision=fp32"))
     assert "no effect with engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
 
 
-def test_a_run_costs_its_gpus_for_its_time() -> None:
+def test_cost_is_gpus_times_time() -> None:
     recipe = load_recipe("olmo3-7b-full", HERE, ["training.max_steps=100"])
     priced = plan(recipe, A4.model_copy(update={"price_per_gpu_hour": 4.5}), IMAGE, replace(REQUEST, image=OLMO3))
     assert priced.training_seconds is not None
@@ -327,7 +327,7 @@ def test_a_run_costs_its_gpus_for_its_time() -> None:
     assert plan().cost_of(3600) is None
 
 
-def test_the_plan_of_padded_rows_is_slower_by_their_padding_and_needs_no_more_memory() -> None:
+def test_padded_rows_are_planned_slower_by_their_padding_with_the_same_memory() -> None:
     def planned(packing: str, padding: float | None) -> RunPlan:
         batch = ("training.micro_batch_size=1", "training.global_batch_size=512", f"data.packing={packing}")
         recipe = load_recipe("olmo3-7b-full", HERE, batch)
@@ -345,7 +345,7 @@ def test_the_plan_of_padded_rows_is_slower_by_their_padding_and_needs_no_more_me
     assert any("2.50 times the tokens of packs (as counted" in note for note in counted.notes)
 
 
-def test_the_plan_says_where_documents_may_become_padded_rows() -> None:
+def test_the_plan_notes_that_documents_may_be_padded() -> None:
     def notes(*overrides: str) -> str:
         return "\n".join(plan(demo(*overrides)).notes)
 
@@ -354,7 +354,7 @@ def test_the_plan_says_where_documents_may_become_padded_rows() -> None:
     assert "'lfm2' keeps packed documents apart only with" in notes("model.architecture.family=lfm2")
 
 
-def test_fp8_is_refused_where_it_can_have_no_effect() -> None:
+def test_fp8_without_effect_is_rejected() -> None:
     a100 = A4.model_copy(update={"gpu": "a100-80gb"})
     on_a100 = problems(load_recipe("olmo3-7b-full", HERE, ["training.precision=fp8"]), a100)
     assert "training.precision: NVIDIA A100-SXM4-80GB does not multiply in FP8" in on_a100
@@ -367,14 +367,14 @@ def test_fp8_is_refused_where_it_can_have_no_effect() -> None:
             demo(*settings)
 
 
-def test_activations_are_not_offloaded_where_there_is_nowhere_else_or_nothing_kept() -> None:
+def test_activation_offload_without_gpus_or_full_checkpointing_is_rejected() -> None:
     full = "training.activation_checkpointing=full"
     assert "no effect without GPUs" in problems(demo(full, "training.activation_offload=true"))
     with pytest.raises(ConfigError, match="no effect without activation_checkpointing 'full'"):
         demo("training.activation_checkpointing=none", "training.activation_offload=true")
 
 
-def test_settings_that_zero3_lacks_are_refused_and_auto_takes_fsdp2() -> None:
+def test_settings_unsupported_by_zero3_are_rejected_and_auto_selects_fsdp2() -> None:
     selective = "training.activation_checkpointing=selective"
     assert "'selective' is not supported by engine 'zero3'" in problems(demo(selective, "training.engine=zero3"))
     assert "'adamw8bit' is not supported" in problems(demo("training.optimizer=adamw8bit", "training.engine=zero3"))
@@ -389,7 +389,7 @@ def on_gpus(num: int) -> ClusterProfile:
     return A4.model_copy(update={"gpus_per_node": num, "scheduler": "local", "runtime": "none"})
 
 
-def test_packs_are_divided_among_gpus_of_a_node_that_divide_the_heads() -> None:
+def test_context_parallel_degree_must_divide_the_heads_within_a_node() -> None:
     divided = plan(demo("training.context_parallel=2", "training.micro_batch_size=1"), on_gpus(4))
     assert divided.batch.accumulation_steps * 2 == divided.batch.global_batch_size
     whole = plan(demo("training.micro_batch_size=1"), on_gpus(4))
@@ -417,12 +417,12 @@ def test_copy_engines_need_several_gpus_of_one_node() -> None:
         demo("training.collectives=copy_engine", "training.offload=all")
 
 
-def test_evaluations_without_validation_data_are_refused() -> None:
+def test_evaluations_without_validation_data_are_rejected() -> None:
     found = problems(demo("data.source.num_heldout=0", "evaluation.every_steps=5"))
     assert found.count("no validation split") == 2
 
 
-def test_the_best_checkpoint_is_chosen_by_what_is_measured_during_training() -> None:
+def test_the_best_checkpoint_needs_a_metric_measured_during_training() -> None:
     every, alone = "evaluation.every_steps=5", "evaluation.sql_execution=null"
     assert "'accuracy' is not measured. Take one of loss, perplexity," in problems(
         demo(every, "evaluation.best.metric=accuracy")
@@ -438,7 +438,7 @@ def test_the_best_checkpoint_is_chosen_by_what_is_measured_during_training() -> 
         demo("evaluation.generation.num_rows=5")
 
 
-def test_a_profile_that_cannot_be_taken_is_refused() -> None:
+def test_an_impossible_profile_is_rejected() -> None:
     found = problems(demo("profile.enabled=true", "profile.ranks=[0,2,3]", "training.max_steps=27"))
     assert "profile.ranks: there is no rank 2, 3 in 2 processes" in found
     assert "takes 28 steps, the run has 27" in found
@@ -446,7 +446,7 @@ def test_a_profile_that_cannot_be_taken_is_refused() -> None:
     plan(demo("profile.ranks=[9]"))
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     request = replace(REQUEST, num_nodes=3, image=NamedImage("x:1"), image_is_explicit=True)
     assert (
         len(
@@ -466,12 +466,12 @@ def test_an_imported_image_is_given_by_its_absolute_path() -> None:
     assert by_uri.container_image == "docker://host#path:tag"
 
 
-def test_the_engine_says_why() -> None:
+def test_the_engine_choice_has_a_reason() -> None:
     assert "2 processes" in plan().engine.reason
     assert "one process" in plan(request=replace(REQUEST, gpus_per_node=1)).engine.reason
 
 
-def test_a_plan_beyond_the_gpus_memory_says_so() -> None:
+def test_a_plan_that_exceeds_gpu_memory_warns() -> None:
     llama = load_recipe("llama3.3-70b-full", HERE)
     request = replace(REQUEST, image=ImageFile(Path("/x.sqsh")), num_nodes=1)
     small = load_cluster("a3-megagpu-8g", HERE)
@@ -488,7 +488,7 @@ def test_steps_follow_from_epochs_once_the_packs_are_known() -> None:
     assert count_steps(DEMO.training, None) == DEMO.training.max_steps
 
 
-def test_the_fingerprint_changes_with_what_changes_the_packs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_changes_only_with_inputs_of_the_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     same = print_of(demo("training.learning_rate=1", "training.global_batch_size=64"), "")
     assert same == print_of(DEMO, "")
     for other in ("training.sequence_length=128", "data.source.seed=9", "data.train_on=all"):
@@ -511,7 +511,7 @@ def test_added_tokens_change_the_data_and_need_a_trained_embedding() -> None:
     for refused in (new, new.model_copy(update={"vocab_size_of_weights": None})):
         found = problems(lora, request=replace(REQUEST, model=refused))
         assert "model.added_tokens: <|tool|>: method 'lora' leaves the embedding frozen" in found
-    plan(lora, request=replace(REQUEST, model=model))  # the tokenizer has it: nothing is untrained
+    plan(lora, request=replace(REQUEST, model=model))  # the tokenizer has the token already
     for wrong in ("['<|a|>', '<|a|>']", "['']", "['two words']"):
         with pytest.raises(ConfigError, match="added_tokens"):
             demo(f"model.added_tokens={wrong}")

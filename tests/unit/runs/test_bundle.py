@@ -1,4 +1,4 @@
-"""Bundles: the same run gives the same bytes, and a foreign file writes nothing where it should not."""
+"""Bundles: reproducible byte for byte, and safe to extract from untrusted archives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bundle(make_run: RunMaker, records: Any, tmp_path: Path) -> Path:
     return first
 
 
-def test_a_bundle_gives_back_what_a_repetition_needs(bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_contains_what_a_rerun_needs(bundle: Path, tmp_path: Path) -> None:
     unpack(bundle, tmp_path / "there")
     assert {path.name for path in (tmp_path / "there").iterdir()} == {"manifest.json", "metrics.jsonl", "plan.json"}
 
@@ -47,7 +47,7 @@ def test_a_run_without_manifest_has_no_bundle(make_run: RunMaker, tmp_path: Path
         write_bundle(make_run().layout, tmp_path / "x.tar")
 
 
-def test_a_bundle_that_cannot_be_written_leaves_nothing(make_run: RunMaker, tmp_path: Path) -> None:
+def test_a_failed_bundle_leaves_no_files(make_run: RunMaker, tmp_path: Path) -> None:
     run = make_run()
     run.layout.manifest.write_text("{}")
     with pytest.raises(PrerequisiteError, match="--output"):
@@ -56,7 +56,7 @@ def test_a_bundle_that_cannot_be_written_leaves_nothing(make_run: RunMaker, tmp_
 
 
 @pytest.mark.parametrize("name", ["../manifest.json", "/manifest.json", "run/../../manifest.json"])
-def test_only_files_of_a_run_come_out_of_a_foreign_archive_and_only_into_its_folder(name: str, tmp_path: Path) -> None:
+def test_only_run_files_are_extracted_from_an_untrusted_archive_into_its_folder(name: str, tmp_path: Path) -> None:
     path, folder = tmp_path / "foreign.tar", tmp_path / "a" / "b"
     with tarfile.open(path, "w") as archive:
         for member, content in ((name, b"{}"), ("run/id_rsa", b"key")):
@@ -74,7 +74,7 @@ def test_only_files_of_a_run_come_out_of_a_foreign_archive_and_only_into_its_fol
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty"])
-def test_a_damaged_bundle_is_refused(bundle: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_bundle_is_rejected(bundle: Path, tmp_path: Path, damage: str) -> None:
     if damage == "cut":
         bundle.write_bytes(bundle.read_bytes()[:900])
     else:

@@ -33,7 +33,7 @@ def resolved(name: str, ctx: Context) -> RecipePlan:
 
 
 @pytest.mark.parametrize("name", ["demo", "olmo3-7b-full", "gemma3-12b-sql-qlora"])
-def test_the_recipe_beside_a_card_is_read_as_what_was_trained(name: str, make_run: RunMaker, tmp_path: Path) -> None:
+def test_the_recipe_next_to_a_card_is_the_trained_recipe(name: str, make_run: RunMaker, tmp_path: Path) -> None:
     ctx = Context(tmp_path, tmp_path, {})
     plan = resolved(name, ctx)
     write_card(tmp_path, make_run().layout, plan, 10, "model")
@@ -41,7 +41,9 @@ def test_the_recipe_beside_a_card_is_read_as_what_was_trained(name: str, make_ru
     assert again.model_dump(include=SECTIONS) == plan.model_dump(include=SECTIONS)
 
 
-def test_a_card_has_the_license_the_losses_and_their_curve(make_run: RunMaker, records: Any, tmp_path: Path) -> None:
+def test_a_card_contains_the_license_the_losses_and_their_curve(
+    make_run: RunMaker, records: Any, tmp_path: Path
+) -> None:
     run = make_run()
     evaluations = [EvaluationRecord(1.0, at, when, loss, 9.0, None, ()) for at, when, loss in ((0, "before", 6.0),)]
     evaluations.append(EvaluationRecord(1.0, 20, "after", 1.25, 3.5, 0.9, ()))
@@ -52,12 +54,12 @@ def test_a_card_has_the_license_the_losses_and_their_curve(make_run: RunMaker, r
     assert 'license: "mit"' in card
     assert "| after | 1.2500 | 3.50 | 90.0% |" in card
     assert "![Loss by step](loss.svg)" in card
-    picture = ET.fromstring((tmp_path / "loss.svg").read_text())  # noqa: S314 - our own file
+    picture = ET.fromstring((tmp_path / "loss.svg").read_text())  # noqa: S314 - written by ftkit
     assert picture.attrib["aria-label"] == "training loss 6 to 0.3"  # nothing after step 20
     assert len(picture.findall("{*}circle")) == 2
 
 
-def test_a_run_of_one_step_has_no_curve_and_a_long_one_few_points(make_run: RunMaker, records: Any) -> None:
+def test_the_curve_needs_two_steps_and_has_a_limited_number_of_points(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     records.write(run, records.step(1), records.step(1))
     assert loss_curve(run.layout.metrics, 10) is None

@@ -1,4 +1,4 @@
-"""Runs side by side, from run folders alone."""
+"""Comparison of runs from their run folders."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def with_curve(name: str, *points: tuple[int, float]) -> ComparedRun:
     return ComparedRun(name, {}, UNKNOWN, tuple(LossPoint(step, *point) for step, point in enumerate(points)))
 
 
-def test_results_count_what_is_kept_of_a_run_that_was_interrupted(make_run: RunMaker, records: Any) -> None:
+def test_results_of_an_interrupted_run_exclude_lost_steps(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     memory = MemoryRecord(5.0, "training", *[1.0] * 3, 1.0, 2.5, 3.0)
     records.write(
         run,
         start(10.0, 0),
-        records.step(10, 3.0, tokens_per_second=1.0, mfu=0.1),  # compiles
+        records.step(10, 3.0, tokens_per_second=1.0, mfu=0.1),  # the first step compiles
         records.step(20, 2.0, tokens_per_second=200.0, mfu=0.4),
         records.step(30, 9.0, tokens_per_second=200.0, mfu=0.4),  # lost
         memory,
@@ -81,7 +81,7 @@ def test_differences_are_found_in_each_section_and_nowhere_else(make_run: RunMak
     assert found[0].values == (plan.recipe.training.learning_rate, 0.5)
 
 
-def test_a_folder_with_nothing_in_it_compares_as_unknown(make_run: RunMaker) -> None:
+def test_an_empty_folder_compares_as_unknown(make_run: RunMaker) -> None:
     layout = make_run().layout
     layout.plan.write_text("{")
     assert read_run(layout).results == UNKNOWN
@@ -98,7 +98,7 @@ def test_losses_are_aligned_by_tokens_and_interpolated_between_records() -> None
 
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 10)), min_size=1), st.integers(1, 12))
-def test_a_curve_is_aligned_with_itself_within_its_own_bounds(steps: list[tuple[int, float]], num_points: int) -> None:
+def test_a_curve_aligned_with_itself_stays_within_its_bounds(steps: list[tuple[int, float]], num_points: int) -> None:
     tokens, points = 0, []
     for more, loss in steps:
         tokens += more

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from conftest import RunMaker
 
 
-def test_runs_are_listed_newest_first_and_other_folders_passed_over(make_run: RunMaker, workspace: Workspace) -> None:
+def test_runs_are_listed_newest_first_and_other_folders_ignored(make_run: RunMaker, workspace: Workspace) -> None:
     runs = [make_run("a-b"), make_run("demo"), make_run("a-b")]
     for name in (".unfinished-demo-20260102T030405Z-ab12", "notes", "demo-20269999T999999Z-ab12"):
         (workspace.runs / name).mkdir()
@@ -29,7 +29,7 @@ def test_runs_are_listed_newest_first_and_other_folders_passed_over(make_run: Ru
     assert [run.name for run in listed] == ["a-b", "demo", "a-b"]
 
 
-def test_a_run_is_found_by_whatever_names_it(make_run: RunMaker, workspace: Workspace) -> None:
+def test_a_run_is_found_by_every_kind_of_reference(make_run: RunMaker, workspace: Workspace) -> None:
     old = make_run("demo", suffix="aaaa", job_id="500")
     new = make_run("demo", suffix="bbbb", job_id="501")
     other = make_run("other", suffix="cccc")
@@ -47,7 +47,7 @@ def test_a_run_is_found_by_whatever_names_it(make_run: RunMaker, workspace: Work
         assert find_run(reference, workspace).id == run.id, reference
 
 
-def test_a_run_is_found_by_the_jobs_that_it_had_before(make_run: RunMaker, workspace: Workspace) -> None:
+def test_a_run_is_found_by_its_previous_job_ids(make_run: RunMaker, workspace: Workspace) -> None:
     run = make_run(job_id="7")
     make_run()
     submission = read_submission(run.layout)
@@ -57,7 +57,7 @@ def test_a_run_is_found_by_the_jobs_that_it_had_before(make_run: RunMaker, works
     assert find_run("8", workspace).submitted == SubmittedRun(run.layout, read_submission(run.layout) or submission)
 
 
-def test_a_reference_that_fits_several_runs_names_them(make_run: RunMaker, workspace: Workspace) -> None:
+def test_an_ambiguous_reference_lists_the_runs(make_run: RunMaker, workspace: Workspace) -> None:
     runs = [make_run("demo") for _ in range(10)]
     with pytest.raises(NotFoundError, match="'de' fits 10 runs") as caught:
         find_run("de", workspace)
@@ -76,7 +76,7 @@ def test_an_unknown_reference_suggests_the_closest(make_run: RunMaker, workspace
     assert caught.value.meaning == ""
 
 
-def test_an_empty_workspace_says_how_to_begin(workspace: Workspace) -> None:
+def test_an_empty_workspace_suggests_a_first_command(workspace: Workspace) -> None:
     with pytest.raises(NotFoundError, match="no runs") as caught:
         find_run("last", workspace)
     assert "ftkit run demo" in caught.value.fix
@@ -86,7 +86,9 @@ DEEP = "[" * 100_000
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"cluster": {}}', '{"cluster": "x", "num_steps": 1}', DEEP, "\udcff"])
-def test_a_damaged_plan_is_damage_and_no_error(make_run: RunMaker, workspace: Workspace, text: str) -> None:
+def test_a_damaged_plan_is_reported_as_damage_without_an_error(
+    make_run: RunMaker, workspace: Workspace, text: str
+) -> None:
     run = make_run()
     (folder,) = list_runs(workspace)
     good = read_entry(folder)
@@ -113,7 +115,7 @@ def test_a_damaged_submission_is_not_taken_for_a_run_that_was_never_submitted(
         find_run("4711", workspace)
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(make_run: RunMaker) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(make_run: RunMaker) -> None:
     run = make_run()
     for path in (run.layout.submission, run.layout.metrics):
         path.unlink(missing_ok=True)
@@ -132,7 +134,7 @@ def test_an_unusable_workspace_is_not_taken_for_an_empty_one(tmp_path: Path) -> 
     assert list_runs(Workspace(tmp_path / "to" / "be" / "made")) == []
 
 
-def test_a_submission_of_a_later_version_is_read_as_far_as_it_is_known(make_run: RunMaker) -> None:
+def test_unknown_keys_of_a_later_versions_submission_are_ignored(make_run: RunMaker) -> None:
     run = make_run()
     text = run.layout.submission.read_text().replace("{", '{"novelty": 1,', 1)
     run.layout.submission.write_text(text)

@@ -1,4 +1,4 @@
-"""The history of a run, and its time by activity, from its records."""
+"""The history of a run and its time per activity, from its records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def evaluation(time: float) -> EvaluationRecord:
     return EvaluationRecord(time, 0, "during", 1.0, 2.0, None, ())
 
 
-def test_time_is_divided_into_what_it_went_into(make_run: RunMaker, records: Any) -> None:
+def test_time_is_divided_by_activity(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     run.layout.manifest.write_text(json.dumps({"starts": [{"time": 100.0}, {"time": 200.0}]}))
     records.write(
@@ -48,7 +48,7 @@ def test_time_is_divided_into_what_it_went_into(make_run: RunMaker, records: Any
         records.step(10, time=120.0, step_seconds=1.0, overhead_ratio=0.2, data_wait_ratio=0.1),
         CheckpointRecord(121.0, 10, "x", 5.0, 2.0),
         records.step(20, time=132.0, step_seconds=1.0, overhead_ratio=0.0),
-        # killed, and down until the second start
+        # killed, then down until the second start
         StageRecord(205.0, "building the model"),
         start(210.0, resumed_from=10),
         StageRecord(215.0, "evaluating on the validation split, during training"),
@@ -63,7 +63,7 @@ def test_time_is_divided_into_what_it_went_into(make_run: RunMaker, records: Any
             "start-up": 10.0 + 10.0,
             "training": 8.0 + 10.0,
             "data wait": 1.0,
-            "other": 1.0 + 5.0 + 1.0,  # in steps; before the evaluation; the export
+            "other": 1.0 + 5.0 + 1.0,  # within steps; before the evaluation; the export
             "checkpoint": 2.0,
             "repeated": 10.0,
             "down": 200.0 - 132.0,
@@ -71,7 +71,7 @@ def test_time_is_divided_into_what_it_went_into(make_run: RunMaker, records: Any
         }
     )
     assert found.held_seconds == pytest.approx(130.0 - 68.0)
-    assert len(found.speeds) == 1  # the first record of each start is left out
+    assert len(found.speeds) == 1  # the first record of each start is skipped
 
 
 def test_the_highest_peak_of_a_stage_is_kept(make_run: RunMaker, records: Any) -> None:
@@ -89,7 +89,7 @@ kinds = st.sampled_from(["stage", "start", "step", "evaluation", "checkpoint", "
 
 
 @given(st.lists(st.tuples(kinds, st.floats(0, 50), st.integers(0, 30)), max_size=30), st.lists(st.floats(0, 500)))
-def test_spans_follow_each_other_without_gaps_whatever_was_recorded(
+def test_spans_are_contiguous_for_any_records(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, float, int]], starts: list[float]
 ) -> None:
     layout = RunLayout(tmp_path_factory.mktemp("run"))
@@ -117,6 +117,6 @@ def test_spans_follow_each_other_without_gaps_whatever_was_recorded(
         assert whole <= now - 1000.0 + 500.0
 
 
-def test_short_spans_go_to_the_one_before() -> None:
+def test_short_spans_are_merged_into_the_previous_one() -> None:
     spans = [Span("training", 0, 10), Span("other", 10, 10.1), Span("training", 10.1, 20), Span("down", 20, 30)]
     assert merge_spans(spans, 1.0) == [Span("training", 0, 20), Span("down", 20, 30)]

@@ -1,4 +1,4 @@
-"""Exports on the Hugging Face hub: a server here that answers as the hub does to what huggingface_hub asks."""
+"""Exports on the Hugging Face Hub, against a local server with the API that huggingface_hub uses."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# Of httpx, where huggingface_hub calls it.
+# Raised by httpx when called from huggingface_hub.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 COMMIT = "a" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories in memory; `asked` has the requests, and `damages` a file whose content it changes."""
+    """In-memory repositories; `asked` lists requests, `damages` is a file whose content the hub alters."""
 
     daemon_threads = True
 
@@ -147,7 +147,7 @@ def quiet(_: object) -> None:
     pass
 
 
-def test_an_export_becomes_one_commit_of_a_private_repository_and_is_compared(hub: Hub, export: Path) -> None:
+def test_an_export_is_uploaded_in_one_commit_to_a_private_repository_and_compared(hub: Hub, export: Path) -> None:
     assert push_to_hub(export, "hf://org/model", quiet) == f"{hub.address}/org/model/commit/{COMMIT}"
     assert sorted(hub.files) == ["README.md", "model.safetensors"]
     assert list(hub.large.values()) == [b"weights" * 1000]
@@ -155,7 +155,7 @@ def test_an_export_becomes_one_commit_of_a_private_repository_and_is_compared(hu
     assert hub.created["organization"] == "org"
     hub.asked.clear()
     push_to_hub(export, "hf://org/model", quiet)
-    assert "PUT" not in hub.asked  # the weights are there already
+    assert "PUT" not in hub.asked  # the weights exist already
 
 
 def test_other_content_on_the_hub_is_an_error(hub: Hub, export: Path) -> None:

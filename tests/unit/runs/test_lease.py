@@ -1,4 +1,4 @@
-"""The lease of a run's folder, without waiting: a pause is a function that the test gives."""
+"""The lease of a run folder, without real waiting: tests pass their own pause function."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def layout(tmp_path: Path) -> RunLayout:
 
 
 def refuse_to_wait(_seconds: float) -> None:
-    pytest.fail("nothing had to be waited for")
+    pytest.fail("must not wait")
 
 
 def ignore(_anything: object) -> None:
-    """Stand in for what is told or called."""
+    """Ignore a message or call."""
 
 
 def hold(layout: RunLayout, pause: Callable[[float], None] = refuse_to_wait, **others: Any) -> Any:
@@ -49,23 +49,23 @@ ELSEWHERE = Holder("n7", "another boot, another namespace", 4711, "1", "55", 0.0
 
 
 def leave(layout: RunLayout, holder: Holder, number: int = 1) -> Path:
-    """Leave the lease of a process that did not release it."""
+    """Write a lease that its process did not release."""
     layout.leases.mkdir(parents=True, exist_ok=True)
     path = layout.leases / f"{number:06d}.json"
     path.write_text(json.dumps(asdict(holder)), encoding="utf-8")
     return path
 
 
-def test_a_second_holder_on_the_same_machine_is_refused_at_once_with_the_name_of_the_holder(layout: RunLayout) -> None:
+def test_a_second_holder_on_the_same_machine_is_rejected_immediately_with_the_holders_name(layout: RunLayout) -> None:
     with (
         hold(layout),
         pytest.raises(TrainingError, match=f"process {os.getpid()} on {Holder.here().host}"),
         hold(layout),
     ):
-        pytest.fail("two hold it")
+        pytest.fail("two processes hold the lease")
 
 
-def test_a_released_lease_is_free_at_once(layout: RunLayout) -> None:
+def test_a_released_lease_is_free_immediately(layout: RunLayout) -> None:
     with hold(layout):
         assert current_holder(layout) is not None
     assert current_holder(layout) is None
@@ -73,7 +73,7 @@ def test_a_released_lease_is_free_at_once(layout: RunLayout) -> None:
         assert [path.name for path in layout.leases.iterdir()] == ["000002.json"]
 
 
-def test_a_process_that_is_gone_from_this_machine_holds_nothing(layout: RunLayout) -> None:
+def test_an_ended_process_on_this_machine_holds_no_lease(layout: RunLayout) -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     leave(layout, replace(Holder.here(), pid=gone.pid))
@@ -82,31 +82,31 @@ def test_a_process_that_is_gone_from_this_machine_holds_nothing(layout: RunLayou
         pass
 
 
-def test_a_later_process_with_the_same_id_is_not_the_holder(layout: RunLayout) -> None:
+def test_a_later_process_with_the_same_pid_is_not_the_holder(layout: RunLayout) -> None:
     leave(layout, replace(Holder.here(), process_start="0"))
     assert process.start_time(os.getpid()) != "0"
     with hold(layout):
         pass
 
 
-def test_a_holder_on_another_machine_that_touches_its_lease_is_not_replaced(layout: RunLayout) -> None:
+def test_an_active_holder_on_another_machine_is_not_replaced(layout: RunLayout) -> None:
     path, told = leave(layout, ELSEWHERE), []
 
     def touch(_seconds: float) -> None:
         os.utime(path, (1, path.stat().st_mtime + 10))
 
     with pytest.raises(TrainingError, match="job 55, process 4711 on n7"), hold(layout, touch, say=told.append):
-        pytest.fail("two hold it")
+        pytest.fail("two processes hold the lease")
     assert "job 55, process 4711 on n7" in told[0]
     assert current_holder(layout) == ELSEWHERE
 
 
-def test_a_holder_on_another_machine_that_is_silent_for_long_is_replaced(layout: RunLayout) -> None:
+def test_a_silent_holder_on_another_machine_is_replaced(layout: RunLayout) -> None:
     leave(layout, ELSEWHERE, number=9)
     pauses: list[float] = []
     with hold(layout, pauses.append):
         assert len(pauses) == NUM_MISSED_BEATS
-        assert [path.name for path in layout.leases.iterdir()] == ["000010.json"], "numbers are no texts"
+        assert [path.name for path in layout.leases.iterdir()] == ["000010.json"], "numbers must not be strings"
         assert current_holder(layout) == replace(Holder.here(), since=current_holder(layout).since)  # type: ignore[union-attr]
 
 
@@ -157,31 +157,31 @@ def test_a_later_start_does_not_replace_a_process_that_runs_on_its_own_machine(
     with hold(layout):
         start_as(monkeypatch, "55", 1, 0)
         with pytest.raises(TrainingError, match="another process trains"), hold(layout):
-            pytest.fail("two hold it")
+            pytest.fail("two processes hold the lease")
 
 
-def test_of_several_that_see_a_dead_lease_exactly_one_takes_it(layout: RunLayout) -> None:
+def test_exactly_one_of_several_processes_takes_over_a_dead_lease(layout: RunLayout) -> None:
     leave(layout, ELSEWHERE)
 
     def another_takes_it(_seconds: float) -> None:
         leave(layout, replace(ELSEWHERE, host="n8"), 2)
 
     with pytest.raises(TrainingError, match="process 4711 on n8"), hold(layout, another_takes_it):
-        pytest.fail("two hold it")
+        pytest.fail("two processes hold the lease")
 
 
-def test_the_number_that_another_has_just_taken_can_not_be_taken_again(
-    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_number_just_taken_cannot_be_taken_again(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(layout, replace(ELSEWHERE, host="n8"), 2)
     names = iter([["000001.json"], ["000001.json", "000002.json"]])
     leave(layout, replace(Holder.here(), process_start="0"), 1)
-    monkeypatch.setattr("ftkit.runs.lease.os.listdir", lambda _: next(names))  # as a stale listing of a network has it
+    monkeypatch.setattr(
+        "ftkit.runs.lease.os.listdir", lambda _: next(names)
+    )  # a stale listing of a network file system
     with pytest.raises(TrainingError, match="on n8"), hold(layout):
-        pytest.fail("two hold it")
+        pytest.fail("two processes hold the lease")
 
 
-def test_one_whose_turn_is_over_is_told_so_at_its_next_beat(layout: RunLayout) -> None:
+def test_a_replaced_holder_is_notified_at_its_next_heartbeat(layout: RunLayout) -> None:
     lost: list[TrainingError] = []
     with hold(layout, on_loss=lost.append) as held:
         held.beat()
@@ -192,14 +192,14 @@ def test_one_whose_turn_is_over_is_told_so_at_its_next_beat(layout: RunLayout) -
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
-def test_a_lease_that_can_not_be_read_is_watched_like_any_other(text: str, layout: RunLayout) -> None:
+def test_an_unreadable_lease_is_watched_like_any_other(text: str, layout: RunLayout) -> None:
     leave(layout, ELSEWHERE).write_text(text, encoding="utf-8")
     pauses: list[float] = []
     with hold(layout, pauses.append):
         assert len(pauses) == NUM_MISSED_BEATS
 
 
-def test_a_revoked_lease_is_free_at_once_and_its_holder_is_notified(layout: RunLayout) -> None:
+def test_a_revoked_lease_is_free_immediately_and_its_holder_is_notified(layout: RunLayout) -> None:
     lost: list[TrainingError] = []
     with hold(layout, on_loss=lost.append) as held:
         revoke(layout)
@@ -209,19 +209,19 @@ def test_a_revoked_lease_is_free_at_once_and_its_holder_is_notified(layout: RunL
             pass
     assert len(lost) == 1
     revoke(layout)
-    assert len(list(layout.leases.iterdir())) == 2, "one that is released needs no revoking"
+    assert len(list(layout.leases.iterdir())) == 2, "a released lease must not be revoked"
 
 
-def test_a_process_that_is_seen_to_run_holds_its_lease_however_old_its_last_touch(layout: RunLayout) -> None:
+def test_a_running_process_holds_its_lease_however_old_its_last_heartbeat(layout: RunLayout) -> None:
     with hold(layout):
         (path,) = layout.leases.iterdir()
         os.utime(path, (1, 1))
         assert current_holder(layout) is not None
         with pytest.raises(TrainingError, match="another process trains"), hold(layout):
-            pytest.fail("two hold it")
+            pytest.fail("two processes hold the lease")
 
 
-def test_a_listing_that_lags_behind_ends_nobody(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_listing_does_not_end_the_holder(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[TrainingError] = []
     with hold(layout, on_loss=lost.append) as held:
         monkeypatch.setattr("ftkit.runs.lease._numbers", lambda _: [])
@@ -238,7 +238,7 @@ def test_a_lease_whose_file_was_removed_is_lost(layout: RunLayout) -> None:
     assert len(lost) == 1
 
 
-def test_nobody_holds_a_folder_without_leases(layout: RunLayout) -> None:
+def test_a_folder_without_leases_has_no_holder(layout: RunLayout) -> None:
     assert current_holder(layout) is None
 
 

@@ -36,7 +36,7 @@ def manifest(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_start_is_added_with_what_the_container_says_of_itself(
+def test_each_start_is_recorded_with_the_containers_manifest(
     manifest: Path, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTKIT_CONTAINER_IMAGE", "/images/sha256-1.sqsh")
@@ -50,14 +50,14 @@ def test_each_start_is_added_with_what_the_container_says_of_itself(
     assert first["image"] == second["image"] == {"reference": "olmo3:25.02", "lock_sha256": LOCK}
 
 
-def test_another_image_than_the_submitted_one_is_refused_and_written_down(manifest: Path, image: Path) -> None:
+def test_an_image_other_than_the_submitted_one_is_rejected_and_recorded(manifest: Path, image: Path) -> None:
     (image / "requirements.lock").write_text("torch==2.6\n")
     with pytest.raises(TrainingError, match="another image than the run was submitted with"):
         record_start(manifest, image)
     assert json.loads(manifest.read_text())["starts"][0]["image"]["lock_sha256"] != LOCK
 
 
-def test_an_image_that_says_nothing_is_refused_only_if_it_should(manifest: Path, tmp_path: Path) -> None:
+def test_an_image_without_a_manifest_is_rejected_only_if_one_is_expected(manifest: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="not there"):
         record_start(manifest, tmp_path / "none")
     manifest.write_text("{}")
@@ -65,7 +65,7 @@ def test_an_image_that_says_nothing_is_refused_only_if_it_should(manifest: Path,
     assert json.loads(manifest.read_text())["starts"][0]["image"] == {}
 
 
-def test_the_same_failure_at_the_same_step_twice_in_a_job_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_failure_repeated_at_the_same_step_of_a_job_is_not_retried(tmp_path: Path) -> None:
     layout, none = RunLayout(tmp_path), tmp_path / "none"
     layout.manifest.write_text("{}")
 
@@ -77,9 +77,9 @@ def test_the_same_failure_at_the_same_step_twice_in_a_job_is_not_tried_again(tmp
     fail(1, 2, "at 0x7e45 of process 977")
     with pytest.raises(TrainingError, match="before its first step, twice in a row"):
         fail(2, 1, "never")
-    layout.rank_error(3).unlink()  # as ranks that start do
+    layout.rank_error(3).unlink()  # as starting ranks do
     layout.rank_error(2).unlink()
-    fail(0, 1, "at 0x7e45 of process 977")  # another job may try
+    fail(0, 1, "at 0x7e45 of process 977")  # another job may retry
     fail(1, 1, "something else")
     fail(2, 1, "something else")
     assert [start["restart"] for start in json.loads(layout.manifest.read_text())["starts"]] == [0, 1, 2, 0, 1, 2]
@@ -97,7 +97,7 @@ def test_a_rank_that_only_lost_another_one_did_not_fail_first(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"starts": 3}'])
-def test_a_manifest_that_is_missing_or_damaged_is_left_alone(text: str | None, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_manifest_is_not_changed(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     if text is not None:
         path.write_text(text)
@@ -105,7 +105,7 @@ def test_a_manifest_that_is_missing_or_damaged_is_left_alone(text: str | None, t
     assert (path.read_text() if path.exists() else None) == text
 
 
-def test_uncommitted_changes_make_the_code_of_its_commit(tmp_path: Path) -> None:
+def test_the_recorded_diff_applied_to_the_commit_restores_the_code(tmp_path: Path) -> None:
     checkout, copy = tmp_path / "checkout", tmp_path / "copy"
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(checkout)]
     subprocess.run(["git", "init", "-q", checkout], check=True)

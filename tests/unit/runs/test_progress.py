@@ -1,4 +1,4 @@
-"""Restarts, the time that is left, and runs that stall."""
+"""Restarts, remaining time, and stalled runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start(when: float, resumed_from: int) -> StartRecord:
     return StartRecord(when, 400, resumed_from, 2, "fsdp2", "cpu", 1000, {"torch": "2"})
 
 
-def test_each_restart_says_where_it_continued_and_why_the_start_before_it_ended(
+def test_each_restart_has_its_step_and_the_reason_of_the_previous_end(
     make_run: RunMaker, records: Any, tmp_path: Path
 ) -> None:
     run = make_run()
@@ -36,7 +36,7 @@ def test_each_restart_says_where_it_continued_and_why_the_start_before_it_ended(
     layout.manifest.write_text("{}")
     none = tmp_path / "no-image"
     record_start(layout.manifest, none)
-    record_start(layout.manifest, none)  # killed at once
+    record_start(layout.manifest, none)  # killed immediately
     records.write(run, records.step(1), replace(records.end("stopped", 1), time=time.time()))
     record_start(layout.manifest, none)
     begun = json.loads(layout.manifest.read_text())["starts"][-1]["time"]
@@ -51,13 +51,13 @@ def test_each_restart_says_where_it_continued_and_why_the_start_before_it_ended(
     ]
 
 
-def test_runs_of_earlier_versions_have_restarts_without_a_reason(make_run: RunMaker, records: Any) -> None:
+def test_restarts_of_earlier_versions_have_no_reason(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     records.write(run, start(1.0, 0), start(2.0, 10))
     assert [(each.step, each.reason) for each in list_restarts(run.layout)] == [(10, "")]
 
 
-def test_the_time_that_is_left_follows_from_the_last_steps(make_run: RunMaker, records: Any) -> None:
+def test_the_remaining_time_is_estimated_from_the_last_steps(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     assert seconds_left(summarize(run.layout)) is None
     records.write(run, records.step(100, step_seconds=2.0))
@@ -67,7 +67,7 @@ def test_the_time_that_is_left_follows_from_the_last_steps(make_run: RunMaker, r
 
 
 @pytest.mark.parametrize(("seconds", "is_stalled"), [(299, False), (301, True)])
-def test_a_run_stalls_if_it_is_silent_for_longer_than_its_pace_explains(
+def test_a_run_stalls_if_it_is_silent_for_longer_than_its_step_time_explains(
     seconds: float, is_stalled: bool, make_run: RunMaker, records: Any
 ) -> None:
     run = make_run()
@@ -77,7 +77,7 @@ def test_a_run_stalls_if_it_is_silent_for_longer_than_its_pace_explains(
     assert (silence.seconds, silence.is_stalled, silence.is_alive) == (seconds, is_stalled, False)
 
 
-def test_long_steps_and_stages_are_no_stall(make_run: RunMaker, records: Any) -> None:
+def test_long_steps_and_stages_are_not_stalls(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     records.write(run, records.step(100, step_seconds=60.0))
     slow = measure_silence(run.layout, RUNNING, 10, 110 + 5000)
@@ -90,7 +90,7 @@ def test_long_steps_and_stages_are_no_stall(make_run: RunMaker, records: Any) ->
     assert measure_silence(run.layout, Observation(RunState.PENDING, is_final=False), 10, 1e6) is None
 
 
-def test_a_run_says_what_it_has_no_digest_of(make_run: RunMaker) -> None:
+def test_missing_digests_of_a_run_are_explained(make_run: RunMaker) -> None:
     layout = make_run().layout
     assert explain_missing_digests(layout) == ["there is no manifest"]
     whole = {

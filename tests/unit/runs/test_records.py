@@ -34,20 +34,20 @@ def evaluation(num_samples: int) -> EvaluationRecord:
     return EvaluationRecord(2.0, 10, "after", 1.0, 2.7, 0.5, samples)
 
 
-def test_a_record_survives_its_line() -> None:
+def test_a_record_round_trips_through_its_line() -> None:
     mixed = replace(STEP, sources={"chats.jsonl": SourceLoss(1.25, 300), "data-set": SourceLoss(2.5, 100)})
     for record in (STEP, mixed, STAGE, evaluation(3)):
         assert from_line(to_line(record)) == record
-    assert "sources" not in to_line(STEP) + to_line(evaluation(3)), "a single source has the loss of the step"
+    assert "sources" not in to_line(STEP) + to_line(evaluation(3)), "the loss of a single source is that of the step"
 
 
-def test_lines_that_are_no_records_are_none() -> None:
+def test_lines_that_are_not_records_yield_none() -> None:
     for line in ("", "{", "[]", "1", '{"event": "novelty"}', '{"event": "step"}', to_line(STEP)[:-5]):
         assert from_line(line) is None
     assert from_line(to_line(STEP)[:-1] + ', "novelty": 1}') == STEP
 
 
-def test_the_last_step_is_found_behind_records_larger_than_the_tail(tmp_path: Path) -> None:
+def test_the_last_step_is_found_before_records_larger_than_the_tail(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for record in (STAGE, STEP, evaluation(50), STAGE):
         append_record(path, record)
@@ -79,7 +79,7 @@ def test_a_missing_or_empty_file_has_no_records(tmp_path: Path) -> None:
     assert list(RecordTail(tmp_path / "none").read_new()) == []
 
 
-def test_a_tail_reads_each_record_once_and_none_by_halves(tmp_path: Path) -> None:
+def test_a_tail_reads_each_record_once_and_completely(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = RecordTail(path)
     append_record(path, STAGE)
@@ -94,7 +94,7 @@ def test_a_tail_reads_each_record_once_and_none_by_halves(tmp_path: Path) -> Non
     assert list(tail.read_new()) == []
 
 
-def test_a_ranks_error_survives_its_file(tmp_path: Path) -> None:
+def test_a_rank_error_round_trips_through_its_file(tmp_path: Path) -> None:
     try:
         int("no")
     except ValueError as error:
@@ -105,7 +105,7 @@ def test_a_ranks_error_survives_its_file(tmp_path: Path) -> None:
     assert read_rank_error(tmp_path / "none") is None
 
 
-def test_lines_that_are_damaged_or_endless_are_passed_over(tmp_path: Path) -> None:
+def test_damaged_or_overlong_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     step = (to_line(STEP) + "\n").encode()
     damaged = [b"[" * 100_000, b'{"event": "step", "step": "\\ud800"}', b"\xff", step[:-20], b"x" * (LONGEST_LINE + 9)]
@@ -118,7 +118,7 @@ def test_lines_that_are_damaged_or_endless_are_passed_over(tmp_path: Path) -> No
         assert from_line(to_line(STEP).replace('"step_seconds": 0.5', f'"step_seconds": {value}')) is None
 
 
-def test_the_outline_of_a_long_run_takes_no_memory(tmp_path: Path) -> None:
+def test_the_outline_of_a_long_run_takes_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     line = to_line(STEP) + "\n"
     path.write_text(to_line(STAGE) + "\n" + line * (2**22 // len(line)) + to_line(STAGE) + "\n")
@@ -130,7 +130,7 @@ def test_the_outline_of_a_long_run_takes_no_memory(tmp_path: Path) -> None:
     assert peak < 2**20
 
 
-def test_a_tail_that_skips_what_is_there_reads_what_comes(tmp_path: Path) -> None:
+def test_a_tail_that_skips_existing_records_reads_new_ones(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append_record(path, STAGE)
     tail = RecordTail(path, skips_old=True)

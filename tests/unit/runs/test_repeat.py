@@ -1,4 +1,4 @@
-"""Runs that repeat another: what is kept of the original, and the verdict."""
+"""Reruns: what they keep of the original, and the verdict."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ losses = st.lists(st.floats(0.01, 1e3) | st.just(math.nan), min_size=1, max_size
 
 
 @given(losses)
-def test_equal_losses_are_repeated_bit_for_bit_also_where_they_are_no_numbers(values: list[float]) -> None:
+def test_equal_losses_including_nan_are_reproduced_bit_for_bit(values: list[float]) -> None:
     verdict = compare_with(with_losses("a", values), with_losses("b", values, num_processes=4))
     assert verdict.is_repeated
     assert (verdict.first_step, verdict.beyond_step, verdict.largest_ratio) == (None, None, 0.0)
@@ -50,7 +50,7 @@ def test_equal_losses_are_repeated_bit_for_bit_also_where_they_are_no_numbers(va
 
 
 @given(losses, st.data())
-def test_the_first_other_loss_is_found_and_weighed(values: list[float], data: st.DataObject) -> None:
+def test_the_first_different_loss_is_found_and_classified(values: list[float], data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(values) - 1))
     ratio = data.draw(st.sampled_from([TOLERANCE / 2, TOLERANCE * 2]))
     other = [*values[:place], values[place] * (1 + ratio), *values[place + 1 :]]
@@ -64,12 +64,12 @@ def test_the_first_other_loss_is_found_and_weighed(values: list[float], data: st
     assert f"from step {place + 1} on" in str(verdict)
 
 
-def test_a_loss_that_became_no_number_is_not_repeated() -> None:
+def test_a_loss_that_became_nan_is_not_reproduced() -> None:
     verdict = compare_with(with_losses("a", [1.0, 1.0]), with_losses("b", [1.0, math.nan]))
     assert (verdict.is_repeated, verdict.beyond_step) == (False, 2)
 
 
-def test_a_run_that_has_not_come_so_far_is_repeated_so_far() -> None:
+def test_an_unfinished_rerun_is_compared_up_to_its_last_step() -> None:
     verdict = compare_with(with_losses("a", [1.0, 2.0]), with_losses("b", [1.0]))
     assert not verdict.is_repeated
     assert str(verdict).startswith("so far repeated")
@@ -77,14 +77,14 @@ def test_a_run_that_has_not_come_so_far_is_repeated_so_far() -> None:
 
 
 def made(run: SubmittedRun, records: Any) -> RunLayout:
-    """Give a run the manifest that it would have, and losses of which one is no number."""
+    """Write a run's manifest, and losses of which one is NaN."""
     write_json(run.layout.manifest, build_manifest(read_plan(run.layout), ["ftkit", "run"], run.layout.root))
     records.write(run, records.step(1, 2.0), records.step(2, math.nan))
     return run.layout
 
 
 @pytest.mark.parametrize("form", ["folder", "manifest", "lone manifest", "bundle", "copy"])
-def test_a_run_is_known_by_its_folder_its_manifest_and_its_bundle(
+def test_an_original_is_found_by_its_folder_its_manifest_or_its_bundle(
     form: str, make_run: RunMaker, records: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = made(make_run(), records)
@@ -104,7 +104,7 @@ def test_a_run_is_known_by_its_folder_its_manifest_and_its_bundle(
         assert repr(original.run) == repr(expected.run)  # NaN is not equal to itself
 
 
-def test_recorded_data_of_the_original_is_compared_with_the_run(make_run: RunMaker, records: Any) -> None:
+def test_data_digests_of_the_original_are_compared_with_the_rerun(make_run: RunMaker, records: Any) -> None:
     layout = made(make_run(), records)
     assert judge(layout) is None
     layout.original.write_text(original_to_json(read_original(str(layout.root))))
@@ -113,7 +113,7 @@ def test_recorded_data_of_the_original_is_compared_with_the_run(make_run: RunMak
     assert (verdict.is_repeated, verdict.num_common, verdict.differences) == (True, 2, ())
 
 
-def test_a_place_without_a_run_is_an_error(tmp_path: Path) -> None:
+def test_a_path_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no run, manifest or bundle"):
         read_original(str(tmp_path / "missing.tar"))
     with pytest.raises(NotFoundError, match="has no manifest"):
@@ -124,7 +124,7 @@ def test_a_place_without_a_run_is_an_error(tmp_path: Path) -> None:
         read_original(str(damaged))
 
 
-def test_a_repetition_of_other_data_is_refused_where_it_starts(make_run: RunMaker, tmp_path: Path) -> None:
+def test_a_rerun_on_other_data_is_rejected_at_its_start(make_run: RunMaker, tmp_path: Path) -> None:
     run = make_run()
     plan = read_plan(run.layout)
     data = DataLayout(Workspace(run.layout.root.parents[1]).data / plan.fingerprint)
@@ -141,7 +141,7 @@ def test_a_repetition_of_other_data_is_refused_where_it_starts(make_run: RunMake
             record_start(run.layout.manifest, tmp_path)
 
 
-def test_an_original_without_losses_can_be_kept(make_run: RunMaker) -> None:
+def test_an_original_without_losses_can_be_saved(make_run: RunMaker) -> None:
     layout = make_run().layout
     layout.original.write_text(original_to_json(Original(with_losses("a", []), {})))
     assert "no losses to compare with" in str(judge(layout))

@@ -1,4 +1,4 @@
-"""Signatures hold for the file, the key, and the purpose; made by the real programs."""
+"""Signatures are valid for one file, key and purpose; made by the real programs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_signature_holds_for_the_file_and_the_key(keys: KeyPair, file: Path, tmp_path: Path) -> None:
+def test_a_signature_is_valid_only_for_its_file_and_key(keys: KeyPair, file: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no signature"):
         verify_beside(file, keys.public, "ftkit-bundle")
     signature = sign(file, keys.private, keys.signer, "ftkit-bundle")
@@ -78,9 +78,7 @@ def test_a_public_key_does_not_sign_and_a_private_one_does_not_verify(keys: KeyP
         verify_beside(file, keys.private.with_suffix(".moved"), "ftkit-bundle")
 
 
-def test_a_signature_by_ssh_keygen_holds_for_its_purpose_and_for_the_allowed_signers(
-    file: Path, tmp_path: Path
-) -> None:
+def test_an_ssh_signature_is_valid_only_for_its_purpose_and_allowed_signers(file: Path, tmp_path: Path) -> None:
     keys, signers = make_keys("ssh-keygen", tmp_path, "key"), tmp_path / "signers"
     sign(file, keys.private, "ssh-keygen", "ftkit-bundle")
     with pytest.raises(SignatureError):
@@ -92,7 +90,7 @@ def test_a_signature_by_ssh_keygen_holds_for_its_purpose_and_for_the_allowed_sig
         verify_beside(file, signers, "ftkit-bundle")
 
 
-def test_a_key_of_another_program_than_the_signature_is_reported_as_such(file: Path, tmp_path: Path) -> None:
+def test_a_key_that_does_not_match_the_signing_program_is_reported(file: Path, tmp_path: Path) -> None:
     sign(file, make_keys("ssh-keygen", tmp_path, "key").private, "ssh-keygen", "ftkit-bundle")
     key = tmp_path / "minisign.pub"
     key.write_text("untrusted comment: minisign public key 0\nRWQ\n")
@@ -102,7 +100,7 @@ def test_a_key_of_another_program_than_the_signature_is_reported_as_such(file: P
     assert key_kind(key) == "cosign"
 
 
-def test_the_key_says_which_program_signs(keys: KeyPair, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_signing_program_follows_from_the_key(keys: KeyPair, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_signer(keys.private) == keys.signer
     with pytest.raises(PrerequisiteError, match="is not a key of minisign, ssh-keygen, cosign"):
         find_signer(file)

@@ -1,4 +1,4 @@
-"""Stragglers, from what the ranks measured."""
+"""Stragglers, from measurements of the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def timing(rank: int, compute: float, *, per_host: int = 8, num_steps: int = 100
     return RankTiming(rank, f"h{rank // per_host}", 500, num_steps, 2.0, 0.0, compute, 0.1)
 
 
-def test_the_host_of_a_slow_rank_is_a_straggler_and_all_others_are_not() -> None:
+def test_only_the_host_of_a_slow_rank_is_a_straggler() -> None:
     noise = random.Random(1)
     timings = [timing(rank, 0.2 * (1.14 if rank == 139 else 1) + noise.uniform(0, 0.004)) for rank in range(256)]
     (found,) = find_stragglers(timings)
@@ -27,9 +27,9 @@ def test_the_host_of_a_slow_rank_is_a_straggler_and_all_others_are_not() -> None
 @pytest.mark.parametrize(
     ("computes", "per_host", "expected"),
     [
-        ((1.0, 1.2), 1, [("h1", (1,))]),  # the other host is faster, which is no fault
-        ((1.0, 1.0, 1.2, 1.0), 4, [("h0", (2,))]),  # on a single host, a rank among its neighbors
-        ((1.0, 1.0, 1.3, 1.3, 1.2, 1.0, 1.0, 1.0), 2, [("h1", (2, 3)), ("h2", (4,))]),  # the slowest first
+        ((1.0, 1.2), 1, [("h1", (1,))]),  # a faster host is not a fault
+        ((1.0, 1.0, 1.2, 1.0), 4, [("h0", (2,))]),  # on a single host, ranks are compared with each other
+        ((1.0, 1.0, 1.3, 1.3, 1.2, 1.0, 1.0, 1.0), 2, [("h1", (2, 3)), ("h2", (4,))]),  # slowest first
         ((1.0, 1.09), 1, []),
         ((1.0, 0.0), 1, []),  # nothing was measured
         ((1.0,), 1, []),
@@ -42,11 +42,11 @@ def test_ranks_are_compared_with_those_of_other_hosts(
     assert [(each.host, each.ranks) for each in found] == expected
 
 
-def test_a_few_steps_say_nothing() -> None:
+def test_a_few_steps_are_not_enough() -> None:
     assert find_stragglers([timing(0, 1, per_host=1), timing(1, 2, per_host=1, num_steps=MIN_STEPS - 1)]) == []
 
 
-def test_damaged_files_are_left_out(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_damaged_files_are_ignored(tmp_path_factory: pytest.TempPathFactory) -> None:
     layout = RunLayout(tmp_path_factory.mktemp("run"))
     layout.logs.mkdir()
     write_json(layout.rank_timing(0), timing(0, 1.0))

@@ -16,12 +16,12 @@ def leave_error(layout: RunLayout, rank: int, time: float) -> None:
     write_rank_error(layout.rank_error(rank), RankError(time, rank, f"n{rank}", "ValueError", "no", "Traceback", 1))
 
 
-def test_a_run_that_has_not_begun_has_nothing_to_sum_up(make_run: RunMaker) -> None:
+def test_a_run_that_has_not_started_has_an_empty_summary(make_run: RunMaker) -> None:
     summary = summarize(make_run().layout)
     assert set(vars(summary).values()) == {None}
 
 
-def test_first_and_last_are_distinguished(make_run: RunMaker, records: Any) -> None:
+def test_first_and_last_values_are_distinguished(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     sample = Sample("q", "r", "a", True)
     before = EvaluationRecord(1.0, 0, "before", 6.0, 400.0, 0.0, ())
@@ -56,7 +56,7 @@ def test_errors_of_an_earlier_start_are_not_the_cause(make_run: RunMaker) -> Non
     assert first_error(layout, since=20_000) is None
 
 
-def test_a_damaged_error_is_passed_over(make_run: RunMaker) -> None:
+def test_a_damaged_rank_error_is_ignored(make_run: RunMaker) -> None:
     layout = make_run().layout
     layout.rank_error(0).write_text("{")
     assert first_error(layout, since=0) is None
@@ -70,7 +70,7 @@ def test_only_complete_checkpoints_are_listed_oldest_first(make_run: RunMaker) -
     assert [step for step, _ in list_checkpoints(layout)] == [100, 200]
 
 
-def test_the_end_of_a_log_is_short(make_run: RunMaker) -> None:
+def test_only_the_end_of_a_log_is_shown(make_run: RunMaker) -> None:
     layout = make_run().layout
     assert log_tail(layout) == []
     layout.job_log.write_bytes(b"\xff\n" + b"".join(b"line %d\n" % number for number in range(100)))

@@ -35,8 +35,8 @@ def training(**changes: object) -> TrainingPlan:
     return TrainingPlan.model_validate(fields | changes)
 
 
-def test_adapters_of_a_known_size_are_counted() -> None:
-    # As peft prints for Llama 3 8B, rank 16, all seven projections.
+def test_adapter_params_match_peft() -> None:
+    # As printed by peft for Llama 3 8B, rank 16, all seven projections.
     every = LoraSpec(rank=16, targets=ALL_PROJECTIONS)
     assert count_adapter_parameters(architecture("llama3-8b"), every) == 41_943_040
     assert (
@@ -44,11 +44,11 @@ def test_adapters_of_a_known_size_are_counted() -> None:
     )
 
 
-def test_a_matrix_in_nf4_takes_about_half_a_byte_a_weight() -> None:
+def test_an_nf4_matrix_takes_about_half_a_byte_per_weight() -> None:
     assert sum(nf4_parts(4096 * 4096)) / 4096**2 == pytest.approx(0.5 + 1 / 64 + 4 / (64 * 256), rel=1e-4)
 
 
-def test_frozen_weights_take_two_bytes_a_parameter_and_4_bit_ones_a_quarter_of_that() -> None:
+def test_frozen_weights_take_two_bytes_per_parameter_and_4_bit_ones_a_quarter() -> None:
     shape = architecture("llama3.3-70b")
     lora, qlora = (predict_memory(Setup(shape, training(method=method), 8)) for method in ("lora", "qlora"))
     adapters = method_counts(shape, training(method="lora")).trained
@@ -68,7 +68,7 @@ def test_offloaded_states_are_not_on_the_gpu(engine: Any) -> None:
     assert optimizer.total < none.total
 
 
-def test_adapters_without_a_method_that_has_them_are_refused() -> None:
+def test_invalid_lora_settings_are_rejected() -> None:
     here = Context(assets.RECIPES, assets.RECIPES, {})
     with pytest.raises(ConfigError) as caught:
         load_recipe("demo", here, ("training.lora.rank=4",))
@@ -84,7 +84,7 @@ def choose(recipe: RecipeSpec, world_size: int, gpu: GpuModel | None) -> EngineP
     return choose_engine(recipe.model.architecture, recipe.training, world_size, gpu)
 
 
-def test_auto_takes_zero3_where_it_alone_fits_and_says_why() -> None:
+def test_auto_selects_zero3_with_a_reason_if_only_zero3_fits() -> None:
     recipe = load_recipe(
         "llama3.3-70b-full",
         Context(assets.RECIPES, assets.RECIPES, {}),
@@ -99,7 +99,7 @@ def test_auto_takes_zero3_where_it_alone_fits_and_says_why() -> None:
     assert choose(asked, 32, "h200").reason == "the recipe asks for it"
 
 
-def test_layers_keep_their_weights_where_a_gpu_has_memory_to_spare() -> None:
+def test_layers_stay_unsharded_if_a_gpu_has_enough_memory() -> None:
     here = Context(assets.RECIPES, assets.RECIPES, {})
     small, large = (load_recipe(name, here) for name in ("qwen3-8b-tools-full", "llama3.3-70b-full"))
 
@@ -109,13 +109,13 @@ def test_layers_keep_their_weights_where_a_gpu_has_memory_to_spare() -> None:
 
     assert keeps(small, 8)
     assert not keeps(large, 8)
-    assert not keeps(small, 8, None)  # nobody knows what it has
+    assert not keeps(small, 8, None)  # its memory is unknown
     assert not keeps(small, 8, reshard_after_forward="always")
     assert keeps(large, 8, None, reshard_after_forward="never")
     assert not keeps(large, 1, None, reshard_after_forward="never")
 
 
-def test_gradients_of_fp32_are_not_summed_in_bf16() -> None:
+def test_fp32_gradients_are_not_reduced_in_bf16() -> None:
     here = Context(assets.RECIPES, assets.RECIPES, {})
     with pytest.raises(ConfigError, match="would round the gradients"):
         load_recipe("demo", here, ("training.precision=fp32", "training.reduce_precision=bf16"))

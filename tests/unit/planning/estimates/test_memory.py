@@ -32,18 +32,20 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_those_that_the_model_card_or_the_weights_have(name: str, architecture: Shapes) -> None:
+def test_param_counts_match_the_model_card_or_the_weights(name: str, architecture: Shapes) -> None:
     assert count_parameters(architecture(name)) == pytest.approx(PUBLISHED[name], rel=1e-4)
 
 
-def test_states_take_sixteen_bytes_a_parameter_divided_by_the_shards(architecture: Shapes, training: Specs) -> None:
+def test_states_take_sixteen_bytes_per_parameter_divided_by_the_shards(architecture: Shapes, training: Specs) -> None:
     shape = architecture("olmo3-32b")
     plan = predict_memory(Setup(shape, training(sequence_length=64, global_batch_size=32), 16))
     states = plan.parameters + plan.gradients + plan.optimizer
     assert states * GIB == pytest.approx(16 * count_parameters(shape) / 16)
 
 
-def test_checkpointing_takes_less_and_longer_sequences_take_more(architecture: Shapes, training: Specs) -> None:
+def test_activation_checkpointing_takes_less_memory_and_longer_sequences_more(
+    architecture: Shapes, training: Specs
+) -> None:
     shape = architecture("llama3-8b")
     none, selective, full = (
         predict_memory(Setup(shape, training(activation_checkpointing=mode), 8)).total
@@ -56,16 +58,14 @@ def test_checkpointing_takes_less_and_longer_sequences_take_more(architecture: S
     assert longer.activations == pytest.approx(2 * predict_memory(Setup(shape, training(), 8)).activations)
 
 
-def test_gradients_of_earlier_micro_batches_are_there_while_the_loss_is_computed(
-    architecture: Shapes, training: Specs
-) -> None:
+def test_accumulated_gradients_count_while_the_loss_is_computed(architecture: Shapes, training: Specs) -> None:
     shape = architecture("gemma3-1b")
     at_once, in_two = (predict_memory(Setup(shape, training(global_batch_size=size), 16)) for size in (16, 32))
     assert in_two.total > at_once.total
     assert in_two.gradients * GIB == pytest.approx(4 * count_parameters(shape) / 16)
 
 
-def test_adapters_on_one_gpu_leave_the_weights_where_they_are(architecture: Shapes, training: Specs) -> None:
+def test_adapters_on_one_gpu_do_not_shard_the_weights(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     plan = predict_memory(Setup(shape, training(method="lora", global_batch_size=1), 1))
     assert plan.parameters * GIB > 2 * count_parameters(shape)
@@ -73,7 +73,7 @@ def test_adapters_on_one_gpu_leave_the_weights_where_they_are(architecture: Shap
 
 
 @given(shards=st.sampled_from([1, 2, 8, 64]), length=st.integers(64, 65536), method=st.sampled_from(["full", "lora"]))
-def test_no_part_is_negative_and_more_shards_never_take_more_of_what_is_kept(
+def test_no_part_is_negative_and_more_shards_never_increase_persistent_memory(
     shards: int, length: int, method: str, architecture: Shapes, training: Specs
 ) -> None:
     shape = architecture("olmo3-7b")
@@ -84,7 +84,7 @@ def test_no_part_is_negative_and_more_shards_never_take_more_of_what_is_kept(
     assert more.parameters + more.optimizer < one.parameters + one.optimizer
 
 
-def test_states_of_8_bits_take_a_quarter_and_their_scales(architecture: Shapes, training: Specs) -> None:
+def test_8_bit_states_take_a_quarter_plus_their_scales(architecture: Shapes, training: Specs) -> None:
     whole, small = (
         predict_memory(Setup(architecture("llama3-8b"), training(optimizer=name), 8)) for name in ("adamw", "adamw8bit")
     )
@@ -94,7 +94,7 @@ def test_states_of_8_bits_take_a_quarter_and_their_scales(architecture: Shapes, 
 SAVING, SMALL_STATES = {"activation_checkpointing": "full"}, {"optimizer": "adamw8bit"}
 LONG = {"sequence_length": 65536}
 MEASURED = [
-    # docs/reference/benchmarks.md: architecture, layers (none: all), number of H200, changes to the training, GiB.
+    # docs/reference/benchmarks.md: architecture, layers (all if None), number of H200 GPUs, training overrides, GiB.
     (("olmo3-7b", 8, 1, {}), 44.60),
     (("olmo3-7b", 8, 1, {"activation_checkpointing": "selective"}), 42.55),
     (("olmo3-7b", 8, 1, SAVING), 39.49),
@@ -124,7 +124,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("run", "gib"), MEASURED)
-def test_a_prediction_is_within_a_tenth_of_what_was_measured(
+def test_a_prediction_is_within_ten_percent_of_the_measurement(
     run: tuple[str, int | None, int, dict[str, Any]], gib: float, architecture: Shapes, training: Specs
 ) -> None:
     name, layers, num_gpus, changes = run
@@ -137,9 +137,7 @@ def test_a_prediction_is_within_a_tenth_of_what_was_measured(
     assert plan.total == pytest.approx(gib, rel=0.1)
 
 
-def test_with_inputs_in_main_memory_the_peak_is_where_the_gradients_are_complete(
-    architecture: Shapes, training: Specs
-) -> None:
+def test_with_offloaded_inputs_the_peak_is_at_complete_gradients(architecture: Shapes, training: Specs) -> None:
     shape = architecture("olmo3-32b")
     here, away = (
         predict_memory(Setup(shape, training(**SAVING, **LONG, activation_offload=offload, global_batch_size=4), 4))
@@ -150,7 +148,7 @@ def test_with_inputs_in_main_memory_the_peak_is_where_the_gradients_are_complete
     assert away.gradients > 30 * here.gradients
 
 
-def test_layers_that_keep_their_weights_hold_all_of_them_whole(architecture: Shapes, training: Specs) -> None:
+def test_unsharded_layers_hold_their_full_weights(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     given_back, kept = (
         predict_memory(Setup(shape, training(), 4, keeps_weights=keeps)).total for keeps in (False, True)
@@ -159,7 +157,7 @@ def test_layers_that_keep_their_weights_hold_all_of_them_whole(architecture: Sha
     assert kept - given_back == pytest.approx(layers, rel=0.1)
 
 
-def test_gradients_that_are_summed_in_bf16_take_less_on_their_way(architecture: Shapes, training: Specs) -> None:
+def test_gradients_reduced_in_bf16_need_smaller_buffers(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     exact, rounded = (
         predict_memory(Setup(shape, training(reduce_precision=width, global_batch_size=4, **SAVING), 4))
@@ -169,7 +167,7 @@ def test_gradients_that_are_summed_in_bf16_take_less_on_their_way(architecture: 
     assert rounded.total < exact.total
 
 
-def test_frozen_weights_in_fp8_take_half_of_those_in_bf16(architecture: Shapes, training: Specs) -> None:
+def test_frozen_fp8_weights_take_half_of_bf16_weights(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3.3-70b")
     bf16, fp8 = (predict_memory(Setup(shape, training(method="lora", base_precision=each))) for each in ("auto", "fp8"))
     linears = sum(linear.count * linear.size for linear in count_model(shape).linears)

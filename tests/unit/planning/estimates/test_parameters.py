@@ -55,7 +55,7 @@ JAMBA_CONFIG = {
 }  # fmt: skip
 ERNIE_CONFIG = {"moe_num_experts": 8, "moe_topk": 2, "moe_intermediate_size": [9, 5], "intermediate_size": 7}
 PUBLISHED = [
-    # Parameters of the weights on the hub, and those of a token, in billions.
+    # Parameters of the weights on the hub, and active ones per token, in billions.
     (MIXTRAL, 46_702_792_704, 12.9),
     (QWEN3, 30_532_122_624, 3.3),
     (OLMOE, 6_919_161_856, 1.3),
@@ -68,9 +68,7 @@ def shape_of(config: dict[str, Any]) -> ArchitectureSpec:
 
 
 @pytest.mark.parametrize(("config", "total", "active"), PUBLISHED, ids=lambda value: str(value)[:32])
-def test_mixtures_of_experts_have_the_parameters_of_their_weights(
-    config: dict[str, Any], total: int, active: float
-) -> None:
+def test_param_counts_of_moe_models_match_their_weights(config: dict[str, Any], total: int, active: float) -> None:
     counts = count_by_config(config)
     assert counts.is_exact
     assert counts.total == total
@@ -81,14 +79,14 @@ def test_mixtures_of_experts_have_the_parameters_of_their_weights(
 @pytest.mark.parametrize(
     ("config", "total"), [(DEEPSEEK, 671.0e9), *(each[:2] for each in PUBLISHED)], ids=lambda value: str(value)[:32]
 )
-def test_an_estimate_errs_on_the_side_of_more(config: dict[str, Any], total: float) -> None:
+def test_an_estimate_is_not_too_low(config: dict[str, Any], total: float) -> None:
     by_config, unread = count_by_config(config), count_model(shape_of(config))
     assert total * 0.999 <= by_config.total <= 1.05 * total
     assert not unread.is_exact
     assert unread.total >= total * 0.999
 
 
-def test_a_family_that_is_called_a_mixture_has_many_experts_until_its_configuration_is_read() -> None:
+def test_a_moe_family_is_estimated_with_many_experts_until_its_configuration_is_read() -> None:
     shape = shape_of(MIXTRAL).model_copy(update={"family": "newmoe"})
     dense = shape.model_copy(update={"family": "newdense"})
     assert count_model(shape).total > 50 * count_model(dense).total
@@ -111,12 +109,12 @@ def test_a_family_that_is_called_a_mixture_has_many_experts_until_its_configurat
     ],
     ids=lambda value: str(value)[:32],
 )
-def test_experts_are_read_under_whichever_keys(config: dict[str, Any], expected: tuple[int, ...] | None) -> None:
+def test_experts_are_read_from_all_known_keys(config: dict[str, Any], expected: tuple[int, ...] | None) -> None:
     found = read_experts(config)
     assert (None if found is None else tuple(vars(found).values())) == expected
 
 
-def test_memory_holds_all_experts_and_a_token_goes_through_its_own(training: Specs) -> None:
+def test_memory_counts_all_experts_and_flops_only_active_ones(training: Specs) -> None:
     shape = ArchitecturePlan.of(shape_of(MIXTRAL), count_by_config(MIXTRAL))
     memory = predict_memory(Setup(shape, training(sequence_length=64, global_batch_size=64), 32))
     assert (memory.parameters + memory.gradients + memory.optimizer) * GIB * 32 == pytest.approx(16 * 46_702_792_704)
@@ -124,7 +122,7 @@ def test_memory_holds_all_experts_and_a_token_goes_through_its_own(training: Spe
     assert flops.matrices == pytest.approx(6 * 12.8e9, rel=0.02)
 
 
-def test_experts_in_one_tensor_have_no_adapters_and_no_4_bit_weights(training: Specs) -> None:
+def test_fused_experts_get_no_adapters_and_no_4_bit_weights(training: Specs) -> None:
     shape = ArchitecturePlan.of(shape_of(MIXTRAL), count_by_config(MIXTRAL))
     counts = method_counts(shape, training(method="qlora", lora={"targets": ["q_proj", "o_proj"]}))
     assert counts.quantized == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
@@ -133,7 +131,7 @@ def test_experts_in_one_tensor_have_no_adapters_and_no_4_bit_weights(training: S
     assert memory.parameters > 80  # GiB: 45 B of the 46.7 B parameters are experts, in bf16
 
 
-def test_by_an_estimate_layers_do_not_stay_unsharded(training: Specs) -> None:
+def test_layers_do_not_stay_unsharded_based_on_an_estimate(training: Specs) -> None:
     config = OLMOE | {"num_hidden_layers": 2}
     exact = ArchitecturePlan.of(shape_of(config), count_by_config(config))
     estimated = ArchitecturePlan.of(exact, replace(exact.counts, source="config"))
@@ -144,7 +142,7 @@ def test_by_an_estimate_layers_do_not_stay_unsharded(training: Specs) -> None:
     assert not estimated_setup.keeps_weights
 
 
-def test_the_run_decides_again_by_the_real_model(demo_plan: RunPlan) -> None:
+def test_the_run_decides_again_from_the_actual_model(demo_plan: RunPlan) -> None:
     assert plan_for_counts(demo_plan, count_by_config(MIXTRAL)) is demo_plan
     estimated = replace(count_by_config(OLMOE), source="config")
     recipe = demo_plan.recipe.model_copy(

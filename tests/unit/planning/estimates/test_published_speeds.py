@@ -1,6 +1,6 @@
-"""Speeds that others have published, where the plan can express the configuration: nothing was fitted to them.
+"""Throughput published by others for configurations that a plan can express. No constant was fitted to it.
 
-docs/reference/benchmarks.md has the sources, and names the published configurations that are left out.
+docs/reference/benchmarks.md lists the sources and the published configurations that are not included.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parents[4] / "docs" / "reference" / "benchmarks.md"
 
-# FlashAttention-2, which most of them ran, reaches 0.30 of the peak on Hopper (measured on H200) and 0.60 on A100 (Dao
-# 2023): it takes the place of flex, which ftkit has there.
+# FlashAttention-2, which most of them used, reaches 0.30 of the peak on Hopper (measured on H200) and 0.60 on A100 (Dao
+# 2023). It replaces flex, which ftkit would use there.
 A100 = replace(GPUS["a100-80gb"], flex_efficiency=0.60)
 H100 = replace(GPUS["h100-80gb"], flex_efficiency=0.30)
 # 96 GB of HBM2e, 500 W: "the actual peak is between SXM and NVL" (989 and 835 TFLOP/s), say their authors.
@@ -43,16 +43,16 @@ class Published:
     """A published run.
 
     Attributes:
-        label: as the page has it.
-        speed: tokens a second and GPU.
-        gpu: that it ran on, with the kernel that it ran.
-        num_gpus: eight on a node.
-        training: settings.
-        model: shipped shape, and what differs in it.
-        half: whether half of the layers, or half of their matmuls, were recomputed: between two of ftkit's settings.
-        node_gbps: the network of a node, in Gbit/s.
-        micro: packs of a micro-batch.
-        accumulation: micro-batches of a step.
+        label: as on the page.
+        speed: tokens per second and GPU.
+        gpu: the GPU model, with the attention kernel used.
+        num_gpus: eight per node.
+        training: training settings.
+        model: shipped architecture and its changes.
+        half: whether half of the layers, or of their matmuls, were recomputed: between two of ftkit's settings.
+        node_gbps: network bandwidth per node, in Gbit/s.
+        micro: packs per micro-batch.
+        accumulation: micro-batches per step.
     """
 
     label: str
@@ -114,7 +114,7 @@ PUBLISHED = (
 
 
 @pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run.label} on {run.num_gpus} {run.gpu.device_name}")
-def test_a_published_speed_is_predicted_within_15_percent(
+def test_published_throughput_is_predicted_within_15_percent(
     run: Published, architecture: Shapes, training: Specs
 ) -> None:
     name, changed = run.model
@@ -133,4 +133,4 @@ def test_a_published_speed_is_predicted_within_15_percent(
     speed = spec.global_batch_size * spec.sequence_length / seconds / run.num_gpus
     assert speed == pytest.approx(run.speed, rel=0.15)
     row = f"| {run.speed:,} | {speed:,.0f} | {speed / run.speed - 1:+.0%} |".replace("%", " %")
-    assert row in PAGE.read_text(), f"the page has another row for {run.label}: it is {row}"
+    assert row in PAGE.read_text(), f"the page has a different row for {run.label}: it is {row}"

@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 @given(length=st.integers(1, 300), window=st.one_of(st.none(), st.integers(1, 300)))
-def test_visible_keys_are_those_that_one_counts(length: int, window: int | None) -> None:
+def test_visible_keys_match_a_direct_count(length: int, window: int | None) -> None:
     counted = sum(min(place + 1, window or length) for place in range(length)) / length
     assert mean_visible_keys(length, window) == pytest.approx(counted)
 
 
-def test_full_training_takes_six_operations_a_weight_and_token(architecture: Shapes, training: Specs) -> None:
+def test_full_training_takes_six_flops_per_weight_and_token(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     flops = token_flops(shape, training(), keys=0, keys_in_window=0)
     embedding = shape.vocab_size * shape.hidden_size
     assert flops.total == pytest.approx(6 * (count_parameters(shape) - embedding), rel=1e-3)
 
 
-def test_the_published_mfu_of_a_known_speed_comes_out(architecture: Shapes, training: Specs) -> None:
+def test_mfu_matches_a_published_value(architecture: Shapes, training: Specs) -> None:
     # Llama 3 8B at 8,192: 9,558 tokens a second are 49.7 % of 989 TFLOP/s.
     shape = architecture("llama3-8b")
     flops = token_flops(shape, training(), mean_visible_keys(8192, None), 0)
@@ -47,7 +47,7 @@ def test_frozen_weights_have_no_gradients_to_compute(architecture: Shapes, train
     assert lora == pytest.approx(full * 2 / 3, rel=0.02)
 
 
-def test_a_window_is_counted_where_a_layer_has_one(architecture: Shapes, training: Specs) -> None:
+def test_sliding_windows_are_counted_per_layer(architecture: Shapes, training: Specs) -> None:
     shape = architecture("olmo3-7b")
     assert [(layers.count, layers.is_windowed) for layers in attention_layers(shape)] == [(24, True), (8, False)]
     windowed = token_flops(shape, training(), 4096, 1024).attention
@@ -55,7 +55,7 @@ def test_a_window_is_counted_where_a_layer_has_one(architecture: Shapes, trainin
     assert [layers.count for layers in attention_layers(architecture("llama3-8b"))] == [32]
 
 
-def test_tokens_without_targets_leave_the_output_projection_out(architecture: Shapes, training: Specs) -> None:
+def test_tokens_without_targets_skip_the_output_projection(architecture: Shapes, training: Specs) -> None:
     shape = architecture("gemma3-1b")
     all_of, none = (token_flops(shape, training(), 0, 0, target_ratio=ratio).matrices for ratio in (1.0, 0.0))
     assert all_of - none == pytest.approx(6 * shape.vocab_size * shape.hidden_size)
@@ -64,7 +64,7 @@ def test_tokens_without_targets_leave_the_output_projection_out(architecture: Sh
 H200 = GPUS["h200"]
 
 
-def test_the_speed_of_eight_layers_of_olmo_on_one_gpu_is_about_what_was_measured(
+def test_the_speed_of_eight_olmo_layers_on_one_gpu_is_close_to_the_measurement(
     architecture: Shapes, training: Specs
 ) -> None:
     shape = architecture("olmo3-7b").model_copy(update={"num_hidden_layers": 8})
@@ -81,7 +81,7 @@ def test_zero3_waits_for_its_collectives(architecture: Shapes, training: Specs) 
     assert (near.bound, far.bound) == ("gpu", "network")
 
 
-def test_a_slow_network_holds_large_models_up_and_a_fast_one_does_not(architecture: Shapes, training: Specs) -> None:
+def test_only_a_slow_network_slows_large_models_down(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3.3-70b")
     slow, fast = (
         predict_step_time(Setup(shape, training(), 16, num_nodes=2, node_bandwidth=bandwidth), H200)
@@ -91,7 +91,7 @@ def test_a_slow_network_holds_large_models_up_and_a_fast_one_does_not(architectu
     assert slow.step_seconds > fast.step_seconds
 
 
-def test_small_micro_batches_are_held_up_by_the_host(architecture: Shapes, training: Specs) -> None:
+def test_small_micro_batches_are_host_bound(architecture: Shapes, training: Specs) -> None:
     spec = training(sequence_length=512, global_batch_size=1)
     assert predict_step_time(Setup(architecture("gemma3-1b"), spec), H200).bound == "host"
 
@@ -105,7 +105,7 @@ def test_recomputing_layers_costs_a_quarter_to_a_third(architecture: Shapes, tra
     assert 1.2 < full / none < 1.4
 
 
-def test_more_accumulation_takes_as_many_times_longer(architecture: Shapes, training: Specs) -> None:
+def test_step_time_is_proportional_to_accumulation(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     one, four = (
         predict_step_time(Setup(shape, training(global_batch_size=size), 8), H200).step_seconds for size in (8, 32)
@@ -113,7 +113,7 @@ def test_more_accumulation_takes_as_many_times_longer(architecture: Shapes, trai
     assert four / one == pytest.approx(4, rel=0.1)
 
 
-def test_fp32_is_held_to_the_peak_of_fp32(architecture: Shapes, training: Specs) -> None:
+def test_fp32_uses_the_fp32_peak(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     half, single = (predict_step_time(Setup(shape, training(precision=p), 8), H200) for p in ("bf16", "fp32"))
     assert single.tokens_per_second < half.tokens_per_second / 8
@@ -122,27 +122,25 @@ def test_fp32_is_held_to_the_peak_of_fp32(architecture: Shapes, training: Specs)
         assert gpu.peak_flops("fp32") < gpu.peak_flops("bf16") / 3
 
 
-def test_a_gpu_of_another_kind_is_unknown() -> None:
+def test_the_step_time_of_an_unknown_gpu_is_unknown() -> None:
     assert gpu_of_device("NVIDIA H200") is H200
     assert gpu_of_device("NVIDIA H100 PCIe") is None
 
 
-def test_kept_weights_and_gradients_in_bf16_halve_what_a_slow_network_carries(
-    architecture: Shapes, training: Specs
-) -> None:
+def test_unsharded_layers_and_bf16_gradients_halve_communication(architecture: Shapes, training: Specs) -> None:
     slow = Setup(architecture("llama3-8b"), training(), 16, num_nodes=2, node_bandwidth=5e9)
 
     def seconds(**changes: str) -> float:
         kept = changes["reshard_after_forward"] == "never"
         return predict_step_time(replace(slow, training=training(**changes), keeps_weights=kept), H200).step_seconds
 
-    # Of 2 + 2 + 4 bytes a parameter, and the optimizer's step.
+    # Of 2 + 2 + 4 bytes per parameter, and the optimizer step.
     assert seconds(reshard_after_forward="never") < 0.8 * seconds(reshard_after_forward="always")
     lightest = seconds(reshard_after_forward="never", reduce_precision="bf16")
     assert lightest == pytest.approx(0.5 * seconds(reshard_after_forward="always"), rel=0.05)
 
 
-def test_fp8_makes_the_linear_layers_faster_and_the_rest_no_slower(architecture: Shapes, training: Specs) -> None:
+def test_fp8_makes_linear_layers_faster_and_nothing_slower(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
 
     def seconds(**settings: str) -> float:
