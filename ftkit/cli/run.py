@@ -67,6 +67,7 @@ def command(  # noqa: PLR0913 - one for each option
     follow: bool,
     is_dev: bool,
     with_code: tuple[Path, ...],
+    sent_code: Path | None,
     script: Path | None,
     accelerate_config: Path | None,
     stop_signal: StopSignal,
@@ -92,7 +93,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.launch.sweep import expand, plan_sweep
 
     terminal, ctx, environment = Terminal(), current_context(), job_environment(hf_token_file)
-    copies = copy_asked(with_code, is_dev=is_dev)
+    copies = copy_asked(with_code, is_dev=is_dev, sent=sent_code)
     if script is not None:
         from ftkit.launch.script import ScriptArgs
 

@@ -34,6 +34,9 @@ _CODE_OPTIONS = (
         type=click.Path(exists=True, file_okay=False, path_type=Path),
         help="Copy a package, or a folder of modules, into the run, first on PYTHONPATH. Can be repeated.",
     ),
+    click.option(
+        "--sent-code", metavar="DIR", hidden=True, type=click.Path(exists=True, file_okay=False, path_type=Path)
+    ),  # what the machine where the command was typed sent for the options above
 )
 _SCRIPT_OPTIONS = (
     click.option(
@@ -79,12 +82,14 @@ def script_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def copy_asked(with_code: Sequence[Path], *, is_dev: bool) -> list[CodeCopy]:
+def copy_asked(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None = None) -> list[CodeCopy]:
     """Copy the code that the options ask for. Raises as `ftkit.launch.code.copy_code` does."""
-    if not with_code and not is_dev:
+    if not with_code and not is_dev and sent is None:
         return []
-    from ftkit.launch.code import copy_own_package, copy_packages
+    from ftkit.launch.code import copy_own_package, copy_packages, read_unpacked
 
+    if sent is not None:
+        return read_unpacked(sent)
     return [*copy_packages(with_code), *([copy_own_package()] if is_dev else [])]
 
 

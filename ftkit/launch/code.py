@@ -7,9 +7,12 @@ manifest have the digest of each.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import ftkit
 from ftkit import process
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, PrerequisiteError, Problem
+from ftkit.files import atomic_folder
 from ftkit.planning.job import CodePlan
 
 if TYPE_CHECKING:
@@ -26,6 +30,9 @@ _LIMIT_BYTES: Final = 64 * 2**20
 _MAX_FILES: Final = 20_000
 _SKIPPED: Final = {"__pycache__", "node_modules", "wandb"}
 """Folders that are no code, where no .gitignore says so. Hidden ones are left out too."""
+_DOTENV: Final = ".env"
+"""A file of secrets: in no copy, whatever git says of it."""
+_PLANS: Final = "code.json"
 DEV_CODE: Final = "ftkit"
 """Name of the copy of the working tree's ftkit."""
 
@@ -56,7 +63,7 @@ def copy_code(
         PrerequisiteError: a file can't be read.
         ConfigError: it is larger than code is.
     """
-    folder = folder.absolute()
+    folder = Path(os.path.abspath(folder))  # noqa: PTH100 - without '..', and links stay links
     if not folder.is_dir():
         raise NotFoundError(f"{option}: {folder} is not a folder", fix=f"give the folder of the code: {option} DIR")
     prefix = f"{folder.name}/" if is_package else ""
@@ -95,7 +102,7 @@ def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
     Raises:
         ConfigError: two have one name; or as `copy_code` does.
     """
-    absolute = [folder.absolute() for folder in folders]
+    absolute = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - '..' is no name
     for first, second in pairwise(sorted(absolute, key=lambda folder: folder.name)):
         if first.name == second.name:
             raise ConfigError(
@@ -132,6 +139,29 @@ def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: 
     if problems:
         raise ConfigError(problems)
     return copies
+
+
+def pack_copies(copies: Iterable[CodeCopy]) -> bytes:
+    """Return an archive of copies, for another machine. It has the same bytes for the same copies."""
+    plans = {copy.plan.name: asdict(copy.plan) for copy in copies}
+    contents = {f"{copy.plan.name}/{path}": data for copy in copies for path, data in copy.files.items()}
+    packed = BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, data in {_PLANS: json.dumps(plans).encode(), **contents}.items():
+            archive.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
+    return packed.getvalue()
+
+
+def unpack_copies(packed: bytes, folder: Path) -> None:
+    """Unpack an archive of copies into a folder that appears when all of it is there."""
+    with atomic_folder(folder) as new, zipfile.ZipFile(BytesIO(packed)) as archive:
+        archive.extractall(new)
+
+
+def read_unpacked(folder: Path) -> list[CodeCopy]:
+    """Read the copies that another machine sent. Raises ConfigError if they were changed."""
+    plans = json.loads((folder / _PLANS).read_bytes())
+    return copies_of_run({"code": plans}, folder, allows_changes=False)
 
 
 def files_of(copies: Iterable[CodeCopy]) -> dict[str, str | bytes]:
@@ -177,7 +207,8 @@ def _list_files(folder: Path, needs: str) -> list[Path]:
     except FtkitError:  # no git here
         return _walk(folder)
     paths = [Path(name) for name in sorted(set(listed.stdout.split("\0"))) if name]
-    found = [path for path in paths if (folder / path).is_file()]  # deleted ones are still in the index
+    # Deleted ones are still in the index.
+    found = [path for path in paths if path.name != _DOTENV and (folder / path).is_file()]
     is_listed = listed.returncode == 0 and (Path(needs) in found if needs else found)
     return found if is_listed else _walk(folder)  # no checkout, or one that ignores this folder
 

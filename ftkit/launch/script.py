@@ -24,6 +24,7 @@ from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.code import CodeCopy, copy_code
 from ftkit.launch.resolve import detect_hardware, load_place, read_settings, resolve, resolve_image_link
 from ftkit.planning.job import JobPlan
+from ftkit.planning.job_checks import check_mounts
 from ftkit.planning.layout import SCRIPT_CODE, Workspace
 from ftkit.planning.script import Script, ScriptPlan, accelerate_config, placed, plan_script
 
@@ -71,41 +72,56 @@ def resolve_script(
     Args:
         args: the script.
         words: the recipe, if any, and where to run.
-        copies: other code that the run carries.
+        copies: other code that the run carries; that of the script too if another machine sent it.
         ctx: where recipes, profiles and settings are searched for.
 
     Raises:
         NotFoundError: the script, or something named, does not exist.
         ConfigError: with every problem of the arguments.
     """
-    file = args.path.absolute()
-    if not file.is_file():
-        raise NotFoundError(f"--script: there is no file {file}", fix="give the path of a Python file")
     base = resolve(words, ctx) if words.recipe else None
     if base and args.accelerate_config:
         problem = Problem(COMMAND_LINE, "--accelerate-config", "the recipe makes a configuration already.")
         raise ConfigError([replace(problem, fix="Leave one of the two out.")])
+    workspace = Workspace(read_settings(words, ctx).workspace_folder(ctx))
+    sent = next((copy for copy in copies if copy.plan.name == SCRIPT_CODE), None)
+    own = sent or copy_script(args.path, workspace)
+    everything = [own, *(copy for copy in copies if copy is not sent)]
     script = Script(
-        path=file.name,
+        path=args.path.name,
         args=args.args,
-        folder=str(Path.cwd()),
+        folder=str(workspace.runs if sent else Path.cwd()),
         accelerate=accelerate_config(base) if base else _read_config(args.accelerate_config),
         stop_signal=args.stop_signal,
         can_restart=args.can_restart,
         resources=base.resources if base else _resources(words.overrides),
         recipe=base.recipe.name if base else None,
     )
-    workspace = Workspace(read_settings(words, ctx).workspace_folder(ctx))
-    made = (workspace.runs, workspace.data, workspace.images, workspace.hub_home)
-    own = copy_code(file.parent, SCRIPT_CODE, "--script", needs=file.name, but=made)
-    everything = [own, *copies]
     plans = tuple(copy.plan for copy in everything)
     plan = _of_recipe(base, script, plans) if base else _without_recipe(script, plans, words, ctx)
+    if sent:  # the folder in which the command was typed is on another machine
+        plan = replace(plan, script=replace(script, folder=str(plan.layout.code / SCRIPT_CODE)))
     return resolve_image_link(plan), everything
 
 
+def copy_script(path: Path, workspace: Workspace) -> CodeCopy:
+    """Copy the folder of a script, without what ftkit makes in it.
+
+    Raises:
+        NotFoundError: the script does not exist.
+        ConfigError: the folder is larger than code is.
+    """
+    file = path.absolute()
+    if not file.is_file():
+        raise NotFoundError(f"--script: there is no file {file}", fix="give the path of a Python file")
+    made = (workspace.runs, workspace.data, workspace.images, workspace.hub_home)
+    return copy_code(file.parent, SCRIPT_CODE, "--script", needs=file.name, but=made)
+
+
 def _of_recipe(base: RunPlan, script: Script, code: tuple[Any, ...]) -> ScriptPlan:
-    """Put a script in the place that was planned for the recipe."""
+    """Put a script in the place that was planned for the recipe. Raises ConfigError if its folder can't be mounted."""
+    if problems := list(check_mounts(base.cluster, base.workspace, [(COMMAND_LINE, "--script", script.folder)])):
+        raise ConfigError(problems)
     place = {field.name: getattr(base, field.name) for field in fields(JobPlan)}
     return ScriptPlan(**place | {"notes": (), "code": code}, script=script)
 

@@ -12,7 +12,7 @@ from ftkit.families import MEASURED, UNPACKED
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import PADDING
 from ftkit.planning.evaluation_checks import check_evaluation
-from ftkit.planning.job_checks import check_image, check_placement, image_origin
+from ftkit.planning.job_checks import check_image, check_mounts, check_placement, image_origin
 from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
 ) -> list[Problem]:
     """Return all reasons why this combination is impossible, each with the place that its key comes from."""
     shape = model.architecture
+    folders = mounted_folders(recipe, cluster, request.workspace, num_nodes)
+    owned = ((_owner(key, recipe, cluster), key, folder) for key, folder in folders)
     problems = [
         *_adapters(recipe, model),
         *_added_tokens(recipe, model),
@@ -54,7 +56,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
         *check_image(cluster, request),
         *_family_of_image(shape, cluster, image, request),
         *_sinks(recipe, cluster, image),
-        *_paths(recipe, cluster, request, num_nodes),
+        *check_mounts(cluster, request.workspace, owned),
     ]
     return [request.origins.locate(problem) for problem in problems]
 
@@ -327,25 +329,6 @@ def find_notes(
         )
     if image is not None and cluster.runtime != "none" and shape.family not in image.families:
         yield f"'{image.reference}' is not made for '{shape.family}': its transformers must support it"
-
-
-def _paths(recipe: RecipeSpec, cluster: ClusterProfile, request: RunRequest, num_nodes: int) -> Iterator[Problem]:
-    workspace = str(request.workspace)
-    if any(ord(character) < ord(" ") for character in workspace):
-        yield Problem("settings", "workspace", f"a path can't contain control characters: {workspace!r}.")
-    if cluster.runtime == "none":
-        return
-    for key, folder in mounted_folders(recipe, cluster, request.workspace, num_nodes):
-        if "," in folder or ":" in folder:
-            yield Problem(
-                _owner(key, recipe, cluster), key, f"{cluster.runtime} can't mount a path with a comma or a colon: "
-                f"{folder}.", "Use another folder, or a symbolic link without them.",
-            )  # fmt: skip
-    for mount in cluster.mounts:
-        if "," in mount or not all(part.startswith("/") for part in mount.split(":")[:2]):
-            yield Problem(
-                f"cluster {cluster.name}", "mounts", f"not an absolute PATH or FROM:TO without commas: {mount!r}."
-            )
 
 
 def _owner(key: str, recipe: RecipeSpec, cluster: ClusterProfile) -> str:

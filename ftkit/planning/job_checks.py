@@ -1,4 +1,4 @@
-"""Checks of what every job needs, whatever it starts: nodes, GPUs, and an image."""
+"""Checks of what every job needs, whatever it starts: nodes, GPUs, an image, and folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ftkit.config.layers import COMMAND_LINE
 from ftkit.errors import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.request import RunRequest
@@ -69,6 +70,39 @@ def check_image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Proble
             where, key, f"pyxis can't run a SIF file: {request.image}.",
             "Take a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
         )  # fmt: skip
+
+
+def check_mounts(
+    cluster: ClusterProfile, workspace: Path, folders: Iterable[tuple[str, str, str]]
+) -> Iterator[Problem]:
+    """Return the reasons why a job can't have its folders.
+
+    Args:
+        cluster: where.
+        workspace: the shared folder.
+        folders: each with the owner of its key, its key, and its path.
+    """
+    if _has_control_characters(str(workspace)):
+        yield Problem("settings", "workspace", f"a path can't contain control characters: {str(workspace)!r}.")
+    if cluster.runtime == "none":
+        return
+    for owner, key, folder in folders:
+        if "," in folder or ":" in folder:
+            yield Problem(
+                owner, key, f"{cluster.runtime} can't mount a path with a comma or a colon: {folder}.",
+                "Use another folder, or a symbolic link without them.",
+            )  # fmt: skip
+        if _has_control_characters(folder) and key != "workspace":
+            yield Problem(owner, key, f"{cluster.runtime} can't mount a path with control characters: {folder!r}.")
+    for mount in cluster.mounts:
+        if "," in mount or not all(part.startswith("/") for part in mount.split(":")[:2]):
+            yield Problem(
+                f"cluster {cluster.name}", "mounts", f"not an absolute PATH or FROM:TO without commas: {mount!r}."
+            )
+
+
+def _has_control_characters(path: str) -> bool:
+    return any(ord(character) < ord(" ") for character in path)
 
 
 def image_origin(request: RunRequest) -> tuple[str, str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ftkit.config.cluster import site_folders
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.training import ResourcesSpec
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import InvalidJsonError, parse_json
 from ftkit.planning.job import JobPlan
-from ftkit.planning.job_checks import check_image, check_placement
+from ftkit.planning.job_checks import check_image, check_mounts, check_placement
 from ftkit.planning.plan import (
     PlanError,
     RunPlan,
@@ -111,17 +112,17 @@ def _find_problems(
 ) -> Iterator[Problem]:
     yield from check_placement(cluster, request, num_nodes, per_node, script.resources.spare_nodes)
     yield from check_image(cluster, request)
-    if cluster.runtime != "none" and any(mark in script.folder for mark in ",:"):
-        yield Problem(
-            COMMAND_LINE, "--script", f"{cluster.runtime} can't mount a path with a comma or a colon: {script.folder}.",
-            "Start it from another folder.",
-        )  # fmt: skip
+    folders = site_folders(cluster, request.workspace, num_nodes)
+    owned = (("settings" if key == "workspace" else f"cluster {cluster.name}", key, folder) for key, folder in folders)
+    yield from check_mounts(cluster, request.workspace, (*owned, (COMMAND_LINE, "--script", script.folder)))
 
 
 def accelerate_config(plan: RunPlan) -> dict[str, Any]:
     """Return the configuration with which accelerate shards a model as a plan of ftkit's trainer does.
 
-    Layers are found by the model itself (`_no_split_modules`), not by a class name, which would miss silently.
+    Layers are found by the model itself (`_no_split_modules`), not by a class name, which would miss silently. With
+    FSDP2, accelerate can offload everything or nothing. Batch, accumulation and clipping are the script's: DeepSpeed
+    gets `auto` for them, which the Trainer and accelerate fill in.
     """
     training = plan.recipe.training
     precision = "no" if training.precision == "fp32" else "bf16"
@@ -133,9 +134,8 @@ def accelerate_config(plan: RunPlan) -> dict[str, Any]:
                 "zero_stage": 3,
                 "zero3_init_flag": True,
                 "zero3_save_16bit_model": True,
-                "gradient_accumulation_steps": plan.batch.accumulation_steps,
-                "offload_optimizer_device": "none",
-                "offload_param_device": "none",
+                "offload_optimizer_device": "none" if training.offload == "none" else "cpu",
+                "offload_param_device": "cpu" if training.offload == "all" else "none",
             },
         }
     return config | {
@@ -147,7 +147,7 @@ def accelerate_config(plan: RunPlan) -> dict[str, Any]:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_cpu_ram_efficient_loading": True,
             "fsdp_activation_checkpointing": training.activation_checkpointing != "none",
-            "fsdp_offload_params": False,
+            "fsdp_offload_params": training.offload != "none",
         },
     }
 

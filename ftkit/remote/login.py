@@ -29,6 +29,8 @@ NEEDS_PROJECT: Final = 190
 """Exit status of the login side: it has other files of the project than this machine."""
 OTHER_CODE: Final = 191
 """Exit status of the login side: it runs other code than this machine."""
+CODE_FOLDER: Final = "code"
+"""Folder of sent code, in ftkit's folder there: one folder for each archive, named by its digest."""
 _SSH_FAILED: Final = 255
 _NOT_FOUND: Final = (126, 127)
 
@@ -75,8 +77,8 @@ class Request:
     """A request to the login node.
 
     Args:
-        action: run a command; run it exactly once, even if the connection is lost; store the project's files; or list
-            a run's missing local files.
+        action: run a command; run it exactly once, even if the connection is lost; store the project's files; list
+            a run's missing local files and code; or unpack its code.
         identity: of the code here.
         project: name of the project's folder there.
         digest: of the project's files here.
@@ -87,9 +89,11 @@ class Request:
         secrets: variables for it that go through standard input alone.
         files: by their paths in the project's folder: all for `store`, the run's recipe for `missing`.
         local_files: of the run, for `missing`.
+        code: digest of the archive of the run's code; empty if it has none.
+        archive: that archive in base64, for `unpack`.
     """
 
-    action: Literal["run", "once", "store", "missing"]
+    action: Literal["run", "once", "store", "missing", "unpack"]
     identity: str
     project: str
     digest: str
@@ -100,6 +104,8 @@ class Request:
     secrets: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     local_files: tuple[SentFile, ...] = ()
+    code: str = ""
+    archive: str = ""
 
 
 def read_request(argument: str, read_stdin: Callable[[], bytes]) -> Request:

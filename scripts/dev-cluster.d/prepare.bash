@@ -90,6 +90,7 @@ make_state() { # NUM_NODES
   chown "$OUR_USER:" "$STATE/home" "$STATE/shared"
   for i in {0..7}; do mknod --mode=666 "$STATE/gpus/nvidia$i" c 1 3; done # each is another /dev/null
   write_configuration "$1"
+  write_containers
   write_paths
   write_home
 }
@@ -114,6 +115,39 @@ write_configuration() { # NUM_NODES
   chmod 600 "$etc/munge.key" "$etc/slurmdbd.conf"
   chown munge: "$etc/munge.key"
   chown slurm: "$etc/slurmdbd.conf"
+}
+
+# With enroot and pyxis on this machine, srun starts containers here too. enroot's settings are a copy of the machine's,
+# which the nodes mount over them: containers are in a node's own /tmp, and the hook for cgroups, which a node's /sys
+# does not have, is left out.
+write_containers() {
+  local plugin settings etc=$STATE/etc
+  plugin=$(find_pyxis)
+  settings=$(enroot_settings)
+  [[ -n $plugin && -n $settings ]] || return 0
+  cp --recursive "$settings" "$etc/enroot"
+  rm -f "$etc/enroot/hooks.d/10-cgroups.sh"
+  cat >>"$etc/enroot/enroot.conf" <<'END'
+ENROOT_RUNTIME_PATH /tmp/enroot-$(id -u)/run
+ENROOT_CACHE_PATH   /tmp/enroot-$(id -u)/cache
+ENROOT_DATA_PATH    /tmp/enroot-$(id -u)/data
+ENROOT_TEMP_PATH    /tmp
+END
+  echo "$settings" >"$etc/enroot-settings"
+  echo "required $plugin" >"$etc/plugstack.conf" # beside slurm.conf, where Slurm looks for it
+}
+
+find_pyxis() {
+  local plugin
+  for plugin in /usr/local/lib/slurm /usr/lib/slurm /usr/lib/*/slurm /usr/lib/*/slurm-wlm; do
+    [[ ! -e $plugin/spank_pyxis.so ]] || { echo "$plugin/spank_pyxis.so"; break; }
+  done
+}
+
+enroot_settings() { # -> the folder with enroot.conf, as enroot was built
+  local program
+  program=$(command -v enroot) || return 0
+  sed -n 's/^config::export ENROOT_SYSCONF_PATH *"\(.*\)"/\1/p' "$program"
 }
 
 # What every machine must see (etc/visible), and the folders in its way (etc/covers): often the checkout or the Python
@@ -154,6 +188,8 @@ write_home() {
   local home=$STATE/home
   mkdir -p "$home/.config/ftkit/clusters"
   cp "$PARTS/cluster-profile.yaml" "$home/.config/ftkit/clusters/dev.yaml"
+  [[ ! -e $STATE/etc/plugstack.conf ]] ||
+    cp "$PARTS/containers-profile.yaml" "$home/.config/ftkit/clusters/dev-pyxis.yaml"
   printf 'cluster: dev\nworkspace: %s\n' "$STATE/shared" >"$home/.config/ftkit/config.yaml"
   # git refuses a checkout of another owner; and a login shell (`#!/bin/bash -l` in a job) resets PATH.
   printf '[safe]\n\tdirectory = %s\n' "$CHECKOUT" >"$home/.gitconfig"

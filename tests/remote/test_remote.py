@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,3 +60,34 @@ def test_a_remote_run_is_submitted_once_and_followed_despite_dropped_connections
     for path in ready.there.rglob("*"):
         if path.is_file() and "venv" not in path.parts:
             assert b"hf_secretsecret" not in path.read_bytes(), path
+
+
+def test_a_script_and_a_package_of_this_machine_go_there_and_run(ready: Laptop) -> None:
+    code = ready.folder / "code"
+    (code / "mine").mkdir(parents=True)
+    (code / "mine/__init__.py").write_text("WORD = 'first'\n")
+    (ready.project / "scripts").mkdir()
+    (ready.project / "scripts/words.txt").write_text("beside")
+    (ready.project / "scripts/.env").write_text("SECRET=1")
+    (ready.project / "scripts/train.py").write_text(
+        "import sys, mine, ftkit\nprint('said', mine.WORD, open('words.txt').read(), sys.argv[1:], ftkit.__file__)\n"
+    )
+    (ready.project / "accelerate.yaml").write_text("distributed_type: 'NO'\nmixed_precision: 'no'\n")
+    words = ("run", "--script=scripts/train.py", "--with-code", "../code/mine", "--dev", "--accelerate-config")
+    place = ("accelerate.yaml", "--cluster", "far", "--no-follow", "--gpus-per-node", "1", "--name", "code")
+    done = ready.ftkit(*words, *place, "resources.time_limit=1:00:00", "--", "--lr", "1")
+    assert "sending code (" in done.stderr
+    run = done.stdout.strip()
+    there = next(ready.there.glob(f"projects/*/work/runs/{run}"))
+    log = ready.ftkit("logs", "code", "-f").stdout
+    assert f"said first beside ['--lr', '1'] {there}/code/ftkit/ftkit/__init__.py" in log, log
+    manifest = json.loads((there / "manifest.json").read_text())
+    assert {name: copy["source"] for name, copy in manifest["code"].items()} == {
+        "script": str(ready.project / "scripts"), "with-mine": str(code / "mine"), "ftkit": str(CHECKOUT / "ftkit"),
+    }  # fmt: skip
+    assert not [*ready.there.rglob("scripts/.env"), *there.rglob(".env")]
+
+    (code / "mine/__init__.py").write_text("WORD = 'second'\n")
+    (code / "mine/large.bin").write_bytes(random.Random(0).randbytes(2 << 20))
+    refused = ready.ftkit(*words, *place, expect=2)
+    assert "MiB of code would be sent" in refused.stderr

@@ -67,6 +67,11 @@ class Cluster:
         """Return a run's folder."""
         return STATE / "shared" / "runs" / run
 
+    @property
+    def profiles(self) -> Path:
+        """The user's cluster profiles."""
+        return STATE / "home" / ".config" / "ftkit" / "clusters"
+
     def nodes(self, job: str) -> list[str]:
         """Return the nodes of a job."""
         listed = self.execute("squeue", "--noheader", "--jobs", job, "--format=%N").stdout.strip()

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from accelerate import FullyShardedDataParallelPlugin
 from lone_world import lone_world
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainingArguments
 
+from ftkit.config.context import Context
+from ftkit.launch.resolve import RunArgs
+from ftkit.launch.script import ScriptArgs, accelerate_json, resolve_script
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.script import placed
 from ftkit.train.distributed.found_sharding import FoundSharding, find_sharding
 from ftkit.train.private_apis import accelerate_environment
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def build(num_layers: int = 3) -> nn.Sequential:
@@ -77,3 +79,28 @@ def test_accelerate_gets_the_environment_that_its_launcher_would_set(
     told = accelerate_environment(file)
     assert expected.items() <= told.items()
     assert "PATH" not in told
+
+
+def test_accelerates_own_classes_read_what_is_made_from_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+
+    def tell(*overrides: str) -> None:
+        args = RunArgs("olmo3-7b-full", overrides, "olmo3:25.02", "a3-megagpu-8g", num_nodes=2)
+        plan, _ = resolve_script(ScriptArgs(Path("train.py")), args, [], Context(tmp_path, tmp_path / "user", {}))
+        file = tmp_path / "accelerate.json"
+        file.write_text(accelerate_json(plan))
+        for name, value in accelerate_environment(file).items():
+            monkeypatch.setenv(name, value)
+
+    tell("training.reshard_after_forward=never", "training.offload=all")
+    fsdp = FullyShardedDataParallelPlugin()
+    assert (fsdp.fsdp_version, fsdp.reshard_after_forward) == (2, False)
+    assert fsdp.cpu_offload
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    tell("training.engine=zero3", "training.offload=optimizer")
+    settings = TrainingArguments(str(tmp_path), gradient_accumulation_steps=4, use_cpu=True, report_to=[])
+    deepspeed = settings.deepspeed_plugin.deepspeed_config
+    zero = deepspeed["zero_optimization"]
+    assert (zero["stage"], zero["offload_optimizer"]["device"], zero["offload_param"]["device"]) == (3, "cpu", "none")
+    assert deepspeed["gradient_accumulation_steps"] == "auto"  # or the Trainer refuses a script with another number

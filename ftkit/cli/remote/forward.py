@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
+from base64 import b64encode
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +16,7 @@ import click
 from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import ConfigError, Problem
 from ftkit.remote.login import (
+    CODE_FOLDER,
     Login,
     Request,
     ask,
@@ -43,7 +46,10 @@ SECRETS: Final = (
 )
 """Variables of this machine that a job on a remote cluster gets too."""
 _ABOUT_OUTPUT: Final = ("NO_COLOR", "FORCE_COLOR", "FTKIT_DEBUG", "LANG", "LC_ALL")
+_ABOUT_CODE: Final = ("--script", "--with-code", "--dev", "--accelerate-config")
+"""Options of `ftkit run` with files of this machine."""
 _GIB: Final = 2**30
+_MIB: Final = 2**20
 _LONGEST_WAIT_SECONDS: Final = 30
 
 
@@ -125,12 +131,6 @@ class _Forwarded:
 def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:
     """Send a run's files, submit it there exactly once, record it here, and follow it."""
     login, terminal = forwarded.login, forwarded.terminal
-    for option in ("script", "with_code", "is_dev"):
-        if params.get(option):
-            raise ConfigError(
-                [Problem(f"cluster {login.cluster}", "login", "code of this machine is not sent to a login node.",
-                         f"Log in there (ssh {login.address}), and start the run from there.")]
-            )  # fmt: skip
     words, secrets = _without_own_options(typed), _secrets(params.get("hf_token_file"))
     if name == "run":
         words = _send_run(forwarded, ctx, words, params)
@@ -162,12 +162,13 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
 
 
 def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Mapping[str, Any]) -> list[str]:
-    """Send a run's recipe and local files; return its arguments with paths on the login node.
+    """Send a run's recipe, local files and code; return its arguments with paths on the login node.
 
     Raises:
         ConfigError: the local files are larger than the profile allows, and nobody can be asked.
     """
     from ftkit.cli.arguments import run_args
+    from ftkit.cli.run_script import split_script_args
     from ftkit.launch.resolve import recipe_name
     from ftkit.launch.sweep import expand
     from ftkit.remote.sending import list_sent, pack_run, send_files
@@ -175,23 +176,84 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
     login, terminal = forwarded.login, forwarded.terminal
     names = ("image", "cluster", "name", "num_nodes", "gpus_per_node")
     words: tuple[str, ...] = params["words"]
+    script_args: tuple[str, ...] = ()
+    if params["script"]:
+        words, script_args = split_script_args(words, typed)
     args = run_args(words, **{key: params[key] for key in names})
     trials = [trial.args.overrides for trial in expand(args, ctx)]
-    parcel = pack_run(recipe_name(args, ctx), trials, words, login, ctx)
+    recipe = args.recipe if params["script"] else recipe_name(args, ctx)
+    parcel, code = pack_run(recipe, trials, words, login, ctx), _pack_code(params)
     files = {parcel.recipe_file: parcel.recipe_text} if parcel.recipe_file else {}
-    wanted = replace(forwarded.request, action="missing", files=files, local_files=list_sent(parcel.local_files))
+    wanted = replace(
+        forwarded.request,
+        action="missing",
+        files=files | code.files,
+        local_files=list_sent(parcel.local_files),
+        code=code.digest,
+    )
     answer = ask(login, wanted, forwarded.files)
     missing: list[str] = answer["missing"]
+    archive = code.archive if answer["code"] else b""
+    num_bytes = sum(Path(path).stat().st_size for path in missing) + len(archive)
+    _confirm_size(num_bytes, len(missing), ctx, login)
+    if archive:
+        terminal.say(f"sending code ({len(archive) / _MIB:.1f} MiB) to {login.address}")
+        unpack = replace(forwarded.request, action="unpack", code=code.digest, archive=b64encode(archive).decode())
+        if call_through_pipe(login, unpack, lambda _: None):
+            raise unreachable(login)
     if missing:
-        num_bytes = sum(Path(path).stat().st_size for path in missing)
-        _confirm_size(num_bytes, len(missing), ctx, login)
         terminal.say(f"sending {len(missing)} local files ({num_bytes / _GIB:.2f} GiB) to {login.address}")
         send_files(login, missing, with_rsync=_has_rsync() and answer["rsync"])
-    return [*_options(typed, click.get_current_context().command), "--", *parcel.words]
+    options = [*_options(typed, click.get_current_context().command), *code.options]
+    # What follows '--' belongs to the script if there is one.
+    return [*options, *parcel.words, "--", *script_args] if params["script"] else [*options, "--", *parcel.words]
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Code of this machine that a run carries.
+
+    Attributes:
+        archive: of the copies; empty without any.
+        digest: of the archive; empty without any.
+        options: that select it on the login node, instead of those typed here.
+        files: small files that it needs in the project's folder.
+    """
+
+    archive: bytes
+    digest: str
+    options: tuple[str, ...]
+    files: dict[str, str]
+
+
+def _pack_code(params: Mapping[str, Any]) -> _Code:
+    from ftkit.cli.arguments import current_workspace
+    from ftkit.cli.run_script import copy_asked
+    from ftkit.launch.code import pack_copies
+    from ftkit.launch.script import copy_script
+    from ftkit.planning.layout import SCRIPT_CODE
+
+    script: Path | None = params["script"]
+    copies = copy_asked(params["with_code"], is_dev=params["is_dev"])
+    if script is not None:
+        copies.insert(0, copy_script(script, current_workspace()))
+    archive = pack_copies(copies) if copies else b""
+    digest = hashlib.sha256(archive).hexdigest()[:32] if copies else ""
+    folder = f"../../{CODE_FOLDER}/{digest}"  # from the project's folder there
+    options = ["--sent-code", folder] if copies else []
+    if script is not None:
+        options += ["--script", f"{folder}/{SCRIPT_CODE}/{script.name}"]
+    files: dict[str, str] = {}
+    if params["accelerate_config"]:
+        text = params["accelerate_config"].read_text(encoding="utf-8")
+        name = f"sent/accelerate-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
+        files[name] = text
+        options += ["--accelerate-config", name]
+    return _Code(archive, digest, tuple(options), files)
 
 
 def _options(typed: Sequence[str], command: click.Command) -> list[str]:
-    """Return the typed options with their values, without the arguments."""
+    """Return the typed options with their values, without those about code of this machine and without arguments."""
     options = [each for each in command.params if isinstance(each, click.Option)]
     with_value = {name for each in options if not each.is_flag and not each.count for name in each.opts}
     kept: list[str] = []
@@ -200,9 +262,8 @@ def _options(typed: Sequence[str], command: click.Command) -> list[str]:
         if word == "--":
             break
         if word.startswith("-"):
-            kept.append(word)
-            if word in with_value:
-                kept.append(next(rest))
+            words = [word, next(rest)] if word in with_value else [word]
+            kept += words if word.partition("=")[0] not in _ABOUT_CODE else []
     return kept
 
 
@@ -218,7 +279,9 @@ def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: Login) ->
     limit = load_cluster(login.cluster, ctx).send_limit_gib
     if num_bytes <= limit * _GIB:
         return
-    size = f"{num_files} local files ({num_bytes / _GIB:.1f} GiB)"
+    size = (
+        f"{num_files} local files ({num_bytes / _GIB:.1f} GiB)" if num_files else f"{num_bytes / _MIB:.0f} MiB of code"
+    )
     if sys.stdin.isatty():
         click.confirm(f"Send {size} to {login.address}?", default=False, abort=True, err=True)
         return

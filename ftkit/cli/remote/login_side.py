@@ -5,6 +5,7 @@ A submission runs in a separate process that survives the connection; a repeated
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -21,8 +22,9 @@ from ftkit import process
 from ftkit.cli.main import main as ftkit
 from ftkit.cli.remote.login_node import SERVED
 from ftkit.files import copy_new, write_file
+from ftkit.launch.code import unpack_copies
 from ftkit.remote.install import code_identity
-from ftkit.remote.login import LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE, Request, read_request
+from ftkit.remote.login import CODE_FOLDER, LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE, Request, read_request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +54,9 @@ def answer(arguments: Sequence[str]) -> int:
         return NEEDS_PROJECT
     elif request.action == "missing":
         _write(request, project)
-        print(json.dumps(_missing(request, root / "files")))  # noqa: T201 - the answer
+        print(json.dumps(_missing(request, root)))  # noqa: T201 - the answer
+    elif request.action == "unpack":
+        unpack_copies(base64.b64decode(request.archive), root / CODE_FOLDER / request.code)
     else:
         os.chdir(project)
         return _run_command(request, root)
@@ -79,9 +83,11 @@ def _write(request: Request, project: Path) -> None:
         write_file(path, text.encode("utf-8", "surrogateescape"))
 
 
-def _missing(request: Request, files: Path) -> dict[str, object]:
-    """Return the local files that are not there, or are there with another size or time."""
+def _missing(request: Request, root: Path) -> dict[str, object]:
+    """Return the local files that are missing or have another size or time, and whether the code is missing."""
+    files = root / "files"
     files.mkdir(exist_ok=True)
+    (root / CODE_FOLDER).mkdir(exist_ok=True)
     missing = []
     for each in request.local_files:
         try:
@@ -91,7 +97,8 @@ def _missing(request: Request, files: Path) -> dict[str, object]:
             continue
         if (stat.st_size, int(stat.st_mtime)) != (each.num_bytes, each.mtime):
             missing.append(each.path)
-    return {"missing": missing, "rsync": shutil.which("rsync") is not None}
+    needs_code = bool(request.code) and not (root / CODE_FOLDER / request.code).is_dir()
+    return {"missing": missing, "code": needs_code, "rsync": shutil.which("rsync") is not None}
 
 
 def _end_with_reader() -> None:

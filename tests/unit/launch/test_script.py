@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,10 +13,7 @@ from ftkit.errors import ConfigError
 from ftkit.launch.resolve import RunArgs
 from ftkit.launch.script import ScriptArgs, accelerate_json, resolve_script
 from ftkit.planning.plan import PlanError, plan_to_json, read_plan
-from ftkit.planning.script import ScriptPlan, accelerate_config, read_job_plan
-
-if TYPE_CHECKING:
-    from ftkit.planning.plan import RunPlan
+from ftkit.planning.script import ScriptPlan, read_job_plan
 
 
 @pytest.fixture
@@ -53,11 +48,6 @@ def test_a_recipe_sets_cluster_resources_and_accelerates_configuration(ctx: Cont
     assert plan.script.asks_for_sharding
 
 
-def test_zero3_is_passed_to_accelerate_as_deepspeed(demo_plan: RunPlan) -> None:
-    config = accelerate_config(replace(demo_plan, engine=replace(demo_plan.engine, name="zero3")))
-    assert (config["distributed_type"], config["deepspeed_config"]["zero_stage"]) == ("DEEPSPEED", 3)
-
-
 def test_an_accelerate_configuration_gets_this_runs_number_of_processes(ctx: Context) -> None:
     file = ctx.project / "accelerate.yaml"
     file.write_text("distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 16\nnum_machines: 2\n")
@@ -79,6 +69,19 @@ def test_an_accelerate_configuration_gets_this_runs_number_of_processes(ctx: Con
 def test_scripts_that_cannot_be_started_are_rejected(ctx: Context, words: RunArgs, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(ctx, words)
+
+
+@pytest.mark.parametrize("recipe", [None, "olmo3-7b-full"])
+def test_a_folder_that_containers_cannot_mount_is_refused(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, recipe: str | None
+) -> None:
+    for name in ("a,b", "a\nb"):
+        folder = ctx.project / name
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        (folder / "my train.py").write_text("print()")
+        with pytest.raises(ConfigError, match="--script: pyxis can't mount a path with"):
+            plan_of(ctx, RunArgs(recipe, cluster="slurm", image="olmo3:25.02"))
 
 
 def test_the_report_of_a_scripts_run_shows_its_command(ctx: Context) -> None:
